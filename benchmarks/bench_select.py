@@ -1,6 +1,7 @@
 """On a GPU: over a grid of shapes, the kernel that we choose beside every other one, in bfloat16, forward and backward.
 
     python -m benchmarks.bench_select --budget-seconds 540
+    python -m benchmarks.bench_select --cases 'dropout*' --output benchmarks/results/select_dropout.csv    # with dropout, by name alone
 
 A side is a lowering that takes the shape, or a peer: "sdpa" is scaled_dot_product_attention with PyTorch's own choice on the same
 clean inputs, "presented" the same as an unmodified model calls it (a dense bool mask, K and V repeated, the repetition timed), "flex"
@@ -103,6 +104,7 @@ def sdpa(problem: Problem) -> Side:
     q, k, v = (x.detach().requires_grad_(problem.training) for x in (problem.q, problem.k, problem.v))
     bias = kernel_peers.dense_bias(problem)
     further: dict[str, Any] = {"attn_mask": bias} if bias is not None else {"is_causal": problem.case.causal}
+    further["dropout_p"] = problem.case.dropout_p
     if problem.spec.is_gqa:
         further["enable_gqa"] = True
     return Side(call=lambda: scaled_dot_product_attention(q, k, v, **further), leaves=[q, k, v])
@@ -116,7 +118,7 @@ def presented(problem: Problem) -> Side:
 
     def call() -> Tensor:
         keys, values = (x if group == 1 else x.repeat_interleave(group, 1) for x in (k, v))
-        return scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, dropout_p=problem.case.dropout_p)
 
     return Side(call=call, leaves=[q, k, v])
 
@@ -170,7 +172,9 @@ def measure(
             makes = {name: make for name, make in makes.items() if name in _COMPILED}
         rows = {name: names | {"side": name, "chosen": "yes" if name == chosen else ""} for name in makes}
         sides, outcome = _prepare(problem, which, makes, rows)
-        _compare(rows, outcome, chosen, kernel_cases.used_queries(case).to(device) if which == "forward" else None)
+        # With dropout each side drops others.
+        if not case.dropout_p:
+            _compare(rows, outcome, chosen, kernel_cases.used_queries(case).to(device) if which == "forward" else None)
         outcome.clear()
         if seconds > 0:
             _add_times(rows, contest(sides, device, seconds), case.flops(which))
@@ -254,10 +258,15 @@ def plan(
     mask and head dim from the i-th on, whatever its lengths: these share kernels."""
     index, count = shard
     fitting = dict.fromkeys(
-        case for pattern in patterns for case in select_cases.CASES if fnmatch.fnmatch(case.name, pattern)
+        case for pattern in patterns for case in _cases(pattern) if fnmatch.fnmatch(case.name, pattern)
     )
     sorts = list(dict.fromkeys(map(_sort, fitting)))
     yield from ((case, which) for case in fitting for which in passes if sorts.index(_sort(case)) % count == index)
+
+
+def _cases(pattern: str) -> Sequence[Case]:
+    """Those that a pattern is for: cases with dropout are asked for by name."""
+    return select_cases.DROPOUT_CASES if pattern.startswith(select_cases.DROPOUT) else select_cases.CASES
 
 
 def _sort(case: Case) -> str:

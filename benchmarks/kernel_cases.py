@@ -37,7 +37,7 @@ _B, _H, _Q, _K = map(Index, "bhqk")
 class Case:
     """padding: the lengths of the batch rows fall evenly from all to half of the keys; "lengths": at the right, and the model compares
     positions with numbers of keys, where it else has a vector of truth values. window: keys back from the query, itself among
-    them. documents: of equal length, so many a row. bias: a learned [1, Hq, S, S]. table: learned, for each distance and head.
+    them. documents: of equal length, so many a row. bias: a learned [1, Hq, S, S]. table: learned, for each distance and head. dropout_p: of the weights.
 
     peers: names of kernel_peers.PEERS.
     """
@@ -58,6 +58,7 @@ class Case:
     bias: bool = False
     alibi: bool = False
     table: bool = False
+    dropout_p: float = 0.0
     peers: tuple[str, ...] = ()
 
     @property
@@ -226,7 +227,10 @@ def _score(case: Case, dtype: str, *, training: bool) -> scores.ScoreSpec:
         shape = (1, case.heads_q, case.seqlen, case.seqlen)
         changes.append(scores.DenseBias(shape=shape, dtype=dtype, requires_grad=training))
     return scores.ScoreSpec(
-        scale=case.head_dim**-0.5, changes=tuple(changes), proved=tuple(_added_kinds(case, training=training))
+        scale=case.head_dim**-0.5,
+        changes=tuple(changes),
+        dropout_p=case.dropout_p,
+        proved=tuple(_added_kinds(case, training=training)),
     )
 
 

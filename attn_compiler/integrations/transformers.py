@@ -7,6 +7,8 @@ compile_model(model, per_layer=True)              # before or after fully_shard:
 
 from __future__ import annotations
 
+import copy
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,15 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import flex_attention
-from transformers import AttentionInterface, AttentionMaskInterface, TrainerCallback
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, TrainerCallback
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import flex_attention_mask, sdpa_mask
+from transformers.masking_utils import create_masks_for_generate, eager_mask, flex_attention_mask, sdpa_mask
 
 _BACKEND = "attn_compiler"
 
 #: PyTorch's attention, with masks whose meaning goes with them into layers that are compiled one by one
 KNOWN_MASKS = "sdpa_of_known_masks"
+#: numbers to add of models that spell out attention, whose meaning goes with them
+_KNOWN_NUMBERS = "eager_of_known_masks"
+#: whose masks are known in place of whose
+_KNOWN = {"sdpa": KNOWN_MASKS, "eager": _KNOWN_NUMBERS}
 #: FlexAttention, with block masks that are made in the graph that uses them
 KNOWN_BLOCKS = "flex_attention_of_known_blocks"
 
@@ -41,7 +47,8 @@ def compile_model(
         A model with PyTorch's attention then makes its masks in compiled code, so that what they mean is known to the layers.
         Calls make no cache unless they are asked to (`use_cache` of the config becomes False, as Trainer sets it): layers with caches share
         no code, and PyTorch compiles only eight of them.
-    A whole model with FlexAttention makes its block masks in its own graph, so that they are known, too.
+    A whole model with FlexAttention makes its block masks in its own graph, so that they are known, too. The mask of a prompt that
+        `generate` makes for a static cache is made in compiled code.
     options, mode, dynamic: as torch.compile takes them. Raises ValueError if no layer repeats.
     """
     settings = {
@@ -52,6 +59,7 @@ def compile_model(
     }
     if not per_layer:
         _let_blocks_be_known(model)
+        _let_prompts_masks_be_known(model)
         model.compile(**settings)
         return model
     layers = list(_repeated(model))
@@ -86,13 +94,42 @@ def known_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     is_needed = padding is not None and kwargs.get("q_length") == kwargs.get("kv_length") and not bool(padding.all())
     if not is_needed and sdpa_mask(*args, **kwargs) is None:
         return None
-    made: torch.Tensor = _compiled_mask(
-        *args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return _made(_sdpa_masks, args, {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+def known_eager_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """transformers' own numbers to add, made in compiled code."""
+    if torch.compiler.is_compiling():
+        found: torch.Tensor = eager_mask(*args, **kwargs)
+        return found
+    return _made(_eager_masks, args, kwargs)
+
+
+def _made(
+    masks: tuple[Callable[..., Any], Callable[..., Any]], args: tuple[Any, ...], given: dict[str, Any]
+) -> torch.Tensor:
+    """By compiled code, in which equal numbers of queries and keys are one number: symbols, too, once lengths change."""
+    of_any, of_squares = masks
+    if args or given.get("q_length") != given.get("kv_length"):
+        found: torch.Tensor = of_any(*args, **given)
+        return found
+    length = given["q_length"]
+    on_square: torch.Tensor = of_squares(
+        length, **{k: x for k, x in given.items() if k not in ("q_length", "kv_length")}
     )
-    return made
+    return on_square
 
 
-_compiled_mask: Callable[..., Any] = torch.compile(sdpa_mask, backend=_BACKEND)
+def _square_sdpa_mask(length: int, **given: Any) -> Any:
+    return sdpa_mask(q_length=length, kv_length=length, **given)
+
+
+def _square_eager_mask(length: int, **given: Any) -> Any:
+    return eager_mask(q_length=length, kv_length=length, **given)
+
+
+_sdpa_masks = (torch.compile(sdpa_mask, backend=_BACKEND), torch.compile(_square_sdpa_mask, backend=_BACKEND))
+_eager_masks = (torch.compile(eager_mask, backend=_BACKEND), torch.compile(_square_eager_mask, backend=_BACKEND))
 
 
 def _create_block_mask(*args: Any, _compile: bool = False, **kwargs: Any) -> flex_attention.BlockMask:
@@ -123,6 +160,26 @@ def known_block_mask(*args: Any, **kwargs: Any) -> flex_attention.BlockMask:
 
 def _let_masks_be_known(model: nn.Module) -> None:
     _choose(model, KNOWN_MASKS, instead_of="sdpa", attend=sdpa_attention_forward, mask=known_sdpa_mask)
+
+
+def _let_prompts_masks_be_known(model: nn.Module) -> None:
+    """`generate` with a static cache makes a mask for the whole prompt before it calls the model."""
+    create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    if isinstance(model, GenerationMixin) and not isinstance(create, functools.partial):
+        AttentionMaskInterface.register(KNOWN_MASKS, known_sdpa_mask)
+        AttentionMaskInterface.register(_KNOWN_NUMBERS, known_eager_mask)
+        model.create_masks_for_generate = functools.partial(_masks_for_generate, create)  # type: ignore[assignment]
+
+
+def _masks_for_generate(create: Callable[..., Any], *, config: Any, **given: Any) -> Any:
+    """What `create` makes, for several queries by functions whose masks are known. A step's mask says of each key whether it is used."""
+    # Transformers 4 has another name for it.
+    embeds = given.get("inputs_embeds", given.get("input_embeds"))
+    if embeds is not None and embeds.shape[1] > 1:
+        config = copy.deepcopy(config)
+        for part in {id(x): x for x in (config, config.get_text_config())}.values():
+            part._attn_implementation = _KNOWN.get(part._attn_implementation, part._attn_implementation)
+    return create(config=config, **given)
 
 
 def _let_blocks_be_known(model: nn.Module) -> None:

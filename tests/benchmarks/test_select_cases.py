@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from attn_compiler.lowerings.choice import shape_class
-from benchmarks import kernel_peers, select_cases
+from benchmarks import bench_select, kernel_peers, select_cases
 from benchmarks.kernel_cases import Case
-from benchmarks.select_cases import BY_NAME, CASES
+from benchmarks.select_cases import BY_NAME, CASES, DROPOUT, DROPOUT_CASES, spec_of
 
 
 def test_the_grid_has_what_it_should() -> None:
@@ -37,3 +37,12 @@ def test_its_spec_is_of_the_sort_that_its_name_says(case: Case) -> None:
     assert shape.grouped == (case.heads_kv < case.heads_q)
     assert spec.needs_grad
     assert not select_cases.spec_of(case, training=False).needs_grad
+
+
+def test_cases_with_dropout_are_asked_for_by_name_alone() -> None:
+    asked = [case for case, _ in bench_select.plan(["dropout*"], ["forward"])]
+    assert sorted(case.name for case in asked) == sorted(case.name for case in DROPOUT_CASES)
+    assert all(case.name.startswith(DROPOUT) and case.dropout_p == 0.1 for case in asked)
+    assert not {case.name for case, _ in bench_select.plan(["*"], ["forward"])} & {case.name for case in asked}
+    # Spec and sides have it, so that what is timed is what is chosen for.
+    assert all(spec_of(case, training=True).score.dropout_p == 0.1 for case in asked)

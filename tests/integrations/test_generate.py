@@ -37,6 +37,14 @@ def _gemma() -> Any:
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**DECODER, **WINDOW, layer_types=layers)).eval()
 
 
+def _gemma2() -> Any:
+    """Spelled out, with a softcap."""
+    torch.manual_seed(0)
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma2Config(**DECODER, **WINDOW, layer_types=layers)
+    return transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+
+
 def _generate(model: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     """Tokens, and the logits that they were chosen by."""
     given = {**prompts(), "max_new_tokens": TOKENS, "do_sample": False, **settings}
@@ -49,16 +57,26 @@ def _same(mine: tuple[Tensor, Tensor], eager: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(mine[1], eager[1])
 
 
+def _of_attention() -> list[Any]:
+    """The reports of graphs that have attention."""
+    return [report for report in attn_compiler.reports() if report.sites]
+
+
 _PADDING = "key padding attention_mask[b, k] (proved)"
 _GIVEN = "key padding attention_mask[b, 0, 0, k] (proved)"
+_LAST_ROW = "key padding attention_mask[b, 0, 8, k] (proved)"
 _WINDOW = "causal ∧ window (5 back) ∧ key padding attention_mask[b, k] (proved)"
 
-#: model, cache → the masks of each graph in turn. A step has the padding of all keys that are left; a prompt's mask in a static cache is
-#: made by transformers outside of compiled code.
+#: model, cache → the masks of each graph in turn. A step has the padding of all keys that are left. A prompt's mask in a static cache comes
+#: in, and says itself which keys are padding: in its last row, or in each key's own.
 CASES: dict[str, tuple[Callable[[], Any], str | None, list[str]]] = {
     "growing": (llama, None, [f"9: causal ∧ {_PADDING}", f"1: {_PADDING}", f"1: {_PADDING}"]),
-    "static": (llama, "static", ["9: not proved", f"1: {_GIVEN}"]),
-    "windows static": (_mistral, "static", ["9: not proved", f"1: {_GIVEN}"]),
+    "static": (llama, "static", [f"9: causal ∧ {_LAST_ROW}", f"1: {_GIVEN}"]),
+    "windows static": (
+        _mistral,
+        "static",
+        ["9: causal ∧ window (5 back) ∧ key padding attention_mask[b, 0, k, k] (proved)", f"1: {_GIVEN}"],
+    ),
     "hybrid growing": (
         _gemma,
         None,
@@ -72,7 +90,8 @@ CASES: dict[str, tuple[Callable[[], Any], str | None, list[str]]] = {
         _gemma,
         "static",
         [
-            *["9: not proved"] * 2,
+            "9: causal ∧ window (5 back) ∧ key padding attention_mask_sliding_attention[b, 0, k, k] (proved)",
+            "9: causal ∧ key padding attention_mask_full_attention[b, 0, 8, k] (proved)",
             "1: key padding attention_mask_sliding_attention[b, 0, 0, k] (proved)",
             "1: key padding attention_mask_full_attention[b, 0, 0, k] (proved)",
         ],
@@ -90,13 +109,15 @@ def test_a_model_that_is_compiled_in_place(case: str) -> None:
     given = launching.run("generate", model=model, inputs=prompts())
     assert torch.equal(given["tokens"], eager[0])
     assert found(sites=LAYERS) == masks
-    graphs = len(attn_compiler.reports())
+    compiled, graphs = len(attn_compiler.reports()), len(_of_attention())
     assert graphs == (2 if cache else 3)
+    # A prompt's masks in a static cache are graphs of their own: of windows, and of all keys.
+    assert compiled - graphs == (0 if cache is None else 2 if make is _gemma else 1)
     # Another call, as long: nothing is compiled anew.
     _same(_generate(model), eager)
-    assert len(attn_compiler.reports()) == graphs
+    assert len(attn_compiler.reports()) == compiled
     if case in ("growing", "hybrid static"):
-        assert graphs_without_us(lambda: _generate(model)) == graphs
+        assert graphs_without_us(lambda: _generate(model)) == compiled
 
 
 @pytest.mark.usefixtures("quick")
@@ -143,7 +164,38 @@ def test_a_forward_that_is_replaced_by_a_compiled_one() -> None:
     eager = _generate(model)
     model.forward = torch.compile(model.forward, backend="attn_compiler", options=OPTIONS)
     _same(_generate(model), eager)
-    assert found(sites=LAYERS) == CASES["static"][2]
+    # transformers makes the prompt's mask in code that is not compiled.
+    assert found(sites=LAYERS) == ["9: not proved", *CASES["static"][2][1:]]
+
+
+@pytest.mark.usefixtures("quick")
+def test_prompts_of_many_lengths_have_masks_that_are_proved() -> None:
+    """Both the mask's graphs and the model's serve all lengths after the first one. A prompt without padding needs no mask."""
+    model = compile_model(_gemma(), options=OPTIONS)
+    eager = _gemma()
+    for length in (9, 12, 7, 15):
+        ids = torch.randint(3, DECODER["vocab_size"], (2, length), generator=torch.Generator().manual_seed(length))
+        padding = torch.ones_like(ids)
+        padding[0, :3] = 0
+        given = {"input_ids": ids, "cache_implementation": "static", "max_length": 24, "max_new_tokens": None}
+        _same(_generate(model, **given, attention_mask=padding), _generate(eager, **given, attention_mask=padding))
+    prompts_of = [site for report in attn_compiler.reports() for site in report.sites if site.spec.seqlen_q != 1]
+    assert any(isinstance(site.spec.seqlen_q, str) for site in prompts_of)
+    assert [site.spec.mask.reason for site in prompts_of] == [None] * len(prompts_of)
+    assert all("causal" in site.spec.mask.words for site in prompts_of)
+    ids = torch.randint(3, DECODER["vocab_size"], (2, 11))
+    given = {"input_ids": ids, "cache_implementation": "static", "attention_mask": torch.ones_like(ids)}
+    _same(_generate(model, **given), _generate(eager, **given))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_prompts_mask_of_numbers_is_known_too() -> None:
+    """Attention that is spelled out has numbers added."""
+    model = compile_model(_gemma2(), options=OPTIONS)
+    _same(_generate(model, cache_implementation="static"), _generate(_gemma2(), cache_implementation="static"))
+    masks = [site.spec.mask for site in _of_attention()[0].sites]
+    assert [mask.reason for mask in masks] == [None, None]
+    assert all("key padding" in mask.words for mask in masks)
 
 
 @pytest.mark.usefixtures("quick")

@@ -4,8 +4,8 @@ Two ways lead over a border. Graphs that were cut out of one (DDP's buckets) sha
 in that order: what one gives back is known in the next without any check. Everything else comes in as an argument: what is known
 of that very tensor (meanings.py) holds as long as a guard finds the same known of it.
 
-What a mask was made from, such as which tokens are padding, may not be at hand on the other side. A row of the mask that nothing
-else shuts out says the same: of "causal, and these keys are padding" the last query's row is the padding.
+What a mask was made from, such as which tokens are padding, may not be at hand on the other side. A row of the mask says the same, if
+nothing else shuts out a key there that it lets another query see: of "causal, and these keys are padding" the last query's row is that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler import meanings, torch_frames
-from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Ranges
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Ranges, Test
 from attn_compiler.index_expr.changing import throughout
 from attn_compiler.meanings import Known
 from attn_compiler.passes import axes, mutation
@@ -186,13 +186,25 @@ def _condition(x: Expr, foreign: frozenset[str], value: torch.Tensor, element: o
         return None
     ranges = _ranges(value)
     for row, place in _rows(value, key):
-        if ix.decide(ix.substitute(ix.apply("and", ix.TRUE, *rest), query, row), ranges) == ix.TRUE:
+        if all(_holds_there(part, query, row, ranges) for part in rest):
             return ix.apply("and", *rest, element((*own[:-2], place, key)))  # type: ignore[operator]
     return None
 
 
+def _holds_there(x: Expr, query: Index, row: Expr, ranges: Ranges) -> bool:
+    """Whether what holds for a key and any query holds for the key and the query `row`, too: what shuts out a key there shuts it out for
+    all queries. Of the diagonal and the last query so it is, however many keys there are."""
+    there = ix.substitute(x, query, row)
+    if ix.decide(there, ranges) == ix.TRUE:
+        return True
+    if not (isinstance(x, Test) and isinstance(there, Test) and x.relation == there.relation == ">="):
+        return False
+    return ix.decide(Test(">=", ix.combine(there.form, x.form, -1)), ranges) == ix.TRUE
+
+
 def _rows(value: torch.Tensor, key: Index) -> Sequence[tuple[Expr, Expr]]:
-    """Queries that may see every key: the last one, and on a square each key's own. Each as a number here, and for any such tensor."""
+    """Queries that may see whatever any query sees: the last one, and on a square each key's own. Each as a number here, and for any such
+    tensor."""
     queries, keys = (axes.size_expr(s) for s in value.shape[-2:])
     last = size(queries)
     found: list[tuple[Expr, Expr]] = []

@@ -35,6 +35,8 @@ CASES = (
     Case(name="padded 64", head_dim=64, keys="left", **_SIZES),
     Case(name="padded causal 128", head_dim=128, keys="right", band=Band(right=0), **_SIZES),
     Case(name="causal 128", head_dim=128, band=Band(right=0), **_SIZES),
+    Case(name="window 64, sinks", head_dim=64, keys="left", band=Band(left=40, right=0), sinks=True, **_SIZES),
+    Case(name="softcap 128", head_dim=128, softcap=20.0, keys="left", band=Band(right=0), **_SIZES),
 )
 
 

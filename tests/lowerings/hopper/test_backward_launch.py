@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attn_compiler.lowerings.hopper import backward_launch, plan
 from attn_compiler.lowerings.shared import launching
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from tests.lowerings import kernel_problems
+from tests.lowerings import any_length, kernel_problems
 from tests.lowerings.hopper import problems
 from tests.lowerings.kernel_cases import Case
 
@@ -178,3 +178,24 @@ def test_blocks_are_those_of_the_head_dim() -> None:
     assert found == plan.GRAD_BLOCKS[128]
     assert dataclasses.replace(found, queries=128).sum_columns(128) == 128
     assert found.sum_columns(128) == 64
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(name="padding left", keys="left", **_CAUSAL),
+        Case(name="window", band=Band(left=40, right=0), heads_q=4, heads_kv=2),
+        Case(name="padded window, sinks", keys="left", band=Band(left=40, right=0), sinks=True),
+        Case(name="softcap, 128", softcap=5.0, head_dim=128, **_CAUSAL),
+    ],
+    ids=lambda case: case.name,
+)
+def test_one_text_serves_every_batch_and_length(case: Case) -> None:
+    """Grids, tiles' lists and strides are those of a call: nothing of a length is in what a graph says."""
+
+    def built(length: int) -> kernel_problems.Problem:
+        sizes: Any = {"seqlen_q": length, "seqlen_kv": length, "batch": 1 + length % 2}
+        return problems.build(dataclasses.replace(case, name=f"hopper any length, {case.name}", **sizes))
+
+    for problem in any_length.at_each(built):
+        kernel_problems.assert_within_rule(problems.results(problem), problem)

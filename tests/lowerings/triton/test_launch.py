@@ -16,7 +16,7 @@ from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.target import Target
 from tests import cases, numerics
-from tests.lowerings import emitting, kernel_problems
+from tests.lowerings import any_length, emitting, kernel_problems
 from tests.lowerings.kernel_cases import ALL, BOTTOM_RIGHT, BY_NAME, Case
 from tests.lowerings.kernel_launches import SIZES, launched
 from tests.lowerings.kernel_problems import Problem, build, planned, results
@@ -29,6 +29,18 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cas
 def test_attention_and_all_gradients(case: Case) -> None:
     problem = build(case)
     kernel_problems.assert_within_rule(results(problem), problem)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["keys_left", "window", "softcap_keys", "sinks", "bias_hqk_causal"])
+def test_one_text_serves_every_batch_and_length(name: str) -> None:
+    """Forward and all gradients: nothing of a length is in what a graph says."""
+
+    def built(length: int) -> Problem:
+        return build(dataclasses.replace(BY_NAME[name], seqlen_q=length, seqlen_kv=length, batch=1 + length % 2))
+
+    for problem in any_length.at_each(built, (70, 33, 64, 5, 141)):
+        kernel_problems.assert_within_rule(results(problem), problem)
 
 
 @interpreted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,9 +16,9 @@ from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.scores import Sinks, Softcap
 from attn_compiler.target import Target
 from tests import cases
-from tests.lowerings import emitting, plan_math
+from tests.lowerings import any_length, emitting, plan_math
 from tests.lowerings.specs import UNLISTED, dense, make_spec, words
-from tests.passes.compiling import compiled, mark
+from tests.passes.compiling import Compiled, compiled, mark
 
 H200 = Target.fake()
 INTERPRETED = Target.fake(device="cpu", triton_interpreted=True)
@@ -216,6 +216,23 @@ def test_a_padded_model_forward_and_backward(dynamic: bool) -> None:
     assert function.calls.count("tile_lists") == 2
     assert function.calls.count("triton") == 2
     assert "scaled_dot_product_attention" not in function.calls
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("form", any_length.FORMS, ids=lambda form: form.name)
+def test_one_graph_serves_every_length_after_the_first(form: any_length.Form) -> None:
+    found: list[Compiled] = []
+
+    def compile_(function: Callable[..., Any]) -> Compiled:
+        found.append(compiled(function, lowering="triton"))
+        return found[0]
+
+    any_length.check(form, compile_, device="cpu", dtype=torch.float32, head_dim=16, within=1e-5)
+    assert [len(report.sites) for report in found[0].reports] == [1, 1]
+    sites = [report.sites[0] for report in found[0].reports]
+    assert [isinstance(site.spec.seqlen_q, int) for site in sites] == [True, False]
+    assert {site.decision.lowering for site in sites} == {"triton"}
+    assert sites[1].spec.mask.reason is None
 
 
 def _positioned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -134,3 +134,42 @@ def test_what_was_written_before_or_while_it_was_made_does_not_count() -> None:
     assert row.is_written([mask])
     assert row.is_written([mask], since=1)
     assert not row.is_written([mask], since=2)
+
+
+def _rectangle(x: Expr, keys: int) -> list[object]:
+    """Its value at every place of a mask of S queries and more keys. Of itself: what it loads its own elements from."""
+    numbers = torch.nn.functional.pad(NUMBERS, (0, keys - S))
+    inputs = Inputs(
+        seqlen_q=S,
+        seqlen_kv=keys,
+        load=lambda name, at: numbers[at].item(),
+        sizes={"n0": B, "n1": 1, "n2": S, "n3": keys},
+    )
+    renamed = x
+    for index, name in zip((I0, I1, Q, K), "bhqk", strict=True):
+        renamed = ix.substitute(renamed, index, Index(name))
+    return [inputs.value(renamed, *at) for at in itertools.product(range(B), range(1), range(S), range(keys))]
+
+
+def test_with_more_keys_than_queries_the_last_row_still_says_which_keys_are_padding() -> None:
+    """The prompt in a static cache: keys behind the diagonal of the last query are behind that of all queries."""
+    keys = S + 4
+    value = torch.empty(B, 1, S, keys, dtype=torch.bool)
+    condition = _and(CAUSAL, PADDING)
+    own = of_itself(condition, ["padding"], value)
+    assert own is not None
+    mask = torch.tensor(_rectangle(condition, keys)).reshape(value.shape)
+    renamed = own
+    for index, name in zip((I0, I1, Q, K), "bhqk", strict=True):
+        renamed = ix.substitute(renamed, index, Index(name))
+    inputs = Inputs(
+        seqlen_q=S,
+        seqlen_kv=keys,
+        load=lambda name, at: mask[at].item(),
+        sizes={"n0": B, "n1": 1, "n2": S, "n3": keys},
+    )
+    found = [inputs.value(renamed, *at) for at in itertools.product(range(B), range(1), range(S), range(keys))]
+    assert found == mask.flatten().tolist()
+    assert of_itself(_and(CAUSAL, ix.compare("<", Q, ix.add(K, Const(3))), PADDING), ["padding"], value) is None
+    # What lets the last query see less than another one says too little there.
+    assert of_itself(_and(ix.compare("<=", Q, K), PADDING), ["padding"], value) is None
