@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import collector, fp8_state, meanings, torch_compat, torch_inductor, torch_packed
+from attn_compiler import collector, fp8_state, meanings, torch_compat, torch_inductor, torch_packed, without_us
 from attn_compiler.cache import cache_key
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, LoweringUnavailable, described
 from attn_compiler.options import Options, check_lowering_names, split_options
@@ -73,11 +73,14 @@ def _compile(
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
         torch_inductor.start_workers()
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
-    with collector.paused():
-        from attn_compiler import rewrites
-        from attn_compiler.lowerings import LOWERINGS
-        from attn_compiler.passes import rewrite
-        from attn_compiler.verifying import checked
+    try:
+        with collector.paused():
+            from attn_compiler import rewrites
+            from attn_compiler.lowerings import LOWERINGS
+            from attn_compiler.passes import rewrite
+            from attn_compiler.verifying import checked
+    except (ImportError, AttributeError) as error:
+        return without_us.or_raise(error)(gm, example_inputs, mode=mode, options=options)
 
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
     ahead = _ahead(own)

@@ -3,14 +3,19 @@
 Dynamo asks whether a name is registered, loads its entry point if it is not, and registers what that gave. Threads that compile for the
 first time at once all come to the last step, and all but the first fail there: "duplicate name". So the import does it, which the import
 system lets one thread alone run, and the entry point gives None. `register_backend` takes that for its use as a decorator, and
-registers nothing.
+registers nothing. A torch that is newer than what was tried may lack what the backend needs: Inductor takes its place then.
 """
 
 from __future__ import annotations
 
 from torch._dynamo.backends import registry
 
-from attn_compiler.backend import attn_compiler
+try:
+    from attn_compiler.backend import attn_compiler
+except (ImportError, AttributeError) as error:
+    from attn_compiler import without_us
+
+    attn_compiler = without_us.or_raise(error)
 
 NAME = "attn_compiler"
 #: what the entry point gives
