@@ -128,7 +128,7 @@ def _exported(case: Case) -> ExportedProgram:
 
 
 def _packaged(program: ExportedProgram, path: Path) -> Callable[..., Any]:
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(linking.settings()))
     run: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
     return run
 
