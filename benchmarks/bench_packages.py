@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import attn_compiler
-from benchmarks import harness, models
+from benchmarks import harness, linking, models
 
 RESULTS = Path(__file__).parent / "results" / "packages_h200.csv"
 
