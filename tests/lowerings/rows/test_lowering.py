@@ -67,7 +67,7 @@ def cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Te
 
 
 def _by_distance(q: torch.Tensor, allowed: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    # Beside float16's lowest number float32, in which SDPA adds, has digits for a score: what then is in a row without keys, rows can't say.
+    # SDPA adds in float32, which has digits for a score beside float16's lowest number: rows without keys are no mean then.
     lowest = -torch.inf if q.dtype == torch.float16 else torch.finfo(q.dtype).min
     return torch.where(allowed, added.to(q.dtype), lowest)
 
