@@ -169,13 +169,13 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
     wide = dtype if dtype == torch.float64 else torch.float32
     mean = emitter.call(torch.mean, operands.v, 2, keepdim=True, dtype=wide)
     if not (keyless.through and spec.needs_grad):
-        return _for_each_head(emitter, spec, emitter.call(torch.Tensor.to, mean, dtype))
+        return _for_each_head(emitter, spec, _cast(emitter, mean, dtype))
     if spec.score.bias is not None and spec.score.bias.requires_grad:
         emitter.note(NOTE_BIAS)
     # Weights are alike, and their gradient is not 0: a term that is 0, with the gradient that goes through the scores to q and k.
-    apart = emitter.call(torch.sub, emitter.call(torch.Tensor.to, operands.v, wide), mean)
+    apart = emitter.call(torch.sub, _cast(emitter, operands.v, wide), mean)
     apart = emitter.call(torch.Tensor.detach, apart)
-    k, q = (emitter.call(torch.Tensor.to, x, wide) for x in (operands.k, operands.q))
+    k, q = (_cast(emitter, x, wide) for x in (operands.k, operands.q))
     products = emitter.call(torch.matmul, emitter.call(torch.transpose, k, 2, 3), apart)
     keys = size_of(emitter, operands.k, 2)
     scale = spec.score.scale
@@ -184,7 +184,7 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
     slope = emitter.call(torch.matmul, q, products)
     nothing = emitter.call(torch.sub, slope, emitter.call(torch.Tensor.detach, slope))
     rows = emitter.call(torch.add, _for_each_head(emitter, spec, mean), nothing)
-    return emitter.call(torch.Tensor.to, rows, dtype)
+    return _cast(emitter, rows, dtype)
 
 
 def _weighed(emitter: Emitter, spec: AttentionSpec, numbers: Expr, operands: Operands, out: fx.Node) -> fx.Node:
@@ -196,9 +196,9 @@ def _weighed(emitter: Emitter, spec: AttentionSpec, numbers: Expr, operands: Ope
 
     def weights() -> fx.Node:
         found = _Places(emitter, spec, operands).number(numbers, wide)
-        return emitter.call(torch.Tensor.to, emitter.call(aten._safe_softmax.default, found, -1), dtype)
+        return _cast(emitter, emitter.call(aten._safe_softmax.default, found, -1), dtype)
 
-    v = _for_each_head(emitter, spec, emitter.call(torch.Tensor.to, operands.v, dtype))
+    v = _for_each_head(emitter, spec, _cast(emitter, operands.v, dtype))
     return emitter.call(torch.matmul, emitter.once(key, weights), v)
 
 
@@ -208,3 +208,7 @@ def _for_each_head(emitter: Emitter, spec: AttentionSpec, x: fx.Node) -> fx.Node
     if not spec.is_gqa or not isinstance(heads_q, int) or heads_kv == 1:
         return x
     return emitter.call(torch.repeat_interleave, x, heads_q // heads_kv, 1)
+
+
+def _cast(emitter: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return x if emitter.value(x).dtype == dtype else emitter.call(torch.Tensor.to, x, dtype)
