@@ -14,9 +14,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from attn_compiler import index_expr as ix
+from attn_compiler.codec import UNSAID
 from attn_compiler.index_expr import Expr, Index
 
 
@@ -348,6 +349,8 @@ class MaskSpec:
     flag: why the first kind, a causal one, is to be applied by itself; None if none is.
     dense: the model's own tensor. A lowering may apply its kinds in its place.
     reason: why the tensor could not be read; None if it was.
+    own_rows: what a query without keys gets is known to the model alone: by the numbers of its tensor ("numbers"), or by all that it does
+        ("model"). None: any lowering's rows can be completed.
     out_of_reach: tensors and sizes that `kinds` read and a lowering can't get. They are another graph's, exist only inside one call,
         or hold something else by then.
     """
@@ -357,6 +360,7 @@ class MaskSpec:
     dense: Dense | None = None
     reason: str | None = None
     out_of_reach: tuple[str, ...] = ()
+    own_rows: Literal["numbers", "model"] | None = field(default=None, metadata=UNSAID)
 
     @property
     def flagged(self) -> Causal | None:

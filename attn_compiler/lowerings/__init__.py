@@ -32,6 +32,7 @@ from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
 from attn_compiler.lowerings.shared import untried
 from attn_compiler.lowerings.shared.failures import FAILURES
+from attn_compiler.lowerings.shared.mask_limits import check_own_rows
 from attn_compiler.lowerings.triton.fp8 import TritonFp8
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.spec import AttentionSpec
@@ -49,6 +50,7 @@ __all__ = [
     "check_added",
     "check_flex",
     "check_fp8_speed",
+    "check_own_rows",
     "estimate",
     "evidence",
     "faster",

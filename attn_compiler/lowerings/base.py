@@ -27,6 +27,16 @@ PART = "_part"
 #: Lowerings that read what k and v are made of, and neither k nor v: the first ones for a site that has it.
 OF_LATENT = ("decode_latent", "absorbed")
 
+#: the lowering that leaves a site as the model has it
+UNTOUCHED = "untouched"
+
+#: Lowerings that add a tensor's numbers to the scores as they are, and whose backward keeps the weights: the model's own in rows without
+#: keys, too.
+OF_NUMBERS = ("math", "reference")
+
+#: Those whose forward has, if not their backward, beside numbers that leave a score its digits.
+OF_NUMBERS_FORWARD = ("sdpa_cpu_flash", "sdpa_efficient", "sdpa_cudnn")
+
 #: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
 FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")
 

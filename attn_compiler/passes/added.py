@@ -25,11 +25,13 @@ class Split:
     """An additive term: masked where `allowed` does not hold, and `added` elsewhere.
 
     fills: the numbers that mask, as they are in the end.
+    sums: a masked pair may get several of them together.
     """
 
     allowed: Expr
     added: tuple[Summand, ...] = ()
     fills: frozenset[float] = frozenset()
+    sums: bool = False
 
     def reach(self, within: Ranges) -> Reach:
         """How far what is added goes. What run-time numbers make low, such as (1 - mask) · -1e9, masks too: it undoes no mask.
@@ -67,7 +69,8 @@ def _split(x: Expr, weight: float) -> Split:
         case Apply(op="add", args=(a, b)):
             one, other = _split(a, weight), _split(b, weight)
             allowed = ix.apply("and", one.allowed, other.allowed)
-            return Split(allowed=allowed, added=one.added + other.added, fills=one.fills | other.fills)
+            sums = one.sums or other.sums or bool(one.fills and other.fills)
+            return Split(allowed=allowed, added=one.added + other.added, fills=one.fills | other.fills, sums=sums)
         case Apply(op="mul", args=(a, Const(value=factor))) if _is_factor(factor):
             found = _split(a, weight * factor)
             if found.allowed == ix.TRUE and len(found.added) > 1 and abs(weight * factor) >= -MASKED_BELOW:
@@ -95,12 +98,14 @@ def _unless_zero(x: Const, weight: float) -> tuple[Summand, ...]:
 def _split_choice(x: Expr, condition: Expr, yes: Split, no: Split, weight: float) -> Split:
     """Where one side is masked, what is added there makes no difference."""
     allowed, fills = ix.where(condition, yes.allowed, no.allowed), yes.fills | no.fills
+    sums = yes.sums or no.sums
     if yes.allowed == ix.FALSE or no.allowed == ix.FALSE:
-        return Split(allowed=allowed, added=yes.added + no.added, fills=fills)
+        return Split(allowed=allowed, added=yes.added + no.added, fills=fills, sums=sums)
     if yes.allowed == no.allowed == ix.TRUE and (yes.added or no.added):
         return Split(allowed=allowed, added=(Summand(value=x, weight=weight),))
     value = ix.where(condition, total(yes.added), total(no.added))
-    return Split(allowed=allowed, added=() if value == Const(0.0) else (Summand(value=value),), fills=fills)
+    rest = () if value == Const(0.0) else (Summand(value=value),)
+    return Split(allowed=allowed, added=rest, fills=fills, sums=sums)
 
 
 def total(added: tuple[Summand, ...]) -> Expr:

@@ -8,10 +8,10 @@ import torch
 
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import LayoutDemand
+from attn_compiler.lowerings.base import UNTOUCHED, LayoutDemand
 from attn_compiler.passes import faults
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.select import UNTOUCHED, leave_alone
+from attn_compiler.passes.select import leave_alone
 from attn_compiler.passes.unit import Unit
 from attn_compiler.spec import AttentionSpec, TensorSpec
 

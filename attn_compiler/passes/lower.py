@@ -16,22 +16,22 @@ from torch import fx
 from attn_compiler import op_library, torch_snapshots, torch_symbols
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import LatentNodes, Operands, StoredNodes, Tiles
+from attn_compiler.lowerings.base import OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes, Tiles
 from attn_compiler.passes import (
     body_inputs,
     buffers,
     faults,
     gradients,
+    keyless_nodes,
     program,
     reach,
     recover,
     saved,
-    shut_queries,
     strides,
 )
 from attn_compiler.passes.emit import GraphBuilder, Held
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.select import UNTOUCHED, leave_alone
+from attn_compiler.passes.select import leave_alone
 from attn_compiler.passes.site import Latent, Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.spec import AttentionSpec
@@ -142,9 +142,9 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
         operands = _operands(mirror, site, site.spec, builder, tensors)
         with builder.without_autocast():
             out, *lse = _emitted(site, site.spec, builder, operands)
-        if site.has_scores is not None and shut_queries.at_hand(site.has_scores, operands):
-            out = shut_queries.filled(builder, site.has_scores, operands, out)
-            note(shut_queries.NOTE)
+        if site.keyless is not None and not _has_own_rows(site, site.spec):
+            with builder.without_autocast():
+                out = keyless_nodes.completed(builder, site.spec, site.keyless, operands, out)
         new = finish(mirror, site, builder, out, old)
         site.texts = op_library.texts(builder.made[before:])
         held, new = _settle(site, builder, builder.made[before:], new)
@@ -154,6 +154,13 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
     if why_not is not None:
         site.notes.append(f"autotune has nothing to measure: {why_not}")
     return [new, *finished], held
+
+
+def _has_own_rows(site: Site, spec: AttentionSpec) -> bool:
+    """Whether the lowering adds the model's own numbers, and has what the model has in every row, gradients included."""
+    if spec.mask.own_rows is not None:
+        return True
+    return site.decision is not None and site.decision.lowering in OF_NUMBERS and recover.is_added_up(site.match, spec)
 
 
 def _emitted(site: Site, spec: AttentionSpec, builder: GraphBuilder, operands: Operands) -> tuple[fx.Node, ...]:

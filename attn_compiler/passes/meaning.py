@@ -5,6 +5,8 @@ The two are told apart (added.py). A condition must be exact; what is added need
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from dataclasses import dataclass, field, replace
 
@@ -19,13 +21,13 @@ from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
 from attn_compiler.masks import MaskKind
-from attn_compiler.passes import added, axes, elements, fills, kinds, mutation, reading, score_kinds, shut_queries
+from attn_compiler.passes import added, axes, elements, fills, keyless, kinds, mutation, reading, score_kinds
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.keyless import Keyless, Masking
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import Reader, Unreadable
-from attn_compiler.passes.shut_queries import MaskingCondition
 from attn_compiler.passes.site import Match, Term
 
 #: characters of a formula in a reason
@@ -44,7 +46,7 @@ class Meaning:
     kinds: what is masked; reason: why that could not be read. scores: what else is added, if all of it is known. tensors: what
     each name that `scores` loads from stands for. along: of each term (added ones first), the letters of the indices that its
     elements were not shown to be the same along. unusual: what happens to the scores that has no kind (fills.py).
-    has_scores: when a query has scores of its own (shut_queries.py); None if each has.
+    keyless: what a query without keys is; None if 0 is right, or each has some (keyless.py).
     """
 
     condition: Expr | None = None
@@ -54,7 +56,7 @@ class Meaning:
     tensors: dict[str, Version] = field(default_factory=dict)
     along: tuple[str, ...] = ()
     unusual: tuple[str, ...] = ()
-    has_scores: Expr | None = None
+    keyless: Keyless | None = None
 
     @property
     def is_everything(self) -> bool:
@@ -108,7 +110,8 @@ class _Read:
         self._names: dict[str, str] = {}
         self._tensors: dict[str, Version] = {}
         self._fills: set[float] = set()
-        self._masks: list[MaskingCondition] = []
+        self._steps: list[tuple[int, Masking]] = []
+        self._dtype = _dtype_of(match.first)
         self._reach = Reach()
 
     def add(self, term: Term) -> None:
@@ -134,7 +137,9 @@ class _Read:
             return
         self._conditions.append(found.allowed)
         self._fills |= found.fills
-        self._masks += [MaskingCondition(allowed=found.allowed, fill=fill, keeps_fill=False) for fill in found.fills]
+        if found.fills:
+            added_up = ix.mul(x, ix.Const(float(term.weight))) if found.sums or len(found.fills) > 1 else None
+            self._step(term, Masking(allowed=found.allowed, fills=found.fills, replaces=False, added=added_up))
         for kind in score_kinds.recognise(found.added):
             self._scores.append(self._named(kind, term))
             if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
@@ -147,12 +152,14 @@ class _Read:
             allowed = ix.as_bool(self._element(term))
         except Unreadable as unreadable:
             self._unread_masks.append(str(unreadable))
+            self._step(term, self._masking(None, term))
             return
         if ix.is_exact(allowed):
             allowed = ix.invert(allowed) if term.inverted else allowed
             self._conditions.append(allowed)
-            self._masks.append(MaskingCondition(allowed=allowed, fill=term.fill, keeps_fill=self._keeps_fill(term)))
+            self._step(term, self._masking(allowed, term))
         else:
+            self._step(term, self._masking(None, term))
             self._unread_masks.append(
                 f"{term.operand.node.name} compares numbers that are rounded: {ix.text(allowed, _MOST)}"
             )
@@ -176,17 +183,32 @@ class _Read:
             tensors=self._tensors,
             along=tuple(self._along),
             unusual=fills.unusual(self._match, self._fills, self._reach),
-            has_scores=shut_queries.condition(self._masks) if found and self._gives_mean_without_keys() else None,
+            keyless=self._keyless(),
         )
 
-    def _gives_mean_without_keys(self) -> bool:
-        """Whether the model gives the mean of v where all scores are one number: no sink joins them, and no weight is set to zero."""
-        return self._match.sinks is None and not self._match.masks_weights
+    def _masking(self, allowed: Expr | None, term: Term) -> Masking:
+        return Masking(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces)
 
-    def _keeps_fill(self, term: Term) -> bool:
-        """Whether masked scores are replaced, and nothing is added to them afterwards."""
-        place = self._mirror.order(term.operand.used)
-        return term.replaces and all(self._mirror.order(t.operand.used) < place for t in self._match.additive)
+    def _step(self, term: Term, masking: Masking) -> None:
+        self._steps.append((self._mirror.order(term.operand.used), masking))
+        self._dtype = _dtype_of(term.operand.used) or self._dtype
+
+    def _keyless(self) -> Keyless | None:
+        """What a row without keys is. A sink joins its softmax and takes all the weight; weights that are set to zero are 0."""
+        if self._match.sinks is not None or self._match.masks_weights:
+            return None
+        steps = [step for _, step in sorted(self._steps, key=operator.itemgetter(0))]
+        if self._match.is_causal:
+            diagonal = ix.compare("<=", kinds.K, kinds.Q)
+            steps.append(Masking(allowed=diagonal, fills=frozenset({-math.inf}), replaces=True))
+        low = max((limit.low for limit in self._match.limits), default=-math.inf)
+        dtype = self._dtype or torch.float32
+        # Kernels of SDPA add the mask in float32.
+        dtype = dtype if self._match.decomposed else torch.promote_types(dtype, torch.float32)
+        return keyless.of(steps, dtype, self._ranges, square=self._is_square(), low=low)
+
+    def _is_square(self) -> bool:
+        return axes.same_size(axes.dim_size(self._match.query), axes.dim_size(self._match.key))
 
     def _known(self, x: Expr, term: Term) -> Ranges:
         """Ranges of the indices and sizes in x, but not of what it loads."""
@@ -275,6 +297,12 @@ class _Read:
 
     def _version(self, name: str) -> Version:
         return self._unread[name] if name in self._unread else self._reader.tensors[name]
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype | None:
+    """Of scores that a node computes."""
+    value = node.meta["val"]
+    return value.dtype if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else None
 
 
 def _how(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Literal
 
 import torch
 
@@ -32,6 +33,7 @@ from attn_compiler.passes import (
 )
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.emit import FakeBuilder
+from attn_compiler.passes.keyless import Keyless
 from attn_compiler.passes.meaning import Meaning
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.program import Tensors
@@ -97,7 +99,7 @@ def _described(
     except AxisError as error:
         rule = "q, k, v and the mask can be brought into (batch, heads, sequence, head dim)"
         return Reason(code=Code.AXES, rule=rule, observed=str(error))
-    if site.match.lse is not None and site.has_scores is not None:
+    if site.match.lse is not None and site.keyless is not None:
         rule = "a query whose logsumexp is read has no keys only where they are masked by -inf"
         return Reason(code=Code.KEYLESS_ROWS, rule=rule, observed="a mask shuts queries out with a finite number")
     return None
@@ -139,14 +141,14 @@ def _describe(
     proved = _read(unit, mirror, site, reader, unreadable)
     _prove(match, proved, bias)
     site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
-    site.has_scores = proved.has_scores
+    site.keyless = proved.keyless
     if not needs_grad:
         match.narrow = upcasts.read_through(mirror, match)
         match.stored = stored.find(mirror, match)
     match.latent = latents.find(match)
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
-    site.spec = AttentionSpec(
+    spec = AttentionSpec(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
         v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),
@@ -165,6 +167,31 @@ def _describe(
         lse=_lse_use(mirror, match),
         ranges=_ranges(tensors.q.shape[2], tensors.k.shape[2]),
     )
+    site.spec = _with_own_rows(match, spec, site.keyless)
+
+
+def _with_own_rows(match: Match, spec: AttentionSpec, keyless: Keyless | None) -> AttentionSpec:
+    """The spec, which says so where the rows of queries without keys can't be completed behind any kernel."""
+    if keyless is None or (keyless.own is None and _why_not_completed(match, spec, keyless) is None):
+        return spec
+    rows: Literal["numbers", "model"] = "numbers" if is_added_up(match, spec) else "model"
+    return dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, own_rows=rows))
+
+
+def _why_not_completed(match: Match, spec: AttentionSpec, keyless: Keyless) -> str | None:
+    if keyless.numbers is not None and spec.mask.out_of_reach:
+        return "the numbers that mask are out of reach"
+    if not (keyless.through and spec.needs_grad):
+        return None
+    if keyless.numbers is not None or match.limits or scores.pointwise(match.changes) is not None:
+        return "the scores have a gradient where all are masked"
+    return None
+
+
+def is_added_up(match: Match, spec: AttentionSpec) -> bool:
+    """Whether all that masks is in one tensor of numbers, which are added as the model adds them."""
+    tensor = spec.mask.dense or spec.score.bias
+    return tensor is not None and tensor.dtype != "bool" and not match.allowed and not match.limits
 
 
 def _lse_use(mirror: Mirror, match: Match) -> LseUse:

@@ -8,7 +8,7 @@ import functools
 from attn_compiler import lowerings
 from attn_compiler.decisions import Decision, Faster, Reason, Refusal
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import FP8
+from attn_compiler.lowerings.base import FP8, UNTOUCHED
 from attn_compiler.options import Options
 from attn_compiler.passes import faults, flex, fp8_sites, library_calls
 from attn_compiler.passes.mirror import Mirror
@@ -16,8 +16,6 @@ from attn_compiler.passes.site import Site
 from attn_compiler.passes.unit import Unit
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
-
-UNTOUCHED = "untouched"
 
 
 def run(unit: Unit, mirror: Mirror) -> None:
@@ -78,6 +76,7 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
     for name in _candidates(spec, target, options):
         lowering = by_name(name)
         reasons = (lowering.cannot_package() if target.packaged else []) or lowering.why_not(spec, target)
+        reasons = reasons or lowerings.check_own_rows(spec, name)
         if not reasons and _may_be_slower(name, spec, options):
             reasons = lowerings.check_fp8_speed(spec, target, name, without_fp8())
         if not reasons and of_flex and not _is_named(options):

@@ -16,6 +16,7 @@ from attn_compiler.codes import Code
 from attn_compiler.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.axes import Atom, Dim, Dims, resolve
+from attn_compiler.passes.keyless import Keyless
 from attn_compiler.passes.mutation import Version
 from attn_compiler.scores import ScoreChange
 from attn_compiler.spec import AttentionSpec
@@ -268,7 +269,7 @@ class Site:
     spec: what the site is, for lowerings; set by recover.
     added, allowed: the terms that the match had before recovery.
     condition: when a pair of a query and a key takes part, if that could be read. What else the terms add is `spec.score.proved`.
-    has_scores: when a query has scores of its own (shut_queries.py); None if each query has.
+    keyless: what a query without keys is, where the kernel's 0 is not right (keyless.py).
     loads: what each name in `condition` stands for.
     score_loads: what each name in `spec.score.proved` stands for.
     decision: the lowering that was chosen; set by select.
@@ -287,7 +288,7 @@ class Site:
     added: tuple[Term, ...] = ()
     allowed: tuple[Term, ...] = ()
     condition: Expr | None = None
-    has_scores: Expr | None = None
+    keyless: Keyless | None = None
     loads: Mapping[str, Version] = field(default_factory=dict)
     score_loads: Mapping[str, Version] = field(default_factory=dict)
     decision: Decision | None = None

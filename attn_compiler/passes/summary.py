@@ -12,11 +12,11 @@ from attn_compiler import torch_compat, tried
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Decision, Reason, Refusal
 from attn_compiler.errors import REPRODUCE, described
+from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes import autograd_functions, flex, opaque_calls, repeats
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.recover import COMES_IN
-from attn_compiler.passes.select import UNTOUCHED
 from attn_compiler.passes.site import Miss, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line
 from attn_compiler.passes.unpad.outcome import KeptGraph

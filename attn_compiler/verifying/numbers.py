@@ -19,6 +19,10 @@ NOISY_RUNS_OF_STEEP = 16
 STEEP = 0.05
 
 
+#: over a dtype's eps: beside numbers as low no score of 16 has digits left
+_MASKS = -64.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Noise:
     """Numbers between -1 and 1, the same ones for the same seed."""
@@ -47,8 +51,10 @@ class Noise:
         return self.on(value, own.dtype)
 
     def on(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor as another rounding to the dtype might have made it."""
-        return x * (1 + FLOOR_ULPS[dtype] * torch.finfo(dtype).eps * self.like(x))
+        """A tensor as another rounding to the dtype might have made it. Numbers that mask stay: each is the same for all keys, and noise
+        would give one key all the weight of a query that they leave no other."""
+        eps = torch.finfo(dtype).eps
+        return torch.where(x <= _MASKS / eps, x, x * (1 + FLOOR_ULPS[dtype] * eps * self.like(x)))
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,8 +5,7 @@ by (three times with a softcap), plus the rounding of the result. Exact: the mod
 site, in float32 for 16-bit outputs and in float64 for others. The site's inputs are the model's own, so errors of other
 sites do not add up, and the rule can be as tight for the last layer as for the first.
 
-Left out are rows without any key that the model allows: a kernel may give 0 there, where the model's own masking gives the
-mean of v (docs: "Masked rows").
+Left out are rows without any key in which the model's own masking, by -inf, gives no number: a kernel gives 0 there.
 """
 
 from __future__ import annotations
@@ -247,9 +246,12 @@ def _wide(x: Any, dtype: torch.dtype) -> Any:
 
 
 def kept_rows(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
-    """Which elements of the output belong to rows with keys, in the output's own dimensions; None if all do."""
+    """Which elements of the output belong to rows with keys, or are numbers, in the output's own dimensions; None if all are."""
+    if not bool(own.isnan().any()):
+        return None
     rows = pairs.rows_with_keys(site, values)
-    return spread(site, None if rows is None else rows.to(own.device), values)
+    kept = spread(site, None if rows is None else rows.to(own.device), values)
+    return None if kept is None else kept | ~own.isnan()
 
 
 def spread(site: Site, rows: torch.Tensor | None, values: Values) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler import verifying
 from attn_compiler.errors import VerificationMismatch
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
-from attn_compiler.passes import added, buffers, reading, score_kinds
+from attn_compiler.passes import added, buffers, keyless_nodes, reading, score_kinds
 from attn_compiler.verifying import Verification, results
 from tests.passes.compiling import Compiled, compiled, mark
 from tests.verifying.planning import planned
@@ -539,14 +540,24 @@ def test_dropout_is_said_to_be_unchecked() -> None:
     assert output.skipped is not None
 
 
-def test_rows_without_any_key_are_left_out() -> None:
+@pytest.mark.parametrize(("fill", "part"), [(-1e9, 1), (-math.inf, 2)])
+def test_rows_without_any_key_are_left_out_where_the_model_gives_no_number(fill: float, part: int) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
-        return (q @ k.transpose(-1, -2)).masked_fill(attention_mask[:, None, None, :] == 0, -1e9).softmax(-1) @ v
+        return (q @ k.transpose(-1, -2)).masked_fill(attention_mask[:, None, None, :] == 0, fill).softmax(-1) @ v
 
     run(function, *qkv(), torch.tensor([[1] * LENGTH, [0] * LENGTH]))
     (output,) = found("output")
     assert output.skipped is None
-    assert output.elements == torch.Size(SHAPE).numel() // 2
+    assert output.elements == torch.Size(SHAPE).numel() // part
+
+
+def test_a_row_without_keys_that_is_not_the_models_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).masked_fill(attention_mask[:, None, None, :] == 0, -2e9).softmax(-1) @ v
+
+    monkeypatch.setattr(keyless_nodes, "completed", lambda emitter, spec, keyless, operands, out: out)
+    with pytest.raises(VerificationMismatch):
+        run(function, *qkv(), torch.tensor([[1] * LENGTH, [0] * LENGTH]))
 
 
 def test_attention_inside_one_call() -> None:

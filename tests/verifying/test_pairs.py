@@ -22,7 +22,7 @@ from attn_compiler.verifying.pairs import (
     varying,
 )
 from attn_compiler.verifying.values import Values
-from tests.verifying.planning import LENGTH, Tensor, masked, planned, qkv
+from tests.verifying.planning import LENGTH, Tensor, planned, qkv
 
 LOWEST = torch.finfo(torch.float32).min
 PADDING = torch.tensor([[1] * LENGTH, [1, 1, 1, 0, 0, 1]])
@@ -97,7 +97,12 @@ def test_elements_are_those_of_a_broadcast_tensor() -> None:
 
 
 def test_rows_with_keys() -> None:
-    found = planned(masked, *qkv(), PADDING * torch.tensor([[1], [0]]))
+    """They are asked for where the model gives no number."""
+
+    def of_infinity(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(real[:, None, None, :] == 0, -torch.inf).softmax(-1) @ v
+
+    found = planned(of_infinity, *qkv(), PADDING * torch.tensor([[1], [0]]))
     seen: list[Tensor | None] = []
     check = found.check("output")
     real = pairs.rows_with_keys

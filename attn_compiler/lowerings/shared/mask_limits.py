@@ -8,8 +8,9 @@ from attn_compiler import added_scores, dims
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.dtypes import BYTES, HALF
+from attn_compiler.lowerings.base import OF_NUMBERS, OF_NUMBERS_FORWARD, UNTOUCHED
 from attn_compiler.lowerings.shared.limits import STATIC, static_if_symbolic
-from attn_compiler.masks import Alignment, Dense, KeyBound, KeyPadding
+from attn_compiler.masks import Alignment, Dense
 from attn_compiler.scores import DenseBias
 from attn_compiler.spec import AttentionSpec, Dim
 
@@ -153,13 +154,26 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
 
 
 def _may_lack_keys(spec: AttentionSpec) -> bool:
-    """Whether a query may have no key while others of its sequence have some: one of a sequence that is all padding, nobody learns from."""
-    if not spec.mask.held:
-        # What a call of SDPA was given, its own kernel gets.
-        return spec.decomposed and spec.mask.reason is not None
-    padding = [isinstance(kind, KeyPadding | KeyBound) for kind in spec.mask.held]
-    has_itself = all(kind.own_key for kind in spec.mask.held)
-    return not has_itself or (any(padding) and not all(padding))
+    """Whether a query may have no key, by numbers that were not read. What was read is completed (passes/keyless.py). What a call of SDPA
+    was given, its own kernel gets."""
+    return not spec.mask.held and spec.decomposed and spec.mask.reason is not None
+
+
+def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:
+    """For any lowering: only what computes with the model's own numbers gives what the model does where a query has no key."""
+    own = spec.mask.own_rows
+    adding = OF_NUMBERS if spec.needs_grad else (*OF_NUMBERS, *OF_NUMBERS_FORWARD)
+    if own is None or lowering == UNTOUCHED or (own == "numbers" and lowering in adding):
+        return []
+    rule = "a query without keys gets what the model gives it"
+    return [
+        Reason(
+            code=Code.KEYLESS_ROWS,
+            rule=rule,
+            observed="several numbers mask, or scores count beside one that does",
+            remedy="mask by one number, the lowest of the dtype, in place of the scores (masked_fill)",
+        )
+    ]
 
 
 def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:

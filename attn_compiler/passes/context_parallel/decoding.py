@@ -114,7 +114,7 @@ def _changed(site: Site, spec: AttentionSpec) -> str | None:
         return "weights are dropped"
     if spec.returns_weights:
         return "its weights are read"
-    if site.has_scores is not None:
+    if site.keyless is not None:
         return "queries that a mask shuts out get the mean of v"
     if site.match.limits:
         return "scores are clamped"

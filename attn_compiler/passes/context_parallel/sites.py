@@ -67,7 +67,7 @@ def check(site: Site, spec: AttentionSpec) -> None:
     if spec.returns_weights:
         remedy = "call the model without output_attentions"
         raise CannotShard("nothing but the product with v reads the weights", "they are read", at=at, remedy=remedy)
-    if site.has_scores is not None:
+    if site.keyless is not None:
         raise CannotShard(rule, "queries that a mask shuts out get the mean of v", at=at)
     if spec.stored is not None or spec.seqlen_q != spec.seqlen_kv:
         remedy = "call the model with use_cache=False; what every rank has as a whole is named in ContextParallel(replicated=...)"

@@ -16,6 +16,7 @@ from torch import fx
 
 from attn_compiler import torch_compat, torch_frames, torch_packed, torch_tracing
 from attn_compiler.codes import Code
+from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes import faults, match, mutation, recover, select, views
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, module_path, source_line
@@ -315,7 +316,7 @@ def _looked_at(unit: Unit, graph: fx.Graph) -> Unit:
     select.run(trial, made)
     for site in trial.sites:
         decision = site.decision
-        if decision is None or decision.lowering == select.UNTOUCHED:
+        if decision is None or decision.lowering == UNTOUCHED:
             said = "; ".join(f"{r.lowering}: {r.reasons[0]}" for r in decision.refusals) if decision else "none"
             raise KeepsPadding(Code.PADDING_NO_KERNEL, "a kernel leaves out pairs of tokens of two rows", said)
     if len(trial.sites) != len(unit.sites):

@@ -67,7 +67,9 @@ def cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Te
 
 
 def _by_distance(q: torch.Tensor, allowed: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    return torch.where(allowed, added.to(q.dtype), torch.finfo(q.dtype).min)
+    # SDPA adds in float32, which has digits for a score beside float16's lowest number: rows without keys are no mean then.
+    lowest = -torch.inf if q.dtype == torch.float16 else torch.finfo(q.dtype).min
+    return torch.where(allowed, added.to(q.dtype), lowest)
 
 
 def _ahead(length: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from attn_compiler.added_scores import Bias, BiasFormula, Penalty, ProvedScore, 
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.masks import Causal, CausalFrom, Dense, Flag, KeyPadding, MaskSpec, SlidingWindow
+from attn_compiler.passes import keyless_nodes
 from attn_compiler.scores import ScoreSpec, Softcap
 from attn_compiler.spec import AttentionSpec
 from tests.lowerings.shared.test_limits import ALL, SPEC, takes, why_not
@@ -140,8 +141,8 @@ GIVEN = MaskSpec(dense=NUMBERS, reason="mask is an input of the graph: it may ma
 @pytest.mark.parametrize(
     ("changes", "is_refused"),
     [
-        ({"mask": MaskSpec(dense=NUMBERS, kinds=(Causal(), PADDING))}, True),
-        ({"mask": MaskSpec(dense=NUMBERS, kinds=(CausalFrom(offset=Const(-1)),))}, True),
+        ({"mask": MaskSpec(dense=NUMBERS, kinds=(Causal(), PADDING))}, False),
+        ({"mask": MaskSpec(dense=NUMBERS, kinds=(CausalFrom(offset=Const(-1)),))}, False),
         ({"mask": MaskSpec(dense=NUMBERS, kinds=(Causal(), PADDING)), "needs_grad": False}, False),
         ({"mask": MaskSpec(kinds=(Causal(), PADDING), dense=Dense(shape=(2, 1, 128, 128), dtype="bool"))}, False),
         ({"mask": MaskSpec(dense=NUMBERS, kinds=(Causal(), SlidingWindow(left=7, right=None)))}, False),
@@ -181,7 +182,10 @@ def test_a_query_without_keys_gets_the_models_gradient(how: str) -> None:
     run = compiled(model)
     (mine,), (right,) = (torch.autograd.grad(f(q, x).square().sum(), q) for f in (run, model))
     torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
-    assert "leave each query some key" in str(run.site.decision.refusals)
+    refusals = str(run.site.decision.refusals)
+    # Those of what was read are completed behind the kernel.
+    assert ("leave each query some key" in refusals) == (how == "given")
+    assert (keyless_nodes.NOTE in run.site.notes) == (how == "made")
 
 
 MASK = Load("mask", (Index("k"),), "float")
@@ -229,3 +233,18 @@ def test_half_precision_asks_for_fewer_digits() -> None:
 
 def _in(spec: AttentionSpec, dtype: str) -> AttentionSpec:
     return dataclasses.replace(spec, **{name: dataclasses.replace(spec.q, dtype=dtype) for name in "qkv"})
+
+
+@pytest.mark.parametrize(
+    ("rows", "needs_grad", "left"),
+    [
+        (None, True, ["math", "reference", "sdpa_cpu_flash", "rows", "untouched"]),
+        ("numbers", True, ["math", "reference", "untouched"]),
+        ("numbers", False, ["math", "reference", "sdpa_cpu_flash", "untouched"]),
+        ("model", False, ["untouched"]),
+    ],
+)
+def test_rows_that_only_the_models_numbers_give(rows: Any, needs_grad: bool, left: list[str]) -> None:
+    spec = make_spec(mask=MaskSpec(dense=NUMBERS, kinds=(PADDING,), own_rows=rows), needs_grad=needs_grad)
+    names = ["math", "reference", "sdpa_cpu_flash", "rows", "untouched"]
+    assert [name for name in names if not mask_limits.check_own_rows(spec, name)] == left

@@ -23,7 +23,7 @@ CPU, HOPPER = Target.fake(device="cpu"), Target.fake()
 def _site(**changed: Any) -> Any:
     match = SimpleNamespace(out="out", limits=(), query=())
     given = {"condition": None, "loads": {}, "score_loads": {}} | changed
-    return SimpleNamespace(match=match, has_scores=None, **given)
+    return SimpleNamespace(match=match, keyless=None, **given)
 
 
 def _window(keys: int) -> Expr:

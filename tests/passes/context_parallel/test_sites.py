@@ -21,7 +21,7 @@ from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, M
 
 def _site(**changed: Any) -> Any:
     match = SimpleNamespace(out="out", limits=changed.pop("limits", ()), query=())
-    return SimpleNamespace(match=match, has_scores=changed.pop("has_scores", None))
+    return SimpleNamespace(match=match, keyless=changed.pop("keyless", None))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_is_not_is_refused(spec: dict[str, Any], observed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "observed"), [({"limits": ("low",)}, "clamped"), ({"has_scores": "q"}, "shuts out")]
+    ("changed", "observed"), [({"limits": ("low",)}, "clamped"), ({"keyless": "rows"}, "shuts out")]
 )
 def test_what_a_match_has_besides_is_refused(changed: dict[str, Any], observed: str) -> None:
     with pytest.raises(CannotShard) as caught:

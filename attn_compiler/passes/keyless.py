@@ -1,0 +1,172 @@
+"""Queries that a mask leaves no key: what the model gives them.
+
+A softmax over scores that are all one number, however low, weighs all keys alike: the row is the mean of v. Kernels skip such a row and
+give 0. Somebody may read it: an empty prompt is a batch row of cross attention, DeBERTa masks padding along the queries too, an indexer
+looks at padding. So a row gets what the model's own softmax gives it. -inf and SDPA's truth values leave such a row to PyTorch: 0 here.
+
+`of` says what the model gives, from what masks and in which order. `keyless_nodes.py` makes the nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr, Index, Linear, Load, Ranges, Size, Test
+
+Q, K = Index("q"), Index("k")
+
+#: scores are taken to be below this where a number that masks is added to them: half of what float32 counts in at -1e9
+_SCORES = 16.0
+#: more than as many steps are not tried in all combinations
+_MOST = 6
+#: weights of numbers that are further apart are 0 and 1
+_APART = 110.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Masking:
+    """One step that masks.
+
+    allowed: where it does not; None if that was not read.
+    fills: the numbers of what it masks with.
+    replaces: they come in place of what is there; else they are added.
+    added: all that is added, over (b, h, q, k), where several of the fills may come together.
+    """
+
+    allowed: Expr | None
+    fills: frozenset[float]
+    replaces: bool
+    added: Expr | None = None
+
+    @property
+    def outcomes(self) -> tuple[float, ...]:
+        """What a masked pair may get."""
+        found = set(self.fills)
+        if self.added is not None:
+            found |= {a + b for a in self.fills for b in self.fills}
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keyless:
+    """What a row without keys is.
+
+    allowed: whether a pair takes part; None if the site's tensor says it alone.
+    numbers: what stands where such a row's scores were, over (b, h, q, k), whose softmax weighs the keys; None: all weigh alike.
+    highest: the highest number that masks.
+    through: the scores have a gradient there, since the number was added to them.
+    own: why only the model's own numbers, added as they are, say what the row is; None if the above does.
+    """
+
+    allowed: Expr | None
+    highest: float
+    numbers: Expr | None = None
+    through: bool = False
+    own: str | None = None
+
+
+def of(
+    steps: Sequence[Masking], dtype: torch.dtype, within: Ranges, *, square: bool, low: float = -math.inf
+) -> Keyless | None:
+    """What a row without keys is. None: none is without keys, or PyTorch's own answer stands.
+
+    steps: all that masks, in the model's order.
+    dtype: of the scores.
+    within: how large the indices are.
+    square: there are as many queries as keys.
+    low: no score is below it in the end.
+    """
+    finite = [max(fill, low) for step in steps for fill in step.fills if math.isfinite(max(fill, low))]
+    known = [step.allowed for step in steps if step.allowed is not None]
+    allowed = ix.apply("and", *known) if len(known) == len(steps) else None
+    if not finite or (allowed is not None and _has_keys(allowed, within, square=square)):
+        return None
+    highest = max(finite)
+    found = _outcomes(steps, dtype, low)
+    if isinstance(found, str):
+        return Keyless(allowed=allowed, highest=highest, through=True, own=found)
+    through = any(is_added for number, is_added in found if math.isfinite(number))
+    numbers = {number for number, _ in found}
+    if len(numbers) == 1:
+        return Keyless(allowed=allowed, highest=highest, through=through)
+    if allowed is None:
+        return Keyless(allowed=None, highest=highest, through=through, own="a mask of several numbers was not read")
+    return Keyless(allowed=allowed, highest=highest, numbers=_numbers(steps, low), through=through)
+
+
+# ---- what the scores become ---------------------------------------------------------------------------------------
+
+
+def _outcomes(steps: Sequence[Masking], dtype: torch.dtype, low: float) -> set[tuple[float, bool]] | str:
+    """Of each combination of steps that mask a pair the number it gets, and whether the score is still in it; why not, if unknown."""
+    if len(steps) > _MOST or any(len(step.fills) > 1 and step.added is None for step in steps):
+        return "a pair may be masked by one of several numbers"
+    found: set[tuple[float, bool]] = set()
+    for chosen in itertools.product(*((None, *step.outcomes) for step in steps)):
+        masking = [(step, fill) for step, fill in zip(steps, chosen, strict=True) if fill is not None]
+        if masking:
+            number, is_added = _outcome(masking, dtype)
+            found.add((max(number, low), is_added))
+    for number, is_added in found:
+        if is_added and math.isfinite(number) and _half_step(number, dtype) < _SCORES:
+            return f"a score is not lost beside {number:g} in {dtype}"
+    apart = sorted({number for number, _ in found if math.isfinite(number)})
+    if any(high - low < _APART for low, high in itertools.pairwise(apart)):
+        return "numbers that mask are near to each other"
+    return found
+
+
+def _outcome(masking: Iterable[tuple[Masking, float]], dtype: torch.dtype) -> tuple[float, bool]:
+    number, is_added = 0.0, True
+    for step, fill in masking:
+        total = fill if step.replaces else number + fill
+        number, is_added = float(torch.tensor(total, dtype=torch.float64).to(dtype)), is_added and not step.replaces
+    return number, is_added
+
+
+def _half_step(number: float, dtype: torch.dtype) -> float:
+    """Half of the distance to the next number towards 0: less than that is lost in a sum."""
+    _, exponent = math.frexp(abs(number))
+    return math.ldexp(torch.finfo(dtype).eps, exponent - 2)
+
+
+def _numbers(steps: Sequence[Masking], low: float) -> Expr:
+    """What a masked pair holds, the score left out."""
+    total: Expr = Const(0.0)
+    for step in steps:
+        if step.added is not None:
+            total = ix.add(total, step.added)
+            continue
+        (fill,) = step.fills
+        masked = Const(fill) if step.replaces else ix.add(total, Const(fill))
+        total = total if step.allowed is None else ix.where(step.allowed, total, masked)
+    return total if low == -math.inf else ix.apply("max", total, Const(low))
+
+
+# ---- rows that surely have a key ----------------------------------------------------------------------------------
+
+
+def _has_keys(allowed: Expr, within: Ranges, *, square: bool) -> bool:
+    """Whether every query may use the first key, or where there are as many keys as queries, the key of its own position."""
+    if allowed == ix.TRUE:
+        return True
+    places: list[Expr] = [ix.ZERO, *([Q] if square else [])]
+    return any(_holds(ix.decide(ix.substitute(allowed, K, place), within)) for place in places)
+
+
+def _holds(x: Expr) -> bool:
+    """Whether a condition is true, if loaded whole numbers that stand above keys are positions, and none is below 0."""
+    if isinstance(x, ix.Apply) and x.op == "and":
+        return all(_holds(part) for part in x.args)
+    return x == ix.TRUE or (isinstance(x, Test) and x.relation == ">=" and _is_position(x.form))
+
+
+def _is_position(form: Linear) -> bool:
+    at_least_0 = (Index, Size, Load)
+    return form.const >= 0 and all(factor > 0 and isinstance(term, at_least_0) for term, factor in form.terms)
