@@ -4,6 +4,7 @@ nox                              the public API and the passes on every torch, a
 nox -s docs                      the site, strictly, into build/site; after -- what mkdocs is to do: nox -s docs -- serve
 nox -s "api(2.11.0)"             one torch; arguments after -- go to pytest
 nox -s "transformers(4.57)"      one transformers
+nox -s triton                    all kernels, compiled by every release of Triton; after --: --write keeps the rows
 """
 
 from __future__ import annotations
@@ -74,3 +75,11 @@ def transformers(session: nox.Session, transformers: str) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or PUBLIC_API))
     if not session.posargs:
         session.run("python", "-m", "tests.hf", "--only", "padded", "--only", "fp32")
+
+
+@nox.session
+def triton(session: nox.Session) -> None:
+    """Every case of every family, compiled by each release of Triton that it is known with. No GPU is needed; CI has a cross-section."""
+    session.install("-c", "constraints.txt", "torch")
+    session.install("-c", "constraints.txt", "-e", ".", "triton", "pytest", "hypothesis")
+    session.run("python", "-m", "benchmarks.triton_releases", "--all", *session.posargs)

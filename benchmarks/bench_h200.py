@@ -7,6 +7,9 @@ Implementations of the model's attention: "sdpa" and "eager" are what both sides
 side with "sdpa" ("eager" where a softcap or sinks are more than that has). --cases bert/sdpa/train=nothing: our side is a model whose
 attention is the sum of q, k and v. No kernel can be faster: its ratio is the bound of all others.
 
+--changing: as people run it. Each step is five calls of five lengths, by Dynamo's own choice of what is dynamic; rows are those of
+benchmarks/results/h200_changing.csv, whose scenarios end with "_changing". They also tell how many graphs each side compiled.
+
 The most telling cases come first; what the budget leaves out is done by a later run with --append. --jobs: so many cases are compiled
 at a time, and timed one after another while the others wait (OMP_NUM_THREADS=1 and TORCHINDUCTOR_COMPILE_THREADS=1 suit that). A
 case that fails becomes a row with the failure. Writes benchmarks/results/h200.csv and prints a table last. Exits with 1 where we are
@@ -42,6 +45,9 @@ from benchmarks.models import NOTHING
 FLEX = "flex_attention"
 IMPLEMENTATIONS = ("sdpa", "eager", FLEX)
 RESULTS = Path(__file__).parent / "results" / "h200.csv"
+CHANGING = RESULTS.with_name("h200_changing.csv")
+#: of the longest, the lengths of --changing: none is a multiple of 16 but the last
+LENGTHS = (0.77, 0.93, 0.61, 0.86, 1.0)
 KEYS = ("model", "implementation", "scenario", "dtype", "forced")
 #: what every process of a case needs, and which touches no GPU
 IMPORTS = ("torch._dynamo", "transformers.modeling_utils", "attn_compiler", "benchmarks.compare")
@@ -78,6 +84,7 @@ class Measured:
     implementation: str
     scenario: inputs.Scenario
     forced: str = ""
+    changing: bool = False
 
     @property
     def words(self) -> str:
@@ -86,7 +93,8 @@ class Measured:
 
     @property
     def names(self) -> dict[str, str]:
-        values = (self.family, self.implementation, self.scenario.name, "bfloat16", self.forced)
+        scenario = f"{self.scenario.name}_changing" if self.changing else self.scenario.name
+        values = (self.family, self.implementation, scenario, "bfloat16", self.forced)
         return dict(zip(KEYS, values, strict=True))
 
     def case(self, size: models.Size, device: str) -> Case:
@@ -104,16 +112,35 @@ class Measured:
         arguments = inputs.example_inputs(self.family, size, self.scenario, torch.bfloat16, device)
         mask = arguments.get("attention_mask")
         text2text = family.inputs == "text2text"
+        valid = None if mask is None or text2text else mask.bool()
+        *before, (given, valid) = _cut(arguments, valid) if self.changing else [(arguments, valid)]
         return Case(
             model=model,
             baseline=baseline,
-            inputs=arguments,
+            inputs=given,
             device=device,
             training=training,
             # The padding of a text2text model is its encoder's; what comes out is the decoder's.
-            valid=None if mask is None or text2text else mask.bool(),
+            valid=valid,
             softcap=family.softcap,
+            before=tuple(before),
         )
+
+
+def _cut(arguments: Mapping[str, Any], valid: torch.Tensor | None) -> list[tuple[dict[str, Any], torch.Tensor | None]]:
+    """The same inputs in each of LENGTHS, cut as a collator that pads to the longest would have them: at the side of the padding. Raises
+    ValueError for a model without tokens."""
+    if "input_ids" not in arguments:
+        raise ValueError("does not support an attention implementation with lengths that change: it has no tokens")
+    whole = arguments["input_ids"].shape[1]
+    found = []
+    for share in LENGTHS:
+        length = int(whole * share)
+        mask = arguments.get("attention_mask")
+        keeps = slice(whole - length, None) if mask is not None and not bool(mask[:, 0].all()) else slice(0, length)
+        tensors = {name: x[:, keeps] if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        found.append((tensors, None if valid is None else valid[:, keeps]))
+    return found
 
 
 def plan(families: list[str], scenarios: list[str]) -> Iterator[Measured]:
@@ -191,7 +218,8 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
     try:
         case = measured.case(way.size, way.device)
         steps = compiled(case, measured.forced, way.device, lock)
-        row = compare.chosen(attn_compiler.reports()) | {"compile_s": f"{time.monotonic() - begun:.1f}"}
+        row = compare.chosen(_last_reports(case)) | {"compile_s": f"{time.monotonic() - begun:.1f}"}
+        row |= {"graphs": str(len(attn_compiler.reports()))}
         forget(case, way.device)
         print(measured.words, "compiled after", row["compile_s"], "s", file=sys.stderr, flush=True)
         if way.device != "cpu":
@@ -205,6 +233,12 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
         failed = None if missing else {"failure": failure(error)}
         return lambda: failed
     return functools.partial(_finish, case, steps, row, way)
+
+
+def _last_reports(case: Case) -> Sequence[attn_compiler.Report]:
+    """Those of the code that serves; of lengths that change the last graph with attention, which serves all but the first."""
+    reports = [report for report in attn_compiler.reports() if report.num_sites]
+    return reports[-1:] if case.before else attn_compiler.reports()
 
 
 def compiled(case: Case, forced: str, device: str, lock: AbstractContextManager[Any]) -> dict[str, Step]:
@@ -302,15 +336,21 @@ def main() -> int:
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--changing", action="store_true", help="five lengths a step, and Dynamo's own choice of what is dynamic"
+    )
     parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
     options = parser.parse_args()
     start = time.monotonic()
     where = harness.environment(options.device, options.commit) | {"extras": extras()}
-    columns = [*KEYS, *compare.COLUMNS, *KERNELS, *SECONDS, "failure", *where]
-    file = harness.CsvFile(options.output, columns, append=options.append)
+    graphs = ["graphs"] if options.changing else []
+    columns = [*KEYS, *compare.COLUMNS, *graphs, *KERNELS, *SECONDS, "failure", *where]
+    output = options.output or (CHANGING if options.changing else RESULTS)
+    file = harness.CsvFile(output, columns, append=options.append)
     done = {tuple(row.get(key, "") for key in KEYS) for row in file.rows}
     cases = wanted(plan(options.families, options.scenarios), options.cases)
+    cases = [dataclasses.replace(case, changing=options.changing) for case in cases]
     cases = [case for case in cases if tuple(case.names.values()) not in done]
     until = start + options.budget_seconds
     left = len(cases)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import attn_compiler
-from benchmarks import harness, models
+from benchmarks import harness, linking, models
 
 RESULTS = Path(__file__).parent / "results" / "packages_h200.csv"
 
@@ -128,7 +128,7 @@ def _exported(case: Case) -> ExportedProgram:
 
 
 def _packaged(program: ExportedProgram, path: Path) -> Callable[..., Any]:
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(linking.settings()))
     run: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
     return run
 

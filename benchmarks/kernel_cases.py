@@ -37,7 +37,8 @@ _B, _H, _Q, _K = map(Index, "bhqk")
 class Case:
     """padding: the lengths of the batch rows fall evenly from all to half of the keys; "lengths": at the right, and the model compares
     positions with numbers of keys, where it else has a vector of truth values. window: keys back from the query, itself among
-    them. documents: of equal length, so many a row. bias: a learned [1, Hq, S, S]. table: learned, for each distance and head. dropout_p: of the weights.
+    them. documents: of equal length, so many a row. bias: a learned [1, Hq, S, S]. table: learned, for each distance and head.
+    dropout_p: of the weights.
 
     peers: names of kernel_peers.PEERS.
     """

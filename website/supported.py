@@ -18,6 +18,7 @@ from attn_compiler.options import Options
 from attn_compiler.passes.select import decide
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
+from website import triton_table
 from website.examples import attention, causal
 
 HEAD = """# Supported
@@ -203,6 +204,14 @@ or faster than what PyTorch does by itself.
 ### Without optional libraries
 
 {_table(["attention", *machines], _of_choices(BARE, dtypes))}
+
+## Our Triton kernels, by release
+
+Which torch was tried with which Triton: kernels that were compiled without a GPU (`python -m benchmarks.triton_releases`), tests against
+float64 that ran in Triton's interpreter, and cards that ran the kernels in some [benchmark](benchmarks.md). `decode_latent_sm90` is the
+kernel of `decode_latent` for Hopper.
+
+{_table(["torch", "Triton", "kernels of", "compiled kernels", "right in the interpreter", "ran on"], triton_table.table_rows())}
 """
 
 

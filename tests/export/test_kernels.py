@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.export import ExportedProgram
 
 import attn_compiler
+from benchmarks import linking
 from tests import fresh
 from tests.export import models
 from tests.export.models import batch, exported, kept, made
@@ -118,7 +119,9 @@ def test_a_package_runs_where_this_package_is_not(kind: type[nn.Module], dynamic
     batches = [tuple(x.to("cuda") for x in _inputs(kind, *size)) for size in sizes]
     rewritten = attn_compiler.rewrite(exported(model, *batches[0], dynamic=dynamic), TRITON)
     assert len(_calls(rewritten)) == 1
-    torch._inductor.aoti_compile_and_package(rewritten, package_path=str(tmp_path / "package.pt2"))
+    torch._inductor.aoti_compile_and_package(
+        rewritten, package_path=str(tmp_path / "package.pt2"), inductor_configs=dict(linking.settings())
+    )
     torch.save(batches, tmp_path / "given.pt")
     fresh.run_anew(textwrap.dedent(_FRESH), cwd=tmp_path)
     for args, found in zip(batches, torch.load(tmp_path / "taken.pt"), strict=True):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.lowerings.shared import leaf_calls, ops, replaying
+from attn_compiler.lowerings.shared.by_definition import Attention
+from attn_compiler.lowerings.shared.failures import FAILURES
 from attn_compiler.lowerings.shared.leaf_calls import (
     BackwardArguments,
     BackwardBody,
@@ -18,7 +21,9 @@ from attn_compiler.lowerings.shared.leaf_calls import (
     ForwardBody,
     Gradients,
     Outputs,
+    or_else,
 )
+from attn_compiler.lowerings.shared.noting import noting
 from attn_compiler.lowerings.shared.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.replaying import Alike, Start
 
@@ -53,6 +58,9 @@ class Forward(ForwardBody):
         same.keep([Doubles()], inputs=("q", "k", "v", "mask"), returned=("made", None))
         return given.q * 2, torch.zeros(given.q.shape[:3])
 
+    def definition(self, given: ForwardArguments) -> Attention:
+        return Attention(q=given.q, k=given.k, v=given.v, tensors={}, scale=1.0)
+
 
 class Backward(BackwardBody):
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
@@ -60,6 +68,12 @@ class Backward(BackwardBody):
         names = ("grad_out", "grad_lse", "q", "k", "v", "out", "lse", "bias")
         same.keep([Doubles()], inputs=names, returned=("made", "k", "v", ["bias"]))
         return given.q * 2, given.k, given.v, [*given.operands]
+
+    def definition(self, given: BackwardArguments) -> Attention:
+        return Attention(q=given.q, k=given.k, v=given.v, tensors={}, scale=1.0)
+
+    def differentiable(self, given: BackwardArguments) -> tuple[str, ...]:
+        return ()
 
 
 FORWARD, BACKWARD = Forward(op="op"), Backward(op="op_backward")
@@ -163,3 +177,45 @@ def test_a_place_calls_its_body_for_what_begins_between_vectors() -> None:
     place(bhsd(), *rest)
     assert len(Forward.firsts) == 2
     assert place.replay is replay is not None
+
+
+@pytest.fixture
+def failures() -> Iterator[None]:
+    yield
+    FAILURES.forget()
+
+
+def _raise(error: Exception) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.usefixtures("failures")
+def test_what_fails_once_is_not_tried_again() -> None:
+    tried: list[str] = []
+
+    def launch() -> str:
+        tried.append("launch")
+        raise RuntimeError("no")
+
+    with pytest.warns(AttnCompilerWarning, match="'op' did not start: RuntimeError: no"):
+        assert or_else("op", "a text", launch, lambda: "instead") == "instead"
+    assert or_else("op", "a text", launch, lambda: "instead") == "instead"
+    assert tried == ["launch"]
+    assert or_else("op", "another text", lambda: "launched", lambda: "instead") == "launched"
+
+
+@pytest.mark.usefixtures("failures")
+def test_what_no_way_computes_raises_what_the_launch_raised() -> None:
+    with pytest.raises(RuntimeError, match="no memory on this side"):
+        or_else("op", "a text", _raise(RuntimeError("no memory on this side")), _raise(ValueError("nor that")))
+    assert not FAILURES.causes
+
+
+@pytest.mark.usefixtures("failures")
+def test_launches_that_are_noted_tell_of_their_faults() -> None:
+    with noting(lambda *_: None), pytest.raises(RuntimeError, match="a stand-in"):
+        or_else("op", "a text", _raise(RuntimeError("a stand-in")), lambda: "instead")
+    assert not FAILURES.causes

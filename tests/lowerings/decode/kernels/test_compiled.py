@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from tests.lowerings.decode.kernels import compiling
 from tests.lowerings.decode.kernels.compiling import CASES, JOBS, MACHINES, Found
-from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import most_spilled, of_a_known_compiler, printed_by
 from tests.lowerings.triton.kernels.compiling import name_of
 from tests.lowerings.triton.kernels.test_compiled import SHARED
 
@@ -34,7 +34,8 @@ def test_it_is_compiled_for_each_machine() -> None:
 @pytest.mark.parametrize("job", JOBS, ids=name_of)
 def test_registers_and_shared_memory_suffice(job: tuple[str, int], compiled: dict[tuple[str, int], Found]) -> None:
     found = compiled[job]
-    assert found.spilled <= (SPILLED_WITH_A_MASK if found.case == "queries" else SPILLED)
+    usual = SPILLED_WITH_A_MASK if found.case == "queries" else SPILLED
+    assert found.spilled <= most_spilled(usual, f"decode {found.case}")
     assert 0 < found.shared <= SHARED[found.sm]
 
 

@@ -32,9 +32,9 @@ class Place:
     arrive: str
 
     def lines(self, of: str) -> frozenset[tuple[str, int]]:
-        path = str(self.module.__file__)
-        text = Path(path).read_text(encoding="utf-8").splitlines()
-        return frozenset((path, n) for n, line in enumerate(text, start=1) if of in line)
+        path = Path(str(self.module.__file__))
+        text = path.read_text(encoding="utf-8").splitlines()
+        return frozenset((path.name, n) for n, line in enumerate(text, start=1) if of in line)
 
 
 #: by kernel
@@ -64,8 +64,10 @@ class LettingGo:
 
 @dataclass(frozen=True, kw_only=True)
 class _Instruction:
-    """line: file and number. sets: the scoreboard that tells when it is done; none from `_NONE` on. waits: a bit for each one that it waits
-    for."""
+    """line: file and number. The file goes by its name alone: code from a cache names where another checkout had it.
+    sets: the scoreboard that tells when it is done; none from `_NONE` on.
+    waits: a bit for each one that it waits for.
+    """
 
     text: str
     line: tuple[str, int]
@@ -100,7 +102,7 @@ def _instructions(code: str) -> Iterator[_Instruction]:
     line, text = ("", 0), ""
     for each in code.splitlines():
         if named := re.search(r'//## File "([^"]+)", line (\d+)', each):
-            line = (named[1], int(named[2]))
+            line = (Path(named[1]).name, int(named[2]))
         elif begun := re.search(r"/\*[0-9a-f]{4,}\*/\s+(\S.*?)\s*;\s+/\* 0x[0-9a-f]{16} \*/", each):
             text = begun[1]
         elif text and (high := re.search(r"^\s+/\* 0x([0-9a-f]{16}) \*/", each)):

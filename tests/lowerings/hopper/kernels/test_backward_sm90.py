@@ -10,7 +10,7 @@ from tests.lowerings.hopper.kernels import compiling_backward
 from tests.lowerings.hopper.kernels.compiling import Found
 from tests.lowerings.hopper.kernels.compiling_backward import ADDED, CASES, IN_ORDER
 from tests.lowerings.kernel_cases import Case
-from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import most_spilled, of_a_known_compiler, printed_by
 from tests.thinned import asked_for, in_full
 
 SHARED = 227 * 1024
@@ -55,7 +55,8 @@ def test_little_is_spilled_and_products_do_not_wait_for_each_other(case: Case, c
     assert found.kernel == "attention_backward_sm90"
     assert found.shared <= SHARED
     in_order = case in IN_ORDER
-    assert found.spilled <= (SPILLED_IN_ORDER if in_order else SPILLED)[case.head_dim]
+    usual = (SPILLED_IN_ORDER if in_order else SPILLED)[case.head_dim]
+    assert found.spilled <= most_spilled(usual, f"hopper {case.name}")
     # ptxas waits after every product where registers do not suffice, or where it can't tell them apart.
     # Where blocks take turns and some tiles on both sides need their mask, all are masked, in one loop.
     loops = 1 if in_order and found.products < 2 * PRODUCTS[case.head_dim] else 2

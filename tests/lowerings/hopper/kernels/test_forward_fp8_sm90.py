@@ -8,7 +8,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from tests.lowerings.hopper.kernels import compiling_fp8
 from tests.lowerings.hopper.kernels.compiling_fp8 import JOBS, Found, Job
-from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import most_spilled, of_a_known_compiler, printed_by
 from tests.thinned import asked_for, in_full
 
 SHARED = 227 * 1024
@@ -30,7 +30,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Found]:
 def test_products_are_those_of_its_formats(job: Job, compiled: dict[str, Found]) -> None:
     found = compiled[job.name]
     assert found.shared <= SHARED
-    assert found.spilled <= SPILLED
+    assert found.spilled <= most_spilled(SPILLED, f"hopper_fp8 {job.name}")
     assert not found.unset
     v = {"fp8e4nv": "f32.e4m3.e4m3", "fp8e5": "f32.e5m2.e5m2"}[job.v]
     qk = "s32.s8.s8" if job.qk == "i8" else v

@@ -9,7 +9,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from tests.lowerings.hopper.kernels import compiling
 from tests.lowerings.hopper.kernels.compiling import ADDED, CASES, SUMMED, Found
 from tests.lowerings.kernel_cases import Case
-from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import most_spilled, of_a_known_compiler, printed_by
 from tests.thinned import asked_for, in_full
 
 SHARED = 227 * 1024
@@ -47,13 +47,13 @@ def test_little_is_spilled_and_products_do_not_wait_for_each_other(
 ) -> None:
     found = compiled[case.name, "attention_forward_sm90"]
     assert found.shared <= SHARED
-    assert found.spilled <= SPILLED
+    assert found.spilled <= most_spilled(SPILLED, f"hopper {case.name}")
     # ptxas waits after every product where it can't tell their registers apart.
     assert found.waits == WAITS * _CONSUMERS < found.products
     assert not found.unset
     again = compiled.get((case.name, "attention_again"))
     most = _SPILLED_AGAIN_BY_TWO if case in (*SUMMED, *ADDED) else _SPILLED_AGAIN
-    assert again is None or again.spilled <= most
+    assert again is None or again.spilled <= most_spilled(most, f"hopper {case.name}, again")
 
 
 @pytest.mark.parametrize(

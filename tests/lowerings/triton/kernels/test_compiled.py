@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import most_spilled, of_a_known_compiler, printed_by
 from tests.lowerings.triton.kernels import compiling
 from tests.lowerings.triton.kernels.compiling import ADDED, CASES, JOBS, KERNELS, MACHINES, Found, name_of
 from tests.thinned import asked_for, in_full
@@ -53,7 +53,7 @@ def test_each_kernel_is_compiled_for_each_machine() -> None:
 @pytest.mark.parametrize("job", _ALL, ids=name_of)
 def test_registers_suffice(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
     most = SPILLED_ADDED if job[0] in ADDED and job[1] == "grad_kv" else SPILLED[job[1]]
-    assert compiled[job].spilled <= most
+    assert compiled[job].spilled <= most_spilled(most, f"triton {name_of(job)}")
 
 
 @pytest.mark.parametrize("job", _ALL, ids=name_of)

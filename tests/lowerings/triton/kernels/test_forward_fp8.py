@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
+from tests.lowerings.shared.kernels.compilers import most_spilled, of_a_known_compiler, printed_by
 from tests.lowerings.triton.kernels import compiling_fp8 as compiling
 from tests.lowerings.triton.kernels.compiling_fp8 import CASES, JOBS, RECIPES, Found
 
@@ -32,7 +32,7 @@ def test_products_are_those_of_fp8_and_nothing_spills(
     job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]
 ) -> None:
     found = compiled[job]
-    assert found.spilled == 0
+    assert found.spilled <= most_spilled(0, f"triton_fp8 {'-'.join(map(str, job))}")
     assert 0 < found.shared <= SHARED
     assert found.instructions
     for instruction in found.instructions:
