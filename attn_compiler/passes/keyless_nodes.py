@@ -20,6 +20,8 @@ aten = torch.ops.aten
 
 NOTE = "queries without keys get the mean of v, as the model's softmax over one finite number gives it"
 NOTE_NUMBERS = "queries without keys get what the model's softmax over the numbers that mask gives them"
+NOTE_CHANGED = "q and k get no gradient from queries without keys: each score has a change of its own"
+NOTE_OF_CACHE = "queries without keys give 0: the mean of v would read the whole cache"
 NOTE_BIAS = "a bias gets no gradient from queries without keys"
 
 #: site axes of the indices
@@ -168,7 +170,9 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
     dtype = emitter.value(out).dtype
     wide = dtype if dtype == torch.float64 else torch.float32
     mean = emitter.call(torch.mean, operands.v, 2, keepdim=True, dtype=wide)
-    if not (keyless.through and spec.needs_grad):
+    if keyless.through and spec.needs_grad and spec.score.pointwise is not None:
+        emitter.note(NOTE_CHANGED)
+    if not (keyless.through and spec.needs_grad) or spec.score.pointwise is not None:
         return _for_each_head(emitter, spec, _cast(emitter, mean, dtype))
     if spec.score.bias is not None and spec.score.bias.requires_grad:
         emitter.note(NOTE_BIAS)
