@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 
 import torch
 from torch import fx
@@ -176,19 +175,11 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
         return _for_each_head(emitter, spec, _cast(emitter, mean, dtype))
     if spec.score.bias is not None and spec.score.bias.requires_grad:
         emitter.note(NOTE_BIAS)
-    # Weights are alike, and their gradient is not 0: a term that is 0, with the gradient that goes through the scores to q and k.
-    apart = emitter.call(torch.sub, _cast(emitter, operands.v, wide), mean)
-    apart = emitter.call(torch.Tensor.detach, apart)
-    k, q = (_cast(emitter, x, wide) for x in (operands.k, operands.q))
-    products = emitter.call(torch.matmul, emitter.call(torch.transpose, k, 2, 3), apart)
-    keys = size_of(emitter, operands.k, 2)
-    scale = spec.score.scale
-    share = scale / keys if isinstance(keys, int) else emitter.call(operator.truediv, scale, keys)
-    products = _for_each_head(emitter, spec, emitter.call(torch.mul, products, share))
-    slope = emitter.call(torch.matmul, q, products)
-    nothing = emitter.call(torch.sub, slope, emitter.call(torch.Tensor.detach, slope))
+    nothing = emitter.call(
+        torch.ops.attn_compiler.keyless_gradient.default, operands.q, operands.k, operands.v, spec.score.scale
+    )
     rows = emitter.call(torch.add, _for_each_head(emitter, spec, mean), nothing)
-    return _cast(emitter, rows, dtype)
+    return emitter.call(torch.Tensor.to, rows, dtype)
 
 
 def _weighed(emitter: Emitter, spec: AttentionSpec, numbers: Expr, operands: Operands, out: fx.Node) -> fx.Node:
