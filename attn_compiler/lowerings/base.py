@@ -30,6 +30,9 @@ OF_LATENT = ("decode_latent", "absorbed")
 #: the lowering that leaves a site as the model has it
 UNTOUCHED = "untouched"
 
+#: Lowerings that read the filled part of a cache alone. The mean of v over all of it would cost more than they do.
+OF_CACHE = ("decode", "decode_latent")
+
 #: Lowerings that add a tensor's numbers to the scores as they are, and whose backward keeps the weights: the model's own in rows without
 #: keys, too.
 OF_NUMBERS = ("math", "reference")

@@ -30,7 +30,7 @@ _APART = 110.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Masking:
+class MaskStep:
     """One step that masks.
 
     allowed: where it does not; None if that was not read.
@@ -62,6 +62,8 @@ class Keyless:
     highest: the highest number that masks.
     through: the scores have a gradient there, since the number was added to them.
     own: why only the model's own numbers, added as they are, say what the row is; None if the above does.
+
+    Ranks that share a sequence leave such a row 0, and say so: the mean would be one over all ranks.
     """
 
     allowed: Expr | None
@@ -71,8 +73,17 @@ class Keyless:
     own: str | None = None
 
 
+def shuts_queries_out(keyless: Keyless | None) -> bool:
+    """Whether a condition on the query alone leaves it no key, whatever the keys are: somebody may well read such rows."""
+    if keyless is None or keyless.allowed is None:
+        return False
+    found = keyless.allowed
+    parts = found.args if isinstance(found, ix.Apply) and found.op == "and" else (found,)
+    return any(not ix.mentions(part, K) for part in parts)
+
+
 def of(
-    steps: Sequence[Masking], dtype: torch.dtype, within: Ranges, *, square: bool, low: float = -math.inf
+    steps: Sequence[MaskStep], dtype: torch.dtype, within: Ranges, *, square: bool, low: float = -math.inf
 ) -> Keyless | None:
     """What a row without keys is. None: none is without keys, or PyTorch's own answer stands.
 
@@ -103,7 +114,7 @@ def of(
 # ---- what the scores become ---------------------------------------------------------------------------------------
 
 
-def _outcomes(steps: Sequence[Masking], dtype: torch.dtype, low: float) -> set[tuple[float, bool]] | str:
+def _outcomes(steps: Sequence[MaskStep], dtype: torch.dtype, low: float) -> set[tuple[float, bool]] | str:
     """Of each combination of steps that mask a pair the number it gets, and whether the score is still in it; why not, if unknown."""
     if len(steps) > _MOST or any(len(step.fills) > 1 and step.added is None for step in steps):
         return "a pair may be masked by one of several numbers"
@@ -122,7 +133,7 @@ def _outcomes(steps: Sequence[Masking], dtype: torch.dtype, low: float) -> set[t
     return found
 
 
-def _outcome(masking: Iterable[tuple[Masking, float]], dtype: torch.dtype) -> tuple[float, bool]:
+def _outcome(masking: Iterable[tuple[MaskStep, float]], dtype: torch.dtype) -> tuple[float, bool]:
     number, is_added = 0.0, True
     for step, fill in masking:
         total = fill if step.replaces else number + fill
@@ -136,7 +147,7 @@ def _half_step(number: float, dtype: torch.dtype) -> float:
     return math.ldexp(torch.finfo(dtype).eps, exponent - 2)
 
 
-def _numbers(steps: Sequence[Masking], low: float) -> Expr:
+def _numbers(steps: Sequence[MaskStep], low: float) -> Expr:
     """What a masked pair holds, the score left out."""
     total: Expr = Const(0.0)
     for step in steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 
 import torch
 from torch import fx
@@ -20,6 +19,8 @@ aten = torch.ops.aten
 
 NOTE = "queries without keys get the mean of v, as the model's softmax over one finite number gives it"
 NOTE_NUMBERS = "queries without keys get what the model's softmax over the numbers that mask gives them"
+NOTE_CHANGED = "q and k get no gradient from queries without keys: each score has a change of its own"
+NOTE_OF_CACHE = "queries without keys give 0: the mean of v would read the whole cache"
 NOTE_BIAS = "a bias gets no gradient from queries without keys"
 
 #: site axes of the indices
@@ -168,23 +169,17 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
     dtype = emitter.value(out).dtype
     wide = dtype if dtype == torch.float64 else torch.float32
     mean = emitter.call(torch.mean, operands.v, 2, keepdim=True, dtype=wide)
-    if not (keyless.through and spec.needs_grad):
+    if keyless.through and spec.needs_grad and spec.score.pointwise is not None:
+        emitter.note(NOTE_CHANGED)
+    if not (keyless.through and spec.needs_grad) or spec.score.pointwise is not None:
         return _for_each_head(emitter, spec, _cast(emitter, mean, dtype))
     if spec.score.bias is not None and spec.score.bias.requires_grad:
         emitter.note(NOTE_BIAS)
-    # Weights are alike, and their gradient is not 0: a term that is 0, with the gradient that goes through the scores to q and k.
-    apart = emitter.call(torch.sub, _cast(emitter, operands.v, wide), mean)
-    apart = emitter.call(torch.Tensor.detach, apart)
-    k, q = (_cast(emitter, x, wide) for x in (operands.k, operands.q))
-    products = emitter.call(torch.matmul, emitter.call(torch.transpose, k, 2, 3), apart)
-    keys = size_of(emitter, operands.k, 2)
-    scale = spec.score.scale
-    share = scale / keys if isinstance(keys, int) else emitter.call(operator.truediv, scale, keys)
-    products = _for_each_head(emitter, spec, emitter.call(torch.mul, products, share))
-    slope = emitter.call(torch.matmul, q, products)
-    nothing = emitter.call(torch.sub, slope, emitter.call(torch.Tensor.detach, slope))
+    nothing = emitter.call(
+        torch.ops.attn_compiler.keyless_gradient.default, operands.q, operands.k, operands.v, spec.score.scale
+    )
     rows = emitter.call(torch.add, _for_each_head(emitter, spec, mean), nothing)
-    return _cast(emitter, rows, dtype)
+    return emitter.call(torch.Tensor.to, rows, dtype)
 
 
 def _weighed(emitter: Emitter, spec: AttentionSpec, numbers: Expr, operands: Operands, out: fx.Node) -> fx.Node:

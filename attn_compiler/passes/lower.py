@@ -16,7 +16,7 @@ from torch import fx
 from attn_compiler import op_library, torch_snapshots, torch_symbols
 from attn_compiler.decisions import Copy
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes, Tiles
+from attn_compiler.lowerings.base import OF_CACHE, OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes, Tiles
 from attn_compiler.passes import (
     body_inputs,
     buffers,
@@ -142,7 +142,9 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
         operands = _operands(mirror, site, site.spec, builder, tensors)
         with builder.without_autocast():
             out, *lse = _emitted(site, site.spec, builder, operands)
-        if site.keyless is not None and not _has_own_rows(site, site.spec):
+        if site.keyless is not None and site.decision.lowering in OF_CACHE:
+            note(keyless_nodes.NOTE_OF_CACHE)
+        elif site.keyless is not None and not _has_own_rows(site, site.spec):
             with builder.without_autocast():
                 out = keyless_nodes.completed(builder, site.spec, site.keyless, operands, out)
         new = finish(mirror, site, builder, out, old)

@@ -24,7 +24,7 @@ from attn_compiler.masks import MaskKind
 from attn_compiler.passes import added, axes, elements, fills, keyless, kinds, mutation, reading, score_kinds
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.calls import target_name
-from attn_compiler.passes.keyless import Keyless, Masking
+from attn_compiler.passes.keyless import Keyless, MaskStep
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.reading import Reader, Unreadable
@@ -110,7 +110,7 @@ class _Read:
         self._names: dict[str, str] = {}
         self._tensors: dict[str, Version] = {}
         self._fills: set[float] = set()
-        self._steps: list[tuple[int, Masking]] = []
+        self._steps: list[tuple[int, MaskStep]] = []
         self._dtype = _dtype_of(match.first)
         self._reach = Reach()
 
@@ -139,7 +139,7 @@ class _Read:
         self._fills |= found.fills
         if found.fills:
             added_up = ix.mul(x, ix.Const(float(term.weight))) if found.sums or len(found.fills) > 1 else None
-            self._step(term, Masking(allowed=found.allowed, fills=found.fills, replaces=False, added=added_up))
+            self._step(term, MaskStep(allowed=found.allowed, fills=found.fills, replaces=False, added=added_up))
         for kind in score_kinds.recognise(found.added):
             self._scores.append(self._named(kind, term))
             if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
@@ -186,10 +186,10 @@ class _Read:
             keyless=self._keyless(),
         )
 
-    def _masking(self, allowed: Expr | None, term: Term) -> Masking:
-        return Masking(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces)
+    def _masking(self, allowed: Expr | None, term: Term) -> MaskStep:
+        return MaskStep(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces)
 
-    def _step(self, term: Term, masking: Masking) -> None:
+    def _step(self, term: Term, masking: MaskStep) -> None:
         self._steps.append((self._mirror.order(term.operand.used), masking))
         self._dtype = _dtype_of(term.operand.used) or self._dtype
 
@@ -200,7 +200,7 @@ class _Read:
         steps = [step for _, step in sorted(self._steps, key=operator.itemgetter(0))]
         if self._match.is_causal:
             diagonal = ix.compare("<=", kinds.K, kinds.Q)
-            steps.append(Masking(allowed=diagonal, fills=frozenset({-math.inf}), replaces=True))
+            steps.append(MaskStep(allowed=diagonal, fills=frozenset({-math.inf}), replaces=True))
         low = max((limit.low for limit in self._match.limits), default=-math.inf)
         dtype = self._dtype or torch.float32
         # Kernels of SDPA add the mask in float32.

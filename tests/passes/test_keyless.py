@@ -10,7 +10,7 @@ import torch
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes import keyless
-from attn_compiler.passes.keyless import Keyless, Masking
+from attn_compiler.passes.keyless import Keyless, MaskStep
 
 LOWEST = torch.finfo(torch.float32).min
 B, Q, K = map(Index, "bqk")
@@ -20,17 +20,17 @@ CAUSAL = ix.compare("<=", K, Q)
 INFINITE = -math.inf
 
 
-def step(allowed: Expr | None, fill: float, *, replaces: bool = True, added: Expr | None = None) -> Masking:
-    return Masking(allowed=allowed, fills=frozenset({fill}), replaces=replaces, added=added)
+def step(allowed: Expr | None, fill: float, *, replaces: bool = True, added: Expr | None = None) -> MaskStep:
+    return MaskStep(allowed=allowed, fills=frozenset({fill}), replaces=replaces, added=added)
 
 
 def of(
-    *steps: Masking, dtype: torch.dtype = torch.float32, square: bool = True, low: float = INFINITE
+    *steps: MaskStep, dtype: torch.dtype = torch.float32, square: bool = True, low: float = INFINITE
 ) -> Keyless | None:
     return keyless.of(steps, dtype, {}, square=square, low=low)
 
 
-def found(*steps: Masking, dtype: torch.dtype = torch.float32, low: float = INFINITE) -> Keyless:
+def found(*steps: MaskStep, dtype: torch.dtype = torch.float32, low: float = INFINITE) -> Keyless:
     result = of(*steps, dtype=dtype, low=low)
     assert result is not None
     return result
@@ -47,7 +47,7 @@ def found(*steps: Masking, dtype: torch.dtype = torch.float32, low: float = INFI
         [step(KEY, -1e9, replaces=False), step(CAUSAL, -1e9)],
     ],
 )
-def test_one_number_gives_the_mean(steps: list[Masking]) -> None:
+def test_one_number_gives_the_mean(steps: list[MaskStep]) -> None:
     result = found(*steps)
     assert result.numbers is None
     assert result.own is None
@@ -97,12 +97,12 @@ def test_a_score_is_lost_beside_a_number_that_has_no_digits_for_it(
     "steps",
     [
         [step(KEY, -1e9), step(CAUSAL, -1e9 - 64)],
-        [Masking(allowed=KEY, fills=frozenset({-1e9, -1e12}), replaces=False)],
+        [MaskStep(allowed=KEY, fills=frozenset({-1e9, -1e12}), replaces=False)],
         [step(None, -1e9), step(CAUSAL, -1e12)],
         [step(KEY, -1e9)] * 7,
     ],
 )
-def test_what_is_not_known_is_the_models_own(steps: list[Masking]) -> None:
+def test_what_is_not_known_is_the_models_own(steps: list[MaskStep]) -> None:
     assert found(*steps).own is not None
 
 
@@ -119,7 +119,7 @@ def test_what_is_not_known_is_the_models_own(steps: list[Masking]) -> None:
         [step(ix.compare("<=", K, Load("position", (Q,), "int")), LOWEST)],
     ],
 )
-def test_nothing_where_each_query_has_a_key_or_pytorch_answers(steps: list[Masking]) -> None:
+def test_nothing_where_each_query_has_a_key_or_pytorch_answers(steps: list[MaskStep]) -> None:
     assert of(*steps) is None
 
 

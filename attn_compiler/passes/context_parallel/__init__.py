@@ -340,7 +340,10 @@ def _rewrite_sites(
                 else:
                     out, one = sites.rewrite(mirror, site, builder, layout, wholes, chosen.method)
             new = lower.finish(mirror, site, builder, out, old)
-        done[site.module], parts[old.name] = dataclasses.replace(one, why=chosen.why), one.parts
+        done[site.module], parts[old.name] = (
+            dataclasses.replace(one, why=chosen.why, leaves_zero=site.keyless is not None),
+            one.parts,
+        )
         unread = lower.unread(mirror, site, [builder.leaf(site.match.out)])
         builder.replace(builder.leaf(site.match.out), new)
         rewritten[old.name] = new

@@ -17,7 +17,7 @@ from torch import fx
 from attn_compiler import torch_collectives, torch_merges
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.lse_op import attention_with_lse
-from attn_compiler.passes import lower, mutation, program, recover
+from attn_compiler.passes import keyless, lower, mutation, program, recover
 from attn_compiler.passes.context_parallel import first_look
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.layout import GraphLayout
@@ -114,7 +114,7 @@ def _changed(site: Site, spec: AttentionSpec) -> str | None:
         return "weights are dropped"
     if spec.returns_weights:
         return "its weights are read"
-    if site.keyless is not None:
+    if keyless.shuts_queries_out(site.keyless):
         return "queries that a mask shuts out get the mean of v"
     if site.match.limits:
         return "scores are clamped"

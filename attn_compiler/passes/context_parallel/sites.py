@@ -13,7 +13,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.context_parallel.halo import Halo
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
-from attn_compiler.passes import axes, elements, program, recover
+from attn_compiler.passes import axes, elements, keyless, program, recover
 from attn_compiler.passes.context_parallel import bands, exchanging, halo
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import GraphLayout
@@ -35,18 +35,20 @@ _OF_RING = 3
 class RewrittenSite:
     """What became of one site. method: "all_gather", "all_to_all" or "ring". bytes: that a rank sends in the forward. halo: in words, where
     one is exchanged and nothing is gathered. parts: attentions that are merged. why: what "auto" chose the method for, where that is
-    not seen."""
+    not seen. leaves_zero: a query without keys gives 0, where the model gives a mean over the whole sequence."""
 
     method: str
     bytes: int
     halo: str | None = None
     parts: int = 1
     why: str | None = None
+    leaves_zero: bool = False
 
     @property
     def words(self) -> str:
         """How queries meet keys, for reports."""
-        return self.halo or self.method
+        how = self.halo or self.method
+        return f"{how}; queries without keys give 0, and not the mean of all ranks' v" if self.leaves_zero else how
 
 
 def check(site: Site, spec: AttentionSpec) -> None:
@@ -67,7 +69,7 @@ def check(site: Site, spec: AttentionSpec) -> None:
     if spec.returns_weights:
         remedy = "call the model without output_attentions"
         raise CannotShard("nothing but the product with v reads the weights", "they are read", at=at, remedy=remedy)
-    if site.keyless is not None:
+    if keyless.shuts_queries_out(site.keyless):
         raise CannotShard(rule, "queries that a mask shuts out get the mean of v", at=at)
     if spec.stored is not None or spec.seqlen_q != spec.seqlen_kv:
         remedy = "call the model with use_cache=False; what every rank has as a whole is named in ContextParallel(replicated=...)"

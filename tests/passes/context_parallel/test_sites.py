@@ -10,13 +10,19 @@ import pytest
 import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
+from attn_compiler import index_expr as ix
 from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.index_expr import Index
 from attn_compiler.masks import MaskSpec
 from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.keyless import Keyless
 from attn_compiler.scores import Sinks, Softcap, Unusual
 from tests.lowerings.specs import CAUSAL, bias, make_spec
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model, compile_and_run
+
+#: the first query alone has keys
+SHUT_OUT = Keyless(allowed=ix.compare("<=", Index("q"), ix.ZERO), highest=-1e9)
 
 
 def _site(**changed: Any) -> Any:
@@ -51,7 +57,7 @@ def test_what_is_not_is_refused(spec: dict[str, Any], observed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "observed"), [({"limits": ("low",)}, "clamped"), ({"keyless": "rows"}, "shuts out")]
+    ("changed", "observed"), [({"limits": ("low",)}, "clamped"), ({"keyless": SHUT_OUT}, "shuts out")]
 )
 def test_what_a_match_has_besides_is_refused(changed: dict[str, Any], observed: str) -> None:
     with pytest.raises(CannotShard) as caught:

@@ -1,0 +1,53 @@
+"""`attn_compiler::keyless_gradient`: 0, with the gradient that q and k get from queries whose keys all got one number added.
+
+The softmax of such a row weighs all keys alike, whatever the scores are, and its derivative is not 0:
+
+    dq_i = s/n Σ_j ((v_j - mean) · g_i) k_j,    dk_j = s/n Σ_i ((v_j - mean) · g_i) q_i
+
+with n keys, the scale s, and the output's gradient g, which is 0 in all other rows. Neither has a sum over pairs: both go by products of
+(Dv, D). v gets its gradient by the mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_compiler.op_library import register_helper
+
+Tensor = torch.Tensor
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """(B, Hq, Sq, Dv) in the dtype that `_gradient` computes in."""
+    return torch.zeros((), dtype=_wide(q), device=q.device).expand(*q.shape[:3], v.shape[3])
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, v, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v = (x.to(_wide(x)) for x in ctx.saved_tensors)
+    of_dtype, heads_kv = ctx.saved_tensors[0].dtype, k.shape[1]
+    apart = v - v.mean(2, keepdim=True)
+    # Of the query heads that share a kv head, one after the other.
+    g = torch.unflatten(grad.to(q.dtype) * (ctx.scale / k.shape[2]), 1, (heads_kv, -1))
+    of_queries = torch.unflatten(q, 1, (heads_kv, -1))
+    grad_q = g @ (apart.transpose(2, 3) @ k)[:, :, None]
+    grad_k = apart @ (g.transpose(3, 4) @ of_queries).sum(2)
+    return grad_q.flatten(1, 2).to(of_dtype), grad_k.to(of_dtype), None, None
+
+
+register_helper(
+    "keyless_gradient",
+    "(Tensor q, Tensor k, Tensor v, float scale) -> Tensor",
+    function=_nothing,
+    differentiated=(_setup, _gradient),
+)
