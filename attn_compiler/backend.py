@@ -232,12 +232,15 @@ def _tell_of(failed: Sequence[NotCompiled]) -> bool:
 
 
 def _watch(report: Report, options: Options) -> None:
-    """Be told of kernels of these sites that fail, and have the frame compiled anew then."""
+    """Be told of kernels of these sites that fail, and have the frame compiled anew then. Most graphs have none."""
+    called = [site for site in report.sites if site.texts]
+    if not called:
+        return
     from attn_compiler import torch_frames
     from attn_compiler.lowerings.shared.failures import FAILURES, Caller
 
     start_over = torch_frames.start_over()
-    for site in report.sites:
+    for site in called:
         caller = Caller(lowering=site.decision.lowering, spec=site.spec, strict=options.strict, start_over=start_over)
         FAILURES.watch(site.texts, caller)
 

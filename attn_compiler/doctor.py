@@ -156,8 +156,8 @@ def driver(query: Sequence[str]) -> Fact:
 
 
 def to_tables(checkup: Checkup) -> tuple[Table, ...]:
-    """For people: the machine, then lowerings with what stands in their way on this machine's best target. Those of which the same is
-    said share a row."""
+    """For people: the machine, then lowerings with what stands in their way on this machine's best target. Lowerings with equal
+    words share a row."""
     machine = Table("", Column("found", overflow="fold"), "what to do", title="machine", title_justify="left")
     for fact in checkup.facts:
         machine.add_row(fact.name, fact.value, escape(fact.advice or ""))

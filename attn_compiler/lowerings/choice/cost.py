@@ -34,7 +34,8 @@ class Machine:
     card: str
 
 
-#: by architecture: of several cards the one whose memory is slowest beside its products. That of the nearest older one counts for others.
+#: By architecture. Of several cards, the one whose memory is slowest beside its products.
+#: Others count as the nearest older architecture.
 MACHINES: Mapping[int, Machine] = {
     80: Machine(teraflops=312, gigabytes=2039, card="A100 80 GB"),
     86: Machine(teraflops=125, gigabytes=600, card="A10"),

@@ -20,7 +20,7 @@ from attn_compiler.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
 
-#: The CPython name of what says that memory ran out, which no other way of computing makes good.
+#: The name of PyTorch's error for memory that ran out. No other way of computing makes that good.
 _NO_MEMORY = "OutOfMemoryError"
 
 

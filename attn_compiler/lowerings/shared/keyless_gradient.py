@@ -4,8 +4,8 @@ The softmax of such a row weighs all keys alike, whatever the scores are, and it
 
     dq_i = s/n Σ_j ((v_j - mean) · g_i) k_j,    dk_j = s/n Σ_i ((v_j - mean) · g_i) q_i
 
-with n keys, the scale s, and the output's gradient g, which is 0 in all other rows. Neither has a sum over pairs: both go by products of
-(Dv, D). v gets its gradient by the mean.
+n is the number of keys, s the scale, g the output's gradient, which is 0 in all other rows. Products of (Dv, D) give both sums, so no
+pair is visited. v gets its gradient by the mean.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which releases of Triton our kernels are known with, and what a launch says instead of taking a release's default. No triton is imported.
 
-What is written in another way from release to release is in kernels/releases.py and kernels/releases_sm90.py.
+kernels/releases.py and kernels/releases_sm90.py hold the code that differs between releases.
 """
 
 from __future__ import annotations
