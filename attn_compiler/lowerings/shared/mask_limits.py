@@ -154,8 +154,8 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
 
 
 def _may_lack_keys(spec: AttentionSpec) -> bool:
-    """Whether a query may have no key, by numbers that were not read. Passes complete what was read (passes/keyless.py). A call of SDPA keeps
-    the mask that it was given."""
+    """Whether a query may have no key, by numbers that were not read. Passes complete what was read (passes/keyless.py). A call of SDPA
+    keeps the mask that it was given."""
     return not spec.mask.held and spec.decomposed and spec.mask.reason is not None
 
 
