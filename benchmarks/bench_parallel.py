@@ -1,11 +1,12 @@
-"""Two processes train one model: DDP, FSDP2 and tensor parallelism, our backend beside Inductor's own in the same processes.
+"""Processes train one model: DDP, FSDP2 and tensor parallelism, our backend beside Inductor's own in the same processes.
 
     python -m benchmarks.bench_parallel --together 5
     python -m benchmarks.bench_parallel --ways tp tp_sequence --models llama --append
+    python -m benchmarks.bench_parallel --ranks 4 --append
     python -m benchmarks.bench_parallel --tiny --output /tmp/parallel.csv
 
 A row is a way (benchmarks/parallel_cases.py) and a model: a training step of padded sequences with labels, in bfloat16, over NCCL, a GPU
-each. Each row has two processes of its own; what fails or takes longer than --way-seconds is told in its row, and costs no other. Rows
+each. Each row has processes of its own, --ranks; what fails or takes longer than --way-seconds is told in its row, and costs no other. Rows
 compile --together at a time and are timed one after another (members.py): first seconds are those of a busy machine then. Two copies of
 the model, prepared alike, are compiled by Inductor and by us, and timed in turn; numbers are those of the first process.
 `attentions` is how many the model has; layers that are compiled one by one share a site, and the profiler's launches say what ran.
@@ -35,8 +36,7 @@ from benchmarks.models import Size
 from benchmarks.parallel_cases import MODELS, WAYS, Context
 
 RESULTS = Path(__file__).parent / "results" / "parallel_gpus.csv"
-PROCESSES = 2
-KEYS = ("way", "model", "batch", "length")
+KEYS = ("way", "model", "batch", "length", "ranks")
 DIFFERENCES = tuple(f"{prefix}{what}_difference" for what in ("loss", "gradient") for prefix in ("", f"{BASELINE}_"))
 COLUMNS = (
     *KEYS,
@@ -63,6 +63,7 @@ class Job:
     way: str
     model: str
     rounds: int
+    ranks: int = 2
     dry: bool = False
 
     @property
@@ -72,7 +73,7 @@ class Job:
     @property
     def names(self) -> dict[str, str]:
         batch, length = parallel_cases.SHAPES[self.size]
-        return dict(zip(KEYS, (self.way, self.model, str(batch), str(length)), strict=True))
+        return dict(zip(KEYS, (self.way, self.model, str(batch), str(length), str(self.ranks)), strict=True))
 
 
 # ---- one process ----------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def member(rank: int, folder: str, job: Job) -> None:
 
 
 def _joined(rank: int, folder: str, job: Job) -> dict[str, str]:
-    with members.joined(rank, folder, PROCESSES, dry=job.dry) as (mesh, device):
+    with members.joined(rank, folder, job.ranks, dry=job.dry) as (mesh, device):
         context = Context(name=job.model, size=job.size, mesh=mesh, device=device)
         return measure(job, context, ready=lambda: members.wait_for_turn(rank, folder))
 
@@ -190,6 +191,7 @@ def means(rows: Sequence[Mapping[str, str]]) -> list[str]:
 def main() -> int:
     """Measure, print and write; 0 where every row is as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes, a GPU each (%(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=20, help="of timing (%(default)s)")
@@ -207,16 +209,18 @@ def main() -> int:
     until = time.monotonic() + options.budget_seconds
     where = harness.environment("cpu" if options.tiny else "cuda:0", options.commit)
     file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)
-    done = {(row["way"], row["model"]) for row in file.rows}
+    done = {(row["way"], row["model"], row["ranks"]) for row in file.rows}
     jobs = [
-        Job(way=way, model=model, rounds=options.rounds, dry=options.tiny)
+        Job(way=way, model=model, rounds=options.rounds, ranks=options.ranks, dry=options.tiny)
         for way in options.ways
         for model in options.models
-        if (way, model) not in done
+        if (way, model, str(options.ranks)) not in done
     ]
     limits = members.Limits(together=options.together, seconds=options.way_seconds, turn_seconds=options.way_seconds)
     begin, left = time.monotonic(), list(jobs)
-    for job, found_row in members.rows(jobs, member, processes=PROCESSES, limits=limits, until=until, imports=IMPORTS):
+    for job, found_row in members.rows(
+        jobs, member, processes=options.ranks, limits=limits, until=until, imports=IMPORTS
+    ):
         row = job.names | found_row
         left.remove(job)
         file.add(row | where)

@@ -1,7 +1,7 @@
-"""Two GPUs share a sequence: attention and whole training steps with `context_parallel`, beside one GPU and PyTorch's own.
+"""GPUs share a sequence: attention and whole training steps with `context_parallel`, beside one GPU and PyTorch's own.
 
     python -m benchmarks.bench_shared_sequence --together 8
-    python -m benchmarks.bench_shared_sequence --forms model --lengths 65536 --append
+    python -m benchmarks.bench_shared_sequence --ranks 4 --forms model --lengths 65536 --append
     python -m benchmarks.bench_shared_sequence --tiny --output /tmp/shared.csv
 
 A row is a form (shared_sequence_cases.py), a length and a method, over NCCL, a GPU a process. "torch ..." are PyTorch's
@@ -37,14 +37,12 @@ from benchmarks import bench_h200, harness, members, shared_sequence_cases
 from benchmarks.shared_sequence_cases import FORMS, FULL, PEERS, SMALL, Attention, Sizes
 
 RESULTS = Path(__file__).parent / "results" / "shared_sequence_gpus.csv"
-PROCESSES = 2
 METHODS = ("all_gather", "all_to_all", "ring", "auto")
 MODEL, CHECKPOINTED = "model", "model checkpointed"
-KEYS = ("form", "length", "method", "order", "overlap")
+KEYS = ("form", "length", "method", "order", "overlap", "ranks")
 TIMES = ("forward", "step")
 COLUMNS = (
     *KEYS,
-    "ranks",
     "lowering",
     "note",
     "rounds",
@@ -81,12 +79,17 @@ class Job:
     method: str
     order: str
     rounds: int
+    ranks: int = 2
     overlap: str = ""
     dry: bool = False
 
     @property
     def names(self) -> dict[str, str]:
-        return dict(zip(KEYS, (self.form, str(self.length), self.method, self.order, self.overlap), strict=True))
+        return dict(
+            zip(
+                KEYS, (self.form, str(self.length), self.method, self.order, self.overlap, str(self.ranks)), strict=True
+            )
+        )
 
     @property
     def is_model(self) -> bool:
@@ -137,7 +140,7 @@ def member(rank: int, folder: str, job: Job) -> None:
 
 
 def _joined(rank: int, folder: str, job: Job) -> dict[str, str]:
-    with members.joined(rank, folder, PROCESSES, dry=job.dry) as (mesh, device):
+    with members.joined(rank, folder, job.ranks, dry=job.dry) as (mesh, device):
         return measure(job, Place(mesh=mesh, device=device), ready=lambda: members.wait_for_turn(rank, folder))
 
 
@@ -145,7 +148,7 @@ def measure(job: Job, place: Place, *, ready: Callable[[], None] = lambda: None)
     """The row, but for its names. Each process of the group calls it. ready: called once all is compiled, before anything is timed."""
     prepare = _peer if job.method in PEERS else _model if job.is_model else _attention
     with prepare(job, place) as prepared:
-        row = {"ranks": str(PROCESSES)} | prepared.row | _differences(prepared.parts, place.device)
+        row = prepared.row | _differences(prepared.parts, place.device)
         prepared.parts.clear()
         if not job.dry:
             torch.cuda.empty_cache()
@@ -167,7 +170,7 @@ def _times(steps: Mapping[str, Step], rounds: int, in_a_row: int, place: Place) 
             if at:
                 found[name].append(together / in_a_row)
         order.reverse()
-    gathered: list[Any] = [None] * PROCESSES
+    gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     slowest = {
         name: statistics.median(max(times) for times in zip(*(one[name] for one in gathered), strict=True))
@@ -176,7 +179,7 @@ def _times(steps: Mapping[str, Step], rounds: int, in_a_row: int, place: Place) 
     row = {"rounds": str(rounds)} | {f"{name}_ms": f"{value:.4g}" for name, value in slowest.items()}
     for what in TIMES:
         if f"whole_{what}" in slowest and f"shared_{what}" in slowest:
-            share = slowest[f"whole_{what}"] / PROCESSES / slowest[f"shared_{what}"]
+            share = slowest[f"whole_{what}"] / dist.get_world_size() / slowest[f"shared_{what}"]
             row[f"efficiency_{what}"] = f"{share:.3f}"
     return row
 
@@ -192,7 +195,7 @@ def _differences(parts: Sequence[tuple[Tensor, Tensor]], device: str) -> dict[st
     if not parts:
         return {}
     own = [float((found - wanted).float().norm() / wanted.float().norm()) for found, wanted in parts]
-    gathered: list[Any] = [None] * PROCESSES
+    gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     largest = [max(values) for values in zip(*gathered, strict=True)]
     # A NaN is no number below the limit.
@@ -398,7 +401,16 @@ def is_short(row: Mapping[str, str]) -> bool:
 def jobs(given: argparse.Namespace) -> list[Job]:
     """Each form with each length and method. PyTorch's own has causal attention alone, and is no model's."""
     return [
-        Job(form=form, length=length, method=method, order=order, rounds=given.rounds, overlap=overlap, dry=given.tiny)
+        Job(
+            form=form,
+            length=length,
+            method=method,
+            order=order,
+            rounds=given.rounds,
+            ranks=given.ranks,
+            overlap=overlap,
+            dry=given.tiny,
+        )
         for form in given.forms
         for length in given.lengths
         for method in given.methods
@@ -411,6 +423,7 @@ def jobs(given: argparse.Namespace) -> list[Job]:
 def main() -> int:
     """Measure, print and write; 0 where every row is as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs that share a sequence (%(default)s)")
     parser.add_argument("--forms", nargs="+", choices=[*FORMS, MODEL, CHECKPOINTED], default=["causal"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536])
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *PEERS], default=[*METHODS, *PEERS])
@@ -432,7 +445,7 @@ def main() -> int:
     wanted = [job for job in jobs(given) if tuple(job.names.values()) not in done]
     limits = members.Limits(together=given.together, seconds=given.seconds, turn_seconds=60.0)
     begin = time.monotonic()
-    for job, found in members.rows(wanted, member, processes=PROCESSES, limits=limits, until=until, imports=IMPORTS):
+    for job, found in members.rows(wanted, member, processes=given.ranks, limits=limits, until=until, imports=IMPORTS):
         row = job.names | found
         file.add(row | where)
         print(f"at {time.monotonic() - begin:.0f} s, {said(row)}", flush=True)

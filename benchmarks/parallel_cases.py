@@ -1,4 +1,4 @@
-"""Models that two processes train together, and the ways to do it, for bench_parallel.py.
+"""Models that processes train together, and the ways to do it, for bench_parallel.py.
 
 A way is a row in WAYS. Models are transformers' own, with the widths of real ones, four layers, and a vocabulary that is as much smaller.
 """

@@ -58,6 +58,7 @@ def _asked(**changed: Any) -> argparse.Namespace:
         "lengths": [64],
         "methods": ["all_gather"],
         "overlaps": [""],
+        "ranks": 2,
         "rounds": 1,
         "tiny": True,
     }
@@ -99,6 +100,7 @@ def test_a_nan_is_no_small_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         bench_shared_sequence.dist, "all_gather_object", lambda into, own: into.__setitem__(slice(None), [own, own])
     )
+    monkeypatch.setattr(bench_shared_sequence.dist, "get_world_size", lambda: 2)
     x = torch.ones(3)
     for found, expected in ((x, "ok"), (x * 1.1, "WRONG"), (x * float("nan"), "WRONG")):
         assert bench_shared_sequence._differences([(x, x), (found, x)], "cpu")["numerics"] == expected
