@@ -1,4 +1,4 @@
-"""Which lowering is asked first where nothing was measured: other GPUs than sm90, and dropout beside a mask. priorities.py has the rest.
+"""Which lowering is asked first where nothing was measured: other GPUs than sm90. priorities.py has the rest.
 
 Where a tensor joins the scores, rows go by the pairs that a kernel visits and the bytes that it reads for each (cost.py). Tests hold these
 rows against that model, and the model against what was measured on sm90. Elsewhere PyTorch's own order stays.
@@ -74,25 +74,6 @@ def _with_a_number_for_each_pair() -> Iterator[Row]:
                 order=order,
             )
 
-
-#: of sm90, where nothing is known of dropout
-DROPOUT_ROWS: tuple[Row, ...] = (
-    Row(
-        sms=(90, 90),
-        dtypes=HALF,
-        tensor=True,
-        dropout=True,
-        one_query=False,
-        least_scores=MANY_SCORES,
-        order=("triton", *CUDNN_FIRST),
-        since=_SINCE,
-        measured=False,
-        why=(
-            f"{_BY_COST}. Each kernel draws a number for each weight. Without dropout so it is (priorities.py); cuDNN takes multiples of "
-            "1/16 alone"
-        ),
-    ),
-)
 
 UNMEASURED_ROWS: tuple[Row, ...] = (
     *_with_a_number_for_each_pair(),

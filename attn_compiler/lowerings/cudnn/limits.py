@@ -14,8 +14,9 @@ from attn_compiler.lowerings.shared.takes import check_gpu
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target, cudnn_words
 
-# 1.22 is the first to take addresses as a list (_execute_with_ptrs), 1.27 the last. frontend.py launches newer ones; no GPU has run that.
-_FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 28)
+# 1.22 is the first to take addresses as a list (_execute_with_ptrs), and 1.27 the last. From 1.28 on they come as an array. A GPU ran the
+# tests with 1.27 and 1.32.
+_FIRST_FRONTEND, _FRONTEND_LIMIT = (1, 22), (1, 33)
 # These set an attribute in every backward (CUDNN_ATTR_OPERATION_RESHAPE_MODE), which cuDNN knows from 9.22 on. 1.27 asks cuDNN first.
 _RESHAPE_FRONTENDS, _RESHAPE_CUDNN = ((1, 24), (1, 25), (1, 26)), 92_200
 # The first with sinks, and with windows that no diagonal bounds.

@@ -82,7 +82,9 @@ def test_our_kernels_come_where_there_is_work_for_them(
         asked = [name for name in found if name != "hopper"]
         assert (("first" if asked[0] == "triton" else "later") if "triton" in found else None) == place
     dropped = dataclasses.replace(spec, score=dataclasses.replace(spec.score, dropout_p=0.1))
-    assert (order(dropped, Target.fake(sm=sm))[0] in ("hopper", "triton")) == (place == "first")
+    # On sm90 cuDNN may stand before ours, and takes no dropout of 0.1.
+    asked = [name for name in order(dropped, Target.fake(sm=sm)) if name != "sdpa_cudnn" or sm != 90]
+    assert (asked[0] in ("hopper", "triton")) == (place == "first")
     assert order(dropped, Target.fake(sm=sm))[0] != "hopper"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import cost, evidence, priorities
-from attn_compiler.lowerings.choice.unmeasured_rows import DROPOUT_ROWS, UNMEASURED_ROWS
+from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.options import Options
 from attn_compiler.passes.select import decide
@@ -70,27 +70,8 @@ def test_sinks_and_softcap_are_left_to_nobody(sm: int, seqlen: int | str, change
 
 
 def test_rows_say_that_nothing_was_measured() -> None:
-    assert all(not row.measured and "not measured here" in row.why for row in DROPOUT_ROWS)
     assert not any(row.measured for row in UNMEASURED_ROWS)
     found = evidence.evidence(make_spec(mask=dense(2, 1, 1, 2048), seqlen_q=2048, seqlen_kv=2048), Target.fake(sm=80))
     assert found is not None
     assert not found.measured
     assert found.why.startswith("not measured here: by pairs and bytes")
-
-
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_dropout_beside_a_mask_goes_by_the_model_on_sm90(head_dim: int, needs_grad: bool) -> None:
-    """BERT, XLM-R and T5 as they are configured: cuDNN takes no dropout of 0.1."""
-    target = Target.fake()
-    sizes: dict[str, Any] = {"seqlen_q": 512, "seqlen_kv": 512, "head_dim": head_dim, "needs_grad": needs_grad}
-    spec = make_spec(mask=dense(2, 1, 1, 512), dropout_p=0.1, **sizes)
-    names = [name for name in ("triton", *PYTORCHS) if not by_name(name).why_not(spec, target)]
-    assert decide(spec, target, Options()).lowering == cost.cheapest(names, spec, target) == "triton"
-    found = evidence.evidence(spec, target)
-    assert found is not None
-    assert not found.measured
-    # Few scores, and no mask, are left to PyTorch's kernels as before.
-    few = make_spec(mask=dense(2, 1, 1, 128), dropout_p=0.1)
-    assert decide(few, target, Options()).lowering == "sdpa_efficient"
-    assert decide(make_spec(dropout_p=0.1, **sizes), target, Options()).lowering in PYTORCHS
