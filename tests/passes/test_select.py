@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+import attn_compiler
 from attn_compiler import lowerings
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
@@ -160,3 +161,39 @@ def test_a_site_has_the_measurement_that_decided_and_what_a_call_may_take() -> N
 
 def test_what_is_asked_for_by_name_has_no_measurement_that_decided() -> None:
     assert _site(Options(lowering="hopper")).evidence is None
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_site_that_no_kernel_is_asked_for_says_why(heads: int) -> None:
+    """A causal buffer in training on a CPU (nanoGPT, minGPT)."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bias", torch.ones(16, 16).tril()[None, None])
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            scores = (q @ q.mT).masked_fill(self.bias[:, :, :16, :16] == 0, float("-inf"))
+            return torch.softmax(scores, -1) @ q
+
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    run = torch.compile(Model(), backend="attn_compiler", options={"inner": "eager", "strict": True})
+    run(torch.randn(2, heads, 16, 8, requires_grad=True))
+    ((site,),) = (report.sites for report in attn_compiler.reports())
+    assert site.decision.lowering == "untouched"
+    (refusal,) = site.decision.refusals
+    assert [reason.code for reason in refusal.reasons] == [Code.OWN_IS_FASTEST]
+    assert "CPU flash" in refusal.reasons[0].observed
+    assert "AC408" in str(attn_compiler.reports())
+
+
+def test_what_is_left_alone_without_a_measurement_says_so() -> None:
+    decision = select.decide(SPEC, Target.fake(sm=200), Options())
+    assert decision.lowering == "untouched"
+    assert all(refusal.reasons for refusal in decision.refusals)
+    assert decision.refusals
+
+
+def test_what_was_asked_for_by_name_needs_no_reason() -> None:
+    assert select.decide(SPEC, Target.fake(), Options(lowering="untouched")).refusals == ()
