@@ -61,7 +61,7 @@ RECURRENCES: tuple[Recurrence, ...] = (
     ),
 )
 
-_IN_FUNCTION = re.compile(r", in (\w+)\n")
+_IN_FUNCTION = re.compile(r", in (\w+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -115,7 +115,7 @@ def _logsumexp(subtracted: fx.Node, exp: fx.Node) -> fx.Node | None:
     if _is_like(subtracted, exp):
         return None
     through = _STEPS | {"log", "log2"}
-    ancestors = [subtracted, *(_above(subtracted, through) if _is_call(subtracted, through) else ())]
+    ancestors: list[fx.Node] = [subtracted, *(_above(subtracted, through) if _is_call(subtracted, through) else ())]
     for x in ancestors:
         if _is_call(x, {"logsumexp"}):
             return x
