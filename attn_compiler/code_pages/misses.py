@@ -310,12 +310,12 @@ inputs = (torch.randn(1, 2, 256, 16),)""",
         "computes it yet, so it runs as the model's own plain ops, which the inner compiler compiles.",
         remedy="Install the library whose kernels transformers calls: flash-linear-attention, or mamba-ssm with causal-conv1d.",
         kind=_PROGRAM,
-        example=f"""def linear_attention(q, k, v):
-    return q @ (k.mT @ v)
+        example=f"""class LinearAttention(torch.nn.Module):
+    def forward(self, q):
+        return q @ (q.mT @ q)
 
 
-def model(q):
-    return linear_attention(q, q, q)
+model = torch.nn.Sequential(LinearAttention())
 
 
 {_Q}""",
