@@ -71,6 +71,7 @@ class Code(StrEnum):
     NOTHING_LEFT_OUT = "AC405"
     IN_ORDER_SLOWER = "AC406"
     ADDED_SLOWER = "AC407"
+    OWN_IS_FASTEST = "AC408"
 
     # Misses: what was not read as an attention.
     BEFORE_SOFTMAX = "AC501"
@@ -93,6 +94,8 @@ class Code(StrEnum):
     LIBRARY_ARGUMENTS = "AC518"
     FLEX_CALL = "AC519"
     FLEX_BLOCK_MASK = "AC520"
+    WRITTEN_BY_HAND = "AC521"
+    LINEAR_ATTENTION = "AC522"
 
     # Padding that stays (`options={"unpad": True}`).
     MIXES_POSITIONS = "AC601"

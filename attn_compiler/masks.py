@@ -348,7 +348,7 @@ class MaskSpec:
         mean, or the scores' DenseBias where there is no other tensor.
     flag: why the first kind, a causal one, is to be applied by itself; None if none is.
     dense: the model's own tensor. A lowering may apply its kinds in its place.
-    reason: why the tensor could not be read; None if it was.
+    reason: why the tensor could not be read; None if it was. added: of one that was read, why it may mask and nobody knows.
     own_rows: what a query without keys gets is known to the model alone: by the numbers of its tensor ("numbers"), or by all that it does
         ("model"). None: any lowering's rows can be completed.
     out_of_reach: tensors and sizes that `kinds` read and a lowering can't get. They are another graph's, exist only inside one call,
@@ -361,6 +361,7 @@ class MaskSpec:
     reason: str | None = None
     out_of_reach: tuple[str, ...] = ()
     own_rows: Literal["numbers", "model"] | None = field(default=None, metadata=UNSAID)
+    added: str | None = field(default=None, metadata=UNSAID)
 
     @property
     def flagged(self) -> Causal | None:

@@ -191,7 +191,8 @@ def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
     """The mask in words, its formula if one was proved, and why none was. Words and formula take a few lines at most."""
     rows: list[tuple[str, RenderableType]] = [("mask", _text(middle_left_out(mask.words)))]
     rows += [("formula", _text(middle_left_out(mask.formula)))] if mask.formula else []
-    rows += [("unproved", _text(mask.reason))] if mask.reason else []
+    why = wording.unproved(mask)
+    rows += [("unproved", _text(why))] if why else []
     return rows
 
 

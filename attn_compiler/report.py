@@ -248,7 +248,7 @@ def _site_dict(site: SiteReport) -> dict[str, Any]:
         "spec": json.loads(site.spec.to_text()),
         "mask": site.spec.mask.words,
         "mask_formula": site.spec.mask.formula,
-        "mask_unproved": site.spec.mask.reason,
+        "mask_unproved": wording.unproved(site.spec.mask),
         "score": site.spec.score.words,
         "score_added": site.spec.score.added,
         "lowering": site.decision.lowering,

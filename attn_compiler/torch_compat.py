@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -206,6 +207,15 @@ current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _n
 
 
 # ---- names and traces ---------------------------------------------------------------------------------------------
+
+
+def line_of_break(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """Where Dynamo ended the graph before its function did: the model's code there, and "model.py:12"; None if it did not."""
+    found = getattr(gm, "compile_subgraph_reason", None)
+    frames = getattr(found, "user_stack", None) or []
+    if not getattr(found, "graph_break", False) or not frames:
+        return None
+    return frames[-1].line or "", f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
 
 
 def graph_name() -> str:

@@ -88,6 +88,14 @@ def fixed(number: torch.SymFloat) -> float | None:
     return float(symbolic_shapes.guard_scalar(number)) if is_of_floats and number.node.has_hint() else None
 
 
+def constant(number: object) -> float | None:
+    """A float that is one number always, though Dynamo computes it as a symbolic one (of sizes that guards fix). Adds no guard."""
+    if not isinstance(number, torch.SymFloat):
+        return float(number) if isinstance(number, (int, float)) else None
+    expr = number.node.shape_env.replace(number.node.expr)
+    return float(expr) if expr.is_number else None
+
+
 def largest(value: torch.Tensor, size: sympy.Expr, most: int) -> int | None:
     """The largest that a size can be. Of symbols without a known end, guards ask from here on that they are at most `most`, if they are
     in this call. None where it is not known. value: a fake tensor of the same graph."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attn_compiler.masks import MaskSpec
     from attn_compiler.report import Report
 
 #: kinds of sites that a line of the log names, and characters of the mask of each
@@ -47,6 +48,11 @@ def totals(reports: Sequence[Report]) -> str:
     parts += [f"{failures} FAILED"] if failures else []
     parts += [counted(faults, "fault")] if faults else []
     return ", ".join([*parts, f"{duration(seconds)} in passes"])
+
+
+def unproved(mask: MaskSpec) -> str | None:
+    """Why nothing says which pairs a mask's tensor leaves out; None where that is known."""
+    return mask.reason or mask.added
 
 
 def duration(seconds: float) -> str:

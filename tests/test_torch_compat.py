@@ -204,3 +204,24 @@ def test_a_fake_is_registered_without_a_search_for_the_caller(monkeypatch: pytes
             assert torch.ops.test_torch_compat.halves(torch.ones(6)).shape == (2, 3)
         assert torch.ops.test_torch_compat.halves(torch.ones(4)).shape == (2, 2)
     assert not hasattr(torch.ops.test_torch_compat, "halves")
+
+
+def test_where_dynamo_ends_a_graph_is_the_models_line() -> None:
+    found: list[tuple[str, str] | None] = []
+
+    def backend(gm: fx.GraphModule, _: object) -> Any:
+        found.append(torch_compat.line_of_break(gm))
+        return gm.forward
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(torch.ones(2))
+    first, second = found
+    assert first is not None
+    assert first[0] == "torch._dynamo.graph_break()"
+    assert first[1].startswith("test_torch_compat.py:")
+    assert second is None

@@ -109,3 +109,23 @@ def test_a_symbolic_number_is_that_of_the_call_without_a_guard() -> None:
         assert torch_symbols.example(env.create_unbacked_symint()) is None
         assert len(env.guards) == guards
     assert (torch_symbols.example(3), torch_symbols.example(0.5)) == (3, 0.5)
+
+
+def test_a_float_of_fixed_sizes_is_a_number_and_no_other_one_is() -> None:
+    found: list[tuple[float | None, float | None]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        length, width = (size for size in inputs if isinstance(size, torch.SymInt))
+        guards = len(length.node.shape_env.guards)
+        found.append((torch_symbols.constant(1 / length), torch_symbols.constant(width**-0.5)))
+        assert len(length.node.shape_env.guards) == guards
+        assert int(width) == 16
+        found.append((torch_symbols.constant(1 / length), torch_symbols.constant(width**-0.5)))
+        return gm.forward
+
+    x = torch.zeros(6, 16)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin() * x.shape[0] * x.shape[1], backend=backend, dynamic=True)(x)
+    assert found == [(None, None), (None, 0.25)]
+    assert [torch_symbols.constant(x) for x in (0.5, 2, "0.5")] == [0.5, 2.0, None]

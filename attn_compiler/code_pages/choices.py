@@ -84,4 +84,18 @@ inputs = (torch.randn(1, 2, 128, 16), torch.randn(128, 128))""",
         kind=ExampleKind.TOLD,
         example="A learned bias of (1, 12, 100, 200) elements on an H100 or H200: no row has such lengths.",
     ),
+    Page(
+        code=Code.OWN_IS_FASTEST,
+        title="No kernel is known to be faster than the model's own attention",
+        cause="The model writes its attention out, and the inner compiler's code for that was measured to be as fast as any "
+        "kernel, for such sizes on such a machine. So no kernel was asked. The reason has the measurement.",
+        remedy="Nothing to do. `options={'lowering': 'math'}`, or another name, takes a kernel all the same.",
+        kind=ExampleKind.PROGRAM,
+        example="""def model(q):
+    allowed = torch.ones(8, 8, dtype=torch.bool).tril()
+    return F.softmax((q @ q.mT).masked_fill(~allowed, float("-inf")), -1) @ q
+
+
+inputs = (torch.randn(1, 2, 8, 16, requires_grad=True),)""",
+    ),
 )

@@ -256,9 +256,9 @@ inputs = tuple(torch.randn(1, 2, 8, 16) for _ in range(3))""",
     Page(
         code=Code.FLEX_CALL,
         title="FlexAttention is asked for something special",
-        cause="`kernel_options` asks Flex's own kernel for something, or the op was called in another way than "
-        "PyTorch's function calls it.",
-        remedy="Leave `kernel_options` out, and call `torch.nn.attention.flex_attention.flex_attention`.",
+        cause="`kernel_options` asks Flex's own kernel for something, its scale is known at run time only (a head dim that is "
+        "dynamic gives such a one), or the op was called in another way than PyTorch's function calls it.",
+        remedy="Leave `kernel_options` out, give `scale=` as a plain number, and call `torch.nn.attention.flex_attention.flex_attention`.",
         kind=_PROGRAM,
         example="""from torch.nn.attention.flex_attention import flex_attention
 
@@ -287,5 +287,37 @@ def model(q):
 
 
 inputs = (torch.randn(1, 2, 256, 16),)""",
+    ),
+    Page(
+        code=Code.WRITTEN_BY_HAND,
+        title="The softmax is written out",
+        cause="The weights are made by `exp` and a division by their sum, by `exp(scores - logsumexp)`, or by `log_softmax` and "
+        "`exp`. Patterns start from a call of softmax, so the attention was not looked at.",
+        remedy="Write `torch.softmax(scores, dim=-1)`, or call `scaled_dot_product_attention`. `torch.softmax` takes off the "
+        "largest score itself.",
+        kind=_PROGRAM,
+        example=f"""def model(q):
+    weights = (q @ q.mT).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ q
+
+
+{_Q}""",
+    ),
+    Page(
+        code=Code.LINEAR_ATTENTION,
+        title="A layer of linear attention",
+        cause="The layer has a state that sums up the past (Qwen3-Next, Kimi-Linear, Mamba-2), and no softmax. No lowering "
+        "computes it yet, so it runs as the model's own plain ops, which the inner compiler compiles.",
+        remedy="Install the library whose kernels transformers calls: flash-linear-attention, or mamba-ssm with causal-conv1d.",
+        kind=_PROGRAM,
+        example=f"""class LinearAttention(torch.nn.Module):
+    def forward(self, q):
+        return q @ (q.mT @ q)
+
+
+model = torch.nn.Sequential(LinearAttention())
+
+
+{_Q}""",
     ),
 )

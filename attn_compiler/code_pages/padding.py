@@ -85,9 +85,11 @@ options = {"unpad": True}""",
     ),
     Page(
         code=Code.PADDING_DRAWN,
-        title="Dropout's result is read at padding, too",
-        cause="The same random numbers would have to be drawn twice: for real tokens, and for all.",
-        remedy="Do not return hidden states in training (`output_hidden_states=False`).",
+        title="Random numbers are drawn at padding, too",
+        cause="The same random numbers would have to be drawn twice: for real tokens, and for all. Dropout alone may be "
+        "drawn for real tokens, where nothing reads it at padding; any other op that draws keeps padding in.",
+        remedy="Do not return hidden states in training (`output_hidden_states=False`). Use a pointwise op that draws "
+        "nothing in place of `rrelu`.",
         kind=ExampleKind.PROGRAM,
         example=f"""def model(x, mask):
     x = F.dropout(x, 0.5)

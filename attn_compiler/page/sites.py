@@ -189,7 +189,7 @@ def _mask_words(mask: MaskSpec) -> list[tuple[str, Markup | None]]:
     return [
         ("Mask", _long(mask.words)),
         ("Formula", _long(mask.formula) if mask.formula else None),
-        ("Not proved, since", _long(mask.reason) if mask.reason else None),
+        ("Not proved, since", _long(unproved) if (unproved := wording.unproved(mask)) else None),
     ]
 
 

@@ -74,6 +74,13 @@ def kind(node: fx.Node) -> str | None:
     return None
 
 
+def is_of_nested(node: fx.Node) -> bool:
+    """Whether a node, or one of its inputs, is a nested tensor."""
+    values = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
+    leaves = [x for value in values if holds_closed(value) for x in pytree.tree_leaves(value)]
+    return any(isinstance(x, torch.Tensor) and x.is_nested for x in leaves)
+
+
 def name_of(value: torch.Tensor) -> str:
     """The kind of a tensor that wraps others."""
     return "a nested tensor" if value.is_nested else f"a {type(value).__name__}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_snapshots, torch_tracing
+from attn_compiler import torch_snapshots, torch_symbols, torch_tracing
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.passes import bodies, closed, expand, flex_blocks, flex_sinks, regions, relevance
@@ -163,14 +163,16 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
     if refused is not None:
         return refused
     own = [user for user in node.users if user.args[1] == 0]
-    mods = [_body(node, mod) for mod in (score_mod, block_mask[-1] if isinstance(block_mask, tuple) else None)]
-    plain = all(isinstance(x, fx.Node) for x in (q, k, v)) and isinstance(scale, (int, float))
-    if len(own) != 1 or mods[0] is None or mods[1] is None or not plain:
-        return Reason(
-            code=Code.FLEX_CALL,
-            rule="flex_attention is called as PyTorch's function calls it",
-            observed=f"{node.name}{node.args}",
-        )
+    score_graph = _body(node, score_mod)
+    mask_graph = _body(node, block_mask[-1] if isinstance(block_mask, tuple) else None)
+    value = scale.meta.get("example_value") if isinstance(scale, fx.Node) else scale
+    number = torch_symbols.constant(value)
+    if number is None:
+        return _symbolic_scale(value)
+    if len(own) != 1 or score_graph is None or mask_graph is None:
+        return _called_otherwise(len(own), score_graph, mask_graph)
+    if any(not isinstance(x, fx.Node) for x in (q, k, v)):
+        return _unlike_pytorchs("q, k or v is no tensor of the graph")
     blocks = flex_blocks.find(node)
     if isinstance(blocks, Reason):
         return blocks
@@ -180,13 +182,40 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
         q=q,
         k=k,
         v=v,
-        score_mod=mods[0],
-        mask_mod=mods[1],
-        scale=float(scale),
+        score_mod=score_graph,
+        mask_mod=mask_graph,
+        scale=number,
         score_others=tuple(score_others),
         mask_others=tuple(mask_others),
         blocks=blocks,
         sinks=None if sinks is None else sinks.logits,
+    )
+
+
+def _symbolic_scale(value: object) -> Reason:
+    return Reason(
+        code=Code.FLEX_CALL,
+        rule="FlexAttention's scale is a number",
+        observed=f"the scale is {value}, which is known at run time only",
+        remedy="pass scale= as a plain number; where it is made of a head dim, that stays one number by torch._dynamo.mark_static(q, -1)",
+    )
+
+
+def _called_otherwise(taken: int, score_graph: fx.GraphModule | None, mask_graph: fx.GraphModule | None) -> Reason:
+    if score_graph is None or mask_graph is None:
+        name = "score_mod" if score_graph is None else "mask_mod"
+        return _unlike_pytorchs(f"{name} is no graph of its own")
+    return _unlike_pytorchs(
+        "nothing takes the attention out of its results" if not taken else f"the attention is taken out {taken} times"
+    )
+
+
+def _unlike_pytorchs(observed: str) -> Reason:
+    return Reason(
+        code=Code.FLEX_CALL,
+        rule="flex_attention is called as PyTorch's function calls it",
+        observed=observed,
+        remedy="call torch.nn.attention.flex_attention.flex_attention",
     )
 
 

@@ -15,6 +15,7 @@ from attn_compiler.passes import (
     flex_blocks,
     gradients,
     mutation,
+    nested_calls,
     program,
     reading,
     regions,
@@ -25,6 +26,8 @@ from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.patterns import PATTERNS, Pattern
 from attn_compiler.passes.site import Match, Miss, Refused, Site
 from attn_compiler.passes.unit import Unit, is_anchor_like, module_path, source_line, tensor_kind
+
+_ON_PLAIN = "call attention on plain tensors, such as the local ones of a DTensor (x.to_local())"
 
 
 def run(unit: Unit, mirror: Mirror) -> None:
@@ -155,7 +158,7 @@ def _closed(node: fx.Node) -> Reason:
         code=Code.CLOSED_TENSOR,
         rule="q, k, v and what joins the scores are plain strided tensors",
         observed=closed.kind(node) or "an object of another kind is given",
-        remedy="call attention on plain tensors, such as the local ones of a DTensor (x.to_local())",
+        remedy=nested_calls.REMEDY if closed.is_of_nested(node) else _ON_PLAIN,
     )
 
 

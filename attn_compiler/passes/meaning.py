@@ -21,7 +21,7 @@ from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
 from attn_compiler.masks import MaskKind
-from attn_compiler.passes import added, axes, elements, fills, keyless, kinds, mutation, reading, score_kinds
+from attn_compiler.passes import added, axes, elements, fills, keyless, kinds, mutation, reading, score_kinds, unproved
 from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.keyless import Keyless, MaskStep
@@ -43,15 +43,17 @@ _PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)
 class Meaning:
     """condition: when a pair is allowed by what masks; None if that could not be read.
 
-    kinds: what is masked; reason: why that could not be read. scores: what else is added, if all of it is known. tensors: what
-    each name that `scores` loads from stands for. along: of each term (added ones first), the letters of the indices that its
-    elements were not shown to be the same along. unusual: what happens to the scores that has no kind (fills.py).
+    kinds: what is masked; reason: why that could not be read; added: of what was read, why it may mask and nobody knows.
+    scores: what else is added, if all of it is known. tensors: what each name that `scores` loads from stands for. along: of each
+    term (added ones first), the letters of the indices that its elements were not shown to be the same along. unusual: what happens
+    to the scores that has no kind (fills.py).
     keyless: what a query without keys is; None if 0 is right, or each has some (keyless.py).
     """
 
     condition: Expr | None = None
     kinds: tuple[MaskKind, ...] = ()
     reason: str | None = None
+    added: str | None = None
     scores: tuple[ProvedScore, ...] = ()
     tensors: dict[str, Version] = field(default_factory=dict)
     along: tuple[str, ...] = ()
@@ -179,6 +181,7 @@ class _Read:
             condition=condition if reason is None else None,
             kinds=found,
             reason=reason,
+            added=None if found or reason else unproved.why(self._scores),
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
             along=tuple(self._along),

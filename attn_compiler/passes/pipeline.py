@@ -37,6 +37,7 @@ from attn_compiler.passes import (
     unpad,
     verify,
 )
+from attn_compiler.passes import unseen as unseen_attention
 from attn_compiler.passes.borders import Border
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, module_path, unsupported_tensor
@@ -129,6 +130,8 @@ def run(gm: fx.GraphModule, options: Options, work: Work, border: Border) -> Rep
     """Every pass on every unit, and what is told of that."""
     work.seconds = dict.fromkeys((step.name for step in PIPELINE), 0.0) | work.seconds
     work.dumper = Dumper.create(options.dump_dir if work.units else None, torch_compat.graph_name())
+    with located("unseen", None):
+        unseen = unseen_attention.rows(gm)
     for unit in work.units:
         _run_on(unit, work.dumper, work.seconds)
         context_parallel.check_not_left(unit)
@@ -140,7 +143,7 @@ def run(gm: fx.GraphModule, options: Options, work: Work, border: Border) -> Rep
         work.known = borders.crossed(border)
     warned = faults.warned(work.units)
     with located("report", None):
-        found = summary.report(gm, work.units, work.seconds, faults=warned)
+        found = summary.report(gm, work.units, work.seconds, faults=warned, unseen=unseen)
     with located("checkpoints", None):
         checkpoints.outline(gm, work.inlined)
     return found

@@ -316,7 +316,8 @@ def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bi
     if tensors.mask is not None and not bias:
         terms = len(match.additive) + len(match.allowed)
         dense = masks.Dense(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype), terms=terms)
-    spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason)
+    added = proved.added if dense is not None else None
+    spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason, added=added)
     if not match.is_causal:
         return spec
     if tensors.mask is None and proved.kinds:

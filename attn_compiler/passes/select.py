@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 from attn_compiler import lowerings
+from attn_compiler.codes import Code
 from attn_compiler.decisions import Decision, Faster, Reason, Refusal
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8, UNTOUCHED
@@ -86,9 +87,22 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
         # Last: it may build kernels.
         broken = [] if reasons else lowerings.cannot_build(name, spec, target)
         if not reasons and not broken:
-            return Decision(lowering=name, refusals=tuple(refusals))
+            is_unasked = name == UNTOUCHED and not refusals and not _is_named(options)
+            return Decision(lowering=name, refusals=_none_asked(spec, target) if is_unasked else tuple(refusals))
         refusals.append(Refusal(lowering=name, reasons=tuple(reasons or broken), when_built=bool(broken)))
     return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
+
+
+def _none_asked(spec: AttentionSpec, target: Target) -> tuple[Refusal, ...]:
+    """Why no lowering was asked at all: for such a site on such a machine, none is known to gain anything."""
+    row = lowerings.evidence(spec, target)
+    reason = Reason(
+        code=Code.OWN_IS_FASTEST,
+        rule="a kernel is known to be faster than what the inner compiler makes of the model's own attention",
+        observed=f"none is for such a site on {target.words}" if row is None else f"{row.why} ({row.since})",
+        remedy="options={'lowering': ...} takes a kernel all the same",
+    )
+    return (Refusal(lowering="any", reasons=(reason,)),)
 
 
 def faster(spec: AttentionSpec, target: Target, decision: Decision) -> Faster | None:

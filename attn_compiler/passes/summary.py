@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -24,14 +24,21 @@ from attn_compiler.report import MissReport, Report, SiteReport, UnpadReport
 from attn_compiler.target import Target
 
 
-def report(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], *, faults: tuple[str, ...] = ()) -> Report:
-    """The report of one graph handed to the backend. faults: what was warned of."""
+def report(
+    gm: fx.GraphModule,
+    units: list[Unit],
+    seconds: dict[str, float],
+    *,
+    faults: tuple[str, ...] = (),
+    unseen: Iterable[MissReport] = (),
+) -> Report:
+    """The report of one graph handed to the backend. faults: what was warned of. unseen: misses that no pattern started from."""
     return Report(
         graph=torch_compat.graph_name(),
         target=_target(gm, units),
         untried=tuple(sorted({said for target in _targets(gm, units) for said in tried.on(target)})),
         sites=tuple(_site_rows(units)),
-        misses=(*_miss_rows(units), *_chosen_rows(gm, units)),
+        misses=(*_miss_rows(units), *_chosen_rows(gm, units), *unseen),
         seconds=tuple(seconds.items()),
         faults=faults,
         unpad=_unpad(units),

@@ -279,7 +279,7 @@ def is_anchor_like(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = target_name(node)
-    softmax = "softmax" in name and "log_softmax" not in name and "gumbel" not in name
+    softmax = ("softmax" in name or "softmin" in name) and "log_softmax" not in name and "gumbel" not in name
     fused = any(call in name for call in _FUSED_CALLS)
     return softmax or fused or "scaled_dot_product" in name or library_ops.kernel_in(node) is not None
 

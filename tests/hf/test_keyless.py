@@ -42,6 +42,22 @@ def m2m(kind: str) -> Any:
     return transformers.M2M100ForConditionalGeneration(config)
 
 
+def whisper(kind: str) -> Any:
+    """Its masks are the prompt's: of what it hears, it hides nothing."""
+    sizes = {**_OF_BART, "max_source_positions": LENGTH, "max_target_positions": 32, "num_mel_bins": 8}
+    config = transformers.WhisperConfig(**_SMALL, **sizes, bos_token_id=1, attn_implementation=kind)
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def speech_to_text(kind: str) -> Any:
+    """Audio of no length in one row: cross attention without keys."""
+    sizes = {**_OF_BART, "max_source_positions": 64, "max_target_positions": 32, "input_feat_per_channel": 8}
+    config = transformers.Speech2TextConfig(
+        **_SMALL, **sizes, bos_token_id=1, conv_channels=16, attn_implementation=kind
+    )
+    return transformers.Speech2TextForConditionalGeneration(config)
+
+
 def llama(kind: str) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=WORDS, **sizes, num_key_value_heads=2, attn_implementation=kind)
@@ -52,6 +68,16 @@ def _inputs(model: Any) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, WORDS, (3, LENGTH), generator=generator)
     real = torch.ones(3, LENGTH, dtype=torch.long)
+    if model.config.model_type == "whisper":
+        prompt = torch.ones(3, TARGETS, dtype=torch.long)
+        prompt[1], prompt[2, :3] = 0, 0
+        heard = torch.randn(3, model.config.num_mel_bins, 2 * LENGTH, generator=generator)
+        return {"input_features": heard, "decoder_input_ids": ids[:, :TARGETS], "decoder_attention_mask": prompt}
+    if model.config.model_type == "speech_to_text":
+        heard = torch.randn(3, 4 * LENGTH, 8, generator=generator)
+        frames = torch.ones(3, 4 * LENGTH, dtype=torch.long)
+        frames[1], frames[2, 24:] = 0, 0
+        return {"input_features": heard, "attention_mask": frames, "decoder_input_ids": ids[:, :TARGETS]}
     if not model.config.is_encoder_decoder:
         real[1, :5] = 0
         return {"input_ids": ids, "attention_mask": real}
@@ -62,15 +88,20 @@ def _inputs(model: Any) -> dict[str, torch.Tensor]:
 
 def _found(model: Any, run: Callable[..., Any]) -> list[torch.Tensor]:
     model.zero_grad()
-    logits = run(**_inputs(model), use_cache=False).logits
+    dtype = next(model.parameters()).dtype
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in _inputs(model).items()}
+    logits = run(**inputs, use_cache=False).logits
     (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape).to(logits.dtype)).sum().backward()
     return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize(
     ("build", "kind"),
-    # Llama's eager attention gives padding on the left no number in float64.
-    [*((build, kind) for build in (t5, bart, m2m) for kind in ("eager", "sdpa")), (llama, "sdpa")],
+    # Llama's eager attention gives padding on the left no number in float64; Speech2Text has no other.
+    [
+        *((build, kind) for build in (t5, bart, m2m, whisper) for kind in ("eager", "sdpa")),
+        *((llama, "sdpa"), (speech_to_text, "eager")),
+    ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
 def test_every_position_is_eagers(build: Callable[[str], Any], kind: str) -> None:

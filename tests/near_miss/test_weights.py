@@ -64,7 +64,7 @@ def negated_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).neg().softmax(-1) @ v
 
 
-@CASES.near_miss(nothing)
+@CASES.near_miss(missed("the softmax of an attention is one call", "exp and a division by its sum"))
 def softmax_written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = (q @ k.mT * 0.3).exp()
     return weights / weights.sum(-1, keepdim=True) @ v

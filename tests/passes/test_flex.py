@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.added_scores import Alibi
+from attn_compiler.codes import Code
 from attn_compiler.passes import flex
 from tests.passes.compiling import CPU_FLASH, Compiled, captured, compiled, mark
 
@@ -267,6 +268,58 @@ def test_no_kernel_that_reads_the_whole_mask_takes_its_place_unasked() -> None:
     reasons = [str(reason) for refusal in run.site.decision.refusals for reason in refusal.reasons]
     assert any("an element for each score" in reason for reason in reasons)
     assert flex.OPERATION in run.calls
+
+
+def _by_length(**further: Any) -> Function:
+    return lambda q, k, v: flex_attention(q, k, v, scale=1 / k.shape[-2], **further)
+
+
+SCALES: dict[str, Function] = {
+    "a length's": _by_length(),
+    "its root": lambda q, k, v: flex_attention(q, k, v, scale=k.shape[-2] ** -0.5),
+    "its root, by torch": lambda q, k, v: flex_attention(q, k, v, scale=0.5 / torch.sym_sqrt(k.shape[-2])),
+    "a batch's": lambda q, k, v: flex_attention(q, k, v, scale=0.5 / q.shape[0]),
+    "two sizes'": lambda q, k, v: flex_attention(q, k, v, scale=q.shape[-2] / (q.shape[-1] * k.shape[-2] + 1)),
+    "a view's": lambda q, k, v: flex_attention(q, k, v, scale=0.5 / q[:, :, 1:].shape[-2]),
+    "with a score_mod": _by_length(score_mod=lambda s, b, h, i, j: s + i - j),
+    "beside a mask of run time": lambda q, k, v: _by_length(score_mod=lambda s, b, h, i, j: s * (j <= i))(q, k, v),
+    "with grouped heads": lambda q, k, v: _by_length(enable_gqa=True)(q, k[:, :HKV], v[:, :HKV]),
+    "twice": lambda q, k, v: _by_length()(_by_length()(q, k, v), k, v),
+    "in a checkpoint": lambda q, k, v: checkpoint(_by_length(), q, k, v, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_scale_of_run_time_is_named_and_no_argument_is_printed(name: str) -> None:
+    inputs = _qkv()
+    run = compiled(SCALES[name], dynamic=True)
+    torch.testing.assert_close(run(*inputs), SCALES[name](*inputs), atol=3e-6, rtol=3e-5)
+    assert run.report.misses
+    for miss in run.report.misses:
+        assert miss.reason.code is Code.FLEX_CALL
+        assert "the scale is" in miss.reason.observed
+        assert len(miss.reason.observed) < 120
+        assert "GraphModule" not in miss.reason.observed
+        assert "scale=" in str(miss.reason.remedy)
+
+
+@pytest.mark.parametrize("scale", [None, lambda q: 1 / q.shape[-1], lambda q: q.shape[-1] ** -0.5])
+def test_a_scale_of_a_fixed_head_dim_is_a_number(scale: Callable[[Tensor], float] | None) -> None:
+    """Dynamo computes it of symbols with dynamic=True, and FlexAttention itself fixes the head dim."""
+    run = compiled(
+        lambda q, k, v: flex_attention(q, k, v, scale=None if scale is None else scale(q)), dynamic=True, **BOTH
+    )
+    inputs = _qkv()
+    expected = F.scaled_dot_product_attention(*inputs, scale=None if scale is None else scale(inputs[0]))
+    torch.testing.assert_close(run(*inputs), expected, atol=3e-6, rtol=3e-5)
+    assert (run.report.num_sites, run.report.num_misses) == (1, 0)
+
+
+def test_a_float_that_the_caller_gives_is_a_scale_of_run_time() -> None:
+    run = compiled(lambda q, k, v, scale: flex_attention(q, k, v, scale=scale), dynamic=True)
+    run(*_qkv(), 0.3)
+    (miss,) = run.report.misses
+    assert "known at run time only" in miss.reason.observed
 
 
 def test_giving_back_leaves_the_graph_as_it_came() -> None:

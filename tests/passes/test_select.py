@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from attn_compiler import lowerings
+import attn_compiler
+from attn_compiler import lowerings, wording
 from attn_compiler.codes import Code
 from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Lowering
@@ -160,3 +163,62 @@ def test_a_site_has_the_measurement_that_decided_and_what_a_call_may_take() -> N
 
 def test_what_is_asked_for_by_name_has_no_measurement_that_decided() -> None:
     assert _site(Options(lowering="hopper")).evidence is None
+
+
+_LOWEST = torch.finfo(torch.float32).min
+#: what models register in `__init__`, and how they mask with it
+_TRIANGLE = torch.ones(1, 1, 16, 16).tril()
+BUFFERS: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "nanoGPT": (_TRIANGLE, lambda s, m: s.masked_fill(m[:, :, :12, :12] == 0, -math.inf)),
+    "minGPT": (_TRIANGLE[0, 0], lambda s, m: s.masked_fill(m[:12, :12] == 0, -math.inf)),
+    "GPT-2": (_TRIANGLE.bool(), lambda s, m: torch.where(m[:, :, :12, :12], s, torch.full([], _LOWEST))),
+    "GPT-Neo": (_TRIANGLE.bool(), lambda s, m: torch.where(m[:, :, 4:, :12][:, :, :12], s, torch.tensor(_LOWEST))),
+    "of bytes": (_TRIANGLE.to(torch.uint8), lambda s, m: s.masked_fill(m[:, :, :12, :12] == 0, -math.inf)),
+    "of the upper triangle": (_TRIANGLE.bool().logical_not(), lambda s, m: s.masked_fill(m[:, :, :12, :12], -1e9)),
+    "added": ((1 - _TRIANGLE) * _LOWEST, lambda s, m: s + m[:, :, :12, :12]),
+    "added by its numbers": (_TRIANGLE, lambda s, m: s + (1 - m[:, :, :12, :12]) * _LOWEST),
+    "GPT-1": (_TRIANGLE, lambda s, m: s * m[:, :, :12, :12] + -1e9 * (1 - m[:, :, :12, :12])),
+    "none": (_TRIANGLE, lambda s, m: s),
+    "cut at run time": (_TRIANGLE.bool(), lambda s, m: s.masked_fill(~m[..., : s.shape[-2], : s.shape[-1]], -math.inf)),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_site_that_no_kernel_is_asked_for_says_why(name: str) -> None:
+    """In training on a CPU."""
+    buffer, mask = BUFFERS[name]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bias", buffer)
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(mask(q @ q.mT, self.bias), -1) @ q
+
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    model, q = Model(), torch.randn(2, 2, 12, 8, requires_grad=True)
+    run = torch.compile(model, backend="attn_compiler", options={"inner": "eager", "strict": True})
+    torch.testing.assert_close(run(q), model(q))
+    (report,) = attn_compiler.reports()
+    told = [reason for site in report.sites for refusal in site.decision.refusals for reason in refusal.reasons]
+    told += [miss.reason for miss in report.misses]
+    assert told
+    for site in report.sites:
+        assert site.decision.lowering == "untouched"
+        assert [reason.code for reason in told] == [Code.OWN_IS_FASTEST]
+        assert "CPU flash" in told[0].observed
+        assert "AC408" in str(report)
+        assert site.spec.mask.dense is None or wording.unproved(site.spec.mask) is not None
+
+
+def test_what_is_left_alone_without_a_measurement_says_so() -> None:
+    decision = select.decide(SPEC, Target.fake(sm=200), Options())
+    assert decision.lowering == "untouched"
+    assert all(refusal.reasons for refusal in decision.refusals)
+    assert decision.refusals
+
+
+def test_what_was_asked_for_by_name_needs_no_reason() -> None:
+    assert select.decide(SPEC, Target.fake(), Options(lowering="untouched")).refusals == ()

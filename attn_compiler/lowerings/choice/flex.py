@@ -32,7 +32,7 @@ def check(spec: AttentionSpec, name: str) -> list[Reason]:
     if not name.startswith(_GIVEN) and not parts.parts(spec).kinds & {"mask", "bias"}:
         return []
     shape = " × ".join(map(str, tensor.shape))
-    return [_reason(name, f"it reads a tensor of {shape}: {spec.mask.reason or spec.mask.words}")]
+    return [_reason(name, f"it reads a tensor of {shape}: {spec.mask.reason or spec.mask.added or spec.mask.words}")]
 
 
 def _reason(name: str, observed: str) -> Reason:

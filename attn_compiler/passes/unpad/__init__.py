@@ -17,10 +17,10 @@ from torch import fx
 from attn_compiler import torch_compat, torch_frames, torch_packed, torch_tracing
 from attn_compiler.codes import Code
 from attn_compiler.lowerings.base import UNTOUCHED
-from attn_compiler.passes import faults, match, mutation, recover, select, views
+from attn_compiler.passes import faults, match, mutation, recover, select
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit, module_path, source_line
-from attn_compiler.passes.unpad import asked_sizes, masks, scores
+from attn_compiler.passes.unpad import asked_sizes, drawing, masks, scores
 from attn_compiler.passes.unpad import facts as run_time_facts
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.making import Maker, Tokens
@@ -107,12 +107,12 @@ def _packed(unit: Unit, mirror: Mirror, padding: Padding, analysis: Analysis, ma
     asked_sizes.put_in(unit.graph, maker)
     _erase_unread(unit, maker)
     _check_gone(unit, maker)
-    _check_drawn_once(maker)
+    drawing.check_once(maker)
     found = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
     asked = [fact for same in found.values() for fact in (same if same[0].needs else same[:1])]
     before = run_time_facts.graph(unit.graph_module, mirror, padding, asked)
     original = fx.GraphModule(unit.graph_module, torch_compat.copied_graph(unit.graph))
-    dropout, given_back = _dropout(maker), _places(unit, maker, replaced)
+    dropout, given_back = drawing.is_drawn(maker), _places(unit, maker, replaced)
     trial = _looked_at(unit, graph)
     _take(unit, trial, graph)
     return Packed(
@@ -269,33 +269,6 @@ def _check_gone(unit: Unit, maker: Maker) -> None:
                 f"{dynamo.name}, read by {users}",
                 at=node,
             )
-
-
-def _check_drawn_once(maker: Maker) -> None:
-    """What is random may not be drawn for real tokens, and again for what the model reads of all positions."""
-    for need in maker.made:
-        owner = maker.mirror.owner(need.node)
-        if need.form != "packed" or not _is_dropout(need.node) or owner is None:
-            continue
-        if owner not in maker.erased or Need(need.node, "plain") in maker.made:
-            rule = "random numbers are drawn once"
-            raise KeepsPadding(Code.PADDING_DRAWN, rule, f"{need.node.name} is read at padding, too", at=need.node)
-
-
-def _dropout(maker: Maker) -> bool:
-    """Whether random numbers are drawn for tokens: others than the model's, by the same law."""
-    nodes = [need.node for need in maker.made if need.form == "packed"]
-    return any(_is_dropout(n) for n in nodes) or any(
-        n.target is torch.ops.aten.scaled_dot_product_attention.default and _drops(n) for n in nodes
-    )
-
-
-def _is_dropout(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.dropout.default and bool(node.args[1]) and bool(node.args[2])
-
-
-def _drops(node: fx.Node) -> bool:
-    return bool(views.argument(node, "dropout_p"))
 
 
 def _looked_at(unit: Unit, graph: fx.Graph) -> Unit:

@@ -110,10 +110,7 @@ class Analysis:
         return FormRecipe(needs=(Need(node, form),), make=lambda _, given: given[0])
 
     def _ruled(self, node: fx.Node) -> Result:
-        rule = rules.rule_of(node)
-        if rule is None:
-            raise forms.refused(node, "nothing is known of it that lets padding be left out")
-        return rule(self, node)
+        return rules.rule_of(node)(self, node)
 
     def _plain(self, node: fx.Node, given: list[Value]) -> Value:
         x = node.meta.get("val")

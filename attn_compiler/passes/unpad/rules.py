@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.codes import Code
 from attn_compiler.passes import axes, views
 from attn_compiler.passes.axes import AxisError, Dim, Dims
+from attn_compiler.passes.unpad import drawing
 from attn_compiler.passes.unpad.forms import Context, call, has_both, is_tagged, operand_form, refused, tags
+from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Form, FormRecipe, Need
 
 aten = torch.ops.aten
@@ -36,12 +39,25 @@ class Result:
 Rule = Callable[[Context, fx.Node], Result]
 
 
-def rule_of(node: fx.Node) -> Rule | None:
-    """The line of the table; pointwise ops are told by PyTorch's tag."""
+def rule_of(node: fx.Node) -> Rule:
+    """The line of the table; pointwise ops are told by PyTorch's tags. Raises KeepsPadding where there is no rule."""
     found = RULES.get(node.target)
-    if found is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        return None if node.target._schema.is_mutable else pointwise
-    return found
+    if found is not None:
+        return found
+    if drawing.draws(node):
+        # Drawn for real tokens alone, its numbers would be others than those that the model reads of all positions.
+        raise KeepsPadding(
+            Code.PADDING_DRAWN,
+            drawing.ONCE,
+            f"{node.target} draws them for padding, too",
+            at=node,
+            remedy=drawing.REMEDY,
+        )
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        raise refused(node, "it has several results, or one that is no tensor")
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or node.target._schema.is_mutable:  # type: ignore[union-attr]
+        raise refused(node, "nothing is known of it that lets padding be left out")
+    return pointwise
 
 
 # ---- the rules -----------------------------------------------------------------------------------------------------------

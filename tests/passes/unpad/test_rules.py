@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from attn_compiler.codes import Code
 from tests.passes.unpad.encoder import MASK, WIDTH, WORDS, Encoder, check, compiled, ids_of, report
 
 ALL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -36,3 +37,28 @@ def test_gradients_that_count_how_often_a_token_occurs() -> None:
     model = Encoder()
     model.words = nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=True)
     assert check(model).kept is not None
+
+
+SEVERAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "frexp": lambda x: torch.frexp(x).mantissa,
+    "frexp, put together": lambda x: torch.ldexp(*torch.frexp(x)),
+    "frexp of a part": lambda x: x * torch.frexp(x[..., :1]).exponent,
+    "frexp of what no attention made": lambda x: x * torch.frexp(torch.ones_like(x)).mantissa,
+    "aminmax": lambda x: x - torch.aminmax(x, dim=-1, keepdim=True).min,
+    "max": lambda x: x - x.max(-1, keepdim=True).values,
+    "topk": lambda x: x - x.topk(2, -1).values.sum(-1, keepdim=True),
+    "sort": lambda x: x.sort(-1).values,
+    "median": lambda x: x - x.median(-1, keepdim=True).values,
+    "cummax": lambda x: x.cummax(-1).values,
+    "var_mean": lambda x: x - torch.var_mean(x, -1, keepdim=True)[1],
+    "native_layer_norm": lambda x: torch.native_layer_norm(x, [WIDTH], None, None, 1e-5)[0],
+    "qr": lambda x: x + torch.linalg.qr(x).Q.sum(),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_results_are_a_refusal_and_no_fault(name: str) -> None:
+    """A fault would raise: `compiled` is strict."""
+    kept = check(Encoder(between=SEVERAL[name]), close=2e-5).kept
+    assert kept is not None
+    assert kept.code is Code.MIXES_POSITIONS
