@@ -3,8 +3,8 @@
 A tensor is known as long as it is the very object that was given back, lies in memory as it did, and nobody could write to that memory,
 by whatever way (torch_writes.py). What can't be watched is not known. A view or a copy is another object, and nothing is known of it.
 
-Compiled code takes the address of what it reads, as one who writes would. So a graph's code watches the tensors again that were
-known before it ran, and that its graph does not write to; its backward does, too.
+Compiled code takes the address of what it reads, as one who writes would. So memory is not watched while a graph's code reads it, and is
+again when no call reads it any more. In between nothing is known. A backward reads it, too, and it is watched again after that.
 
 Looking up waits for no device. An entry goes with its tensor. Threads: each entry is set and taken out by one operation on a dictionary,
 and says itself which tensor it is of.
@@ -13,10 +13,11 @@ and says itself which tensor it is of.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,7 +45,11 @@ class Known:
         return ix.text(self.element)
 
 
-class _Entry(NamedTuple):
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Entry:
+    """What is known of one tensor. readers: how many calls of compiled code read it now. holds: of the first of them, whether it was
+    known."""
+
     tensor: weakref.ref[torch.Tensor]
     writes: int
     address: int
@@ -52,6 +57,8 @@ class _Entry(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     known: Known
+    readers: int = 0
+    holds: bool = False
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the one that is known, as it was."""
@@ -102,13 +109,8 @@ def remember(tensor: torch.Tensor, known: Known) -> None:
 
 def of(tensor: object) -> Known | None:
     """What is known of a tensor as it is now."""
-    entry = _entry_of(tensor)
-    return None if entry is None else entry.known
-
-
-def _entry_of(tensor: object) -> _Entry | None:
     entry = _entries.get(id(tensor))
-    return entry if entry is not None and isinstance(tensor, torch.Tensor) and entry.is_of(tensor) else None
+    return entry.known if entry is not None and isinstance(tensor, torch.Tensor) and entry.is_of(tensor) else None
 
 
 def are_any() -> bool:
@@ -127,12 +129,7 @@ def telling(
         return compiled
 
     def call(*args: Any) -> Any:
-        given = [found for place in read if (found := _entry_of(args[place])) is not None] if _entries else []
-        outs = compiled(*args)
-        if given:
-            _watch_again(given)
-            if torch.is_grad_enabled():
-                _watch_after_backward(outs, given)
+        outs = _while_read(compiled, args, read) if read and _entries else compiled(*args)
         for place, meaning in known:
             # What PyTorch learns shapes with is no tensor of the model's.
             if type(outs[place]) is torch.Tensor:
@@ -142,25 +139,60 @@ def telling(
     return call
 
 
-def _watch_again(entries: Iterable[_Entry]) -> None:
-    """To be called when nobody but readers had the memory since the entries held."""
-    for entry in entries:
-        tensor = entry.tensor()
-        if tensor is not None and not torch_writes.is_unwritten(tensor):
-            torch_writes.watch(tensor)
+def _while_read(compiled: Callable[..., Any], args: Sequence[Any], read: Sequence[int]) -> Any:
+    """What code gives that reads inputs at these places, now and in its backward."""
+    found = [_entries.get(id(args[place])) for place in read]
+    entries = [entry for entry in found if entry is not None]
+    if not entries:
+        return compiled(*args)
+    _begin_to_read(entries)
+    try:
+        outs = compiled(*args)
+    finally:
+        _end_to_read(entries)
+    if torch.is_grad_enabled():
+        _watch_after_backward(outs, entries)
+    return outs
 
 
 def _watch_after_backward(outs: object, entries: Sequence[_Entry]) -> None:
+    """A checkpoint runs the forward again within a backward, and asks what is known. So the watch does not end before."""
     held: list[_Entry] = []
 
     def before() -> None:
         held[:] = [entry for entry in entries if (tensor := entry.tensor()) is not None and entry.is_of(tensor)]
 
     def after() -> None:
-        _watch_again(held)
+        for entry in held:
+            tensor = entry.tensor()
+            if tensor is not None and entry.readers == 0 and not torch_writes.is_unwritten(tensor):
+                torch_writes.watch(tensor)
         held.clear()
 
     torch_writes.around_backward(outs, before, after)
+
+
+_reading = threading.Lock()
+
+
+def _begin_to_read(entries: Iterable[_Entry]) -> None:
+    with _reading:
+        for entry in entries:
+            tensor = entry.tensor()
+            if entry.readers == 0:
+                entry.holds = tensor is not None and entry.is_of(tensor)
+            entry.readers += 1
+            if entry.holds and tensor is not None:
+                torch_writes.unwatch(tensor)
+
+
+def _end_to_read(entries: Iterable[_Entry]) -> None:
+    with _reading:
+        for entry in entries:
+            tensor = entry.tensor()
+            entry.readers -= 1
+            if entry.readers == 0 and entry.holds and tensor is not None:
+                torch_writes.watch(tensor)
 
 
 def _forget(key: int, dead: weakref.ref[torch.Tensor]) -> None:

@@ -5,12 +5,15 @@ through `.data` or a view of it, a collective, a receive, the storage's own meth
 PyTorch's own ops leave the mark. A storage that shares its memory with none loses it without a copy: the mark is all that changes.
 
 Code that takes the address to read, as Inductor's and Triton's do, takes the mark away, too: who runs such code watches the tensor again.
+Two threads must not take it away at once, which PyTorch does not guard against. So it goes before such code runs, while Python's own lock
+is held.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -22,8 +25,7 @@ def watch(tensor: torch.Tensor) -> bool:
     """Watch the memory of a tensor from now on; False if that can't be done, such as for memory that PyTorch did not allocate."""
     if tensor.device.type not in _WATCHED:
         return False
-    if tensor.is_cuda:
-        _keep_streams_recorded()
+    _prepare()
     try:
         # The clone is gone at once, and with it the only one that a write would make a copy for.
         if torch._C._len_torch_dispatch_stack():
@@ -34,6 +36,12 @@ def watch(tensor: torch.Tensor) -> bool:
     except RuntimeError:
         return False
     return is_unwritten(tensor)
+
+
+def unwatch(tensor: torch.Tensor) -> None:
+    """Watch the memory of a tensor no longer."""
+    if is_unwritten(tensor):
+        tensor.untyped_storage().data_ptr()
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
@@ -57,17 +65,32 @@ def around_backward(outs: object, before: Callable[[], None], after: Callable[[]
 
 
 @functools.cache
-def _keep_streams_recorded() -> torch.library.Library:
-    """`record_stream` looks whether memory is the CUDA allocator's own by what frees it, which is another function while it is watched. So
-    the memory is no longer watched once a stream is recorded for it. Gives what keeps this so."""
-    op = torch.ops.aten.record_stream.default
-    key = torch._C.DispatchKey.BackendSelect
+def _prepare() -> torch.library.Library:
+    """What PyTorch does to memory without a look at the mark ends the watch first. Gives what keeps this so.
 
-    def unwatched(keys: torch._C.DispatchKeySet, tensor: torch.Tensor, stream: torch.Stream) -> None:
-        if is_unwritten(tensor):
-            tensor.untyped_storage().data_ptr()
-        op.redispatch(keys.remove(key), tensor, stream)
-
+    `record_stream` asks whether memory is the CUDA allocator's own by what frees it, which is another function while it is watched. A
+    storage that grows gets other memory, and from PyTorch 2.13 on its mark stays, and fails at the first write.
+    """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("record_stream", unwatched, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
+    every = {"record_stream": torch.ops.aten.record_stream.default, "resize_": torch.ops.aten.resize_.default}
+    for name, op in every.items():
+        library.impl(name, functools.partial(_unwatched, op), "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
+    torch.UntypedStorage.resize_ = _resized  # type: ignore[method-assign, assignment]
     return library
+
+
+_KEY = torch._C.DispatchKey.BackendSelect
+
+
+def _unwatched(op: Any, keys: torch._C.DispatchKeySet, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    unwatch(tensor)
+    return op.redispatch(keys.remove(_KEY), tensor, *args, **kwargs)
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def _resized(storage: torch.UntypedStorage, size: int) -> Any:
+    if storage.device.type in _WATCHED and not torch._C._len_torch_dispatch_stack():
+        storage.data_ptr()
+    return _resize(storage, size)

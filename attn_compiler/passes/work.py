@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Work:
-    """What is there of a rewriting when something fails. inlined: bodies of checkpoints that stand in the graph for now. known, read: as
-    `Rewritten` has them."""
+    """What is there of a rewriting when something fails. inlined: bodies of checkpoints that stand in the graph for now. known: as
+    `Rewritten` has it. read: the places of inputs that may be known, and that the graph does not write to."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     units: list[Unit] = field(default_factory=list)
