@@ -166,7 +166,7 @@ def _watch_after_backward(outs: object, entries: Sequence[_Entry]) -> None:
         for entry in held:
             tensor = entry.tensor()
             if tensor is not None and entry.readers == 0 and not torch_writes.is_unwritten(tensor):
-                torch_writes.watch(tensor)
+                torch_writes.watch_again(tensor)
         held.clear()
 
     torch_writes.around_backward(outs, before, after)
@@ -192,7 +192,7 @@ def _end_to_read(entries: Iterable[_Entry]) -> None:
             tensor = entry.tensor()
             entry.readers -= 1
             if entry.readers == 0 and entry.holds and tensor is not None:
-                torch_writes.watch(tensor)
+                torch_writes.watch_again(tensor)
 
 
 def _forget(key: int, dead: weakref.ref[torch.Tensor]) -> None:

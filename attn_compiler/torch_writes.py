@@ -38,20 +38,25 @@ def watch(tensor: torch.Tensor) -> bool:
     return is_unwritten(tensor)
 
 
+def watch_again(tensor: torch.Tensor) -> None:
+    """Watch the memory of a tensor that could be watched before."""
+    if torch._C._len_torch_dispatch_stack():
+        watch(tensor)
+    else:
+        torch._lazy_clone(tensor)
+
+
 def unwatch(tensor: torch.Tensor) -> None:
     """Watch the memory of a tensor no longer."""
     if is_unwritten(tensor):
-        tensor.untyped_storage().data_ptr()
+        tensor.data_ptr()
 
 
-def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is watched, and nobody could write to it since."""
-    return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+#: whether the memory of a tensor is watched, and nobody could write to it since
+is_unwritten: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
-
-def address(tensor: torch.Tensor) -> int:
-    """Where a tensor begins, without access to what is there."""
-    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+#: where a tensor begins, without access to what is there
+address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
 
 
 def around_backward(outs: object, before: Callable[[], None], after: Callable[[], None]) -> None:

@@ -171,7 +171,8 @@ def test_layers_are_trained_by_one_mask_step_after_step_with_code_that_knows_it(
     layers = nn.ModuleList(Layer() for _ in range(2))
     plain = copy.deepcopy(layers)
     for layer in layers:
-        layer.compile(backend="attn_compiler")
+        # Written out, so that Inductor's own code reads the mask.
+        layer.compile(backend="attn_compiler", options={"lowerings": ("math",)})
     mask = _made(padded)
     for _ in range(3):
         xs = [torch.ones(B, H, S, D).cumsum(-1).requires_grad_() for _ in range(2)]
@@ -190,6 +191,18 @@ def test_layers_are_trained_by_one_mask_step_after_step_with_code_that_knows_it(
     assert "causal ∧ key padding" in site.spec.mask.words
     mask.data.copy_(_other(mask))
     torch.testing.assert_close(layers[0](xs[1], mask), plain[0](xs[1], mask.clone()))
+
+
+def test_a_backward_that_reads_a_mask_leaves_it_known() -> None:
+    mask, x = _made(causal), torch.randn(S, S, requires_grad=True)
+    function = torch.compile(lambda x, m: x.masked_fill(m, 0.0).sin() * x, backend="attn_compiler")
+    out = function(x, mask)
+    for _ in range(2):
+        out.sum().backward(retain_graph=True)
+        assert meanings.of(mask) is not None
+    mask.data[1:, 1] = False
+    out.sum().backward()
+    assert meanings.of(mask) is None
 
 
 def test_what_a_compiled_function_only_reads_stays_known_to_the_next() -> None:
