@@ -1,7 +1,8 @@
 """What is known of tensors that compiled code gave back: a mask that one graph makes keeps its meaning in another one.
 
-A tensor is known as long as it is the very object that was given back, lies in memory as it did, and nobody could write to that memory,
-by whatever way (torch_writes.py). What can't be watched is not known. A view or a copy is another object, and nothing is known of it.
+A tensor is known as long as it is the very object that was given back, lies in memory as it did, and PyTorch counted no write to it. On a
+CPU nobody could write to its memory either, by whatever way (torch_writes.py). A view or a copy is another object, and nothing is known
+of it.
 
 Compiled code takes the address of what it reads, as one who writes would. So memory is not watched while a graph's code reads it, and is
 again when no call reads it any more. In between nothing is known. A backward reads it, too, and it is watched again after that.
@@ -47,8 +48,12 @@ class Known:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class _Entry:
-    """What is known of one tensor. readers: how many calls of compiled code read it now. holds: of the first of them, whether it was
-    known."""
+    """What is known of one tensor.
+
+    watched: its memory is (torch_writes.py).
+    readers: how many calls of compiled code read it now.
+    holds: of the first of them, whether it was known.
+    """
 
     tensor: weakref.ref[torch.Tensor]
     writes: int
@@ -57,6 +62,7 @@ class _Entry:
     strides: tuple[int, ...]
     dtype: torch.dtype
     known: Known
+    watched: bool
     readers: int = 0
     holds: bool = False
 
@@ -64,7 +70,7 @@ class _Entry:
         """Whether a tensor is the one that is known, as it was."""
         return (
             self.tensor() is tensor
-            and torch_writes.is_unwritten(tensor)
+            and (not self.watched or torch_writes.is_unwritten(tensor))
             and self.writes == tensor._version
             and self.address == torch_writes.address(tensor)
             and self.strides == tensor.stride()
@@ -92,7 +98,8 @@ _entries: dict[int, _Entry] = {}
 
 def remember(tensor: torch.Tensor, known: Known) -> None:
     """Keep what is known of a tensor for as long as the tensor lives and is not written to."""
-    if tensor.is_inference() or not torch_writes.watch(tensor):
+    watched = torch_writes.is_watchable(tensor)
+    if tensor.is_inference() or (watched and not torch_writes.watch(tensor)):
         return
     key = id(tensor)
     entry = _Entry(
@@ -103,6 +110,7 @@ def remember(tensor: torch.Tensor, known: Known) -> None:
         strides=tensor.stride(),
         dtype=tensor.dtype,
         known=known,
+        watched=watched,
     )
     _entries[key] = entry
 
@@ -142,7 +150,7 @@ def telling(
 def _while_read(compiled: Callable[..., Any], args: Sequence[Any], read: Sequence[int]) -> Any:
     """What code gives that reads inputs at these places, now and in its backward."""
     found = [_entries.get(id(args[place])) for place in read]
-    entries = [entry for entry in found if entry is not None]
+    entries = [entry for entry in found if entry is not None and entry.watched]
     if not entries:
         return compiled(*args)
     _begin_to_read(entries)

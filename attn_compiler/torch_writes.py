@@ -17,14 +17,17 @@ from typing import Any
 
 import torch
 
-#: devices whose memory is watched: on others it is not known what a mark does
-_WATCHED = frozenset({"cpu", "cuda"})
+#: devices whose memory is watched. No GPU has run code beside a mark.
+_WATCHED = frozenset({"cpu"})
+
+
+def is_watchable(tensor: torch.Tensor) -> bool:
+    """Whether memory of its device is watched at all."""
+    return tensor.device.type in _WATCHED
 
 
 def watch(tensor: torch.Tensor) -> bool:
     """Watch the memory of a tensor from now on; False if that can't be done, such as for memory that PyTorch did not allocate."""
-    if tensor.device.type not in _WATCHED:
-        return False
     _prepare()
     try:
         # The clone is gone at once, and with it the only one that a write would make a copy for.
