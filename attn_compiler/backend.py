@@ -70,8 +70,11 @@ def _compile(
     if others:
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
+    # The next replay of a CUDA graph writes to what it gave back, and nothing shows that.
+    is_recorded = False
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
         torch_inductor.start_workers()
+        is_recorded = torch_inductor.records_cuda_graphs(patches)
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
     try:
         with collector.paused():
@@ -132,7 +135,7 @@ def _compile(
             return _compile(gm, example_inputs, mode=mode, options=options, name=name)
         report = dataclasses.replace(report, kernels=built.seconds)
     _publish(report, own)
-    return meanings.telling(checked(compiled, plan), rewritten.known)
+    return meanings.telling(checked(compiled, plan), () if is_recorded else rewritten.known, rewritten.read)
 
 
 #: Code that is found on disk may come without the guards of the number of tokens, which nobody would ask then.

@@ -66,7 +66,7 @@ def explainer(
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             rewritten = _rewrite(gm, own)
             found.append(rewritten.report)
-            return meanings.telling(_runnable(gm, rewritten), rewritten.known)
+            return meanings.telling(_runnable(gm, rewritten), rewritten.known, rewritten.read)
 
         original = torch_observe.original_of(model)
         with torch_observe.nothing_left_behind(backend), torch_observe.uncompiled_modules(original):

@@ -160,6 +160,13 @@ def _as_passes(value: Any) -> tuple[GraphPass, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
+def records_cuda_graphs(patches: dict[str, Any]) -> bool:
+    """Whether Inductor has code for a GPU recorded as a CUDA graph under these config patches."""
+    from torch._inductor import config
+
+    return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def forget_cuda_graphs() -> None:
     """Free what CUDA graphs hold, as torch._dynamo.reset() does for backend="inductor"."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 class Rewritten:
     """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten. snapshot: how the graph
     came; None if it is still so. It shares its graphs with `originals`. known: what is known of the graph's outputs, by their places.
+    read: the places of inputs that may be known, and that the graph reads and does not write to.
     """
 
     report: Report
@@ -47,6 +48,7 @@ class Rewritten:
     failed: bool
     snapshot: Snapshot | None = None
     known: tuple[tuple[int, Known], ...] = ()
+    read: tuple[int, ...] = ()
 
     @property
     def packed(self) -> Packed | None:
@@ -114,7 +116,17 @@ def rewrite(
         failed=failure is not None,
         snapshot=None if failure is not None else work.snapshot,
         known=work.known,
+        read=_still_read(gm, work),
     )
+
+
+def _still_read(gm: fx.GraphModule, work: Work) -> tuple[int, ...]:
+    """The places of `work.read` that the rewritten graph reads: most masks that are proved it does not."""
+    if any(unit.unpadded is not None for unit in work.units):
+        # The model's own graph may run in its place.
+        return work.read
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return tuple(place for place in work.read if inputs[place].users)
 
 
 def _rewrite(
@@ -134,6 +146,7 @@ def _rewrite(
             work.snapshot = Snapshot(gm)
     with located("borders", None):
         border = borders.reached(gm, work.units, options)
+        work.read = border.read
     if store is None or (not work.units and border.root is None):
         return _run_passes(gm, options, work, border)
     work.seconds[_CACHE] = 0.0

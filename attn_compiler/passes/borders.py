@@ -29,12 +29,14 @@ from attn_compiler.passes.unit import Unit, handed_on, may_be_of_mask
 class Border:
     """The outermost graph on its way through the passes, and what it hands over.
 
-    root: None if it gives back nothing of the kind, and has no attention.
+    root: None if it gives back nothing of the kind, and has no attention. read: the places of inputs that may be known, and that the graph
+    does not write to.
     """
 
     root: Unit | None
     row: GraphRow
     place: int
+    read: tuple[int, ...] = ()
 
 
 def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options) -> Border:
@@ -45,9 +47,16 @@ def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options) -> Bord
     mode = torch_tracing.fake_mode_of_values(gives) if root is None else None
     if mode is not None:
         root = Unit(graph_module=gm, name="", options=options, mode=mode)
+    ways = Ways(graph=gm.graph)
     if gives or row.made or meanings.are_any():
-        row.written.append(set(Ways(graph=gm.graph).written))
-    return Border(root=root, row=row, place=len(row.written) - 1)
+        row.written.append(set(ways.written))
+    return Border(root=root, row=row, place=len(row.written) - 1, read=tuple(_read(ways)))
+
+
+def _read(ways: Ways) -> Iterator[int]:
+    for place, node in enumerate(ways.graph.find_nodes(op="placeholder")):
+        if node.users and may_be_of_mask(node.meta.get("example_value")) and not ways.inputs[place] & ways.written:
+            yield place
 
 
 def _with_callers(units: Iterable[Unit]) -> Iterator[Unit]:

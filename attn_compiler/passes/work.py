@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Work:
-    """What is there of a rewriting when something fails. inlined: bodies of checkpoints that stand in the graph for now."""
+    """What is there of a rewriting when something fails. inlined: bodies of checkpoints that stand in the graph for now. known: as
+    `Rewritten` has it. read: the places of inputs that may be known, and that the graph does not write to."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     units: list[Unit] = field(default_factory=list)
     snapshot: Snapshot | None = None
     inlined: list[Inlined] = field(default_factory=list)
     known: tuple[tuple[int, Known], ...] = ()
+    read: tuple[int, ...] = ()
     dumper: Dumper = field(default_factory=lambda: Dumper(directory=None, traced=False))
 
 

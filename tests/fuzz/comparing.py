@@ -241,10 +241,10 @@ def _compiled(program: Program, wanted: Sequence[Any], outcome: Outcome, *, ours
         if program.lowerings is not None:
             options["lowerings"] = program.lowerings
         compiled = torch.compile(
-            program.function(), backend="attn_compiler", fullgraph=True, dynamic=dynamic, options=options
+            program.function(), backend="attn_compiler", fullgraph=program.is_whole, dynamic=dynamic, options=options
         )
     else:
-        compiled = torch.compile(program.function(), backend=program.inner, fullgraph=True, dynamic=dynamic)
+        compiled = torch.compile(program.function(), backend=program.inner, fullgraph=program.is_whole, dynamic=dynamic)
     try:
         for sizes, eager, exact in wanted:
             found = results(program, compiled, sizes)

@@ -83,6 +83,12 @@ def length(size: Size, sizes: dict[str, int]) -> int:
     return total
 
 
+@torch._dynamo.disable
+def apart(text: str, x: torch.Tensor) -> None:
+    """Run a text outside of compiled code, between two graphs. x: its tensor."""
+    exec(text, {"x": x, "torch": torch})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """lines: the body of a function of `inputs`. outputs: names that it returns. after: what the caller does after the forward, to inputs
@@ -112,6 +118,11 @@ class Program:
         return "\n    ".join([head, *self.lines, f"return ({', '.join(self.outputs)},)"])
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is one graph."""
+        return not any("apart(" in line for line in self.lines)
+
+    @property
     def calls(self) -> list[dict[str, int]]:
         """The sizes of each call."""
         return [dict(self.sizes), *([dict(self.others)] if self.others else [])]
@@ -127,6 +138,7 @@ class Program:
             "W": WIDER.get(dtype, dtype),
             "checkpoint": torch.utils.checkpoint.checkpoint,
             "probe": probe,
+            "apart": apart,
         }
         text = self.source if probe is None else _PROBE.sub(r"probe(\1)", self.source)
         # Under a file's name, without which torch 2.11 does not trace it.

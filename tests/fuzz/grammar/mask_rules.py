@@ -32,6 +32,41 @@ def masks_written(draft: Draft) -> None:
             operands.write_later(draft)
 
 
+#: of a mask (n, m) in memory, by which it is written or comes to mean another one; PyTorch counts none of them as a write
+_UNCOUNTED = (
+    "x.data.logical_not_()",
+    "x.data[:, 1::2] = False",
+    "x.data.fill_(False)",
+    "x.data = x.data.mT if x.shape[0] == x.shape[1] else x.data.flip(1)",
+    "x.data = x.data.mT if x.shape[0] == x.shape[1] else x.data.flip(1)",
+    "x.data = x.data.flip(0)",
+    "x.data.as_strided_(x.shape, x.stride()).logical_not_()",
+    "x.untyped_storage().fill_(0)",
+    "x.numpy()[:, 1:] = False",
+    "torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x)).logical_not_()",
+    "torch._foreach_copy_([x.data], [~x])",
+    "x.set_(x.untyped_storage(), 0, x.shape, (1, x.shape[0]))",
+)
+
+
+def masks_known(draft: Draft) -> None:
+    """A mask that one graph makes and others use, which the caller writes in between, or only looks at."""
+    operands.plain_operands(draft)
+    draft.dims = ("b", "h", "q", "k")
+    conditions.positions(draft)
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    condition = draft.pick("i >= j", "(i - j).abs() < 2", "(i >= j) & (i - j < 3)", "j <= i // 2", "j < 2")
+    draft.add(f"c = (({condition}) | (j == 0)).expand(n, m).clone()")
+    for number in range(draft.number(2, 3)):
+        if number:
+            write = draft.pick(*_UNCOUNTED) if number == 1 or draft.maybe() else "x.sum()"
+            first = "" if write == "x.sum()" else "; x.data[:, 0] = True"
+            draft.add(f'apart("{write}{first}", c)')
+        draft.add(f"o{number} = F.scaled_dot_product_attention(q, k, v, attn_mask=c)")
+        draft.outputs.append(f"o{number}")
+
+
 def _write_again(draft: Draft, c: str) -> None:
     forms = (
         f"{c}.fill_(True)",

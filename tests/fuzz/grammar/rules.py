@@ -72,6 +72,7 @@ RULES: dict[str, Rule] = {
     "roots": region_rules.roots,
     "masks written": mask_rules.masks_written,
     "mask kinds": mask_rules.mask_kinds,
+    "masks known": mask_rules.masks_known,
     "masks made": mask_rules.masks_made,
     "masks partly written": mask_rules.masks_partly_written,
     "mask tensors": mask_rules.mask_tensors,
