@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
-from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental import sym_node, symbolic_shapes
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -49,6 +49,15 @@ def dim_of(size: int | torch.SymInt) -> int | str:
         return int(size)
     constant = size.node.maybe_as_int()
     return str(size.node.expr) if constant is None else int(constant)
+
+
+def of_inputs(size: torch.SymInt) -> tuple[sympy.Expr, int] | None:
+    """The expression of a size, and how often PyTorch has learned of symbols so far, which is what its own caches go by. None where a
+    symbol is made by an op while the graph runs."""
+    if not isinstance(size.node, sym_node.SymNode):
+        return None
+    env, expr = env_of(size), size.node.expr
+    return (expr, env._version_counter) if expr.free_symbols <= env.backed_var_to_val.keys() else None
 
 
 def range_of(size: int | torch.SymInt) -> tuple[int, int | None]:

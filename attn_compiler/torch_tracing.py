@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
+    set_proxy_slot,
     track_tensor_tree,
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._thunk import Thunk
 
 
 def fake_mode_of_values(values: Iterable[Any]) -> FakeTensorMode | None:
@@ -207,20 +210,38 @@ def track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> torch.Tensor:
 
 
 def track_node(value: torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool, node: fx.Node, tracer: Any) -> None:
-    """As `track`, for a node, and sooner done for a fake tensor without symbolic sizes."""
-    if type(value) is not FakeTensor or not _is_static(value):
+    """As `track`, for a node, and sooner done for a fake tensor."""
+    if type(value) is not FakeTensor or not _is_strided(value):
         track_tensor_tree(value, fx.Proxy(node, tracer), constant=None, tracer=tracer)
         return
     with beside_modes(value.fake_mode):
         # Like PyTorch's own value of a node: without a gradient, and not changed where the tensor is transposed in place.
         node.meta["val"] = fake(value.fake_mode, value, value.fake_device).requires_grad_(False)
+        _track_sizes(value, node, tracer)
     stand_for(value, node, tracer)
 
 
-def _is_static(tensor: torch.Tensor) -> bool:
+def _is_strided(tensor: torch.Tensor) -> bool:
     with unseen():
-        is_strided = tensor.layout is torch.strided
-        return is_strided and all(type(s) is int for s in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+        return tensor.layout is torch.strided
+
+
+def _track_sizes(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
+    """Let nodes that ask a tensor for its symbolic sizes stand for them, where somebody asks."""
+    aten = torch.ops.aten
+    sizes: list[tuple[Any, tuple[Any, ...], int | torch.SymInt]]
+    sizes = [(aten.sym_size.int, (node, i), size) for i, size in enumerate(tensor.shape)]
+    sizes += [(aten.sym_stride.int, (node, i), stride) for i, stride in enumerate(tensor.stride())]
+    sizes.append((aten.sym_storage_offset.default, (node,), tensor.storage_offset()))
+    for op, args, size in sizes:
+        if isinstance(size, torch.SymInt):
+            set_proxy_slot(size, tracer, Thunk(functools.partial(_number, tracer, op, args, size)))
+
+
+def _number(tracer: Any, op: Any, args: tuple[Any, ...], size: torch.SymInt) -> fx.Proxy:
+    node = add_node(tracer, op, args, {}, name_of(op, tracer))
+    node.meta["val"] = size
+    return fx.Proxy(node, tracer)
 
 
 def traced_node(value: torch.Tensor | torch.SymInt | torch.SymFloat, tracer: Any) -> fx.Node | None:
@@ -242,9 +263,14 @@ def traced_constant(tensor: torch.Tensor, tracer: Any) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def beside_modes(mode: FakeTensorMode) -> Iterator[None]:
-    """Within the block, calls on meta tensors, and on fake ones as if they were meta, are not traced. For numbers as sizes alone."""
+    """Within the block, calls on meta tensors, and on fake ones as if they were meta, are not traced. Nothing may be computed of sizes."""
     with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(mode):
         yield
+
+
+def in_new_memory(meta: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device like another one, in a memory like its own. To be called within `beside_modes`."""
+    return torch._lazy_clone(meta)
 
 
 def unseen() -> Any:
@@ -272,5 +298,5 @@ def name_of(target: Any, tracer: Any) -> str | None:
 
 
 def stand_for(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
-    """Let `node` stand for `tensor`, which has no symbolic sizes, in the trace."""
+    """Let `node` stand for `tensor` in the trace, where symbolic sizes that it has are known already."""
     tracer.tensor_tracker[tensor] = _ProxyTensor(fx.Proxy(node, tracer), None)

@@ -20,6 +20,7 @@ from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.regions import Region
+from attn_compiler.passes.values import Values
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -180,6 +181,7 @@ class GraphBuilder:
         self._carry: Carry | None = None
         self._keep: Keep | None = None
         self._made: list[fx.Node] = []
+        self._values = Values(mode)
         self.held: list[Held] = []
 
     @property
@@ -304,7 +306,9 @@ class GraphBuilder:
         node = self._node(function, args, kwargs)
         if self._origin is not None:
             node.meta.update({k: v for k, v in self._origin.meta.items() if k != "example_value"})
-        node.meta["example_value"] = self._run(function, args, kwargs)
+        env = {x: x.meta["example_value"] for x in node.all_input_nodes}
+        run = functools.partial(self._run, function, args, kwargs)
+        node.meta["example_value"] = self._values.of(node, env, run, with_grad=self._with_grad)
         self._made.append(node)
         return node
 

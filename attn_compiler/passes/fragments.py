@@ -4,6 +4,8 @@ A fragment is the ATen nodes of one Dynamo node as data. It is made again for an
 the same numbers and on tensors that agree in all that a trace can see: dtype, device, shape, strides, offset, requires_grad, which of them
 are one tensor or share memory, and under the same grad mode and autocast. So no layer has to be detected. What writes in place, makes a
 constant, reads values or has a result that is no tensor is traced each time, and so is whatever this file does not know.
+
+Symbolic sizes agree if their expressions do. The node that gives a symbolic number to the first call gives it to all others, too.
 """
 
 from __future__ import annotations
@@ -21,26 +23,15 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
 from attn_compiler.passes import bodies, mutation
-from attn_compiler.passes.fragment_keys import NodeInputs, Unknown, key_of, number
+from attn_compiler.passes.alike import Made, Maker, Recorder
+from attn_compiler.passes.fragment_keys import NodeInputs, Stands, Unknown, key_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """In a template: the node of an input, or of a step; inputs come first."""
+    """In a template: the node of an input, or of a step; inputs come first. Nodes of symbolic numbers stand there themselves."""
 
     index: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Made:
-    """A tensor. storage: whose memory it is in, inputs' storages first; one that is new is made with the first tensor in it."""
-
-    dtype: torch.dtype
-    device: torch.device
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    storage: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +42,7 @@ class _Step:
     args: Any
     kwargs: Any
     name: str | None
-    value: _Made | tuple[_Made, ...]
+    value: Made | tuple[Made, ...]
     sequence: type | None
 
 
@@ -98,7 +89,7 @@ class Fragments:
             return None
         inputs = NodeInputs()
         try:
-            key = (key_of(node, env, inputs, tracer), torch.is_grad_enabled(), state)
+            key = (key_of(node, env, inputs, _standing(tracer)), torch.is_grad_enabled(), state)
         except Unknown:
             return None
         if key not in self._known:
@@ -122,6 +113,19 @@ class Fragments:
             self._known[call.key] = None
 
 
+def _standing(tracer: Any) -> Stands:
+    """What stands for a tensor in a trace. A tensor that is known to hold certain numbers may lead to others than one that is not."""
+
+    def stands(_: fx.Node, value: torch.Tensor) -> fx.Node | None:
+        return (
+            None
+            if torch_tracing.traced_constant(value, tracer) is not None
+            else torch_tracing.traced_node(value, tracer)
+        )
+
+    return stands
+
+
 def _written(graph: fx.Graph) -> set[Any] | None:
     """The memory that the graph writes to in place; None where nothing may be made again."""
     found: set[Any] = set()
@@ -140,20 +144,23 @@ def _written(graph: fx.Graph) -> set[Any] | None:
 
 
 def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: Any) -> _Fragment:
+    made = [node for node in made if not _is_number(node)]
     places = {node: i for i, node in reversed(list(enumerate([*inputs.nodes, *made])))}
-    memory = [storage._cdata for storage in inputs.storages]
-    held: list[torch.UntypedStorage] = []
-    steps = tuple(_step(node, places, memory, held, tracer) for node in made)
     leaves, spec = pytree.tree_flatten(result)
+    mode = torch_tracing.fake_mode_of_values(leaves)
+    if mode is None:
+        raise Unknown
     results = tuple(_result(leaf, inputs, places, tracer) for leaf in leaves)
+    # Later nodes ask these for their symbolic sizes, and what the trace has for those goes by the object.
+    asked = {made[x.step]: leaf for leaf, x in zip(leaves, results, strict=True) if x.input is None}
+    recorder = Recorder(inputs.holders)
+    with torch_tracing.beside_modes(mode), torch.no_grad():
+        steps = tuple(_step(node, asked, places, recorder, tracer) for node in made)
     moved = []
     for i, (value, before) in enumerate(zip(inputs.values, inputs.nodes, strict=True)):
         after = torch_tracing.traced_node(value, tracer)
         if after is not before:
             moved.append((i, _place(after, places) - len(inputs.nodes)))
-    mode = torch_tracing.fake_mode_of_values(leaves)
-    if mode is None:
-        raise Unknown
     return _Fragment(
         mode=mode,
         steps=steps,
@@ -163,20 +170,24 @@ def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: 
     )
 
 
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def _step(
     node: fx.Node,
+    asked: dict[fx.Node, torch.Tensor],
     places: dict[fx.Node, int],
-    memory: list[int],
-    held: list[torch.UntypedStorage],
+    recorder: Recorder,
     tracer: Any,
 ) -> _Step:
     target: Any = node.target
     is_op = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
     if node.op != "call_function" or not (is_op or target is operator.getitem) or (is_op and target._schema.is_mutable):
         raise Unknown
-    value = node.meta.get("val")
+    value = asked.get(node, node.meta.get("val"))
     is_sequence = isinstance(value, (tuple, list))
-    found = tuple(_made(x, memory, held) for x in (value if isinstance(value, (tuple, list)) else (value,)))
+    found = tuple(map(recorder.made, value if isinstance(value, (tuple, list)) else (value,)))
     return _Step(
         target=target,
         args=_template(node.args, places),
@@ -189,7 +200,7 @@ def _step(
 
 def _template(arguments: Any, places: dict[fx.Node, int]) -> Any:
     def ref(node: fx.Node) -> Any:
-        return _Ref(_place(node, places))
+        return node if _is_number(node) else _Ref(_place(node, places))
 
     return map_arg(arguments, ref)
 
@@ -198,39 +209,6 @@ def _place(node: fx.Node | None, places: dict[fx.Node, int]) -> int:
     if node is None or node not in places:
         raise Unknown
     return places[node]
-
-
-def _made(value: Any, memory: list[int], held: list[torch.UntypedStorage]) -> _Made:
-    if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
-        raise Unknown
-    # Before anything is computed of sizes: that would guard on symbolic ones.
-    shape, stride, offset = (
-        tuple(map(number, value.shape)),
-        tuple(map(number, value.stride())),
-        number(value.storage_offset()),
-    )
-    storage = value.untyped_storage()
-    if storage._cdata not in memory:
-        # As large as what it is made with, which is then how it is made again.
-        if not _fills(value, storage):
-            raise Unknown
-        memory.append(storage._cdata)
-        held.append(storage)
-    return _Made(
-        dtype=value.dtype,
-        device=value.device,
-        shape=shape,
-        stride=stride,
-        offset=offset,
-        storage=memory.index(storage._cdata),
-    )
-
-
-def _fills(value: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a new memory of the tensor's shape and strides would be like its own."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    length = 0 if 0 in value.shape else reach * value.element_size()
-    return value.storage_offset() == 0 and storage.nbytes() == length
 
 
 def _result(leaf: Any, inputs: NodeInputs, places: dict[fx.Node, int], tracer: Any) -> _Result:
@@ -256,14 +234,14 @@ def made_again(call: NodeCall, tracer: Any) -> tuple[Any, list[fx.Node]]:
     if fragment is None:
         raise ValueError("there is nothing to make again")
     nodes = list(inputs.nodes)
-    storages = list(inputs.storages)
     results: list[Any] = []
-    with torch_tracing.beside_modes(fragment.mode):
+    with torch_tracing.beside_modes(fragment.mode), torch.no_grad():
+        maker = Maker(fragment.mode, inputs.holders)
         for step in fragment.steps:
             node = torch_tracing.add_node(
                 tracer, step.target, _filled(step.args, nodes), _filled(step.kwargs, nodes), step.name
             )
-            node.meta["val"] = _value(step, fragment.mode, storages)
+            node.meta["val"] = _value(step, maker)
             nodes.append(node)
         made = nodes[len(inputs.nodes) :]
         for result in fragment.results:
@@ -287,17 +265,8 @@ def _filled(template: Any, nodes: list[fx.Node]) -> Any:
     return map_aggregate(template, node)
 
 
-def _value(step: _Step, mode: FakeTensorMode, storages: list[torch.UntypedStorage]) -> Any:
+def _value(step: _Step, maker: Maker) -> Any:
     if not isinstance(step.value, tuple):
-        return torch_tracing.fake(mode, _tensor(step.value, storages), step.value.device)
-    values = [torch_tracing.fake(mode, _tensor(made, storages), made.device) for made in step.value]
-    return tuple(values) if step.sequence is tuple else values
-
-
-def _tensor(made: _Made, storages: list[torch.UntypedStorage]) -> torch.Tensor:
-    if made.storage < len(storages):
-        empty = torch.empty(0, dtype=made.dtype, device="meta")
-        return empty.set_(storages[made.storage], made.offset, made.shape, made.stride)
-    new = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-    storages.append(new.untyped_storage())
-    return new
+        return maker.fake(step.value)
+    values = map(maker.fake, step.value)
+    return tuple(values) if step.sequence is tuple else list(values)

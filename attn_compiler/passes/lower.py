@@ -149,7 +149,7 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
                 out = keyless_nodes.completed(builder, site.spec, site.keyless, operands, out)
         new = finish(mirror, site, builder, out, old)
         site.texts = op_library.texts(builder.made[before:])
-        held, new = _settle(site, builder, builder.made[before:], new)
+        held, new = _settle(unit, site, builder, builder.made[before:], new)
         finished = [_finish_lse(mirror, site, builder, x) for x in lse]
     site.notes.extend(site.match.notes)
     why_not = None if unit.tuner is None else unit.tuner.unmeasurable(target)
@@ -238,12 +238,14 @@ def _as_was(
     return new
 
 
-def _settle(site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: fx.Node) -> tuple[list[_Held], fx.Node]:
+def _settle(
+    unit: Unit, site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: fx.Node
+) -> tuple[list[_Held], fx.Node]:
     """The copies that the site reads, with whether its kernel saves them, and the output, as a copy where the kernel saves that."""
     why = site.match.out_kept
     given = {copy.node for copy in builder.held if saved.is_given_to_kernel(copy.node)}
     # Running costs milliseconds: not where it is seen that kernels are given all the copies.
-    ran = saved.run(emitted, builder.mode) if why is not None or len(given) < len(builder.held) else None
+    ran = saved.run(emitted, unit.mode, unit.runs) if why is not None or len(given) < len(builder.held) else None
     held = [
         _Held(site=site, copy=copy, is_saved=copy.node in given or ran is None or ran.saves(copy.node))
         for copy in builder.held

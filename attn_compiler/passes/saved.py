@@ -17,7 +17,7 @@ the same, and the site is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,7 @@ from attn_compiler.op_library import NAMESPACE
 from attn_compiler.passes import bodies, closed, mutation
 from attn_compiler.passes.axes import AxisError
 from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.fragment_keys import NodeInputs, Unknown, key_of_all, writes
 from attn_compiler.passes.mirror import Mirror, is_opaque
 from attn_compiler.passes.site import Match, Operand
 from attn_compiler.passes.unit import BodyCall, Unit
@@ -54,40 +55,49 @@ class Danger:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GradientRun:
-    """What came of running some Dynamo nodes with gradients: their values, and the memory that autograd saved."""
+    """What came of running some Dynamo nodes with gradients. own: whether autograd saved the memory of each. saved: that of others."""
 
-    values: dict[fx.Node, Any]
+    own: dict[fx.Node, bool]
     saved: Storages
 
     def saves(self, node: fx.Node) -> bool:
         """Whether the memory of a node is saved: of its value in the run, or of its own where it was not run."""
-        value = self.values[node] if node in self.values else node.meta.get("example_value")
-        return bool(mutation.storages_of(value) & (self.saved | self._handed_on))
-
-    @cached_property
-    def _handed_on(self) -> Storages:
-        """The memory of outputs that are saved by another name: an op that hands on what it is given saves that, and compiled code is
-        without the op (ops.without_autograd)."""
-        found: Storages = set()
-        for node in self.values:
-            given = _handed(node)
-            results = self.values[node] if given else ()
-            for result, operand in zip(results, given, strict=False):
-                if mutation.storages_of(self.values.get(operand, operand.meta.get("example_value"))) & self.saved:
-                    found |= mutation.storages_of(result)
-        return found
+        return self.own[node] if node in self.own else bool(_memory(node) & self.saved)
 
 
-def _handed(node: fx.Node) -> list[fx.Node]:
-    """What an op hands on as its outputs, in their order; none for other nodes."""
-    if getattr(node.target, "namespace", None) != NAMESPACE or not target_name(node).endswith(GIVEN):
-        return []
-    handed: Any = node.args[3]
-    return list(handed)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlikeRun:
+    """A run as it is for all nodes that are alike. own: by their order. inputs: the places of those whose memory is saved."""
+
+    own: tuple[bool, ...]
+    inputs: tuple[int, ...]
 
 
-def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> GradientRun | None:
-    """Run Dynamo nodes, in the order of their graph, on fake values. None if that can't be done."""
+def run(
+    nodes: Sequence[fx.Node], mode: FakeTensorMode, known: dict[Hashable, AlikeRun] | None = None
+) -> GradientRun | None:
+    """Run Dynamo nodes, in the order of their graph, on fake values. None if that can't be done. known: earlier runs, where nodes that are
+    alike need no other one; filled in."""
+    inputs = NodeInputs()
+    try:
+        key = None if known is None or any(map(writes, nodes)) else key_of_all(nodes, inputs)
+    except Unknown:
+        key = None
+    if known is None or key is None:
+        return _run(nodes, mode)
+    if key in known:
+        alike = known[key]
+        saved = mutation.storages_of([inputs.holders[i] for i in alike.inputs])
+        return GradientRun(own=dict(zip(nodes, alike.own, strict=True)), saved=saved)
+    found = _run(nodes, mode)
+    if found is not None:
+        is_saved = (bool(mutation.storages_of(holder) & found.saved) for holder in inputs.holders)
+        places = tuple(i for i, saves in enumerate(is_saved) if saves)
+        known[key] = AlikeRun(own=tuple(found.own[node] for node in nodes), inputs=places)
+    return found
+
+
+def _run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> GradientRun | None:
     values: dict[fx.Node, Any] = {}
 
     def value(node: fx.Node) -> Any:
@@ -105,10 +115,32 @@ def run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> GradientRun | None:
         return None
     try:
         with torch_tracing.running_in(mode), torch.enable_grad():
-            saved = torch_tracing.saved_for_backward(run_all)
+            by_name = torch_tracing.saved_for_backward(run_all)
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None
-    return GradientRun(values=values, saved=mutation.storages_of(saved))
+    saved = mutation.storages_of(by_name)
+    saved |= _handed_on(values, saved)
+    return GradientRun(own={n: bool(mutation.storages_of(x) & saved) for n, x in values.items()}, saved=saved)
+
+
+def _handed_on(values: dict[fx.Node, Any], saved: Storages) -> Storages:
+    """The memory of outputs that are saved by another name: an op that hands on what it is given saves that, and compiled code is
+    without the op (ops.without_autograd)."""
+    found: Storages = set()
+    for node, results in values.items():
+        given = _handed(node)
+        for result, operand in zip(results if given else (), given, strict=False):
+            if mutation.storages_of(values.get(operand, operand.meta.get("example_value"))) & saved:
+                found |= mutation.storages_of(result)
+    return found
+
+
+def _handed(node: fx.Node) -> list[fx.Node]:
+    """What an op hands on as its outputs, in their order; none for other nodes."""
+    if getattr(node.target, "namespace", None) != NAMESPACE or not target_name(node).endswith(GIVEN):
+        return []
+    handed: Any = node.args[3]
+    return list(handed)
 
 
 def is_given_to_kernel(node: fx.Node) -> bool:
@@ -197,7 +229,7 @@ class Keeping:
         """The model's own computation of the site, from the first product to the output."""
         owners = {self.mirror.owner(node) for node in self.match.covered}
         nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
-        return run(nodes, self.unit.mode)
+        return run(nodes, self.unit.mode, self.unit.runs)
 
     @cached_property
     def _read(self) -> Storages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attn_compiler.passes.faults import Fault
     from attn_compiler.passes.flex import Spelled
     from attn_compiler.passes.reading import Reader
-    from attn_compiler.passes.saved import Ways
+    from attn_compiler.passes.saved import AlikeRun, Ways
     from attn_compiler.passes.unpad.outcome import Outcome
 
 
@@ -92,6 +92,7 @@ class Unit:
     faults: what cost one of the sites (faults.py).
     unread: what failed in reading masks, which stay tensors (recover.py).
     ways: how the graph's memory is reached from outside (saved.py).
+    runs: what autograd saves of calls that are alike (saved.py).
     in_autocast: this body, or one around it, is run with autocast that no node of its own enters: an exported program's.
     relied_on: inputs of which something had to be known, and what (reading/borders.py).
     unpadded: what became of the padding, with options.unpad (unpad/).
@@ -125,6 +126,7 @@ class Unit:
     faults: list[Fault] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     ways: Ways | None = None
+    runs: dict[Hashable, AlikeRun] = field(default_factory=dict)
     relied_on: dict[fx.Node, Known] = field(default_factory=dict)
     unpadded: Outcome | None = None
     lowerings: tuple[str, ...] | None = None

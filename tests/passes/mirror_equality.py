@@ -1,9 +1,13 @@
-"""Whether two mirrors of one Dynamo graph are the same graph, and the mirror that is traced node by node without making anything again."""
+"""Whether two mirrors of one Dynamo graph are the same graph, and the mirror that is traced node by node without making anything again.
+
+Which node gives a symbolic number goes by who was first to ask. So such nodes are no part of a mirror here, and where one is an argument it
+is the number's expression that counts.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -37,12 +41,18 @@ def _plainly() -> Iterator[None]:
 
 def difference(one: Mirror, other: Mirror) -> str | None:
     """The first thing that two mirrors do not have in common; None if they are the same."""
-    pairs = zip(_described(one), _described(other), strict=False)
-    for at, (a, b) in enumerate(pairs):
+    told = _described(one), _described(other)
+    for at, (a, b) in enumerate(zip(*told, strict=False)):
         if a != b:
             return f"node {at}:\n  {a}\n  {b}"
-    numbers = len(one.graph.nodes), len(other.graph.nodes)
+    numbers = len(told[0]), len(told[1])
     return None if numbers[0] == numbers[1] else f"{numbers[0]} nodes and {numbers[1]}"
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node gives a symbolic number that nothing else gives: no input, and no result of an opaque call."""
+    is_symbolic = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return is_symbolic and node.op == "call_function" and node.target is not mirror_module.opaque
 
 
 def _described(mirror: Mirror) -> list[dict[str, Any]]:
@@ -50,28 +60,36 @@ def _described(mirror: Mirror) -> list[dict[str, Any]]:
     symbols: dict[str, str] = {}
     written = {writer: len(storages) for writer, storages in mirror.writers}
     constants = {n: mirror.constant(n) for n in mirror.graph.nodes}
+    nodes = [n for n in mirror.graph.nodes if not _is_number(n)]
+    # Numbers take names, too.
+    is_named = len(nodes) == len(mirror.graph.nodes)
+    names = {n: n.name if is_named else str(at) for at, n in enumerate(nodes)}
+
+    def argument(node: fx.Node) -> str:
+        return f"%{names[node]}" if node in names else f"number {_symbolic(node.meta['val'], symbols)}"
+
     return [
         {
-            "name": n.name,
+            "name": names[n],
             "op": n.op,
             "target": n.target,
-            "args": _text(n.args),
-            "kwargs": _text(n.kwargs),
+            "args": _text(n.args, argument),
+            "kwargs": _text(n.kwargs, argument),
             "value": pytree.tree_map(lambda x: _value(x, memory, symbols), n.meta.get("val")),
             "owner": mirror.owner(n),
             "dynamo node": mirror.dynamo_node(n),
             "writes": written.get(n),
             "constant": None if constants[n] is None else (constants[n].dtype, constants[n].tolist()),
             "axis": mirror.vmap_axes.get(n),
-            "live": [user.name for user in mirror.readers(n)],
+            "live": [names[user] for user in mirror.readers(n) if user in names],
         }
-        for n in mirror.graph.nodes
+        for n in nodes
     ]
 
 
-def _text(arguments: Any) -> str:
+def _text(arguments: Any, argument: Callable[[fx.Node], str]) -> str:
     """Every number with its type: 1, 1.0 and True are different arguments."""
-    leaves, spec = pytree.tree_flatten(fx.node.map_arg(arguments, lambda n: f"%{n.name}"))
+    leaves, spec = pytree.tree_flatten(fx.node.map_arg(arguments, argument))
     return f"{spec} {[(type(x).__name__, str(x)) for x in leaves]}"
 
 

@@ -69,6 +69,31 @@ def test_values_want_gradients_where_the_site_does(with_grad: bool) -> None:
     assert graph.value(node).requires_grad == with_grad
 
 
+@pytest.mark.parametrize("dynamic", [(), (5,)], ids=["known", "symbolic"])
+def test_alike_calls_are_run_once(dynamic: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site emits for each layer what it emitted for the first."""
+    x = mark(torch.randn(5, 3), dynamic)
+    gm, mirror = captured(lambda x: (x.sin() + x.cos()).exp(), x)
+    mode = fake_mode_of_values(n.meta.get("example_value") for n in gm.graph.nodes)
+    assert mode is not None
+    graph = GraphBuilder(gm.graph, mirror, mode)
+    run, ran = GraphBuilder._run, []
+
+    def watched(self: GraphBuilder, function: Callable[..., object], *given: object) -> object:
+        ran.append(function)
+        return run(self, function, *given)
+
+    monkeypatch.setattr(GraphBuilder, "_run", watched)
+    named = {n.target: n for n in mirror.graph.nodes}
+    with graph.at(named[aten.exp.default], with_grad=False):
+        for target in (aten.sin.default, aten.cos.default):
+            twice = graph.call(torch.mul, graph.leaf(named[target]), 2)
+            turned = graph.value(graph.call(torch.Tensor.t, twice))
+            assert str(turned.shape) == str(graph.value(twice).t().shape)
+            assert turned.untyped_storage()._cdata == graph.value(twice).untyped_storage()._cdata
+    assert ran == [torch.mul, torch.Tensor.t]
+
+
 def test_known_sizes_are_numbers_and_symbolic_ones_come_from_a_tensor() -> None:
     graph, fake, x, out = _builders()
     with graph.at(out, with_grad=False):

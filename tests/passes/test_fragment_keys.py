@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,25 +11,14 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler import torch_tracing
-from attn_compiler.passes import fragment_keys
 from attn_compiler.passes.fragment_keys import NodeInputs, Unknown, key_of, number
 
 MODE = FakeTensorMode()
 
 
-@pytest.fixture(autouse=True)
-def _all_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor has a node of its own, but for those of one `node`."""
-    stands: dict[int, Any] = {}
-    held: list[Tensor] = []
-
-    def traced(value: Tensor, tracer: Any) -> Any:
-        held.append(value)
-        return getattr(value, "node", stands.setdefault(id(value), SimpleNamespace()))
-
-    monkeypatch.setattr(torch_tracing, "traced_node", traced)
-    monkeypatch.setattr(torch_tracing, "traced_constant", lambda value, tracer: None)
+def stands(node: fx.Node, value: Tensor) -> fx.Node:
+    """Each tensor has a node of its own."""
+    return node
 
 
 def fake(make: Callable[[], Any]) -> Any:
@@ -50,7 +38,7 @@ def key(target: Any, *values: Any, op: str = "call_function", **named: Any) -> A
         return node
 
     node = graph.create_node(op, target, tuple(map(given, values)), {name: given(x) for name, x in named.items()})
-    return key_of(node, env, NodeInputs(), None)
+    return key_of(node, env, NodeInputs(), stands)
 
 
 def x(*shape: int, **more: Any) -> Tensor:
@@ -106,9 +94,9 @@ def test_what_is_given_is_kept_once_in_order() -> None:
     graph, one, other = fx.Graph(), x(), x()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     inputs = NodeInputs()
-    key_of(graph.call_function(torch.cat, ([b, a, b],)), {a: one, b: other}, inputs, None)
+    key_of(graph.call_function(torch.cat, ([b, a, b],)), {a: one, b: other}, inputs, stands)
     assert [value is wanted for value, wanted in zip(inputs.values, (other, one), strict=True)] == [True, True]
-    assert len(inputs.storages) == 2
+    assert len(inputs.holders) == 2
 
 
 def _somebody_elses(x: Tensor) -> Tensor:
@@ -120,8 +108,8 @@ def test_tensors_of_one_memory_are_counted_once() -> None:
     for other, memories in ((fake(lambda: one.view(3, 2)), 1), (x(3, 2), 2)):
         graph, inputs = fx.Graph(), NodeInputs()
         a, b = graph.placeholder("a"), graph.placeholder("b")
-        key_of(graph.call_function(torch.matmul, (a, b)), {a: one, b: other}, inputs, None)
-        assert len(inputs.storages) == memories
+        key_of(graph.call_function(torch.matmul, (a, b)), {a: one, b: other}, inputs, stands)
+        assert len(inputs.holders) == memories
 
 
 UNKNOWN: dict[str, Callable[[], Any]] = {
@@ -148,29 +136,68 @@ def test_an_op_of_a_library_has_no_key() -> None:
     assert key(torch.ops.aten.neg.default, x())
 
 
-def test_a_symbolic_size_has_no_key() -> None:
+def _symbolic(*sizes: int) -> Tensor:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    symbolic = mode.from_tensor(torch.empty(5, 4), static_shapes=False)
-    assert isinstance(symbolic.shape[0], torch.SymInt)
+    found = mode.from_tensor(torch.empty(sizes), static_shapes=False)
+    assert all(isinstance(size, torch.SymInt) for size in found.shape)
+    return found
+
+
+def test_symbolic_sizes_are_told_apart_by_their_expressions() -> None:
+    a, b = _symbolic(5, 4).shape
     assert number(4) == 4
-    with pytest.raises(Unknown):
-        number(symbolic.shape[0])
-    with pytest.raises(Unknown):
-        key(torch.neg, symbolic)
-    with pytest.raises(Unknown):
-        key(torch.mul, x(), symbolic.shape[0])
+    assert number(a * 2) == number(2 * a)
+    assert len({number(a), number(b), number(a * 2), number(a * b), 5, 10}) == 6
 
 
-def test_a_tensor_that_no_node_stands_for_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fragment_keys.torch_tracing, "traced_node", lambda value, tracer: None)
+def test_a_symbol_that_is_replaced_later_is_another_number() -> None:
+    x = _symbolic(5, 4)
+    a, b = x.shape
+    before = number(a), number(b)
+    with x.fake_mode:  # type: ignore[attr-defined]
+        assert a == 5
+    assert number(a) != before[0]
+    # What was learned of one symbol may decide about another.
+    assert number(b) != before[1]
+
+
+def test_a_symbol_of_an_op_has_no_key() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    made = ShapeEnv().create_unbacked_symint()
     with pytest.raises(Unknown):
-        key(torch.neg, x())
+        number(made)
+    with pytest.raises(Unknown):
+        number(made + 1)
+    with pytest.raises(Unknown):
+        key(torch.mul, x(), made)
 
 
-def test_a_tensor_with_known_numbers_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symbolic_tensors_and_numbers_have_keys() -> None:
+    x = _symbolic(5, 4)
+    assert key(torch.neg, x) == key(torch.neg, x)
+    assert len({key(torch.mul, x, x.shape[0]), key(torch.mul, x, x.shape[1]), key(torch.mul, x, 5)}) == 3
+
+
+def test_a_tensor_that_nothing_stands_for_has_no_key() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    with pytest.raises(Unknown):
+        key_of(graph.call_function(torch.neg, (node,)), {node: x()}, NodeInputs(), lambda node, value: None)
+
+
+def test_two_tensors_of_one_node_are_not_two_of_two() -> None:
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    call, env = graph.call_function(torch.add, (a, b)), {a: x(), b: x()}
+    assert key_of(call, env, NodeInputs(), lambda node, value: a) != key_of(call, env, NodeInputs(), stands)
+
+
+def test_a_tensor_with_known_numbers_has_no_key() -> None:
     """What is made of it may depend on them."""
-    monkeypatch.setattr(fragment_keys.torch_tracing, "traced_constant", lambda value, tracer: torch.ones(2))
+    known = fake(lambda: torch.tensor(2.0))
+    assert known.constant is not None
     with pytest.raises(Unknown):
-        key(torch.neg, x())
+        key(torch.neg, known)

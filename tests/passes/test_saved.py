@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from attn_compiler.passes import saved
 from attn_compiler.passes import unit as units_of
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.unit import Unit
-from tests.passes.compiling import captured, compiled
+from tests.passes.compiling import captured, compiled, mark
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -80,6 +81,37 @@ def test_what_can_not_be_run_is_not_known() -> None:
     ]
     node.args = (*node.args, "no third one", "nor a fourth")
     assert saved.run([node], mode) is None
+
+
+@pytest.mark.parametrize("dynamic", [(), (0, 2)], ids=["known", "symbolic"])
+def test_alike_sites_are_run_once(dynamic: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first and the third site the keys are not saved: the product copies them. The second one is alike but for that."""
+
+    def three(a: Tensor, b: Tensor, c: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return attend(a * 2, a.mT.contiguous().mT, v), attend(b * 2, b, v), attend(c * 2, c.mT.contiguous().mT, v)
+
+    gm, _ = captured(three, *(mark(x, dynamic) for x in learned(SHAPE, SHAPE, SHAPE, SHAPE)))
+    mode = torch_tracing.fake_mode_of_values(units_of.examples(gm))
+    assert mode is not None
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    ends = [0, *(i + 1 for i, n in enumerate(calls) if "matmul" in str(n.target) and "softmax" in str(n.args[0]))]
+    sites = [calls[i:j] for i, j in itertools.pairwise(ends)]
+    assert len(sites) == 3
+    ran: list[int] = []
+    run = saved._run
+
+    def watched(nodes: Any, mode: Any) -> Any:
+        ran.append(len(nodes))
+        return run(nodes, mode)
+
+    plain = [saved.run(nodes, mode) for nodes in sites]
+    monkeypatch.setattr(saved, "_run", watched)
+    known: dict[Any, saved.AlikeRun] = {}
+    for one, other in zip([saved.run(nodes, mode, known) for nodes in sites], plain, strict=True):
+        assert one is not None
+        assert other is not None
+        assert [one.saves(n) for n in gm.graph.nodes] == [other.saves(n) for n in gm.graph.nodes]
+    assert len(ran) == 2
 
 
 def test_hooks_of_others_see_nothing() -> None:
