@@ -28,6 +28,8 @@ def is_watchable(tensor: torch.Tensor) -> bool:
 
 def watch(tensor: torch.Tensor) -> bool:
     """Watch the memory of a tensor from now on; False if that can't be done, such as for memory that PyTorch did not allocate."""
+    if not is_watchable(tensor):
+        return False
     _prepare()
     try:
         # The clone is gone at once, and with it the only one that a write would make a copy for.

@@ -55,7 +55,14 @@ def test_the_frontend_has_to_be_installed_in_a_version_that_is_known() -> None:
     assert "nvidia-cudnn-frontend from 1.22 to before 1.33; observed not installed; pip install" in why_not(
         Target.fake()
     )
-    for version, taken in (("1.21.0", False), ("1.22.0", True), ("1.23.0", True), ("1.27.0", True), ("1.32.0", True), ("1.33.0", False)):
+    for version, taken in (
+        ("1.21.0", False),
+        ("1.22.0", True),
+        ("1.23.0", True),
+        ("1.27.0", True),
+        ("1.32.0", True),
+        ("1.33.0", False),
+    ):
         assert (why_not(Target.fake(cudnn_frontend=version)) == "") == taken
 
 
