@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import collector, fp8_state, meanings, torch_compat, torch_inductor, torch_packed, without_us
+from attn_compiler import (
+    collector,
+    fp8_state,
+    lockstep,
+    meanings,
+    torch_compat,
+    torch_inductor,
+    torch_packed,
+    without_us,
+)
 from attn_compiler.cache import cache_key
 from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, LoweringUnavailable, described
 from attn_compiler.options import Options, check_lowering_names, split_options
@@ -70,6 +79,21 @@ def _compile(
     if others:
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
+    with lockstep.telling_of_failure(own, torch_compat.starts_over):
+        return _compile_with(gm, example_inputs, own, patches, mode=mode, options=options, name=name)
+
+
+def _compile_with(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    own: Options,
+    patches: dict[str, Any],
+    *,
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    name: str | None,
+) -> Callable[..., Any]:
+    """own, patches: what `options` say."""
     # The next replay of a CUDA graph writes to what it gave back, and nothing shows that.
     is_recorded = False
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
@@ -132,10 +156,12 @@ def _compile(
         if failed is None and _tell_of(built.failed):
             rewritten.take_back(gm)
             torch_packed.forget_guards(rewritten.further_inputs)
-            return _compile(gm, example_inputs, mode=mode, options=options, name=name)
+            return _compile_with(gm, example_inputs, own, patches, mode=mode, options=options, name=name)
         report = dataclasses.replace(report, kernels=built.seconds)
     _publish(report, own)
-    return meanings.telling(checked(compiled, plan), () if is_recorded else rewritten.known, rewritten.read)
+    meetings = [one for unit in rewritten.units for one in unit.meetings]
+    known = () if is_recorded else rewritten.known
+    return lockstep.in_step(meanings.telling(checked(compiled, plan), known, rewritten.read), meetings)
 
 
 #: Code that is found on disk may come without the guards of the number of tokens, which nobody would ask then.

@@ -7,7 +7,6 @@ it, and is a tensor of the whole sequence there. No graph holds a rank: it is th
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from attn_compiler.context_parallel import slots
 from attn_compiler.context_parallel.layout import joined, split
 from attn_compiler.errors import ContextParallelInput
 from attn_compiler.op_library import LIBRARY, NAMESPACE
+from attn_compiler.torch_meetings import RanksDisagree, agree, answers, enter, is_at_odds, rank_of, ranks_of, say
 
 _COLLECTIVES = torch.ops._c10d_functional
 
@@ -163,78 +163,6 @@ def _fake_sequence_rank(like: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty((), dtype=torch.int32, device=like.device)
 
 
-def rank_of(group: str) -> int:
-    """This process' place in the group of that name."""
-    return int(_process_group(group).rank())
-
-
-def ranks_of(group: str) -> frozenset[int]:
-    """The ranks of the group of that name, as the world numbers them."""
-    from torch.distributed import distributed_c10d as c10d
-
-    return frozenset(c10d.get_process_group_ranks(_process_group(group)))
-
-
-def _process_group(name: str) -> Any:
-    from torch._C import _distributed_c10d
-
-    return _distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
-class RanksDisagree(Exception):
-    """What the ranks of a group said is not the same, or one said nothing. Internal: a ContextParallelUnsupported says it to users."""
-
-
-def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
-    """Wait until every rank of the group has said something of the subject. Raises RanksDisagree, on all of them, where they differ.
-
-    subject: what is compared, for the error. Ranks that have compiled something else before number their graphs in another way.
-    """
-    own = rank_of(group)
-    others = [
-        f"rank {rank}: {answer}"
-        for rank, answer in enumerate(answers(group, subject, said, seconds=seconds))
-        if answer != said
-    ]
-    if others:
-        raise RanksDisagree(f"rank {own}: {said}; {'; '.join(others)}")
-
-
-def answers(group: str, subject: str, said: str, *, seconds: float) -> list[str]:
-    """What every rank of the group said of the subject. Raises RanksDisagree if one says nothing.
-
-    By the store that the processes found each other with: no collective runs, so none can hang. The n-th time on one rank meets the n-th
-    on the others, whatever the subject.
-    """
-    keys = say(group, said)
-    store = _store()
-    for rank, key in enumerate(keys):
-        try:
-            store.wait([key], datetime.timedelta(seconds=seconds))
-        except RuntimeError as error:
-            raise RanksDisagree(f"rank {rank} did not come to {subject} within {seconds:.0f} s") from error
-    return [store.get(key).decode() for key in keys]
-
-
-def say(group: str, said: str) -> list[str]:
-    """Say something, and wait for nobody. The keys under which the ranks of the group say it."""
-    from torch.distributed import distributed_c10d as c10d
-
-    process_group = _process_group(group)
-    own, size = process_group.rank(), process_group.size()
-    scope = "-".join(str(rank) for rank in c10d.get_process_group_ranks(process_group))
-    times = _store().add(f"attn_compiler/{scope}/{own}", 1)
-    keys = [f"attn_compiler/{scope}/{times}/{rank}" for rank in range(size)]
-    _store().set(keys[own], said)
-    return keys
-
-
-def _store() -> Any:
-    from torch.distributed import distributed_c10d as c10d
-
-    return c10d._get_default_store()
-
-
 def parts(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """(size, *shape of x): what each rank of the group has, without a gradient. x has one shape on all of them."""
     sent = x.detach().to(torch.uint8) if x.dtype == torch.bool else x.detach()
@@ -280,3 +208,14 @@ gathered_piece = getattr(torch.ops, NAMESPACE).gathered_piece.default
 keys_of_slots = getattr(torch.ops, NAMESPACE).keys_of_slots.default
 same_on_ranks = getattr(torch.ops, NAMESPACE).same_on_ranks.default
 sequence_rank = getattr(torch.ops, NAMESPACE).sequence_rank.default
+
+__all__ = [
+    "RanksDisagree",
+    "agree",
+    "answers",
+    "enter",
+    "is_at_odds",
+    "rank_of",
+    "ranks_of",
+    "say",
+]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
@@ -10,17 +12,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch._dynamo import config
+from torch._dynamo import config, convert_frame, pgo
 from torch._dynamo.cache_size import _has_same_id_matched_objs
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code  # type: ignore[attr-defined]
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import LocalSource, NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, Source, TracingContext
 from torch._subclasses import FakeTensor
 
 from attn_compiler import meanings
+from attn_compiler.errors import described
 from attn_compiler.meanings import Known
 
 
@@ -178,6 +182,74 @@ def is_whole(gm: fx.GraphModule) -> bool:
     if reason is None:
         return True
     return not reason.graph_break and not _frame().f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+class NotCaptured(Exception):
+    """Why a frame can't be traced with other inputs. Internal."""
+
+
+def captured_with(tensors: Mapping[torch.Tensor, torch.Tensor]) -> fx.GraphModule:
+    """What Dynamo makes of the frame under way if it is given other tensors: one graph, for sizes that are known. Nothing of it is kept.
+
+    tensors: by those that the frame was given. Raises NotCaptured.
+    """
+    if TracingContext.try_get() is None:
+        raise NotCaptured("no function is compiled")
+    frame = _frame()
+    others = {id(old): new for old, new in tensors.items()}
+    found: set[int] = set()
+    given = {name: _exchanged(value, others, found) for name, value in frame.f_locals.items()}
+    if found != others.keys():
+        raise NotCaptured("an input is in an object that is not looked into")
+    closure: Any = frame.closure or ()
+    info = convert_frame.FrameInfo(frame.f_code, frame.f_globals, given, frame.f_builtins, closure, None, None)
+    try:
+        with (
+            config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True),
+            _sizes_as_seen(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            captured = convert_frame._fullgraph_capture_frame(info).backend_input
+    except Exception as error:
+        raise NotCaptured(" ".join(described(error).split())[:200]) from error
+    if captured is None:
+        raise NotCaptured("no graph")
+    return captured.graph_module
+
+
+@contextlib.contextmanager
+def _sizes_as_seen() -> Iterator[None]:
+    """Within the block Dynamo's memory of which sizes it has seen is not written for good: a second one would be a symbol from then on."""
+    states = pgo.get_code_state()
+    seen = {code: dict(state.automatic_dynamic) for code, state in states.items()}
+    try:
+        yield
+    finally:
+        for code, state in states.items():
+            state.automatic_dynamic.clear()
+            state.automatic_dynamic.update(seen.get(code, {}))
+
+
+def _exchanged(value: Any, others: Mapping[int, torch.Tensor], found: set[int]) -> Any:
+    """With other tensors in dictionaries, lists and tuples. found: those that were met."""
+    if id(value) in others:
+        found.add(id(value))
+        return others[id(value)]
+    if type(value) is dict:
+        return {key: _exchanged(item, others, found) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_exchanged(item, others, found) for item in value)
+    return value
+
+
+def recompilation_reason() -> str | None:
+    """Which guard of the code that a frame had already did not hold for the call that is compiled; None for its first compilation."""
+    context = get_metrics_context()
+    if CompileContext.current_compile_id() is None or not context.in_progress():
+        return None
+    found = context._metrics.get("recompile_reason")
+    return None if found is None else " ".join(str(found).split())[:300]
 
 
 def start_over() -> Callable[[], None] | None:

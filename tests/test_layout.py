@@ -19,7 +19,6 @@ FLOORS = frozenset({"shared", "fp8", "choice"})
 PRIVATE = frozenset(
     {
         "torch_caches",
-        "torch_collectives",
         "torch_compat",
         "torch_dtensors",
         "torch_export",

@@ -22,15 +22,12 @@ from attn_compiler.passes import (
     buffers,
     checkpoints,
     context_parallel,
-    dtensors,
-    expand,
     faults,
     flex,
-    keys_last,
     layout,
-    library_calls,
     lower,
     match,
+    plain_calls,
     recover,
     select,
     summary,
@@ -40,7 +37,7 @@ from attn_compiler.passes import (
 from attn_compiler.passes import unseen as unseen_attention
 from attn_compiler.passes.borders import Border
 from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.unit import Unit, module_path, unsupported_tensor
+from attn_compiler.passes.unit import Unit, unsupported_tensor
 from attn_compiler.passes.work import Work, located, timed
 from attn_compiler.report import Report
 
@@ -57,24 +54,10 @@ class Pass:
 
 
 def _expand(unit: Unit, _: Mirror | None) -> None:
-    def trying(call: fx.Node) -> contextlib.AbstractContextManager[object]:
-        return faults.confined(unit, "expand", module_path(call))
-
-    unit.expanded = expand.run(unit.graph_module, trying)
-    shared = dtensors.run(unit.graph_module, unit.mode, trying)
-    unit.local.update(shared.local)
-    unit.untried.update(shared.left)
-    found = flex.run(unit.graph_module, trying)
-    unit.spelled.extend(found.spelled)
-    unit.untried.update(found.left)
-    of_libraries = library_calls.run(unit.graph_module, trying)
-    unit.spelled.extend(of_libraries.spelled)
-    unit.untried.update(of_libraries.left)
-    unit.moved = keys_last.run(unit.graph_module, unit.mode, trying)
+    plain_calls.spell_out(unit)
 
 
 def _mirror(unit: Unit, _: Mirror | None) -> None:
-    unit.longer = context_parallel.longer(unit)
     unit.mirrored()
 
 
@@ -164,6 +147,8 @@ def _run_on(unit: Unit, dumper: Dumper, seconds: dict[str, float]) -> None:
             remedy="export the model in the dtype that autocast would have given (model.bfloat16()), without autocast",
         )
         return
+    # What users are to know is no fault of a pass.
+    unit.longer = context_parallel.longer(unit)
     with torch_tracing.tracing_in(unit.mode):
         for step in PIPELINE:
             where = located(step.name, unit)

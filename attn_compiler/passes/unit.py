@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler import torch_compat, torch_tracing
 from attn_compiler.decisions import Reason
+from attn_compiler.lockstep import Meeting
 from attn_compiler.lowerings import tile_tuner
 from attn_compiler.lowerings.base import TileTuner
 from attn_compiler.meanings import Known
@@ -98,6 +99,7 @@ class Unit:
     unpadded: what became of the padding, with options.unpad (unpad/).
     is_looked_at_again: its attentions were rewritten for the whole sequence, and are matched once more (context_parallel/).
     first_look: what was found before they were rewritten, with options.verify.
+    meetings: where its ranks meet before each call, if it was rewritten for a sequence that they share.
     longer: sizes that stand for larger ones, if ranks share a sequence: what is said of an index along them has to hold up to these.
     lowerings: the only ones that may serve the sites; None: whichever options allow.
     """
@@ -133,6 +135,7 @@ class Unit:
     in_autocast: bool = False
     is_looked_at_again: bool = False
     first_look: FirstLook | None = None
+    meetings: tuple[Meeting, ...] = ()
     longer: Mapping[int, int] = field(default_factory=dict)
 
     def target(self, device: str) -> Target:

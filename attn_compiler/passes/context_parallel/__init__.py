@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 
 from torch import fx
 
-from attn_compiler import torch_collectives, torch_compat, torch_frames
-from attn_compiler.codes import Code
+from attn_compiler import torch_collectives, torch_frames
 from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.decisions import Reason
-from attn_compiler.errors import ContextParallelUnsupported, described
 from attn_compiler.passes import axes, lower, match, recover
 from attn_compiler.passes.context_parallel import (
     caches,
@@ -32,6 +28,7 @@ from attn_compiler.passes.context_parallel import (
     sites,
     wrapped,
 )
+from attn_compiler.passes.context_parallel.compared import NotComparable, compare
 from attn_compiler.passes.context_parallel.decoding import SlotOutcome
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
@@ -40,17 +37,15 @@ from attn_compiler.passes.context_parallel.numbers import LENGTH
 from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.sites import RewrittenSite
+from attn_compiler.passes.context_parallel.together import Said, together, told
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.emit import GraphBuilder
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Miss, Site
-from attn_compiler.passes.unit import Unit, module_path, source_line
+from attn_compiler.passes.unit import Unit
 
 #: what a user may name in ContextParallel(allow=...), besides ops
 GRAPH_BREAK = "graph_break"
-
-#: seconds to wait until all ranks have compiled a graph: cold caches of one may take minutes
-_PATIENCE = 900.0
 
 
 def asked(unit: Unit) -> ContextParallel | None:
@@ -70,14 +65,14 @@ def longer(unit: Unit) -> dict[int, int]:
     try:
         lengths = {one.length for one in following.inputs(unit.graph, cp.replicated).values()}
     except CannotShard as cannot:
-        raise _told(None, None, cannot.reason) from None
+        raise told(None, None, cannot.reason) from None
     return {length: length * cp.size for length in lengths}
 
 
 def check_not_left(unit: Unit) -> None:
     """Raise ContextParallelUnsupported if the passes left the graph alone."""
     if asked(unit) is not None and unit.left_alone is not None:
-        raise _told(unit.mirror, None, unit.left_alone)
+        raise told(unit.mirror, None, unit.left_alone)
 
 
 def run(unit: Unit, mirror: Mirror) -> None:
@@ -87,41 +82,13 @@ def run(unit: Unit, mirror: Mirror) -> None:
     if cp is not None:
         # As the graph came: the rewrite may fail halfway.
         beside = _groups_beside(unit, cp)
-        _together(unit, mirror, cp, beside, lambda: _rewritten(unit, mirror, cp, beside))
+        together(unit, mirror, cp, beside, lambda: _rewritten(unit, mirror, cp, beside))
     elif decoding.shares_cache(unit.graph):
         given = unit.options.context_parallel
         if given is None or given.size == 1:
             _note_decoding(unit, SlotOutcome(kept={site.module: decoding.NO_OPTION for site in unit.sites}), 1)
         else:
-            _together(unit, mirror, given, [], lambda: _decoding(unit, mirror, given))
-
-
-def _together(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str], rewrite: Callable[[], str]) -> None:
-    """Rewrite a graph on all ranks, or raise on all of them. rewrite: gives what they have to agree on."""
-    error: Exception | None = None
-    try:
-        said = rewrite()
-    except CannotShard as cannot:
-        error = _told(mirror, cannot.at, cannot.reason)
-        said = f"error: {error}"
-    except Exception as failed:  # noqa: BLE001 (it is raised below)
-        # The others are not to wait for a rank that has failed.
-        error, said = failed, f"error: {described(failed)}"
-    subject = f"graph {torch_compat.graph_name()}{unit.name}"
-    try:
-        torch_collectives.agree(cp.group_name, subject, said, seconds=_PATIENCE)
-    except torch_collectives.RanksDisagree as differ:
-        remedy = "give every rank a batch of the same shapes (ContextParallel.shard does)"
-        error = _differing(mirror, differ, remedy, error)
-    # Tensor parallelism: what fails for one share of the heads is not to leave the others in a collective.
-    for group in beside:
-        try:
-            torch_collectives.agree(group, subject, "no error" if error is None else "an error", seconds=_PATIENCE)
-        except torch_collectives.RanksDisagree as differ:
-            remedy = "the error is told on the rank that has it: heads that all ranks have as many of may help"
-            error = error or _differing(mirror, differ, remedy, None)
-    if error is not None:
-        raise error
+            together(unit, mirror, given, [], lambda: _decoding(unit, mirror, given))
 
 
 def _groups_beside(unit: Unit, cp: ContextParallel) -> list[str]:
@@ -134,38 +101,29 @@ def _groups_beside(unit: Unit, cp: ContextParallel) -> list[str]:
     return [group for group in wrapped.groups(unit.graph, given) if group != cp.group_name]
 
 
-def _differing(
-    mirror: Mirror, differ: torch_collectives.RanksDisagree, remedy: str, cause: Exception | None
-) -> ContextParallelUnsupported:
-    reason = Reason(
-        code=Code.CONTEXT_PARALLEL_UNSUPPORTED,
-        rule="all ranks compile the same graph",
-        observed=str(differ),
-        remedy=remedy,
-    )
-    found = _told(mirror, None, reason)
-    found.__cause__ = cause
-    return found
-
-
-def _told(mirror: Mirror | None, at: fx.Node | None, reason: Reason) -> ContextParallelUnsupported:
-    is_here = mirror is not None and at is not None and at.graph is mirror.graph
-    owner = mirror.owner(at) if is_here and mirror is not None and at is not None else None
-    return ContextParallelUnsupported(
-        module="the graph" if owner is None else module_path(owner),
-        source=None if owner is None else source_line(owner),
-        rule=reason.rule,
-        observed=reason.observed,
-        remedy=reason.remedy,
-    )
-
-
-def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str]) -> str:
+def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str]) -> Said:
     """Rewrite the graph, and say what all ranks have to agree on."""
     if not unit.is_body:
         _check_frame(unit, cp)
     given = following.inputs(unit.graph, cp.replicated)
-    places = Following(mirror, given, unit.sites, cp.allow, torch_collectives.ranks_of(cp.group_name))
+    compared, by_value = None, ""
+    difference: CannotShard | None = None
+    if not unit.is_body and LENGTH not in cp.allow:
+        try:
+            compared = compare(unit, mirror, cp, given)
+        except CannotShard as cannot:
+            # What is known to be wrong of a part by itself is told first.
+            difference = cannot
+        except NotComparable as error:
+            by_value = f"; numbers of the length were looked for by their values alone: {error}"
+    places = Following(
+        mirror,
+        given,
+        unit.sites,
+        cp.allow,
+        torch_collectives.ranks_of(cp.group_name),
+        None if compared is None else compared.differing_axes,
+    )
     others = [miss for miss in unit.misses if places.holds_still(miss.anchor)]
     _check_found(unit, others)
     for site in unit.sites:
@@ -182,14 +140,17 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str
             axes={node.name: one.axis for node, one in given.items()},
         )
     done, parts = _rewrite_sites(unit, mirror, cp, given, shared)
+    if difference is not None:
+        raise difference
     _look_again(unit, len(unit.sites) - len(shared) + parts, len(others))
-    _note(unit, cp, done)
+    _note(unit, cp, done, by_value)
     specs = [site.spec.to_text() for site in unit.sites if site.spec is not None]
     digest = hashlib.sha256("\n".join([*specs, *(one.words for one in done.values())]).encode()).hexdigest()[:16]
-    return f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
+    text = f"{len(shared)} attentions, {sorted({one.length for one in given.values()})} positions, {digest}"
+    return Said(text=text, exchanges=bool(shared))
 
 
-def _decoding(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
+def _decoding(unit: Unit, mirror: Mirror, cp: ContextParallel) -> Said:
     """Rewrite a graph with a cache that ranks share, and say what all ranks have to agree on."""
     expected, others = len(unit.sites), len(unit.misses)
     found = decoding.rewrite(unit, mirror, cp)
@@ -198,7 +159,7 @@ def _decoding(unit: Unit, mirror: Mirror, cp: ContextParallel) -> str:
     _note_decoding(unit, found, cp.size)
     specs = "\n".join(site.spec.to_text() for site in unit.sites if site.spec is not None)
     digest = hashlib.sha256(specs.encode()).hexdigest()[:16]
-    return f"{len(found.sent)} attentions to slots, {len(found.kept)} that gather, {digest}"
+    return Said(text=f"{len(found.sent)} attentions to slots, {len(found.kept)} that gather, {digest}", exchanges=True)
 
 
 def _check_frame(unit: Unit, cp: ContextParallel) -> None:
@@ -289,6 +250,8 @@ def _check_outputs(mirror: Mirror, places: Following) -> None:
         found = places.places.get(writer)
         if isinstance(found, Mixes):
             raise following.refused(found)
+        if places.is_counted(writer):
+            raise _counted(writer)
     for node in mirror.graph.output_node().all_input_nodes:
         found = places.places[node]
         if isinstance(found, Mixes):
@@ -300,6 +263,17 @@ def _check_outputs(mirror: Mirror, places: Following) -> None:
                 at=node,
                 remedy=GIVE_POSITIONS,
             )
+        if places.is_counted(node):
+            raise _counted(node)
+
+
+def _counted(node: fx.Node) -> CannotShard:
+    return CannotShard(
+        "what a graph gives back or keeps does not depend on how many positions a rank has",
+        f"{node.name} was made of that number",
+        at=node,
+        remedy=GIVE_POSITIONS,
+    )
 
 
 def _rewrite_sites(
@@ -384,14 +358,14 @@ def _amount(sent: int) -> str:
     return f"{sent / 2**20:.1f} MiB" if sent >= 2**20 else f"{sent} bytes"
 
 
-def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite]) -> None:
+def _note(unit: Unit, cp: ContextParallel, done: dict[str, RewrittenSite], by_value: str) -> None:
     order = "head-tail" if cp.is_balanced else "contiguous"
     for site in unit.sites:
         one = done.get(site.module)
         if one is None:
             site.notes.append("context parallel: every rank has all of its keys")
             continue
-        why = "" if one.why is None else f"; {one.why}"
+        why = ("" if one.why is None else f"; {one.why}") + by_value
         site.notes.append(
             f"context parallel: {one.words} over {cp.size} ranks, {order} positions, a rank sends {_amount(one.bytes)} in the forward{why}"
         )

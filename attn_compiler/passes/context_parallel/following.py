@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from attn_compiler.passes import axes
 from attn_compiler.passes.axes import Atom, AxisError, Dims
 from attn_compiler.passes.context_parallel import ops, wrapped
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, LENGTH, is_of_length
-from attn_compiler.passes.context_parallel.places import Mixes, Place
+from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes, Place
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.site import Site
@@ -78,10 +78,17 @@ def is_named(node: fx.Node, names: tuple[str, ...]) -> bool:
     return any(re.search(rf"(^|_){re.escape(name)}_?$", node.name) for name in names)
 
 
+def tensor_of(mirror: Mirror, node: fx.Node) -> object:
+    """The tensor that a node stands for: of a DTensor the mirror has what is inside."""
+    dynamo = mirror.dynamo_node(node)
+    value = None if dynamo is None else dynamo.meta.get("example_value")
+    return value if torch_dtensors.is_dtensor(value) else node.meta.get("val")
+
+
 class Following:
     """places: of each mirror node that is a tensor, where it holds the sequence; or why it has no place any more (Mixes).
 
-    ranks: those that share the sequence.
+    ranks: those that share the sequence. differing: which axes of a value are of another size for the whole sequence, if that is known.
     """
 
     def __init__(
@@ -91,10 +98,12 @@ class Following:
         sites: list[Site],
         allowed: tuple[str, ...],
         ranks: frozenset[int] = frozenset(),
+        differing: Callable[[fx.Node], frozenset[int]] | None = None,
     ) -> None:
         self.mirror = mirror
         self.ranks = ranks
         self._allowed = allowed
+        self._differing = differing
         self._given = given
         self._atoms = {length: Atom(axes.size_expr(length)) for length in {one.length for one in given.values()}}
         self._outs = {site.match.out: site for site in sites}
@@ -105,6 +114,7 @@ class Following:
         """What one call does, traced by itself. known: the places of its inputs."""
         found = copy.copy(self)
         found.mirror, found._given, found._outs, found.places = mirror, {}, {}, dict(known)
+        found._differing = None
         found._follow()
         return found
 
@@ -126,6 +136,11 @@ class Following:
         """Whether a value has an element for each of the rank's positions, and no op up to it mixed any."""
         return isinstance(self.places.get(node), Place) and self.holds(node)
 
+    def is_counted(self, node: fx.Node) -> bool:
+        """Whether a value holds numbers that were made of how many positions the rank has."""
+        place = self.places.get(node)
+        return isinstance(place, Place) and place.is_counted and not (place.is_uniform or place.is_repeated)
+
     def looks_like_part(self, node: fx.Node) -> bool:
         """Whether a graph that takes a value would hold it for a part of the sequence, which it is not."""
         place, value = self.places[node], self._value(node)
@@ -138,24 +153,43 @@ class Following:
         return axes.shape_exprs(value)[axis] in {atom.size for atom in self.atoms}
 
     def _value(self, node: fx.Node) -> object:
-        """The tensor that a node stands for: of a DTensor the mirror has what is inside."""
-        dynamo = self.mirror.dynamo_node(node)
-        value = None if dynamo is None else dynamo.meta.get("example_value")
-        return value if torch_dtensors.is_dtensor(value) else node.meta.get("val")
+        return tensor_of(self.mirror, node)
 
     def _place(self, node: fx.Node) -> Place | Mixes:
         if node.op != "call_function":
             return self._leaf(node)
         site = self._outs.get(node)
         if site is not None:
-            return self._of_site(node, site)
+            return self._counted(node, self._of_site(node, site))
         lost = next((p for x in node.all_input_nodes if isinstance(p := self.places[x], Mixes)), None)
         if lost is not None:
             return lost
         found = self._of_call(node)
         if isinstance(found, Mixes) and (wrapped.name(self.mirror, node) in self._allowed or found.op in self._allowed):
             return self._as_allowed(node)
-        return found if isinstance(found, Mixes) or LENGTH in self._allowed else self._scaled(node, found)
+        return (
+            found
+            if isinstance(found, Mixes) or LENGTH in self._allowed
+            else self._counted(node, self._scaled(node, found))
+        )
+
+    def _counted(self, node: fx.Node, found: Place | Mixes) -> Place | Mixes:
+        """What is of another size for the whole sequence is so along it, or was made of its length; so is what was made of that."""
+        if isinstance(found, Mixes) or self._differing is None or not isinstance(self._value(node), torch.Tensor):
+            return found
+        longer = self._differing(node)
+        held = {i for i, dim in enumerate(found.dims) if any(atom in self.atoms for atom in axes.resolve(dim))}
+        if held and held != longer:
+            op = wrapped.name(self.mirror, node)
+            return Mixes(at=node, why="its axes are others for the whole sequence", remedy=GIVE_POSITIONS, op=op)
+        given = [place for x in node.all_input_nodes if isinstance(place := self.places[x], Place)]
+        counted = [place for place in given if place.is_counted]
+        is_counted = not held and bool(longer or counted)
+        # The same for each position, until something works along them.
+        is_repeated = all(place.is_uniform or place.is_repeated for place in counted) and ops.repeats(
+            node, bool(counted)
+        )
+        return dataclasses.replace(found, is_counted=is_counted, is_repeated=is_counted and is_repeated)
 
     def _of_call(self, node: fx.Node) -> Place | Mixes:
         call = wrapped.owner(self.mirror, node)

@@ -1,6 +1,7 @@
 """What each op does with the axis of positions: `place` gives where its result holds the sequence, or why it has no place.
 
-RULES has a line for each op. Pointwise ops are told by PyTorch's tag, views by passes/views.py.
+RULES has a line for each op, and arguments.py one for what it may be given. Pointwise ops are told by PyTorch's tag, views by
+passes/views.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx
 
 from attn_compiler.passes import axes, views
 from attn_compiler.passes.axes import Dim, Dims
-from attn_compiler.passes.context_parallel import lookups
+from attn_compiler.passes.context_parallel import arguments, lookups
 from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes, Place, Rule, alike, has, place_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ def place(context: Following, node: fx.Node) -> Place | Mixes:
     if not any(context.holds(x) or _holds_several(context, x) for x in given):
         is_uniform = bool(given) and not is_written and all(place_of(context, x).is_uniform for x in given)
         return _of_value(node, is_uniform=is_uniform and _keeps_uniform(node))
+    counted = next((x for x in given if context.is_counted(x)), None)
+    if counted is not None:
+        return Mixes(at=node, why=f"{counted.name} was made of how many positions the rank has", remedy=GIVE_POSITIONS)
     rule = RULES.get(node.target)
     if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         rule = _written if node.target._schema.is_mutable else _pointwise
@@ -48,7 +52,13 @@ def place(context: Following, node: fx.Node) -> Place | Mixes:
         rule = _view
     if rule is None:
         return Mixes(at=node, why="nothing is known of what it does with positions")
-    return rule(context, node)
+    if rule not in (_same, _view, _getitem) and (unknown := arguments.unknown(node)) is not None:
+        return unknown
+    found = rule(context, node)
+    counted = next((x for x in given if context.is_counted(x)), None)
+    if counted is not None and isinstance(found, Place):
+        return Mixes(at=node, why=f"{counted.name} was made of how many positions the rank has", remedy=GIVE_POSITIONS)
+    return found
 
 
 def _holds_several(context: Following, node: fx.Node) -> bool:
@@ -82,6 +92,11 @@ def _of_share(context: Following, node: fx.Node, given: Sequence[fx.Node]) -> Pl
     )
 
 
+def repeats(node: fx.Node, is_of_repeated: bool) -> bool:
+    """Whether a result has the same numbers for each of the rank's positions. is_of_repeated: its operands have, or some of them."""
+    return _keeps_uniform(node) if is_of_repeated else node.target in (aten.expand.default, aten.broadcast_to.default)
+
+
 def _keeps_uniform(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
         return False
@@ -106,6 +121,8 @@ def _joined(context: Following, node: fx.Node, operands: Sequence[fx.Node], rank
         tagged = [dim for _, dim in found if has(context, dim)]
         if tagged:
             for x, dim in found:
+                if place_of(context, x).is_repeated:
+                    continue
                 if not has(context, dim):
                     return Mixes(
                         at=node,
@@ -288,6 +305,8 @@ def _cross_entropy(context: Following, node: fx.Node) -> Place | Mixes:
         or not alike(context, axes.resolve(classes[0]), axes.resolve(of_labels[0]))
     ):
         return Mixes(at=node, why="its labels are not those of the positions of its logits")
+    if any(context.holds(x) for x in node.all_input_nodes if x not in (logits, labels)):
+        return Mixes(at=node, why="its weights hold the sequence")
     reduction = views.argument(node, "reduction", 1)
     if reduction == 0:
         return Place(dims=classes[:1])

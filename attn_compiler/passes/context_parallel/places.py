@@ -25,12 +25,15 @@ GIVE_POSITIONS = (
 class Place:
     """dims: the axes of a value; those of positions hold the sequence's atoms. several: of an op with several results, of each.
     is_uniform: all elements are one number, so that each rank has the same of it. is_share: a sum over the rank's own positions, which is a
-    share of the sum over all."""
+    share of the sum over all. is_counted: it does not hold the sequence, and was made of how many positions the rank has.
+    is_repeated: that only says how often it has the same numbers."""
 
     dims: Dims
     several: tuple[Dims, ...] | None = None
     is_uniform: bool = False
     is_share: bool = False
+    is_counted: bool = False
+    is_repeated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

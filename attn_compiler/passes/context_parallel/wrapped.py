@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attn_compiler.passes.context_parallel.following import Following
 
 #: what gives the same numbers as a tensor of another kind, or in other shares; Dynamo of torch 2.11 writes "prim" before some of them
-_DOORS = frozenset({"from_local", "of_local", "to_local", "summed_to_local", "share_of", "redistribute", "full_tensor"})
+DOORS = frozenset({"from_local", "of_local", "to_local", "summed_to_local", "share_of", "redistribute", "full_tensor"})
 
 
 def owner(mirror: Mirror, node: fx.Node) -> fx.Node | None:
@@ -61,7 +61,7 @@ def place(context: Following, node: fx.Node, call: fx.Node) -> Place | Mixes:
     value = values[results.index(node)]
     if not isinstance(value, torch.Tensor):
         return Place(dims=())
-    if _door(call) in _DOORS and given:
+    if _door(call) in DOORS and given:
         found = _resized(context, node, of_given[given[0]], given[0].meta["example_value"], value)
     else:
         found = _as_whole(context, node, call, of_given, results.index(node), value)

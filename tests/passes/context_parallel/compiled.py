@@ -67,15 +67,16 @@ def compile_and_run(
     attend: Attend | None = None,
     after: Before | None = None,
     data: Data | None = None,
+    length: int = LENGTH,
     **description: Any,
 ) -> torch.Tensor:
-    """One call of the compiled model. description: of ContextParallel."""
+    """One call of the compiled model. length: positions of the rank. description: of ContextParallel."""
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
         # The other rank is not there.
         patch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
         options = {"context_parallel": ContextParallel(mesh, **description), "inner": "eager"}
         compiled = torch.compile(Model(before, attend, after), backend="attn_compiler", options=options)
-        found: torch.Tensor = compiled(torch.randn(BATCH, LENGTH, WIDTH), **(data or {}))
+        found: torch.Tensor = compiled(torch.randn(BATCH, length, WIDTH), **(data or {}))
         return found
 
 

@@ -96,3 +96,48 @@ def test_a_share_of_a_loss_may_be_scaled(reads: str) -> None:
 def test_what_else_reads_a_share_of_a_loss_is_refused(reads: str) -> None:
     with pytest.raises(ContextParallelUnsupported, match="every rank has another share"):
         compile_and_run(after=_loss(reads), data=_LABELS)
+
+
+def _table(**given: object) -> Before:
+    return lambda m, x, d: x + F.embedding(d["position_ids"] % 5, m.embedding.weight, **given)  # type: ignore[arg-type]
+
+
+#: what counts the tokens that a rank has, in a result or in a gradient
+COUNTING: dict[str, Before] = {
+    "gradient by frequency": _table(scale_grad_by_freq=True),
+    "gradient by frequency, one row left out": _table(scale_grad_by_freq=True, padding_idx=1),
+    "gradient by frequency of sparse rows": _table(scale_grad_by_freq=True, sparse=True),
+    "rows that are normed where tokens read them": _table(max_norm=1.0),
+    "bags": lambda m, x, d: x + F.embedding_bag(d["position_ids"] % 5, m.embedding.weight)[:, None],
+    "bags by frequency": lambda m, x, d: (
+        x + F.embedding_bag(d["position_ids"] % 5, m.embedding.weight, scale_grad_by_freq=True)[:, None]
+    ),
+    "bincount": lambda m, x, d: x * torch.bincount(d["position_ids"].flatten(), minlength=9)[0],
+    "histogram": lambda m, x, d: x * torch.histc(x, 4)[0],
+    "batch norm": lambda m, x, d: F.batch_norm(x.transpose(1, 2), None, None, training=True).transpose(1, 2),
+    "instance norm": lambda m, x, d: F.instance_norm(x.transpose(1, 2)).transpose(1, 2),
+    "norm of all": lambda m, x, d: x / x.norm(),
+    "largest of all": lambda m, x, d: x / x.abs().max(),
+    "sum of all": lambda m, x, d: x - x.sum(),
+    "how many are positive": lambda m, x, d: x * (x > 0).sum(),
+    "how many are not zero": lambda m, x, d: x * torch.count_nonzero(x),
+    "mean of errors": lambda m, x, d: x * F.mse_loss(x, x.cos()),
+    "scattered": lambda m, x, d: x + torch.zeros(5, WIDTH).index_add(0, d["position_ids"][0] % 5, x[0])[0],
+    "one-hot, summed": lambda m, x, d: x + F.one_hot(d["position_ids"] % 5, 5).sum(1, keepdim=True)[..., :1],
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_what_counts_the_tokens_of_a_rank_is_refused(name: str) -> None:
+    with pytest.raises(ContextParallelUnsupported):
+        compile_and_run(before=COUNTING[name], data={"position_ids": positions()})
+
+
+@pytest.mark.parametrize("given", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": False}], ids=str)
+def test_a_table_is_read_for_each_position(given: dict[str, object]) -> None:
+    compile_and_run(before=_table(**given), data={"position_ids": positions()})
+
+
+def test_an_argument_that_no_line_names_is_named() -> None:
+    with pytest.raises(ContextParallelUnsupported, match="nothing is known of what scale_grad_by_freq=True does"):
+        compile_and_run(before=COUNTING["gradient by frequency"], data={"position_ids": positions()})

@@ -1,0 +1,99 @@
+"""A graph is rewritten on all ranks that share its sequence, or on none: they compare what they found before one of them goes on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from attn_compiler import torch_collectives, torch_compat
+from attn_compiler.codes import Code
+from attn_compiler.context_parallel import ContextParallel
+from attn_compiler.decisions import Reason
+from attn_compiler.errors import ContextParallelUnsupported, described
+from attn_compiler.lockstep import Meeting
+from attn_compiler.passes.context_parallel import saying
+from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.unit import Unit, module_path, source_line
+from attn_compiler.torch_meetings import TOLD
+
+#: seconds to wait until all ranks have compiled a graph: cold caches of one may take minutes
+_PATIENCE = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What became of a graph on one rank. text: what all ranks have to agree on. exchanges: when it runs, ranks wait for each other."""
+
+    text: str
+    exchanges: bool
+
+
+def together(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str], rewrite: Callable[[], Said]) -> None:
+    """Rewrite a graph on all ranks, or raise on all of them. beside: groups of ranks that have other heads."""
+    error: Exception | None = None
+    of_call = saying.of_call(unit.graph)
+    try:
+        found = rewrite()
+    except CannotShard as cannot:
+        error = told(mirror, cannot.at, cannot.reason)
+        found = Said(text=f"error: {error}", exchanges=False)
+    except Exception as failed:  # noqa: BLE001 (it is raised below)
+        # The others are not to wait for a rank that has failed.
+        error, found = failed, Said(text=f"error: {described(failed)}", exchanges=False)
+    subject = f"graph {torch_compat.graph_name()}{unit.name}"
+    same = "\n".join([found.text, *saying.of_options(unit.options)])
+    beside_of_call = TOLD + "\n".join(of_call)
+    try:
+        torch_collectives.agree(cp.group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)
+    except torch_collectives.RanksDisagree as differ:
+        remedy = "give every rank a batch of the same shapes (ContextParallel.shard does), the same options and the same modes"
+        error = _differing(mirror, differ, remedy, error)
+    # Tensor parallelism: what fails for one share of the heads is not to leave the others in a collective.
+    for group in beside:
+        has_failed = "compiles" if error is None else "compiles\nan error"
+        try:
+            torch_collectives.agree(group, subject, has_failed + beside_of_call, seconds=_PATIENCE)
+        except torch_collectives.RanksDisagree as differ:
+            remedy = "the error is told on the rank that has it: heads that all ranks have as many of may help"
+            error = error or _differing(mirror, differ, remedy, None)
+    if error is not None:
+        raise error
+    if found.exchanges:
+        code, runs = (
+            hashlib.sha256(same.encode()).hexdigest()[:16],
+            f"runs {subject}, which it has\n{same}{beside_of_call}",
+        )
+        # Shares of heads may differ, so their graphs have no name in common.
+        named = [(cp.group_name, code), *((group, "a share of the heads") for group in beside)]
+        unit.meetings = tuple(Meeting(group=group, code=name, told=runs) for group, name in named)
+
+
+def _differing(
+    mirror: Mirror, differ: torch_collectives.RanksDisagree, remedy: str, cause: Exception | None
+) -> ContextParallelUnsupported:
+    reason = Reason(
+        code=Code.CONTEXT_PARALLEL_UNSUPPORTED,
+        rule="all ranks compile the same graph",
+        observed=str(differ),
+        remedy=remedy,
+    )
+    found = told(mirror, None, reason)
+    found.__cause__ = cause
+    return found
+
+
+def told(mirror: Mirror | None, at: fx.Node | None, reason: Reason) -> ContextParallelUnsupported:
+    """A reason as the error that users see. at: the mirror node that it is about."""
+    is_here = mirror is not None and at is not None and at.graph is mirror.graph
+    owner = mirror.owner(at) if is_here and mirror is not None and at is not None else None
+    return ContextParallelUnsupported(
+        module="the graph" if owner is None else module_path(owner),
+        source=None if owner is None else source_line(owner),
+        rule=reason.rule,
+        observed=reason.observed,
+        remedy=reason.remedy,
+    )

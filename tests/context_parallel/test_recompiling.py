@@ -1,0 +1,58 @@
+"""A compilation that not all ranks make is an error on all of them, at once, and they may go on together."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.context_parallel import recompiling
+from tests.context_parallel.recompiling import OPTIONS, OTHERS, Outcome
+from tests.distributed import processes
+
+#: the group's own timeout is minutes
+_SECONDS = 20
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[tuple[str, int], Outcome]]:
+    return processes.run(recompiling.measured, None)
+
+
+@pytest.fixture(scope="module")
+def of_options() -> list[dict[str, Outcome]]:
+    return processes.run(recompiling.with_other_options)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_ranks_raise_and_say_what_differs(found: list[dict[tuple[str, int], Outcome]], name: str, who: int) -> None:
+    for outcomes in found:
+        outcome = outcomes[name, who]
+        assert outcome.error is not None
+        assert re.search(OTHERS[name][1], outcome.error), outcome.error
+        assert outcome.seconds < _SECONDS
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_error_names_the_rank(found: list[dict[tuple[str, int], Outcome]], name: str, who: int) -> None:
+    waiting = found[1 - who][name, who].error
+    assert waiting is not None
+    assert f"rank {who}: co" in waiting  # "compiles", "could not compile"
+    assert f"rank {1 - who}: runs graph" in waiting
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_go_on_together(found: list[dict[tuple[str, int], Outcome]], name: str) -> None:
+    assert all(outcomes[name, who].after for outcomes in found for who in (0, 1))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options_on_one_rank_are_refused_by_name(of_options: list[dict[str, Outcome]], name: str) -> None:
+    option = name.split(" ")[0]
+    for outcomes in of_options:
+        outcome = outcomes[name]
+        assert outcome.error is not None
+        assert f"{option}: " in outcome.error
+        assert outcome.seconds < _SECONDS
