@@ -80,7 +80,7 @@ def _compile(
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
     with lockstep.telling_of_failure(own, torch_compat.starts_over):
-        return _compile_with(gm, example_inputs, own, patches, mode=mode, options=options, name=name)
+        return _compile_with(gm, example_inputs, own, patches, name, mode=mode, options=options)
 
 
 def _compile_with(
@@ -88,12 +88,10 @@ def _compile_with(
     example_inputs: Sequence[Any],
     own: Options,
     patches: dict[str, Any],
-    *,
-    mode: str | None,
-    options: Mapping[str, Any] | None,
     name: str | None,
+    **given: Any,
 ) -> Callable[..., Any]:
-    """own, patches: what `options` say."""
+    """own, patches: what `options` say. given: `mode` and `options` as they were given."""
     # The next replay of a CUDA graph writes to what it gave back, and nothing shows that.
     is_recorded = False
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
@@ -107,7 +105,7 @@ def _compile_with(
             from attn_compiler.passes import rewrite
             from attn_compiler.verifying import checked
     except (ImportError, AttributeError) as error:
-        return without_us.or_raise(error)(gm, example_inputs, mode=mode, options=options)
+        return without_us.or_raise(error)(gm, example_inputs, **given)
 
     check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
     ahead = _ahead(own)
@@ -156,7 +154,7 @@ def _compile_with(
         if failed is None and _tell_of(built.failed):
             rewritten.take_back(gm)
             torch_packed.forget_guards(rewritten.further_inputs)
-            return _compile_with(gm, example_inputs, own, patches, mode=mode, options=options, name=name)
+            return _compile_with(gm, example_inputs, own, patches, name, **given)
         report = dataclasses.replace(report, kernels=built.seconds)
     _publish(report, own)
     meetings = [one for unit in rewritten.units for one in unit.meetings]

@@ -17,7 +17,7 @@ from attn_compiler.passes.fragment_keys import Unknown, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
+class FakeLike:
     """A tensor. like: on the meta device. memory: in whose it is, the inputs' first; one that is new is that of the first tensor in it."""
 
     like: torch.Tensor
@@ -25,14 +25,14 @@ class Made:
     memory: int
 
 
-class Recorder:
+class FakeRecorder:
     """Takes down tensors that some call made. holders: a tensor in each memory that the call was given."""
 
     def __init__(self, holders: Sequence[torch.Tensor]) -> None:
         self._memory = [holder.untyped_storage()._cdata for holder in holders]
         self._dtypes = [holder.dtype for holder in holders]
 
-    def made(self, value: Any) -> Made:
+    def made(self, value: Any) -> FakeLike:
         """To be called within `beside_modes`, without gradients. Raises Unknown for what can't be made again."""
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise Unknown
@@ -45,17 +45,17 @@ class Recorder:
         at = self._memory.index(storage)
         if self._dtypes[at] != value.dtype:
             raise Unknown
-        return Made(like=value.detach(), device=value.fake_device, memory=at)
+        return FakeLike(like=value.detach(), device=value.fake_device, memory=at)
 
 
-class Maker:
+class Remaker:
     """Makes them again, in their order, for another call. To be used within `beside_modes`, without gradients."""
 
     def __init__(self, mode: FakeTensorMode, holders: Sequence[torch.Tensor]) -> None:
         self._mode = mode
         self._holders = list(holders)
 
-    def fake(self, made: Made) -> FakeTensor:
+    def fake(self, made: FakeLike) -> FakeTensor:
         like = made.like
         if made.memory < len(self._holders):
             # Detached: beside the modes, a view of what wants a gradient would want one.

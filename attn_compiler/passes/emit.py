@@ -20,7 +20,7 @@ from attn_compiler.passes.axes import AxisError, Size
 from attn_compiler.passes.mirror import Mirror
 from attn_compiler.passes.mutation import Version
 from attn_compiler.passes.regions import Region
-from attn_compiler.passes.values import Values
+from attn_compiler.passes.values import EmittedValues
 from attn_compiler.spec import AttentionSpec
 from attn_compiler.target import Target
 
@@ -181,7 +181,7 @@ class GraphBuilder:
         self._carry: Carry | None = None
         self._keep: Keep | None = None
         self._made: list[fx.Node] = []
-        self._values = Values(mode)
+        self._values = EmittedValues(mode)
         self.held: list[Held] = []
 
     @property

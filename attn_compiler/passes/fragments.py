@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
 from attn_compiler.passes import bodies, mutation
-from attn_compiler.passes.alike import Made, Maker, Recorder
+from attn_compiler.passes.alike import FakeLike, FakeRecorder, Remaker
 from attn_compiler.passes.fragment_keys import NodeInputs, Stands, Unknown, key_of
 
 
@@ -42,7 +42,7 @@ class _Step:
     args: Any
     kwargs: Any
     name: str | None
-    value: Made | tuple[Made, ...]
+    value: FakeLike | tuple[FakeLike, ...]
     sequence: type | None
 
 
@@ -153,7 +153,7 @@ def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: 
     results = tuple(_result(leaf, inputs, places, tracer) for leaf in leaves)
     # Later nodes ask these for their symbolic sizes, and what the trace has for those goes by the object.
     asked = {made[x.step]: leaf for leaf, x in zip(leaves, results, strict=True) if x.input is None}
-    recorder = Recorder(inputs.holders)
+    recorder = FakeRecorder(inputs.holders)
     with torch_tracing.beside_modes(mode), torch.no_grad():
         steps = tuple(_step(node, asked, places, recorder, tracer) for node in made)
     moved = []
@@ -178,7 +178,7 @@ def _step(
     node: fx.Node,
     asked: dict[fx.Node, torch.Tensor],
     places: dict[fx.Node, int],
-    recorder: Recorder,
+    recorder: FakeRecorder,
     tracer: Any,
 ) -> _Step:
     target: Any = node.target
@@ -236,7 +236,7 @@ def made_again(call: NodeCall, tracer: Any) -> tuple[Any, list[fx.Node]]:
     nodes = list(inputs.nodes)
     results: list[Any] = []
     with torch_tracing.beside_modes(fragment.mode), torch.no_grad():
-        maker = Maker(fragment.mode, inputs.holders)
+        maker = Remaker(fragment.mode, inputs.holders)
         for step in fragment.steps:
             node = torch_tracing.add_node(
                 tracer, step.target, _filled(step.args, nodes), _filled(step.kwargs, nodes), step.name
@@ -265,7 +265,7 @@ def _filled(template: Any, nodes: list[fx.Node]) -> Any:
     return map_aggregate(template, node)
 
 
-def _value(step: _Step, maker: Maker) -> Any:
+def _value(step: _Step, maker: Remaker) -> Any:
     if not isinstance(step.value, tuple):
         return maker.fake(step.value)
     values = map(maker.fake, step.value)

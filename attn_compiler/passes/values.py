@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
-from attn_compiler.passes.alike import Made, Maker, Recorder
+from attn_compiler.passes.alike import FakeLike, FakeRecorder, Remaker
 from attn_compiler.passes.fragment_keys import NodeInputs, Unknown, key_of, writes
 
 
@@ -24,11 +24,11 @@ from attn_compiler.passes.fragment_keys import NodeInputs, Unknown, key_of, writ
 class _Found:
     """What a call gave: its tensors, each with whether it wants a gradient."""
 
-    tensors: tuple[tuple[Made, bool], ...]
+    tensors: tuple[tuple[FakeLike, bool], ...]
     spec: pytree.TreeSpec
 
 
-class Values:
+class EmittedValues:
     """Of the calls of one graph."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -56,7 +56,7 @@ class Values:
         given = {id(x) for x in inputs.values}
         if any(not isinstance(leaf, FakeTensor) or leaf.constant is not None or id(leaf) in given for leaf in leaves):
             return None
-        recorder = Recorder(inputs.holders)
+        recorder = FakeRecorder(inputs.holders)
         try:
             with torch_tracing.beside_modes(self._mode), torch.no_grad():
                 return _Found(tensors=tuple((recorder.made(x), x.requires_grad) for x in leaves), spec=spec)
@@ -65,6 +65,6 @@ class Values:
 
     def _again(self, inputs: NodeInputs, found: _Found) -> Any:
         with torch_tracing.beside_modes(self._mode), torch.no_grad():
-            maker = Maker(self._mode, inputs.holders)
+            maker = Remaker(self._mode, inputs.holders)
             leaves = [maker.fake(made).requires_grad_(wants) for made, wants in found.tensors]
         return pytree.tree_unflatten(leaves, found.spec)

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from attn_compiler import torch_tracing
-from attn_compiler.passes.alike import Made, Maker, Recorder
+from attn_compiler.passes.alike import FakeLike, FakeRecorder, Remaker
 from attn_compiler.passes.fragment_keys import Unknown
 
 MODE = FakeTensorMode(shape_env=ShapeEnv())
@@ -19,15 +19,15 @@ def _given(*, static: bool) -> Tensor:
     return MODE.from_tensor(torch.empty(5, 4), static_shapes=static)
 
 
-def _recorded(holders: list[Tensor], *values: Tensor) -> list[Made]:
-    recorder = Recorder(holders)
+def _recorded(holders: list[Tensor], *values: Tensor) -> list[FakeLike]:
+    recorder = FakeRecorder(holders)
     with torch_tracing.beside_modes(MODE), torch.no_grad():
         return [recorder.made(value) for value in values]
 
 
-def _made(holders: list[Tensor], found: list[Made]) -> list[Tensor]:
+def _made(holders: list[Tensor], found: list[FakeLike]) -> list[Tensor]:
     with torch_tracing.beside_modes(MODE), torch.no_grad():
-        maker = Maker(MODE, holders)
+        maker = Remaker(MODE, holders)
         return [maker.fake(made) for made in found]
 
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from attn_compiler import torch_tracing
-from attn_compiler.passes.values import Values
+from attn_compiler.passes.values import EmittedValues
 
 MODE = FakeTensorMode(shape_env=ShapeEnv())
 
@@ -26,7 +26,7 @@ class Runs:
     """Calls functions as a builder does, and counts what is run."""
 
     def __init__(self) -> None:
-        self.values = Values(MODE)
+        self.values = EmittedValues(MODE)
         self.ran = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, with_grad: bool = True, **named: Any) -> Any:

@@ -65,7 +65,7 @@ _FROM: Mapping[object, str] = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Compared:
+class ComparedLengths:
     """mirror: of the rank. whole: of the whole sequence. wholes: of each node of the one, that of the other."""
 
     mirror: Mirror
@@ -86,7 +86,7 @@ class NotComparable(Exception):
     """Why the whole sequence's program is not known. Internal."""
 
 
-def compare(unit: Unit, mirror: Mirror, cp: ContextParallel, given: Mapping[fx.Node, Input]) -> Compared:
+def compare(unit: Unit, mirror: Mirror, cp: ContextParallel, given: Mapping[fx.Node, Input]) -> ComparedLengths:
     """Raises CannotShard where the programs differ in more than sizes, NotComparable where there is only the rank's own."""
     whole = _whole_mirror(unit, cp, given)
     own_nodes, whole_nodes = _nodes(mirror), _nodes(whole)
@@ -103,7 +103,7 @@ def compare(unit: Unit, mirror: Mirror, cp: ContextParallel, given: Mapping[fx.N
         longer = own_nodes if len(own_nodes) > len(whole_nodes) else whole_nodes
         at = longer[min(len(own_nodes), len(whole_nodes))]
         raise _other_program(at if longer is own_nodes else own_nodes[-1], at)
-    return Compared(mirror=mirror, whole=whole, wholes=wholes)
+    return ComparedLengths(mirror=mirror, whole=whole, wholes=wholes)
 
 
 def _whole_mirror(unit: Unit, cp: ContextParallel, given: Mapping[fx.Node, Input]) -> Mirror:
@@ -137,8 +137,11 @@ def _longer(x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     shape = [n * size if i == axis else n for i, n in enumerate(x.shape)]
     # Axes further out have strides that hold the sequence.
     strides = [s * size if s > x.stride(axis) and n > 1 else s for s, n in zip(x.stride(), x.shape, strict=True)]
-    with torch.no_grad():
-        found = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    try:
+        with torch.no_grad():
+            found = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    except RuntimeError as error:
+        raise NotComparable(f"no memory for an input of the whole sequence: {described(error)}") from error
     return found.requires_grad_(x.requires_grad)
 
 

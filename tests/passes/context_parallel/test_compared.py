@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.passes.context_parallel import compared
 from tests.passes.context_parallel.compiled import (
     BATCH,
     LENGTH,
@@ -253,3 +254,12 @@ MASKS: dict[str, Attend] = {
 def test_a_mask_with_a_number_of_the_length_is_refused(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported):
         compile_and_run(attend=MASKS[name])
+
+
+def test_no_memory_for_the_whole_sequence_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "empty_strided", full)
+    with pytest.raises(compared.NotComparable, match="no memory for an input of the whole sequence"):
+        compared._longer(torch.ones(2, 4), 1, 2)
