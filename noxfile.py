@@ -28,18 +28,18 @@ AS_IT_IS = {"TESTS_QUICK": "0"}
 # What a user calls: the entry point, its options, reports and errors.
 PUBLIC_API = (
     "tests/test_always_runs.py",
-    "tests/test_backend.py",
+    "tests/compiling/test_backend.py",
     "tests/test_cache_safety.py",
-    "tests/test_doctor.py",
-    "tests/test_errors.py",
-    "tests/test_explaining.py",
+    "tests/reporting/test_doctor.py",
+    "tests/reasons/test_errors.py",
+    "tests/compiling/test_explaining.py",
     "tests/test_init.py",
-    "tests/test_options.py",
-    "tests/test_registration.py",
-    "tests/test_report.py",
-    "tests/test_torch_compat.py",
-    "tests/test_torch_observe.py",
-    "tests/test_torch_snapshots.py",
+    "tests/options/test_options.py",
+    "tests/compiling/test_registration.py",
+    "tests/reporting/test_report.py",
+    "tests/torch_private/test_compat.py",
+    "tests/torch_private/test_observe.py",
+    "tests/torch_private/test_snapshots.py",
 )
 
 

@@ -12,7 +12,7 @@ import torch
 import attn_compiler
 
 #: what is no Python, each read by the package or by type checkers
-DATA = ("py.typed", "lowerings/choice/fp8_sm90.csv", "lowerings/choice/priorities_sm90.csv", "page/page.css")
+DATA = ("py.typed", "lowerings/choice/fp8_sm90.csv", "lowerings/choice/priorities_sm90.csv", "reporting/page/page.css")
 
 
 def problems() -> list[str]:

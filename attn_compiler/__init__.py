@@ -16,8 +16,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_compiler.compiling.explaining import explain, explainer
     from attn_compiler.context_parallel import ContextParallel
-    from attn_compiler.errors import (
+    from attn_compiler.export import rewrite
+    from attn_compiler.options.options import Options
+    from attn_compiler.reasons.errors import (
         AttnCompilerError,
         AttnCompilerWarning,
         CompileFailed,
@@ -35,19 +38,16 @@ if TYPE_CHECKING:
         VerificationMismatch,
         VerifyFailed,
     )
-    from attn_compiler.explaining import explain, explainer
-    from attn_compiler.export import rewrite
-    from attn_compiler.fp8_errors import (
+    from attn_compiler.reasons.fp8_errors import (
         Fp8RecipeUnused,
         Fp8StateInvalid,
         Fp8StateMismatch,
         Fp8StateOutdated,
     )
-    from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
-    from attn_compiler.fp8_state import fp8_state_dict, load_fp8_state_dict
-    from attn_compiler.options import Options
-    from attn_compiler.publishing import reports, reset
-    from attn_compiler.report import Report, Reports
+    from attn_compiler.reporting.publishing import reports, reset
+    from attn_compiler.reporting.report import Report, Reports
+    from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+    from attn_compiler.torch_private.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.verifying import verifications
 
 __all__ = [
@@ -91,40 +91,40 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AttnCompilerError": "attn_compiler.errors",
-    "AttnCompilerWarning": "attn_compiler.errors",
-    "CompileFailed": "attn_compiler.errors",
+    "AttnCompilerError": "attn_compiler.reasons.errors",
+    "AttnCompilerWarning": "attn_compiler.reasons.errors",
+    "CompileFailed": "attn_compiler.reasons.errors",
     "ContextParallel": "attn_compiler.context_parallel",
-    "ContextParallelInput": "attn_compiler.errors",
-    "ContextParallelUnsupported": "attn_compiler.errors",
-    "CudnnRefused": "attn_compiler.errors",
-    "CurrentScaling": "attn_compiler.fp8_recipe",
-    "DelayedScaling": "attn_compiler.fp8_recipe",
-    "ExportUnsupported": "attn_compiler.errors",
-    "Fp8Recipe": "attn_compiler.fp8_recipe",
-    "Fp8RecipeUnused": "attn_compiler.fp8_errors",
-    "Fp8StateInvalid": "attn_compiler.fp8_errors",
-    "Fp8StateMismatch": "attn_compiler.fp8_errors",
-    "Fp8StateOutdated": "attn_compiler.fp8_errors",
-    "InvalidOption": "attn_compiler.errors",
-    "LoweringUnavailable": "attn_compiler.errors",
-    "NotAnExportedProgram": "attn_compiler.errors",
-    "Options": "attn_compiler.options",
-    "PassFailed": "attn_compiler.errors",
-    "Report": "attn_compiler.report",
-    "ReportNotSaved": "attn_compiler.errors",
-    "Reports": "attn_compiler.report",
-    "StaticScaling": "attn_compiler.fp8_recipe",
-    "UnknownOption": "attn_compiler.errors",
-    "UnsupportedTorch": "attn_compiler.errors",
-    "VerificationMismatch": "attn_compiler.errors",
-    "VerifyFailed": "attn_compiler.errors",
-    "explain": "attn_compiler.explaining",
-    "explainer": "attn_compiler.explaining",
-    "fp8_state_dict": "attn_compiler.fp8_state",
-    "load_fp8_state_dict": "attn_compiler.fp8_state",
-    "reports": "attn_compiler.publishing",
-    "reset": "attn_compiler.publishing",
+    "ContextParallelInput": "attn_compiler.reasons.errors",
+    "ContextParallelUnsupported": "attn_compiler.reasons.errors",
+    "CudnnRefused": "attn_compiler.reasons.errors",
+    "CurrentScaling": "attn_compiler.spec.fp8_recipe",
+    "DelayedScaling": "attn_compiler.spec.fp8_recipe",
+    "ExportUnsupported": "attn_compiler.reasons.errors",
+    "Fp8Recipe": "attn_compiler.spec.fp8_recipe",
+    "Fp8RecipeUnused": "attn_compiler.reasons.fp8_errors",
+    "Fp8StateInvalid": "attn_compiler.reasons.fp8_errors",
+    "Fp8StateMismatch": "attn_compiler.reasons.fp8_errors",
+    "Fp8StateOutdated": "attn_compiler.reasons.fp8_errors",
+    "InvalidOption": "attn_compiler.reasons.errors",
+    "LoweringUnavailable": "attn_compiler.reasons.errors",
+    "NotAnExportedProgram": "attn_compiler.reasons.errors",
+    "Options": "attn_compiler.options.options",
+    "PassFailed": "attn_compiler.reasons.errors",
+    "Report": "attn_compiler.reporting.report",
+    "ReportNotSaved": "attn_compiler.reasons.errors",
+    "Reports": "attn_compiler.reporting.report",
+    "StaticScaling": "attn_compiler.spec.fp8_recipe",
+    "UnknownOption": "attn_compiler.reasons.errors",
+    "UnsupportedTorch": "attn_compiler.reasons.errors",
+    "VerificationMismatch": "attn_compiler.reasons.errors",
+    "VerifyFailed": "attn_compiler.reasons.errors",
+    "explain": "attn_compiler.compiling.explaining",
+    "explainer": "attn_compiler.compiling.explaining",
+    "fp8_state_dict": "attn_compiler.torch_private.fp8_state",
+    "load_fp8_state_dict": "attn_compiler.torch_private.fp8_state",
+    "reports": "attn_compiler.reporting.publishing",
+    "reset": "attn_compiler.reporting.publishing",
     "rewrite": "attn_compiler.export",
     "verifications": "attn_compiler.verifying",
 }

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import attn_compiler
-from attn_compiler.errors import nearest
+from attn_compiler.reasons.errors import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _code(name: str) -> int:
-    from attn_compiler.code_pages import PAGES, page_of
+    from attn_compiler.reasons.pages import PAGES, page_of
 
     page = page_of(name)
     if page is None:
@@ -56,7 +56,7 @@ def _doctor(*, as_json: bool) -> None:
     # Imported late, so that the usage text does not wait for torch.
     from rich.console import Console
 
-    from attn_compiler.doctor import examine, to_tables
+    from attn_compiler.reporting.doctor import examine, to_tables
 
     checkup = examine()
     if as_json:

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attn_compiler import masks, scores
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.hopper.plan import GRAD_BLOCKS
 from attn_compiler.lowerings.shared import parts, tile_table
-from attn_compiler.target import Target
+from attn_compiler.spec import masks, scores
+from attn_compiler.spec.target import Target
 from benchmarks import kernel_cases, kernel_peers
 from benchmarks.kernel_cases import Case, EagerEmitter, Problem
 

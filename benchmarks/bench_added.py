@@ -43,11 +43,10 @@ from attn_compiler.lowerings.choice import hopper_added
 from attn_compiler.lowerings.hopper import plan
 from attn_compiler.lowerings.hopper.lowering import further_operands, read_by_backward
 from attn_compiler.lowerings.hopper.plan import ForwardBlocks
-from attn_compiler.lowerings.shared import ahead, imagined, part_tensors
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.target import Target
+from attn_compiler.lowerings.shared import ahead, imagined, part_tensors, parts as site_parts
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.spec.target import Target
 from benchmarks import added_cases, bench_kernels, bench_select, harness
 from benchmarks.added_cases import CASES, AddedCase, Problem
 from benchmarks.bench_kernels import Timed

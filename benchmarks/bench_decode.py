@@ -34,10 +34,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_compiler.lowerings.decode import plan
-from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode import plan, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import decode_cases, decode_reading, harness
 from benchmarks.decode_cases import TRIED, Case, Problem
 

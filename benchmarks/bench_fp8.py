@@ -38,7 +38,7 @@ import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, harness, kernel_cases, waves
 from benchmarks.bench_kernels import Timed
 from benchmarks.harness import BACKEND

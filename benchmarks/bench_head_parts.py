@@ -42,8 +42,8 @@ from attn_compiler.lowerings.hopper import plan
 from attn_compiler.lowerings.hopper.plan import ForwardBlocks
 from attn_compiler.lowerings.shared import ahead, imagined, part_tensors
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, harness, kernel_cases, select_cases
 from benchmarks.bench_kernels import Timed
 from benchmarks.kernel_cases import Case, EagerEmitter, Problem

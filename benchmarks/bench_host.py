@@ -32,19 +32,20 @@ if "--dry-run" in sys.argv:
 import torch
 import triton
 
-from attn_compiler.lowerings.decode import latent_launch, latent_schedule
-from attn_compiler.lowerings.decode import launch as decode_launch
-from attn_compiler.lowerings.decode import schedule as decode_schedule
-from attn_compiler.lowerings.hopper import backward_launch as hopper_backward
-from attn_compiler.lowerings.hopper import launch as hopper_launch
+from attn_compiler.lowerings.decode import (
+    latent_launch,
+    latent_schedule,
+    launch as decode_launch,
+    schedule as decode_schedule,
+)
+from attn_compiler.lowerings.hopper import backward_launch as hopper_backward, launch as hopper_launch
 from attn_compiler.lowerings.shared import ahead, imagined
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.triton import launch as triton_launch
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import harness
 from tests.lowerings import kernel_problems
-from tests.lowerings.decode import latent_problems
-from tests.lowerings.decode import problems as decode_problems
+from tests.lowerings.decode import latent_problems, problems as decode_problems
 from tests.lowerings.hopper import problems as hopper_problems
 from tests.lowerings.kernel_cases import Case
 

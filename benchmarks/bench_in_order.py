@@ -40,7 +40,7 @@ from attn_compiler.lowerings.choice import in_order, shape_class
 from attn_compiler.lowerings.hopper.lowering import backward_of
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared import ahead, imagined, part_tensors, persistent
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases
 from benchmarks.bench_kernels import Timed
 from benchmarks.kernel_cases import Case, EagerEmitter, Problem

@@ -33,7 +33,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import harness, kernel_cases, kernel_peers
 from benchmarks.harness import BACKEND
 from benchmarks.kernel_cases import Case, Pass, Problem

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from attn_compiler.lowerings.decode import latent_schedule, plan
 from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
-from attn_compiler.masks import MaskSpec
-from attn_compiler.scores import ScoreSpec
-from attn_compiler.spec import AttentionSpec, LatentSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec, LatentSpec, TensorSpec
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import ScoreSpec
+from attn_compiler.spec.target import Target
 from benchmarks import bench_decode, harness
 from benchmarks.mla_model import Caches, Decoder, Sizes
 

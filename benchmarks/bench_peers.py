@@ -42,7 +42,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_h200, bench_kernels, bench_select, harness, kernel_cases, peer_sides, select_cases, waves
 from benchmarks.bench_kernels import Timed
 from benchmarks.kernel_cases import Case, Pass, Problem

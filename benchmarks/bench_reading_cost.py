@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_reading_cost
 
-The programs are those of tests/passes/reading/loops.py, around `scaled_dot_product_attention`. Each compilation has empty caches, and the
-two backends take turns. Seconds are medians. Writes benchmarks/results/reading_cost.csv. Exits with 1 where a ratio to Inductor is above
-the limit. Beside aot_eager, which generates no code, the passes' own share shows.
+The programs are those of tests/passes/recovering/reading/loops.py, around `scaled_dot_product_attention`. Each compilation has empty
+caches, and the two backends take turns. Seconds are medians. Writes benchmarks/results/reading_cost.csv. Exits with 1 where a ratio to
+Inductor is above the limit. Beside aot_eager, which generates no code, the passes' own share shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._inductor.utils import fresh_cache
 
 import attn_compiler
 from benchmarks import harness
-from tests.passes.reading.loops import BOUNDED, READ, Loop
+from tests.passes.recovering.reading.loops import BOUNDED, READ, Loop
 
 RESULTS = Path(__file__).parent / "results" / "reading_cost.csv"
 MAX_RATIO = 1.5

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import attn_compiler
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 from benchmarks import harness
 from benchmarks.harness import BACKEND, BASELINE, Step
 

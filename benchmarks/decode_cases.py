@@ -9,11 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
-from attn_compiler.masks import Dense, MaskKind, MaskSpec
-from attn_compiler.scores import ScoreChange, ScoreSpec, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec, StoredSpec, TensorSpec
+from attn_compiler.spec import masks
+from attn_compiler.spec.attention import AttentionSpec, StoredSpec, TensorSpec
+from attn_compiler.spec.masks import Dense, MaskKind, MaskSpec
+from attn_compiler.spec.scores import ScoreChange, ScoreSpec, Sinks, Softcap
 
 #: caches of one case together, so that none is in the L2 cache when its turn comes
 CACHES_BYTES = 300_000_000

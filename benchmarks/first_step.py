@@ -30,7 +30,7 @@ from benchmarks import first_step_cases, harness
 from benchmarks.first_step_cases import CALLS, Size
 
 #: what our backend imports at its first graph, whether or not its passes run
-_OURS = ("attn_compiler.backend", "attn_compiler.lowerings", "attn_compiler.passes")
+_OURS = ("attn_compiler.compiling.backend", "attn_compiler.lowerings", "attn_compiler.passes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def measure(job: Job) -> Measured:
 def _import_ours() -> None:
     """As the backend does at its first graph."""
     importlib.import_module(_OURS[0])
-    from attn_compiler import collector
+    from attn_compiler.torch_private import collector
 
     with collector.paused():
         for name in _OURS:

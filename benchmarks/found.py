@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 from benchmarks import compare
 
 COLUMNS = ("graphs", "sites", "misses", "proved", "dense", "lowerings", "masks", "why")

@@ -207,7 +207,7 @@ def _decode(case: str) -> Callable[[str], Timing]:
         from torch.nn.attention import SDPBackend
 
         from attn_compiler.lowerings.decode import schedule
-        from attn_compiler.target import Target
+        from attn_compiler.spec.target import Target
         from benchmarks import bench_decode, decode_cases
 
         problem = decode_cases.build(decode_cases.BY_NAME[case], device)

@@ -14,14 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from attn_compiler import added_scores, masks, scores
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.base import Operands, Tiles
 from attn_compiler.lowerings.shared import part_tensors, parts, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec import added_scores, masks, scores
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.target import Target
 
 #: forward without gradients; the gradients alone; both through autograd
 Pass = Literal["forward", "backward", "both"]

@@ -32,26 +32,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
-from attn_compiler.lowerings.decode import latent_schedule
-from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode import latent_schedule, schedule as decode_schedule
 from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.fp8.rounding import How, Rounding
-from attn_compiler.lowerings.hopper import backward_launch
-from attn_compiler.lowerings.hopper import fp8_launch as hopper_launch
-from attn_compiler.lowerings.hopper import launch as hopper_half_launch
+from attn_compiler.lowerings.hopper import backward_launch, fp8_launch as hopper_launch, launch as hopper_half_launch
 from attn_compiler.lowerings.shared import persistent
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.triton import fp8_launch as triton_launch
-from attn_compiler.lowerings.triton import launch
-from attn_compiler.target import Target
-from tests.lowerings.decode import latent_problems
-from tests.lowerings.decode import problems as decode_problems
+from attn_compiler.lowerings.triton import fp8_launch as triton_launch, launch
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.target import Target
+from tests.lowerings.decode import latent_problems, problems as decode_problems
 from tests.lowerings.decode.kernels import compiling as decode_compiling
 from tests.lowerings.fp8 import problems as fp8_problems
 from tests.lowerings.hopper import problems as hopper_problems
-from tests.lowerings.hopper.kernels import compiling as hopper_compiling
-from tests.lowerings.hopper.kernels import compiling_backward
+from tests.lowerings.hopper.kernels import compiling as hopper_compiling, compiling_backward
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import build, planned
 from tests.lowerings.triton.kernels import compiling_fp8 as fp8_compiling

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
 from benchmarks.kernel_cases import Case
 
 _TOKENS, _WIDTH = 16384, 2048

@@ -33,9 +33,9 @@ from pathlib import Path
 from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.lowerings.choice import priorities, shape_class
 from attn_compiler.lowerings.hopper.lowering import backward_of
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.spec.target import Target
 from benchmarks import bench_select, harness, select_cases, standing
 
 HEAD_DIMS = ((1, 64), (65, 96), (97, 128), (129, 256))

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_compiler.masks import Alignment, Causal, Dense, Flag, MaskSpec
-from attn_compiler.scores import DenseBias, ScoreChange, ScoreSpec, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec, TensorSpec
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import Alignment, Causal, Dense, Flag, MaskSpec
+from attn_compiler.spec.scores import DenseBias, ScoreChange, ScoreSpec, Sinks, Softcap
 
 AXES = "bhqk"
 

@@ -162,6 +162,6 @@ def each_test_alike() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    if "attn_compiler.publishing" in sys.modules:
-        sys.modules["attn_compiler.publishing"].reset()
+    if "attn_compiler.reporting.publishing" in sys.modules:
+        sys.modules["attn_compiler.reporting.publishing"].reset()
     _freeze()

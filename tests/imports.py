@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "attn_compiler"
 
 Graph = Mapping[str, frozenset[str]]
+Statements = Callable[[list[ast.stmt]], Iterator[ast.stmt]]
 
 
 def graph() -> Graph:
     """Module -> the modules that it imports when it is imported itself. What a function imports, or a type checker, does not count."""
+    return _graph(_at_import)
+
+
+def reading_graph() -> Graph:
+    """Module -> all modules that it imports anywhere: what somebody who reads it meets."""
+    return _graph(_anywhere)
+
+
+def rooms(graph: Graph, folder: str) -> Graph:
+    """File or folder of a folder of the package, by its name there -> the others there that it imports. folder: as a dotted name."""
+    found: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        if (room := _room(module, folder)) is not None:
+            others = {_room(name, folder) for name in imported} - {None, room}
+            found.setdefault(room, set()).update(other for other in others if other is not None)
+    return {room: frozenset(others) for room, others in found.items()}
+
+
+def _room(module: str, folder: str) -> str | None:
+    if module == folder:
+        return "__init__"
+    inside = module.removeprefix(f"{folder}.")
+    return None if inside == module else inside.split(".")[0]
+
+
+def _graph(statements: Statements) -> Graph:
     files = {_dotted(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
-    return {name: frozenset(_imported(path, files)) - {name} for name, path in files.items()}
+    return {name: frozenset(_imported(path, files, statements)) - {name} for name, path in files.items()}
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -41,8 +69,8 @@ def _dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported(path: Path, files: Mapping[str, Path]) -> Iterator[str]:
-    for node in _at_import(ast.parse(path.read_text()).body):
+def _imported(path: Path, files: Mapping[str, Path], statements: Statements) -> Iterator[str]:
+    for node in statements(ast.parse(path.read_text()).body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -63,3 +91,22 @@ def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         for inner in ("body", "orelse", "handlers", "finalbody"):
             if isinstance(node, ast.If | ast.Try | ast.With):
                 yield from _at_import(getattr(node, inner, []))
+
+
+def _anywhere(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        yield from (node for node in ast.walk(statement) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def main() -> None:
+    """Prints the rooms, arrows and circles of each folder, late and type-only imports included: python -m tests.imports"""
+    found = reading_graph()
+    folders = sorted({name.rpartition(".")[0] for name in found if "." in name})
+    for folder in folders:
+        inside = rooms(found, folder)
+        words = ", ".join(" ".join(circle) for circle in circles(inside)) or "none"
+        sys.stdout.write(f"{folder}: {len(inside)} rooms, {sum(map(len, inside.values()))} arrows, circles: {words}\n")
+
+
+if __name__ == "__main__":
+    main()

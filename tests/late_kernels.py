@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import attn_compiler
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from benchmarks.first_step import Kernels
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attn_compiler.masks import Alignment
+from attn_compiler.spec.masks import Alignment
 from tests.cases import Inputs
 
 FACTOR = 2.0

@@ -14,15 +14,23 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses import FakeTensorMode
 
 import attn_compiler
-import attn_compiler.backend as backend_module
+import attn_compiler.compiling.backend as backend_module
 import attn_compiler.passes as passes_module
-import attn_compiler.publishing as publishing_module
-from attn_compiler import dump, fp8_state, rotary_tables, torch_compat, torch_inductor, torch_snapshots
-from attn_compiler.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, PassFailed
+import attn_compiler.reporting.publishing as publishing_module
+from attn_compiler.lowerings.graph_ops import rotary_tables
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
-from attn_compiler.passes import body_inputs, buffers, faults, fp8_sites, summary
-from attn_compiler.verifying import plan as plan_module
-from attn_compiler.verifying import running
+from attn_compiler.passes.graph import faults
+from attn_compiler.passes.recovering import body_inputs
+from attn_compiler.passes.writing import buffers, fp8_sites, select, summary
+from attn_compiler.reasons.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, PassFailed
+from attn_compiler.reporting import dump
+from attn_compiler.torch_private import (
+    compat as torch_compat,
+    fp8_state,
+    inductor as torch_inductor,
+    snapshots as torch_snapshots,
+)
+from attn_compiler.verifying import plan as plan_module, running
 from tests.inductor_caches import no_graphs
 from tests.passes.compiling import CPU_FLASH, compiled
 from tests.without_inductor import without_inductor
@@ -128,7 +136,7 @@ STEPS: dict[str, tuple[Break, str, bool]] = {
     "report": (_fails(summary, "report"), "pass 'report' failed", True),
     "target of the report": (_fails(summary, "_target"), "pass 'report' failed", True),
     "devices": (_fails(backend_module.torch_compat, "graph_devices"), "graph_devices is broken", True),
-    "availability": (_fails(backend_module, "_require_available"), "failed to prepare the graph", True),
+    "availability": (_fails(select, "require_available"), "failed to prepare the graph", True),
     "cache key": (_fails(backend_module, "cache_key"), "failed to prepare the graph", True),
     "inner compiler": (_inner_fails, "failed to compile the rewritten graph with eager", True),
     "publication": (_fails(publishing_module, "publish", afterwards=False), "failed to publish the report", False),

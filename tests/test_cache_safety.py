@@ -19,8 +19,10 @@ NEXT_RELEASE = ("3.0", "0.2.0")
 
 SCRIPT = """
 import json, sys, torch
-from attn_compiler import cache, lowerings, passes, publishing
-from attn_compiler.report import Report
+from attn_compiler import lowerings, passes
+from attn_compiler.reporting import publishing
+from attn_compiler.options import cache
+from attn_compiler.reporting.report import Report
 
 factor, version, earlier_version = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 passes.run_pipeline = lambda gm, options: Report(graph="", target="")

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 import attn_compiler
 from attn_compiler.lowerings.cudnn import frontend
-from attn_compiler.passes import select
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.passes.writing import select
+from attn_compiler.spec.attention import AttentionSpec
 
 STEPS = 100
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
-from attn_compiler.passes import select
+from attn_compiler.passes.writing import select
 from tests.attention_layer import Attention
 from tests.inductor_caches import no_graphs
 from tests.thinned import in_full

@@ -14,11 +14,11 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import attn_compiler
-import attn_compiler.backend as backend_module
-from attn_compiler.errors import AttnCompilerWarning, KernelFailed
+import attn_compiler.compiling.backend as backend_module
 from attn_compiler.lowerings.decode import launch as decode_launch
 from attn_compiler.lowerings.shared import ahead, launching, listing, listing_launch, on_device, replaying
 from attn_compiler.lowerings.shared.failures import FAILURES
+from attn_compiler.reasons.errors import AttnCompilerWarning, KernelFailed
 
 B, H, S, D = 2, 2, 40, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

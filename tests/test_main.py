@@ -9,8 +9,8 @@ import pytest
 
 import attn_compiler
 from attn_compiler import __main__ as command_line
-from attn_compiler.code_pages import PAGES
-from attn_compiler.codes import Code
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.pages import PAGES
 
 
 def test_the_command_line_prints_a_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,11 +20,11 @@ _RAISED = "an exception that holds a reason: the tests of what raises it see its
 
 #: files without tests at their place, and why
 WITHOUT: dict[str, str] = {
-    "code_pages/page.py": "fields and four kinds, without a line that runs: the tests of each module of pages fill them",
+    "reasons/pages/page.py": "fields and four kinds, without a line that runs: the tests of each module of pages fill them",
     "passes/context_parallel/refusing.py": _RAISED,
-    "passes/patterns/steps.py": "fields alone: test_score_steps.py fills them, and test_score_chain.py adds them up",
+    "passes/matching/patterns/steps.py": "fields alone: test_score_steps.py fills them, and test_score_chain.py adds them up",
     "passes/unpad/refusing.py": _RAISED,
-    "rewrites/refusing.py": _RAISED,
+    "passes/rewrites/refusing.py": _RAISED,
 }
 
 
@@ -53,14 +53,21 @@ def test_files_that_got_tests_are_off_the_list() -> None:
 
 
 def test_a_file_without_tests_is_seen() -> None:
-    files = ["masks.py", "nothing.py", "__main__.py", "passes/__init__.py", "page/__init__.py", "code_pages/nothing.py"]
-    assert _untested(map(Path, files)) == {"nothing.py", "page/__init__.py", "code_pages/nothing.py"}
+    files = [
+        "spec/masks.py",
+        "nothing.py",
+        "__main__.py",
+        "passes/__init__.py",
+        "reporting/page/__init__.py",
+        "code_pages/nothing.py",
+    ]
+    assert _untested(map(Path, files)) == {"nothing.py", "reporting/page/__init__.py", "code_pages/nothing.py"}
 
 
 def test_a_package_that_defines_nothing_needs_no_tests() -> None:
     found = {file.as_posix() for file in _files()}
     assert "passes/__init__.py" in found
-    assert "page/__init__.py" not in found
+    assert "reporting/page/__init__.py" not in found
 
 
 def test_no_file_is_long() -> None:

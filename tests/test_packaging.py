@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from attn_compiler import torch_compat, tried
+from attn_compiler.spec import tried
+from attn_compiler.torch_private import compat as torch_compat
 
 ROOT = Path(__file__).parents[1]
 #: of https://www.apache.org/licenses/LICENSE-2.0.txt

@@ -30,7 +30,7 @@ if given.get("load"):
 
 import attn_compiler
 from tests.attention_layer import Attention
-from tests.rewrites.watching import watched, without_times
+from tests.passes.rewrites.watching import watched, without_times
 
 torch.manual_seed(0)
 layers = nn.ModuleList(Attention(2, 8) for _ in range(2))
@@ -117,12 +117,12 @@ def test_a_second_process_imports_no_passes(tmp_path: Path) -> None:
     first, second = (set(json.loads(ANOTHER(_IMPORTED, environment=environment).stdout)) for _ in range(2))
     unwanted = {
         "attn_compiler.passes.pipeline",
-        "attn_compiler.passes.patterns",
+        "attn_compiler.passes.matching.patterns",
         "attn_compiler.passes.context_parallel",
     }
     assert unwanted <= first
     assert "attn_compiler.passes" in second
-    assert not (unwanted | {"attn_compiler.verifying.first", "attn_compiler.render", "rich"}) & second
+    assert not (unwanted | {"attn_compiler.verifying.first", "attn_compiler.reporting.render", "rich"}) & second
 
 
 def test_checkpoints_of_a_second_process(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 
-from attn_compiler.code_pages import PAGES, SECTIONS, ExampleKind, Page
+from attn_compiler.reasons.pages import PAGES, SECTIONS, ExampleKind, Page
 
 HEAD = """# Codes
 

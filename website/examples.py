@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 
 import attn_compiler
-from attn_compiler import masks, scores
-from attn_compiler.code_pages import ExampleKind, Page
-from attn_compiler.decisions import Reason
-from attn_compiler.errors import AttnCompilerError
-from attn_compiler.fp8_recipe import Fp8Recipe
 from attn_compiler.lowerings import by_name
-from attn_compiler.options import Options
-from attn_compiler.passes.select import decide
-from attn_compiler.report import Report
-from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.errors import AttnCompilerError
+from attn_compiler.reasons.pages import ExampleKind, Page
+from attn_compiler.reporting.report import Report
+from attn_compiler.spec import masks, scores
+from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
+from attn_compiler.spec.fp8_recipe import Fp8Recipe
+from attn_compiler.spec.target import Target
 
 
 def attention(

@@ -10,7 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from attn_compiler.code_pages import PAGES
+from attn_compiler.reasons.pages import PAGES
 from website import codes, links, options, plots
 
 ROOT = Path(__file__).parents[1]

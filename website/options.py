@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
 
 HEAD = """# Options
 

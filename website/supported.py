@@ -10,14 +10,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, scores, torch_compat, tried
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import LOWERINGS, by_name
-from attn_compiler.options import Options
-from attn_compiler.passes.select import decide
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.spec import masks, scores, tried
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import compat as torch_compat
 from website import triton_table
 from website.examples import attention, causal
 

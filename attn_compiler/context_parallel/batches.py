@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.errors import ContextParallelInput
+from attn_compiler.reasons.errors import ContextParallelInput
 
 #: what losses leave out: the default of torch.nn.functional.cross_entropy's ignore_index
 IGNORED = -100

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_compiler.context_parallel import batches
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.errors import ContextParallelInput, InvalidOption
+from attn_compiler.reasons.errors import ContextParallelInput, InvalidOption
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -172,13 +172,13 @@ class ContextParallel:
         both = torch.stack([total.double(), counts])
         if self.size > 1:
             # Imported here: naming the option loads no op.
-            from attn_compiler import torch_collectives
+            from attn_compiler.context_parallel import collectives as torch_collectives
 
             both = torch_collectives.summed_over_ranks(both, self.group_name)
         return (both[0] / both[1]).to(total.dtype if total.is_floating_point() else torch.get_default_dtype())
 
     def _gathered(self, x: Tensor, dim: int) -> Tensor:
-        from attn_compiler import torch_collectives
+        from attn_compiler.context_parallel import collectives as torch_collectives
 
         whole: Tensor = torch_collectives.gathered_sequence(x, dim, self.size, self.is_balanced, self.group_name)
         return whole

@@ -8,8 +8,9 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from attn_compiler import lowerings, torch_compat
-from attn_compiler.op_library import NAMESPACE
+from attn_compiler import lowerings
+from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.torch_private.op_library import NAMESPACE
 
 _PLAIN = {torch.ops.attn_compiler.held.default: torch.ops.aten.clone.default}
 #: Ops of lowerings that can be packaged. Their twins are there from here on, for programs that are loaded.

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler import torch_compat
-from attn_compiler.passes import expand
+from attn_compiler.passes.spelling import expand
+from attn_compiler.torch_private import compat as torch_compat
 
 
 def spelled_out(gm: fx.GraphModule, before: Collection[fx.Node], mode: FakeTensorMode) -> dict[fx.Node, fx.Node]:

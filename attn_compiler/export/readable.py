@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_compat, torch_snapshots
+from attn_compiler.torch_private import compat as torch_compat, snapshots as torch_snapshots
 
 _ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 #: what a node has of its origin that says nothing of its own value

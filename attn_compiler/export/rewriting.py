@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.export import ExportedProgram
 
-from attn_compiler import torch_compat, torch_export, torch_tracing
-from attn_compiler.errors import (
+from attn_compiler.export.own_ops import compiled_ahead
+from attn_compiler.export.plain_ops import spelled_out
+from attn_compiler.export.readable import Readable, put_back, readable
+from attn_compiler.options.options import Options, check_lowering_names, own_name, split_options
+from attn_compiler.reasons.errors import (
     AttnCompilerError,
     AttnCompilerWarning,
     CompileFailed,
@@ -20,12 +23,9 @@ from attn_compiler.errors import (
     NotAnExportedProgram,
     described,
 )
-from attn_compiler.export.own_ops import compiled_ahead
-from attn_compiler.export.plain_ops import spelled_out
-from attn_compiler.export.readable import Readable, put_back, readable
-from attn_compiler.options import Options, check_lowering_names, own_name, split_options
-from attn_compiler.report import Report
-from attn_compiler.target import Target
+from attn_compiler.reporting.report import Report
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import compat as torch_compat, export as torch_export, tracing as torch_tracing
 
 if TYPE_CHECKING:
     from torch._subclasses import FakeTensorMode
@@ -50,8 +50,8 @@ def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | 
     returned is the program as it came.
     """
     from attn_compiler.passes import rewrite as run_passes
-    from attn_compiler.passes import summary
-    from attn_compiler.publishing import publish
+    from attn_compiler.passes.writing import summary
+    from attn_compiler.reporting.publishing import publish
 
     own = _checked(program, options)
     gm = torch_export.copied_graph(program)

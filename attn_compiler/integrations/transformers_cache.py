@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import StaticLayer, get_layer_types_and_kwargs
 
-from attn_compiler import torch_collectives
-from attn_compiler.context_parallel import ContextParallel, slots
-from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.context_parallel import ContextParallel, collectives as torch_collectives, slots
+from attn_compiler.reasons.errors import ContextParallelUnsupported
 
 _FULL = "full_attention"
 

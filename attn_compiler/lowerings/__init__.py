@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, TileTuner
 from attn_compiler.lowerings.choice.evidence import estimate, evidence
 from attn_compiler.lowerings.choice.flex import check as check_flex
@@ -30,14 +29,14 @@ from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
 from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
-from attn_compiler.lowerings.shared import keyless_gradient as keyless_gradient
-from attn_compiler.lowerings.shared import untried
+from attn_compiler.lowerings.shared import keyless_gradient as keyless_gradient, untried
 from attn_compiler.lowerings.shared.failures import FAILURES
 from attn_compiler.lowerings.shared.mask_limits import check_own_rows
 from attn_compiler.lowerings.triton.fp8 import TritonFp8
 from attn_compiler.lowerings.triton.lowering import TritonAttention
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 __all__ = [
     "LOWERINGS",

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import HALF
 from attn_compiler.index_expr.on_nodes import NodeMaker
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.target import Target
 
 #: what the name of an op ends with that hands on what other nodes computed, the first of its operands, and has a formula of autograd
 GIVEN = "_given"

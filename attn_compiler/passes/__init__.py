@@ -1,6 +1,17 @@
 """What is done to a graph: what was kept of the same graph is done again, or the passes run (pipeline.py).
 
-What fails on one site, or one call, leaves that as it was (faults.py);
+The rooms, in the order in which a graph goes through them:
+
+    spelling/          other spellings become plain ones: FlexAttention, DTensors, checkpoints, calls of libraries
+    graph/             what all steps work on: the unit, its mirror of ATen ops, sites, axes, views, values
+    matching/          which nodes are an attention (patterns/), and what only looks like one
+    recovering/        what masks and score changes mean (reading/ reads an element of each op's result), and the spec
+    unpad/             takes padding out of the graph, which is matched again then
+    context_parallel/  spreads a sequence over ranks, and the graph is matched again then
+    writing/           the decision, layouts, the kernel's nodes, and the summary for the report
+    rewrites/          what was done to a graph, kept on disk
+
+What fails on one site, or one call, leaves that as it was (graph/faults.py);
 what fails otherwise leaves the model's graph as it was.
 """
 
@@ -15,19 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler import collector, torch_compat, torch_inductor
-from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.meanings import Known
-from attn_compiler.options import Options
-from attn_compiler.passes import borders, remembered
-from attn_compiler.passes.borders import Border
-from attn_compiler.passes.remembered import KeptFile, Remembered
-from attn_compiler.passes.unit import Unit, units
-from attn_compiler.passes.work import Work, located, timed
-from attn_compiler.report import Report
-from attn_compiler.rewrites.store import Store
-from attn_compiler.target import Target
-from attn_compiler.torch_snapshots import Snapshot
+from attn_compiler.options.options import Options
+from attn_compiler.passes.graph.unit import Unit, units
+from attn_compiler.passes.graph.work import Work, located, timed
+from attn_compiler.passes.recovering import borders
+from attn_compiler.passes.recovering.borders import Border
+from attn_compiler.passes.rewrites import remembered
+from attn_compiler.passes.rewrites.remembered import KeptFile, Remembered
+from attn_compiler.reasons.errors import AttnCompilerWarning
+from attn_compiler.reporting.report import Report
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import collector, compat as torch_compat, inductor as torch_inductor
+from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private.snapshots import Snapshot
+from attn_compiler.torch_private.store import Store
 
 if TYPE_CHECKING:
     from attn_compiler.passes.unpad.outcome import Packed
@@ -67,7 +79,7 @@ class Rewritten:
     def take_back(self, gm: fx.GraphModule) -> None:
         """Make the graph as it came, whatever a compiler did to it in the meantime."""
         if self.snapshot is not None:
-            from attn_compiler.passes import buffers
+            from attn_compiler.passes.writing import buffers
 
             self.snapshot.restore()
             buffers.discard(gm, self.units)
@@ -96,7 +108,7 @@ def rewrite(
         with collector.paused():
             report = _rewrite(gm, options, targets or {}, work, store)
     except Exception as error:
-        from attn_compiler.passes import buffers, summary
+        from attn_compiler.passes.writing import buffers, summary
 
         if work.snapshot is not None:
             work.snapshot.restore()
@@ -135,7 +147,7 @@ def _rewrite(
     if options.is_context_parallel:
         # Where a sequence is, and what masks read, is followed from a graph into the checkpoints that it calls, and back.
         with located("checkpoints", None):
-            from attn_compiler.passes import checkpoints
+            from attn_compiler.passes.spelling import checkpoints
 
             work.snapshot = Snapshot(gm)
             work.inlined = checkpoints.inline(gm)

@@ -11,35 +11,22 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from attn_compiler import torch_compat, torch_tracing
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.dump import Dumper
-from attn_compiler.options import Options
-from attn_compiler.passes import (
-    body_inputs,
-    borders,
-    buffers,
-    checkpoints,
-    context_parallel,
-    faults,
-    flex,
-    layout,
-    lower,
-    match,
-    plain_calls,
-    recover,
-    select,
-    summary,
-    unpad,
-    verify,
-)
-from attn_compiler.passes import unseen as unseen_attention
-from attn_compiler.passes.borders import Border
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.unit import Unit, unsupported_tensor
-from attn_compiler.passes.work import Work, located, timed
-from attn_compiler.report import Report
+from attn_compiler.options.options import Options
+from attn_compiler.passes import context_parallel, unpad
+from attn_compiler.passes.graph import faults
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.unit import Unit, unsupported_tensor
+from attn_compiler.passes.graph.work import Work, located, timed
+from attn_compiler.passes.matching import match, unseen as unseen_attention
+from attn_compiler.passes.recovering import body_inputs, borders, recover
+from attn_compiler.passes.recovering.borders import Border
+from attn_compiler.passes.spelling import checkpoints, flex, plain_calls
+from attn_compiler.passes.writing import buffers, layout, lower, select, summary, verify
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reporting.dump import Dumper
+from attn_compiler.reporting.report import Report
+from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

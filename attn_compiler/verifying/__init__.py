@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._subclasses import FakeTensor
 
-from attn_compiler.verifying.results import Verification, verifications
+from attn_compiler.reporting.verifications import Verification, verifications
 
 if TYPE_CHECKING:
     from attn_compiler.verifying.plan import CheckPlan

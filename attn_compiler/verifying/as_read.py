@@ -9,8 +9,8 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
-from attn_compiler.passes.site import Site
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.verifying import pairs
 from attn_compiler.verifying.numbers import Noise
 from attn_compiler.verifying.pairs import Slice

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attn_compiler import torch_compat
+from attn_compiler.torch_private import compat as torch_compat
 
 
 def copied_module(module: fx.GraphModule, graphs: Mapping[fx.GraphModule, fx.Graph]) -> fx.GraphModule:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from attn_compiler import torch_compat
-from attn_compiler.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch, described
-from attn_compiler.verifying import comparing, gradients, results, running, watching, whole
+from attn_compiler.reasons.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch, described
+from attn_compiler.reporting import verifications as results
+from attn_compiler.reporting.verifications import Verification
+from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.verifying import comparing, gradients, running, watching, whole
 from attn_compiler.verifying.plan import CheckPlan
-from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.running import Run
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
 from attn_compiler.verifying.whole import Called, Fingerprint, Reruns, fingerprint

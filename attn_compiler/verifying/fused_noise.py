@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_compiler.dtypes import HALVES
+from attn_compiler.spec.dtypes import HALVES
 from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise
 
 #: A half is rounded once, to the nearest. A wider output is off by what its own sum is off.

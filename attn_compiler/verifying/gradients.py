@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.errors import VerificationMismatch
-from attn_compiler.passes import mutation
+from attn_compiler.passes.graph import mutation
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import comparing, outputs, site_gradients, whole
 from attn_compiler.verifying.copies import leaving_no_trace
 from attn_compiler.verifying.interpreting import Autocast
 from attn_compiler.verifying.plan import Check, CheckPlan
-from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.running import Session
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 from attn_compiler.verifying.watching import Arrived

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat
+from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.verifying import sdpa_calls
 from attn_compiler.verifying.numbers import Noise, shares_memory
 

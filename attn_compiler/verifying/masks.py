@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler.errors import VerificationMismatch
 from attn_compiler.index_expr import Expr
-from attn_compiler.passes.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying import pairs
 from attn_compiler.verifying.pairs import ALLOWED, BIASED_MASKED_BELOW, MASKED, NEITHER, Own, Slice
 from attn_compiler.verifying.values import Key, NoValueError, Values

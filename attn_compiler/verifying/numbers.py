@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_compiler.dtypes import HALVES
+from attn_compiler.spec.dtypes import HALVES
 
 #: Rounding of a result, in units of the last place. CPU flash takes exp from a polynomial that is good to 20 of 24 bits.
 FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0} | dict.fromkeys(HALVES, 2.0)

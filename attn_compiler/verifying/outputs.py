@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.errors import VerificationMismatch
 from attn_compiler.lowerings.base import FP8, OF_LATENT
-from attn_compiler.passes import axes, mutation, program
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Latent, Match, Site
+from attn_compiler.passes.graph import axes, mutation, program
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Latent, Match, Site
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying import masks, pairs
 from attn_compiler.verifying.numbers import (
     FLOOR_ULPS,

@@ -11,12 +11,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_compat, torch_packed
-from attn_compiler.passes import Rewritten, axes, mutation
+from attn_compiler.passes import Rewritten
 from attn_compiler.passes.context_parallel.first_look import FirstLook
-from attn_compiler.passes.site import Site
-from attn_compiler.passes.unit import Unit
+from attn_compiler.passes.graph import axes, mutation
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.unpad.outcome import Packed
+from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
 from attn_compiler.verifying import comparing, masks, outputs, pairs, scores, shared, site_gradients
 from attn_compiler.verifying.copies import copied_module
 from attn_compiler.verifying.padding import Padded

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_compiler import torch_collectives
+from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.errors import VerificationMismatch, described
 from attn_compiler.passes.context_parallel.first_look import FirstLook
+from attn_compiler.reasons.errors import VerificationMismatch, described
 
 #: seconds to wait for a rank: it may still compile
 _PATIENCE = 900.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph.site import Site
 from attn_compiler.verifying.values import Values
 
 #: ops on floats whose results are rounded, without the underscore that they may end in -> units in the last place at most.

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.errors import VerificationMismatch
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import masks, outputs, scores, shared, whole
 from attn_compiler.verifying.plan import Check, CheckPlan
-from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.values import Key, NoValueError, Values
 from attn_compiler.verifying.whole import Called, Ran
 

@@ -12,9 +12,9 @@ from functools import reduce
 
 import torch
 
-from attn_compiler.errors import VerificationMismatch
 from attn_compiler.index_expr import Apply, Expr, parts
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying import pairs, rounding
 from attn_compiler.verifying.numbers import difference
 from attn_compiler.verifying.outputs import Compared

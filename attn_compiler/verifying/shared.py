@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.passes import program, recover
-from attn_compiler.passes.mutation import Version
-from attn_compiler.passes.site import Site
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.passes.graph import program
+from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.recovering import recover
+from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.verifying import as_read, outputs
 from attn_compiler.verifying.as_read import AsRead
 from attn_compiler.verifying.numbers import Noise, exact_dtype

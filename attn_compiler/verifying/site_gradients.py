@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.errors import VerificationMismatch
-from attn_compiler.passes import mutation
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph import mutation
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying import comparing, masks, outputs
 from attn_compiler.verifying.fused_noise import fused_noise
 from attn_compiler.verifying.interpreting import Autocast

@@ -17,9 +17,9 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attn_compiler.passes import axes, mutation, views
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.mutation import Version
+from attn_compiler.passes.graph import axes, mutation, views
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.verifying import sdpa_calls
 
 

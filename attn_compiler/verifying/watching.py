@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from attn_compiler import torch_compat
+from attn_compiler.torch_private import compat as torch_compat
 
 
 class Edge(NamedTuple):

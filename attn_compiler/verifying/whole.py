@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from attn_compiler import torch_compat, torch_tracing
-from attn_compiler.dtypes import HALVES
+from attn_compiler.spec.dtypes import HALVES
+from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 from attn_compiler.verifying import interpreting
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
 from attn_compiler.verifying.fused_noise import fused_noise

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.mutation import Version
+from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.verifying.ranks import Ranks
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 

@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from attn_compiler.lowerings.decode import plan as decode_plan
-from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode import plan as decode_plan, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_decode, decode_cases
 from benchmarks.decode_cases import Case
 

@@ -14,7 +14,7 @@ pytest.importorskip(
 
 import torch
 
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_host, harness
 from benchmarks.bench_host import Timed
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.choice import in_order
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_in_order, bench_kernels, kernel_cases
 from benchmarks.bench_in_order import ANY_ORDER, IN_ORDER, TRITON
 from benchmarks.bench_kernels import Timed

@@ -18,7 +18,7 @@ from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.triton.lowering import TritonAttention
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, harness, kernel_cases, kernel_peers
 from benchmarks.harness import BACKEND
 from benchmarks.kernel_cases import CASES, PASSES, Case, Problem

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_mla, harness
 from benchmarks.bench_mla import DRY_CASES, GPU_CASES, Problem, Stepper
 from benchmarks.mla_model import Decoder

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases, standing
 from benchmarks.kernel_cases import Case, Problem
 from benchmarks.kernel_peers import Make, Side

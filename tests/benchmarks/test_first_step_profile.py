@@ -16,7 +16,7 @@ from benchmarks import first_step_profile
     [
         ("/venv/lib/python3.12/site-packages/torch/_dynamo/guards.py", "check", "torch/_dynamo"),
         ("/usr/lib/python3/dist-packages/triton/runtime/jit.py", "run", "triton"),
-        ("/home/me/attn_compiler/backend.py", "_compile", "attn_compiler"),
+        ("/home/me/attn_compiler/compiling/backend.py", "_compile", "attn_compiler"),
         ("/usr/lib/python3.12/inspect.py", "getmodule", "inspect"),
         ("/tmp/caches/r/ab/cabc.py", "<listcomp>", "generated code and others"),
         ("~", "<built-in method builtins.exec>", "<built-in method builtins.exec>"),

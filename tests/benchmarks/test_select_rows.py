@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attn_compiler.lowerings.choice import priorities
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks import select_cases, select_rows
 from benchmarks.select_rows import Evidence
 from tests.lowerings.specs import CAUSAL, make_spec

@@ -14,8 +14,9 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
-from attn_compiler import ContextParallel, torch_inductor
-from attn_compiler.passes.calls import target_name
+from attn_compiler import ContextParallel
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.torch_private import inductor as torch_inductor
 
 VOCABULARY, NEW = 99, 4
 

@@ -58,7 +58,7 @@ def _measured(run: Run) -> Result:
     attn_compiler.reset()
     try:
         return _step(run)
-    except attn_compiler.errors.ContextParallelUnsupported as error:
+    except attn_compiler.reasons.errors.ContextParallelUnsupported as error:
         return Result(far={}, error=str(error))
 
 

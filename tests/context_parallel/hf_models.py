@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
 from attn_compiler import ContextParallel
-from attn_compiler.verifying import results
+from attn_compiler.reporting import verifications as results
 
 VOCABULARY, LENGTH, PADDED = 99, 40, 9
 _BASE = {

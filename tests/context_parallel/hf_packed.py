@@ -57,7 +57,7 @@ def _measured(run: Run) -> Result:
     assert float((ones - scores).abs().max()) > 1e-3
     try:
         found = _of_ranks(run, model, one)
-    except attn_compiler.errors.AttnCompilerError as error:
+    except attn_compiler.reasons.errors.AttnCompilerError as error:
         return Result(far={}, error=str(error))
     sites = [site for report in attn_compiler.reports() for site in report.sites]
     return Result(

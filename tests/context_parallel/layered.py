@@ -18,10 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler import ContextParallel, torch_collectives
+from attn_compiler import ContextParallel
+from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.passes.context_parallel import choosing
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.verifying import results
+from attn_compiler.reporting import verifications as results
 from tests import dtensor_kernels
 
 LAYERS, WIDTH, HEAD_DIM, VOCABULARY, LENGTH = 2, 32, 8, 31, 25
@@ -185,7 +186,7 @@ def measured_once(run: Run) -> Result:
     results.forget()
     try:
         return _step(run)
-    except (attn_compiler.errors.ContextParallelUnsupported, attn_compiler.VerificationMismatch) as error:
+    except (attn_compiler.reasons.errors.ContextParallelUnsupported, attn_compiler.VerificationMismatch) as error:
         return Result(far={}, error=str(error))
 
 

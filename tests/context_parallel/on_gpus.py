@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
-from attn_compiler import ContextParallel, torch_collectives
+from attn_compiler import ContextParallel
+from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.passes.context_parallel import decoding, halo
 

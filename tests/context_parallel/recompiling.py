@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
 from attn_compiler import ContextParallel
-from attn_compiler.errors import AttnCompilerError
+from attn_compiler.reasons.errors import AttnCompilerError
 
 WIDTH, BATCH, LENGTH = 32, 2, 16
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from attn_compiler.context_parallel import batches
 from attn_compiler.context_parallel.layout import Layout, joined
-from attn_compiler.errors import ContextParallelInput
+from attn_compiler.reasons.errors import ContextParallelInput
 
 TWO = Layout(size=2, balanced=True)
 layouts = st.builds(Layout, size=st.integers(1, 5), balanced=st.booleans())

@@ -5,7 +5,7 @@ import torch
 
 import attn_compiler
 from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.errors import InvalidOption
+from attn_compiler.reasons.errors import InvalidOption
 from tests.meshes import fake_mesh
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from attn_compiler import ContextParallel
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.errors import ContextParallelInput
+from attn_compiler.reasons.errors import ContextParallelInput
 from tests.context_parallel import exchanges
 from tests.context_parallel.exchanges import BALANCES, COUNTS, DIMS, DTYPES, TOTALS
 from tests.distributed import processes

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
-from attn_compiler import CompileFailed, ContextParallel, VerificationMismatch, torch_collectives
+from attn_compiler import CompileFailed, ContextParallel, VerificationMismatch
+from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.verifying import Verification, as_read, results, verifications
+from attn_compiler.reporting import verifications as results
+from attn_compiler.verifying import Verification, as_read, verifications
 from tests.context_parallel import models
 from tests.context_parallel.against_one import LENGTH, Run
 

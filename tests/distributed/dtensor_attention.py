@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attn_compiler
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 from tests import dtensor_kernels
 from tests.distributed.processes import SIZE
 

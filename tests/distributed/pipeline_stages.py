@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import attn_compiler
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 from tests.distributed.processes import SIZE
 
 LAYERS, DIM, HEADS, SEQLEN, MICROBATCHES = 2, 16, 2, 12, 2

@@ -25,10 +25,10 @@ _SECONDS = 280
 
 #: what a first compilation imports of this package
 _IMPORTED_LATE = (
-    "attn_compiler.backend",
+    "attn_compiler.compiling.backend",
     "attn_compiler.passes.pipeline",
-    "attn_compiler.publishing",
-    "attn_compiler.torch_collectives",
+    "attn_compiler.reporting.publishing",
+    "attn_compiler.context_parallel.collectives",
     "attn_compiler.lowerings.shared.ahead",
 )
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attn_compiler
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 from tests.distributed.processes import SIZE
 
 LAYERS, HEADS, HEADS_KV, SEQLEN = 2, 4, 2, 32

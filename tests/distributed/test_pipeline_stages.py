@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_compiler.passes import recover
-from attn_compiler.report import SiteReport
+from attn_compiler.passes.recovering import recover
+from attn_compiler.reporting.report import SiteReport
 from tests.distributed import pipeline_stages, processes
 from tests.distributed.pipeline_stages import LAYERS, WAYS, Outcome
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attn_compiler import meanings
+from attn_compiler.torch_private import meanings
 
 S = 8
 

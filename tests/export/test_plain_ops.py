@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler import torch_tracing
 from attn_compiler.export.plain_ops import spelled_out
+from attn_compiler.torch_private import tracing as torch_tracing
 from tests.export import models
 from tests.export.models import batch, exported, made
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.export import ExportedProgram
 
-from attn_compiler import torch_compat, torch_export
 from attn_compiler.export.readable import Readable, put_back, readable
+from attn_compiler.torch_private import compat as torch_compat, export as torch_export
 from tests.export import models
 from tests.export.models import batch, exported, kept, made
 

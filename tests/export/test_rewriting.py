@@ -18,17 +18,17 @@ from torch.utils import _pytree as pytree
 
 import attn_compiler
 from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.errors import (
+from attn_compiler.export import rewriting
+from attn_compiler.options.options import Options
+from attn_compiler.reasons.errors import (
     AttnCompilerWarning,
     CompileFailed,
     ExportUnsupported,
     InvalidOption,
     NotAnExportedProgram,
 )
-from attn_compiler.export import rewriting
-from attn_compiler.options import Options
-from attn_compiler.report import Report, SiteReport
-from attn_compiler.target import Target
+from attn_compiler.reporting.report import Report, SiteReport
+from attn_compiler.spec.target import Target
 from tests import fresh
 from tests.export import models
 from tests.export.models import batch, exported, kept, made

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
 from attn_compiler import ContextParallel
-from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests import conftest  # noqa: F401 (what processes are started with)
 from tests.distributed import processes
 

@@ -24,7 +24,7 @@ from torch import fx
 
 import attn_compiler
 from attn_compiler import passes
-from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.graph.mirror import Mirror
 from benchmarks import harness, inputs, models
 
 #: (family, attention implementation, scenario) of benchmarks.models, in their small sizes

@@ -10,11 +10,11 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.decode import latent_schedule, schedule
 from attn_compiler.lowerings.decode.plan import Schedule
 from attn_compiler.lowerings.hopper.lowering import backward_of
-from attn_compiler.options import Options
-from attn_compiler.passes import layout
-from attn_compiler.passes.select import decide
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import layout
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.target import Target
 from benchmarks import bench_mla, decode_cases, kernel_cases, select_cases
 from tests.lowerings.golden_decisions import TARGETS
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import fx
 
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
 from attn_compiler.passes import run_pipeline
-from attn_compiler.passes.calls import target_name
-from attn_compiler.report import Report
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.reporting.report import Report
 from tests.graphs.programs import PROGRAMS, Program
 from tests.passes.compiling import captured, mark
 

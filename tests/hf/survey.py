@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import attn_compiler
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 from attn_compiler.verifying import Verification
 from tests.hf import mask_kinds, older
 from tests.hf.comparison import Worst, worst

@@ -15,7 +15,7 @@ import torch
 import attn_compiler
 from attn_compiler.lowerings.decode import schedule
 from attn_compiler.lowerings.decode.schedule import ScheduleRow
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 from tests.hf.family import Size
 from tests.hf.packages import Unavailable, import_package
 from tests.hf.survey import FAMILY

@@ -11,8 +11,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import attn_compiler
-from attn_compiler import torch_inductor
 from attn_compiler.passes import unpad
+from attn_compiler.torch_private import inductor as torch_inductor
 
 transformers = pytest.importorskip("transformers")
 

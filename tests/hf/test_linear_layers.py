@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import attn_compiler
-from attn_compiler.codes import Code
+from attn_compiler.reasons.codes import Code
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 97,

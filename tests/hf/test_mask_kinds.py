@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
-from attn_compiler.decisions import Decision
 from attn_compiler.index_expr import Index, Load
-from attn_compiler.report import Report, SiteReport
+from attn_compiler.reasons.decisions import Decision
+from attn_compiler.reporting.report import Report, SiteReport
+from attn_compiler.spec import masks
 from tests.hf import mask_kinds
 from tests.lowerings.specs import make_spec
 

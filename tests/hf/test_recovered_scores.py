@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from attn_compiler.added_scores import Alibi, GatheredBias, ProvedScore, RegionPenalty, RelativeBias
+from attn_compiler.spec.added_scores import Alibi, GatheredBias, ProvedScore, RegionPenalty, RelativeBias
 from tests.hf.packages import Unavailable
 from tests.hf.scenarios import SCENARIO, prepare
 from tests.hf.survey import FAMILY
-from tests.passes.recovering import Recovered, recover
+from tests.passes.recovered_sites import Recovered, recover
 
 #: (family, scenario, implementation, the kinds of its sites, what masks besides them)
 CASES: list[tuple[str, str, str, set[tuple[type[ProvedScore], ...]], set[str]]] = [

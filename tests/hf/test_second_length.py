@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from attn_compiler import meanings
 from attn_compiler.lowerings.shared import cudnn_called, mask_limits, parts
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
-from attn_compiler.passes.select import decide
-from attn_compiler.report import Report
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.reporting.report import Report
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import meanings
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import attn_compiler
-from attn_compiler.report import Reports
+from attn_compiler.reporting.report import Reports
 from tests.hf import survey
 from tests.hf.survey import Case, Result, cases, run_case, why_absent
 

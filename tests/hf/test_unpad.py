@@ -11,7 +11,7 @@ from torch import nn
 
 import attn_compiler
 from attn_compiler.passes import unpad
-from attn_compiler.report import UnpadReport
+from attn_compiler.reporting.report import UnpadReport
 from tests.thinned import in_full
 
 SIZES = {

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import OPS, Const, Expr, Index, Load, Size

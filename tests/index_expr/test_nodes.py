@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import OPS, Const, Expr, Index, Load

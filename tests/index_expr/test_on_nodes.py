@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import fx
 
 from attn_compiler import index_expr as ix

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Size, Test

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attn_compiler
-from attn_compiler import backend
+from attn_compiler.compiling import backend
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import attn_compiler
-from attn_compiler import backend
+from attn_compiler.compiling import backend
 
 PAGE = Path(__file__).parents[2] / "docs" / "launchers.md"
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat dogs run fast in old park".split()

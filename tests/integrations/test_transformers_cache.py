@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from attn_compiler import ContextParallel
-from attn_compiler.errors import AttnCompilerError
+from attn_compiler.reasons.errors import AttnCompilerError
 from tests.context_parallel import decoding
 from tests.context_parallel.decoding import NEW, RUNS, Found, Run
 from tests.distributed import processes

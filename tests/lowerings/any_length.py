@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.spec import TensorSpec
+from attn_compiler.spec.attention import TensorSpec
 from tests.lowerings.kernel_problems import Problem
 
 

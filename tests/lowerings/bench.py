@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from attn_compiler import torch_symbols
+from attn_compiler.torch_private import symbols as torch_symbols
 from tests.lowerings.emitting import GraphEmitter
 
 

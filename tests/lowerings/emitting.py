@@ -10,8 +10,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attn_compiler.lowerings.base import Lowering, Operands, Tiles
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from tests.cases import Inputs
 
 SLOTS = ("q", "k", "v", "mask", "sinks")

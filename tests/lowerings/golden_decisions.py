@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from attn_compiler.fp8_recipe import Fp8Recipe
-from attn_compiler.options import Options
-from attn_compiler.passes.select import decide
-from attn_compiler.scores import DenseBias
-from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
+from attn_compiler.spec.fp8_recipe import Fp8Recipe
+from attn_compiler.spec.scores import DenseBias
+from attn_compiler.spec.target import Target
 from benchmarks import bench_mla, decode_cases, kernel_cases, select_cases
 from tests import cases
 

@@ -19,17 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_compiler.lowerings.base import Tile, Tiles
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared import tile_table
-from attn_compiler.lowerings.shared import tiles as tile_lists
+from attn_compiler.lowerings.shared import parts as site_parts, tile_table, tiles as tile_lists
 from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from attn_compiler.lowerings.shared.kernels.tile_parts import kept
 from attn_compiler.lowerings.shared.tiles import Masking
-from attn_compiler.masks import MaskSpec
-from attn_compiler.scores import ScoreSpec, Softcap
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import ScoreSpec, Softcap
+from attn_compiler.spec.target import Target
 from tests import numerics
 from tests.lowerings import plan_math
 from tests.lowerings.kernel_cases import Case

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings import poison
 
 DEVICE = "cuda"

@@ -23,22 +23,20 @@ from unittest import mock
 
 import torch
 
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.lowerings.decode import launch
 from attn_compiler.lowerings.fp8 import rounding as fp8_rounding
 from attn_compiler.lowerings.shared import launching
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.masks import Alignment
-from attn_compiler.target import Target
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.masks import Alignment
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.lowerings import emitting, kernel_problems, poison
 from tests.lowerings.decode import problems
-from tests.lowerings.fp8 import problems as fp8_problems
-from tests.lowerings.fp8 import test_rounding_launch, test_seen
-from tests.lowerings.hopper import problems as hopper_problems
-from tests.lowerings.hopper import test_fp8_launch as test_hopper_launch
+from tests.lowerings.fp8 import problems as fp8_problems, test_rounding_launch, test_seen
+from tests.lowerings.hopper import problems as hopper_problems, test_fp8_launch as test_hopper_launch
 from tests.lowerings.kernel_cases import BY_NAME, Case
 from tests.lowerings.specs import refusal
 

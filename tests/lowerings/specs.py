@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Lowering
-from attn_compiler.masks import Alignment, Causal, Dense, Flag, MaskSpec
-from attn_compiler.scores import DenseBias, ScoreChange, ScoreSpec
-from attn_compiler.spec import AttentionSpec, Dim, LseUse, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, Dim, LseUse, TensorSpec
+from attn_compiler.spec.masks import Alignment, Causal, Dense, Flag, MaskSpec
+from attn_compiler.spec.scores import DenseBias, ScoreChange, ScoreSpec
+from attn_compiler.spec.target import Target
 
 CAUSAL = MaskSpec(kinds=(Causal(),), flag=Flag.CALLED)
 BOTTOM_RIGHT = MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),), flag=Flag.CALLED)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from attn_compiler.lowerings.base import LayoutDemand
-from attn_compiler.spec import TensorSpec
+from attn_compiler.spec.attention import TensorSpec
 
 BSHD = TensorSpec(shape=(2, 4, 8, 64), strides=(2048, 64, 256, 1), dtype="bfloat16")
 CUDA = LayoutDemand(alignment=16, zero_strides=False)

@@ -13,26 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
-from attn_compiler.lowerings.cudnn import frontend
-from attn_compiler.lowerings.cudnn import launch as cudnn_launch
-from attn_compiler.lowerings.cudnn import ops as cudnn_ops
+from attn_compiler.lowerings.cudnn import frontend, launch as cudnn_launch, ops as cudnn_ops
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.fa4 import launch as fa4_launch
-from attn_compiler.lowerings.hopper import backward_launch
-from attn_compiler.lowerings.hopper import launch as hopper_launch
+from attn_compiler.lowerings.hopper import backward_launch, launch as hopper_launch
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared import on_device, replaying
 from attn_compiler.lowerings.shared.failures import FAILURES
 from attn_compiler.lowerings.triton import fp8_launch
+from attn_compiler.reasons.errors import AttnCompilerWarning
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from tests import numerics
 from tests.lowerings import call_math, kernel_problems
 from tests.lowerings.fa4 import cases as fa4_cases
 from tests.lowerings.fp8 import problems as fp8_problems
 from tests.lowerings.hopper import problems as hopper_problems
-from tests.lowerings.hopper.test_launch import ADDED, MASKED
-from tests.lowerings.hopper.test_launch import CASES as HOPPER
+from tests.lowerings.hopper.test_launch import ADDED, CASES as HOPPER, MASKED
 from tests.lowerings.kernel_cases import BY_NAME, Case
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")

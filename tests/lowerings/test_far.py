@@ -23,10 +23,10 @@ from attn_compiler.lowerings.decode.lowering import Decode
 from attn_compiler.lowerings.shared import arguments, launching
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS, Band, Plan
 from attn_compiler.lowerings.triton.lowering import TritonAttention
-from attn_compiler.masks import MaskSpec
-from attn_compiler.scores import DenseBias, ScoreSpec
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import DenseBias, ScoreSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.decode import problems
 from tests.lowerings.kernel_cases import BOTTOM_RIGHT, Case

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import attn_compiler
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 
 Function = Callable[..., Any]
 Judge = Callable[[Report], None]

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import fx
 
 import attn_compiler
-from attn_compiler.masks import Inputs
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Inputs
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, assert_same, normal
 from tests.passes.compiling import captured
 

@@ -14,9 +14,9 @@ from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
 from attn_compiler.passes import run_pipeline
-from attn_compiler.report import Report
+from attn_compiler.reporting.report import Report
 
 SHAPE = (2, 4, 6, 8)
 

@@ -443,7 +443,7 @@ def _run(function: Callable[..., Any], case: Case) -> list[Tensor | None]:
     return [*results, *(x.grad for x in leaves), *(x.detach() for x in given)]
 
 
-def _check(case: Case, **options: Any) -> attn_compiler.report.Report:
+def _check(case: Case, **options: Any) -> attn_compiler.reporting.report.Report:
     torch._dynamo.reset()
     attn_compiler.reset()
     compiled = torch.compile(
@@ -456,7 +456,7 @@ def _check(case: Case, **options: Any) -> attn_compiler.report.Report:
     return report
 
 
-def _copies(report: attn_compiler.report.Report, because: str = "") -> set[str]:
+def _copies(report: attn_compiler.reporting.report.Report, because: str = "") -> set[str]:
     return {copy.operand for site in report.sites for copy in site.copies if copy.why.endswith(because)}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attn_compiler
-from attn_compiler.passes.reading import core
+from attn_compiler.passes.recovering.reading import core
 from tests.near_miss.checking import normal
 
 Tensor = torch.Tensor

@@ -21,12 +21,11 @@ import attn_compiler
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr.on_tensors import evaluate_on
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.passes import lower
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.writing import lower
 from attn_compiler.verifying.values import Values
-from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS
-from tests.near_miss.checking import normal as random
+from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, normal as random
 
 Tensor = torch.Tensor
 KEYS = 8
@@ -316,7 +315,7 @@ def test_another_time_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Were the loads taken as they are in the end, the first call would say so."""
     monkeypatch.setattr(Values, "when", lambda self, version: len(version.node.graph.nodes))
     case = CASES[name]
-    with pytest.raises(attn_compiler.errors.VerificationMismatch):
+    with pytest.raises(attn_compiler.reasons.errors.VerificationMismatch):
         _compiled(case)(*_inputs(case))
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 import attn_compiler
-from attn_compiler import torch_compat, torch_inductor, torch_tracing
-from attn_compiler.passes import mirror, unit
-from attn_compiler.passes.calls import target_name
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.report import Report, SiteReport
+from attn_compiler.passes.graph import mirror, unit
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.reporting.report import Report, SiteReport
+from attn_compiler.torch_private import compat as torch_compat, inductor as torch_inductor, tracing as torch_tracing
 
 #: Of all lowerings one, whatever the measured priorities of this machine say. The rewritten graph runs op by op, as the passes left it:
 #: what AOTAutograd and Inductor make of it is asked where that matters, and takes a third of the time.

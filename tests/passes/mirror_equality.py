@@ -15,10 +15,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_tracing
-from attn_compiler.passes import mirror as mirror_module
-from attn_compiler.passes.fragments import Fragments
-from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.graph import mirror as mirror_module
+from attn_compiler.passes.graph.fragments import Fragments
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.torch_private import tracing as torch_tracing
 
 
 def plain(graph_module: fx.GraphModule, skipped: frozenset[fx.Node] = frozenset()) -> Mirror:

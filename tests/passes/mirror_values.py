@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes import mutation
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.mutation import Version
+from attn_compiler.passes.graph import mutation
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mutation import Version
 
 
 class MirrorValues(fx.Interpreter):

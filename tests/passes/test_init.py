@@ -16,14 +16,17 @@ from torch import fx, nn
 
 import attn_compiler
 from attn_compiler import passes
-from attn_compiler.errors import AttnCompilerWarning, PassFailed
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
-from attn_compiler.options import Options
-from attn_compiler.passes import lower, match, pipeline, recover, run_pipeline
-from attn_compiler.passes.mirror import Mirror
+from attn_compiler.options.options import Options
+from attn_compiler.passes import pipeline, run_pipeline
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.matching import match
 from attn_compiler.passes.pipeline import PIPELINE, Pass
-from attn_compiler.passes.unit import Unit
-from attn_compiler.target import Target
+from attn_compiler.passes.recovering import recover
+from attn_compiler.passes.writing import lower
+from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
+from attn_compiler.spec.target import Target
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
 B, H, S, D = 2, 4, 6, 8

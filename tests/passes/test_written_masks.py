@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler import meanings
+from attn_compiler.torch_private import meanings
 from tests.passes.border_masks import B, D, H, S, attend, causal, padded
 
 _LOWEST = torch.finfo(torch.float32).min

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attn_compiler.passes import axes, views
-from attn_compiler.passes.axes import Dims
+from attn_compiler.passes.graph import axes, views
+from attn_compiler.passes.graph.axes import Dims
 
 View = Callable[[torch.Tensor], torch.Tensor]
 _MOST_ELEMENTS = 4096

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
-from attn_compiler.verifying import results
+from attn_compiler.reporting import verifications as results
 
 Tensor = torch.Tensor
 

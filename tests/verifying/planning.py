@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.verifying.plan import Check, CheckPlan, prepare
 

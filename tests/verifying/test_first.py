@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch
+from attn_compiler.reasons.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch
 from attn_compiler.verifying import first, gradients, whole
 from tests.passes.compiling import compiled
 from tests.verifying.planning import planned

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from attn_compiler.errors import VerificationMismatch
-from attn_compiler.verifying import results, whole
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting import verifications as results
+from attn_compiler.verifying import whole
 from tests.passes.compiling import compiled, mark
 from tests.verifying.planning import planned
 from tests.verifying.training import (

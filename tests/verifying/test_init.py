@@ -19,12 +19,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler import index_expr as ix
-from attn_compiler import verifying
-from attn_compiler.errors import VerificationMismatch
+from attn_compiler import index_expr as ix, verifying
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
-from attn_compiler.passes import added, buffers, keyless_nodes, reading, score_kinds
-from attn_compiler.verifying import Verification, results
+from attn_compiler.passes.recovering import added, reading, score_kinds
+from attn_compiler.passes.writing import buffers, keyless_nodes
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting import verifications as results
+from attn_compiler.verifying import Verification
 from tests.passes.compiling import Compiled, compiled, mark
 from tests.verifying.planning import planned
 
@@ -585,7 +586,7 @@ def test_a_graph_that_a_pass_failed_on_runs_as_it_is(monkeypatch: pytest.MonkeyP
         raise RuntimeError("odd")
 
     monkeypatch.setattr(buffers, "install", broken)
-    with pytest.warns(attn_compiler.errors.AttnCompilerWarning):
+    with pytest.warns(attn_compiler.reasons.errors.AttnCompilerWarning):
         _, out = run(causal, *qkv(), strict=False)
     torch.testing.assert_close(out, causal(*qkv()))
     assert attn_compiler.verifications() == ()

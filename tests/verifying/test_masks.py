@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler.errors import VerificationMismatch
 from attn_compiler.index_expr import Const, Expr, Index, Load, on_tensors
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying import masks, pairs, running
 from attn_compiler.verifying.values import NoValueError, Values
 from tests.verifying.planning import LENGTH, Planned, Tensor, causal, masked, planned, qkv

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attn_compiler.dtypes import ALL
+from attn_compiler.spec.dtypes import ALL
 from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, difference, exact_dtype, largest, shares_memory
 
 INF, NAN = math.inf, math.nan

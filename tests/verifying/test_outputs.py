@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from attn_compiler.errors import VerificationMismatch
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying import outputs, running
 from attn_compiler.verifying.numbers import difference, exact_dtype
 from attn_compiler.verifying.outputs import dependents

@@ -7,7 +7,7 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index
-from attn_compiler.passes.site import Operand, Term
+from attn_compiler.passes.graph.site import Operand, Term
 from attn_compiler.verifying import pairs, running
 from attn_compiler.verifying.pairs import (
     ALLOWED,

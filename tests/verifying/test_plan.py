@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attn_compiler.errors import AttnCompilerWarning
-from attn_compiler.passes import buffers
+from attn_compiler.passes.writing import buffers
+from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.verifying import running
 from attn_compiler.verifying.values import Key
 from tests.verifying.planning import SHAPE, Tensor, causal, masked, planned, plans, qkv

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from attn_compiler import torch_collectives
+from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.context_parallel.collectives import RanksDisagree
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.errors import VerificationMismatch
-from attn_compiler.torch_collectives import RanksDisagree
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying.ranks import Ranks
 
 

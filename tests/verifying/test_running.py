@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from attn_compiler.errors import VerificationMismatch
-from attn_compiler.passes import reading
+from attn_compiler.passes.recovering import reading
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying import masks, running, whole
 from attn_compiler.verifying.values import NoValueError
 from tests.verifying.planning import LENGTH, SHAPE, Tensor, causal, planned, qkv

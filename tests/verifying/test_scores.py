@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from attn_compiler import index_expr as ix
-from attn_compiler.added_scores import (
+from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting.verifications import Verification
+from attn_compiler.spec.added_scores import (
     Alibi,
     Bias,
     BiasFormula,
@@ -21,10 +24,7 @@ from attn_compiler.added_scores import (
     RegionPenalty,
     RelativeBias,
 )
-from attn_compiler.errors import VerificationMismatch
-from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.verifying import pairs, running
-from attn_compiler.verifying.results import Verification
 from tests.verifying.planning import LENGTH, SHAPE, Planned, Tensor, planned, qkv
 
 B, H, Q, K = map(Index, "bhqk")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.errors import VerificationMismatch
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import running
 from attn_compiler.verifying.ranks import Ranks
-from attn_compiler.verifying.results import Verification
 from attn_compiler.verifying.shared import SharedSite, needs
 from attn_compiler.verifying.values import Values
 from attn_compiler.verifying.whole_loads import WholeLoads

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.errors import VerificationMismatch
+from attn_compiler.reasons.errors import VerificationMismatch
 from tests.passes.compiling import compiled
 from tests.verifying.training import (
     DTYPES,

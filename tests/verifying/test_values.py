@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from attn_compiler.passes import mutation
-from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.graph import mutation
+from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 from tests.passes.compiling import captured
 

@@ -108,10 +108,10 @@ def _is_there(name: str) -> bool:
 
 
 def test_a_name_that_is_gone_is_seen() -> None:
-    named = _named(ast.parse("attn_compiler.explain(model)\nfrom attn_compiler.report import Rapport"))
-    assert set(named) == {"attn_compiler.explain", "attn_compiler.report.Rapport"}
+    named = _named(ast.parse("attn_compiler.explain(model)\nfrom attn_compiler.reporting.report import Rapport"))
+    assert set(named) == {"attn_compiler.explain", "attn_compiler.reporting.report.Rapport"}
     assert _is_there("attn_compiler.explain")
-    assert not _is_there("attn_compiler.report.Rapport")
+    assert not _is_there("attn_compiler.reporting.report.Rapport")
 
 
 def test_blocks_that_are_not_run_are_few_and_say_why() -> None:

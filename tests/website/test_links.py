@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
         ("index.md", "benchmarks/results/cpu.csv", "data/benchmarks/results/cpu.csv"),
         ("fp8.md", "../benchmarks/results/cpu.csv", "data/benchmarks/results/cpu.csv"),
         ("context_parallel.md", "../tests/conftest.py", "data/tests/conftest.py"),
-        ("reference/api.md", "../../attn_compiler/report.py", "../data/attn_compiler/report.py"),
+        ("reference/api.md", "../../attn_compiler/reporting/report.py", "../data/attn_compiler/reporting/report.py"),
         ("fp8.md", "../README.md", "index.md"),
         ("contributing.md", "docs/fuzzing.md", "fuzzing.md"),
         ("reference/api.md", "../codes.md", "../codes.md"),

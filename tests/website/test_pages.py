@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attn_compiler.code_pages import PAGES, ExampleKind
-from attn_compiler.codes import Code
 from attn_compiler.lowerings import LOWERINGS
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.pages import PAGES, ExampleKind
 from website import codes, options, plots, supported
 
 ROOT = Path(__file__).parents[2]

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from attn_compiler.dtypes import BYTES, HALF
 from attn_compiler.lowerings.choice import fp8_speed, shape_class
-from attn_compiler.lowerings.shared import flags, mask_limits
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.masks import Dense
-from attn_compiler.scores import DenseBias
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.lowerings.shared import flags, mask_limits, parts as site_parts
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import BYTES, HALF
+from attn_compiler.spec.masks import Dense
+from attn_compiler.spec.scores import DenseBias
+from attn_compiler.spec.target import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

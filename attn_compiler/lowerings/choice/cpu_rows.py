@@ -39,9 +39,9 @@ head dim 64 (e: 32; f: 128, no mask), of "math" in float32 / "sdpa_cpu_flash" ("
 
 from __future__ import annotations
 
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice.rows import Row
 from attn_compiler.lowerings.choice.shape_class import Mask
+from attn_compiler.spec.dtypes import HALF
 
 #: masks of which a batch row, or a query, sees a part of the keys, in one piece or in a few
 _IN_PIECES: tuple[Mask, ...] = ("padding", "lengths", "tensor", "window")

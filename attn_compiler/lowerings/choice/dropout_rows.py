@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, MANY_SCORES, Row
 from attn_compiler.lowerings.shared.parts import ADDED
+from attn_compiler.spec.dtypes import HALF
 
 
 def _row(order: tuple[str, ...], why: str, **fields: Any) -> Row:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 
-from attn_compiler.decisions import Estimate, Evidence
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice import fp8_speed, priorities, shape_class
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Estimate, Evidence
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.target import Target
 
 #: what PyTorch runs on the machine that was measured, with the model's own mask
 _PYTORCHS = "sdpa_cudnn"

@@ -9,11 +9,11 @@ they took 119 and 70, and for a causal one 91 and 76. On GPUs that was not measu
 
 from __future__ import annotations
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import mask_limits, parts
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
 
 #: hold the scores themselves
 _WRITE_SCORES = frozenset({"math", "reference", "reference_fp8"})

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.fp8_recipe import CurrentScaling
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.fp8_recipe import CurrentScaling
+from attn_compiler.spec.target import Target
 
 MEASURED = Path(__file__).with_name("fp8_sm90.csv")
 #: columns of MEASURED, in its order

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
 
 MEASURED = Path(__file__).with_name("head_parts_sm90.csv")
 #: columns of MEASURED, in its order

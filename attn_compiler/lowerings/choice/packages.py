@@ -7,11 +7,11 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from attn_compiler.decisions import Faster
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.lowerings.choice.rows import Row
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import CUDNN_FRONTEND_DISTRIBUTION, FLASH_ATTN_4_DISTRIBUTION, Target
+from attn_compiler.reasons.decisions import Faster
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import CUDNN_FRONTEND_DISTRIBUTION, FLASH_ATTN_4_DISTRIBUTION, Target
 
 #: less is within what two machines differ by
 _LEAST = 1.03

@@ -22,7 +22,6 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import OF_LATENT
 from attn_compiler.lowerings.choice import hopper_added, shape_class
 from attn_compiler.lowerings.choice.cpu_rows import CPU_ROWS
@@ -30,8 +29,9 @@ from attn_compiler.lowerings.choice.dropout_rows import DROPOUT_ROWS
 from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, FLASH_FIRST, MANY_SCORES, PREFERRED_CUDNN, Row
 from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
 from attn_compiler.lowerings.shared.limits import LAST_SM
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.target import Target
 
 LAST = "untouched"
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attn_compiler import dims
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.shape_class import ShapeClass
-from attn_compiler.lowerings.shared import mask_limits
-from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared import mask_limits, parts as site_parts
 from attn_compiler.lowerings.shared.parts import PartKind
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.target import Target
 
 #: PyTorch's kernels in the order in which it asks them (sdp_utils.cpp): usually, and where it prefers cuDNN
 FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from attn_compiler import dims
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.masks import Causal, KeyBound, MaskKind, SlidingWindow
-from attn_compiler.spec import AttentionSpec, Dim
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.masks import Causal, KeyBound, MaskKind, SlidingWindow
 
 #: The first that applies. "added": a bias of any kind. "tensor": pairs that only run-time tensors know. "lengths": numbers of keys for
 #: batch rows and, at most, a band. "padding": another interval of keys, or truth values of them, from run-time tensors. "sinks".

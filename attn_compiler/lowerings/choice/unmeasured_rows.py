@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, FLASH_FIRST, MANY_SCORES, PREFERRED_CUDNN, Row
 from attn_compiler.lowerings.choice.shape_class import Mask
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.lowerings.shared.parts import PartKind
+from attn_compiler.spec.dtypes import HALF
 
 _SINCE = "2026-11-27"
 #: architectures, and PyTorch's order there

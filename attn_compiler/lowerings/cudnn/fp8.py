@@ -16,23 +16,24 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
-from attn_compiler.lowerings.cudnn import fp8_gradients, ops
-from attn_compiler.lowerings.cudnn import limits as graph_limits
-from attn_compiler.lowerings.cudnn import lowering as cudnn
-from attn_compiler.lowerings.cudnn import operands as cudnn_operands
-from attn_compiler.lowerings.cudnn import plans as cudnn_plans
+from attn_compiler.lowerings.cudnn import (
+    fp8_gradients,
+    limits as graph_limits,
+    lowering as cudnn,
+    operands as cudnn_operands,
+    ops,
+    plans as cudnn_plans,
+)
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring
-from attn_compiler.lowerings.fp8 import seen as fp8_seen
-from attn_compiler.lowerings.shared import known_bad
-from attn_compiler.lowerings.shared import limits as shared_limits
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
+from attn_compiler.lowerings.shared import known_bad, limits as shared_limits
 from attn_compiler.lowerings.shared.ops import like_output
-from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
+from attn_compiler.spec.target import Target
 
 _SM = 90
 #: what weights are rounded at, of 448: the softmax's are at most 1

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_compiler.fp8_recipe import LARGEST
 from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, CudnnCall
 from attn_compiler.lowerings.shared.given_ops import Gradients, register_given_with
 from attn_compiler.lowerings.shared.ops import like_output
+from attn_compiler.spec.fp8_recipe import LARGEST
 
 _FORMAT = getattr(torch, FP8_GRADIENT_DTYPE)
 #: half of the largest number: what is rounded may be a little above its bound

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from attn_compiler import torch_compat, torch_observe
-from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import graphs
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, PlanKey, Plans
 from attn_compiler.lowerings.shared.replaying import Start
-from attn_compiler.target import cudnn_version, cudnn_words
+from attn_compiler.reasons.errors import CudnnRefused
+from attn_compiler.spec.target import cudnn_version, cudnn_words
+from attn_compiler.torch_private import compat as torch_compat, observe as torch_observe
 
 log = logging.getLogger(__name__)
 

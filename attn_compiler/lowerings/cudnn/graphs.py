@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, SCALES, CudnnCall
 from attn_compiler.lowerings.cudnn.takes import NAMES
 from attn_compiler.lowerings.shared.ops import output_strides
+from attn_compiler.reasons.errors import CudnnRefused
 
 Shape = tuple[int, ...]
 

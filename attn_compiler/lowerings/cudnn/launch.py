@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import frontend, graphs
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Laid
 from attn_compiler.lowerings.cudnn.ops import gradient_in_fp8, gradient_like
@@ -35,7 +34,8 @@ from attn_compiler.lowerings.shared.leaf_calls import (
 from attn_compiler.lowerings.shared.on_device import Empty, on
 from attn_compiler.lowerings.shared.ops import empty_outputs, like_output
 from attn_compiler.lowerings.shared.replaying import Alike, Start, replay_of
-from attn_compiler.target import cudnn_version
+from attn_compiler.reasons.errors import CudnnRefused
+from attn_compiler.spec.target import cudnn_version
 
 #: names of inputs, before those of the operands
 _FORWARD = ("q", "k", "v")

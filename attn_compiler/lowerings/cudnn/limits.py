@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared import cudnn_limits, known_bad, limits
 from attn_compiler.lowerings.shared.takes import check_gpu
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target, cudnn_words
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target, cudnn_words
 
 # 1.22 is the first to take addresses as a list (_execute_with_ptrs), and 1.27 the last. From 1.28 on they come as an array. A GPU ran the
 # tests with 1.27 and 1.32.

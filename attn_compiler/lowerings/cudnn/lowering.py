@@ -13,19 +13,16 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.cudnn import limits as graph_limits
-from attn_compiler.lowerings.cudnn import operands as cudnn_operands
-from attn_compiler.lowerings.cudnn import plan
-from attn_compiler.lowerings.cudnn import plans as cudnn_plans
+from attn_compiler.lowerings.cudnn import limits as graph_limits, operands as cudnn_operands, plan, plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_limits, takes
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 #: bytes of workspace that a backward may take for all scores at once
 WORKSPACE_LIMIT = 2 * 2**30

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler import reads
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands
@@ -18,7 +17,8 @@ from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared import mask_nodes
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import reads
+from attn_compiler.spec.attention import AttentionSpec
 
 aten = torch.ops.aten
 

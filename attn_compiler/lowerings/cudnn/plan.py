@@ -9,18 +9,17 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from attn_compiler import dims
-from attn_compiler.codec import Codec
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Expr
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import mask_limits
-from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared import mask_limits, parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import PartKind, Parts
-from attn_compiler.masks import Causal
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.codec import Codec
+from attn_compiler.spec.masks import Causal
 
 #: cuDNN needs every tensor to begin at a multiple of so many bytes, which are a power of two
 ALIGNMENT = 16

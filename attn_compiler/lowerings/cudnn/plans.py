@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 import torch
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.cudnn import graphs, ops
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Laid
 from attn_compiler.lowerings.cudnn.plan import FP8_DTYPE, CudnnCall
 from attn_compiler.lowerings.shared import mask_limits
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target, cudnn_version
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.errors import CudnnRefused
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.target import Target, cudnn_version
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
-from attn_compiler.scores import Sinks
+from attn_compiler.spec.scores import Sinks
 
 #: a dtype -> what cuDNN calls it
 NAMES = {"float16": "HALF", "bfloat16": "BFLOAT16"}

@@ -12,17 +12,16 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import HALVES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.decode import latent_hopper, latent_schedule
-from attn_compiler.lowerings.decode import operands as decode_operands
+from attn_compiler.lowerings.decode import latent_hopper, latent_schedule, operands as decode_operands
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import OF_LATENT
 from attn_compiler.lowerings.shared import kernel_limits, latents
-from attn_compiler.spec import AttentionSpec, LatentSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, LatentSpec
+from attn_compiler.spec.dtypes import HALVES
+from attn_compiler.spec.target import Target
 
 #: the widest latent, and part beside it, that shared memory has room for; bytes of a vector
 _MOST_RANK, _MOST_ROPE, _VECTOR = 512, 128, 16

@@ -5,12 +5,12 @@ On an H200 it was 1.3 to 2.2 times as fast as that from 64 heads on, and slower 
 
 from __future__ import annotations
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.decode.takes import ON_HOPPER
 from attn_compiler.lowerings.shared import kernel_limits, takes
-from attn_compiler.spec import AttentionSpec, LatentSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, LatentSpec
+from attn_compiler.spec.target import Target
 
 #: dims of the latent and beside it, which registers and shared memory are shared out for
 _RANK, _ROPE = 512, 64

@@ -15,8 +15,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from attn_compiler.lowerings.decode import definition, latent_schedule
-from attn_compiler.lowerings.decode import plan as decode_plan
+from attn_compiler.lowerings.decode import definition, latent_schedule, plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.kernels.latent_sm90_tuples import HopperSwitches
 from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches, MergeSwitches
@@ -30,7 +29,7 @@ from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.ops import output_strides
 from attn_compiler.lowerings.shared.readable import readable
 from attn_compiler.lowerings.shared.replaying import VECTOR
-from attn_compiler.torch_compat import empty_strided
+from attn_compiler.torch_private.compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
 

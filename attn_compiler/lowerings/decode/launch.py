@@ -17,9 +17,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from attn_compiler.dtypes import BYTES
-from attn_compiler.lowerings.decode import definition
-from attn_compiler.lowerings.decode import plan as decode_plan
+from attn_compiler.lowerings.decode import definition, plan as decode_plan
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
@@ -32,7 +30,8 @@ from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
 from attn_compiler.lowerings.shared.readable import readable
 from attn_compiler.lowerings.shared.replaying import VECTOR
-from attn_compiler.torch_compat import empty_strided
+from attn_compiler.spec.dtypes import BYTES
+from attn_compiler.torch_private.compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
 

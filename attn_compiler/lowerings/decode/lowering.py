@@ -11,17 +11,16 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
-from attn_compiler.lowerings.decode import operands as decode_operands
-from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode import operands as decode_operands, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
 from attn_compiler.lowerings.shared import kernel_limits, takes
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 #: compute capability from which Triton converts both FP8 dtypes, and bytes that a vector of them has
 _FP8_SINCE, _VECTOR = 89, 16

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from attn_compiler.lowerings.shared.ops import Tensors, fake_forward, late, register_forward
-from attn_compiler.op_library import register_helper
+from attn_compiler.torch_private.op_library import register_helper
 
 
 def _count(like: torch.Tensor, length: int) -> torch.Tensor:

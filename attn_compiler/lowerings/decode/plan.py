@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.parts import Parts
-from attn_compiler.spec import CODEC, AttentionSpec
+from attn_compiler.spec.attention import CODEC, AttentionSpec
 
 #: rows of a tile of queries: what a tensor core instruction has; what registers hold, and hold of wide heads
 _FEWEST_ROWS, _MOST_ROWS, _MOST_ROWS_WIDE, _WIDE = 16, 64, 32, 128

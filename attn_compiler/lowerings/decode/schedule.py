@@ -39,12 +39,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode.plan import Schedule
 from attn_compiler.lowerings.shared.tile_table import generation
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import BYTES
+from attn_compiler.spec.target import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.shared import kernel_limits
+from attn_compiler.spec.dtypes import HALF
 
 _ADDED_BY_DISTANCE = frozenset({"documents", "distances", "slopes"})
 

@@ -24,9 +24,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_compiler import torch_compat
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4 import replay
 from attn_compiler.lowerings.fa4.plan import Fa4Call, Settings
 from attn_compiler.lowerings.shared import leaf_calls
@@ -42,8 +39,11 @@ from attn_compiler.lowerings.shared.leaf_calls import (
 )
 from attn_compiler.lowerings.shared.on_device import Empty, new_outputs, on
 from attn_compiler.lowerings.shared.replaying import Alike, Returned, flat, replay_of
-from attn_compiler.spec import AttentionSpec, Dim
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import compat as torch_compat
 
 log = logging.getLogger(__name__)
 

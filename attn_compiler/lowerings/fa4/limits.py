@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fa4.takes import TAKES
-from attn_compiler.lowerings.shared import known_bad, limits, mask_limits, offset_limits, takes
-from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared import known_bad, limits, mask_limits, offset_limits, parts as site_parts, takes
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import FLASH_ATTN_4_DISTRIBUTION, Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import FLASH_ATTN_4_DISTRIBUTION, Target
 
 # Betas whose functions take what launch.py gives them: b33 has another order of arguments, and a later one may.
 FIRST_BETA, LAST_BETA = 34, 36

@@ -11,14 +11,14 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import HALVES
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fa4 import limits
 from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.lowerings.shared.ops import late
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import HALVES
+from attn_compiler.spec.target import Target
 
 # Bytes that TMA wants strides to be multiples of.
 _ALIGNMENT = 16

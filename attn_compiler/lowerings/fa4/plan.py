@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.spec import CODEC, AttentionSpec, Dim
+from attn_compiler.spec.attention import CODEC, AttentionSpec, Dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

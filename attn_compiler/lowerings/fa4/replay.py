@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_compiler import torch_compat
 from attn_compiler.lowerings.shared.on_device import Empty
 from attn_compiler.lowerings.shared.replaying import Start
+from attn_compiler.torch_private import compat as torch_compat
 
 Kernel = Callable[..., Any]
 Tensors = Mapping[str, Tensor]

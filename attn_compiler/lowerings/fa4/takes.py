@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.shared.takes import HeadDims, Takes
-from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.scores import Sinks, Softcap
 
 TAKES = Takes(
     sms=((90, 90), (100, 109)),

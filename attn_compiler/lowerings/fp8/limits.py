@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.fp8.rounding import VECTOR
 from attn_compiler.lowerings.shared.limits import check_lse_unread
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
 
 #: So few read k and v once, and rounding them before that is as much work again.
 _FEW_QUERIES = 32

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.fp8 import nodes, rounding
 from attn_compiler.lowerings.fp8.rounding import EACH, How, Rounding
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 
 aten = torch.ops.aten
 

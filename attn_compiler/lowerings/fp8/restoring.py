@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler.codec import Codec
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.fp8 import quantise, rounding
 from attn_compiler.lowerings.fp8.quantise import Rounded
 from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
 from attn_compiler.lowerings.shared.ops import Differentiable, OfTensor, as_it_is
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.codec import Codec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

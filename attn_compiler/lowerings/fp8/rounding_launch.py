@@ -10,8 +10,7 @@ import torch
 import triton
 
 from attn_compiler.lowerings.base import Tile
-from attn_compiler.lowerings.fp8.kernels import mean_fp8 as mean_kernels
-from attn_compiler.lowerings.fp8.kernels import round_fp8 as kernels
+from attn_compiler.lowerings.fp8.kernels import mean_fp8 as mean_kernels, round_fp8 as kernels
 from attn_compiler.lowerings.fp8.kernels.tuples_round import (
     Each,
     LookNumbers,

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from attn_compiler import dims
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.lowerings.base import Emitter, Operands
@@ -24,7 +23,8 @@ from attn_compiler.lowerings.shared import part_tensors, parts
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, K, Q
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import Parts
-from attn_compiler.spec import AttentionSpec, Dim
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec, Dim
 
 
 def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node | None:

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring
-from attn_compiler.lowerings.fp8 import seen as fp8_seen
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
 from attn_compiler.lowerings.hopper.takes import FP8
-from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, parts, takes, tile_table
-from attn_compiler.lowerings.shared import limits as shared_limits
-from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared import (
+    cudnn_backward,
+    kernel_limits,
+    limits as shared_limits,
+    part_tensors,
+    parts,
+    parts as site_parts,
+    takes,
+    tile_table,
+)
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from attn_compiler.lowerings.shared.ops import late, register_forward
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 _REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which takes that"
 #: of which the kernel reads the first: tiles follow from the number of keys

@@ -13,7 +13,6 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_compiler.dtypes import HALF, HALVES
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.fp8 import quantise, restoring
 from attn_compiler.lowerings.hopper.kernels import forward_fp8_sm90
@@ -26,7 +25,8 @@ from attn_compiler.lowerings.shared.kernels import tiles_sm90
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
 from attn_compiler.lowerings.shared.launching import Arguments, Make, ReadyKernel, launch
 from attn_compiler.lowerings.shared.replaying import Alike
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import HALF, HALVES
 
 STAGES = 3
 #: of queries and of keys: what a warpgroup multiplies at once

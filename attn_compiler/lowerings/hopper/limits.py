@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.hopper.takes import TAKES
-from attn_compiler.lowerings.shared import kernel_limits, mask_limits, parts, takes
-from attn_compiler.lowerings.shared import limits as shared_limits
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.lowerings.shared import kernel_limits, limits as shared_limits, mask_limits, parts, takes
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import BYTES
+from attn_compiler.spec.target import Target
 
 #: what float32 holds in full, with room for a factor of a few units
 _LEAST_FACTOR, _MOST_FACTOR = 1e-30, 1e30

@@ -12,8 +12,6 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tiles, first_two
 from attn_compiler.lowerings.choice import in_order
 from attn_compiler.lowerings.hopper import added, limits, mask_bits
@@ -26,12 +24,13 @@ from attn_compiler.lowerings.hopper.plan import (
     has_backward,
     is_ordered,
 )
-from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, tile_table
-from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, parts as site_parts, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from attn_compiler.lowerings.shared.part_tensors import Size
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 #: the family with a backward for all that this one takes, which gives the same bits in every run
 _FOR_ALL = "triton"

@@ -13,7 +13,7 @@ from attn_compiler.lowerings.shared import cudnn_backward, parts
 from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.ops import GIVEN, PART, late, like_output, register_backward, register_forward
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
 
 #: the family itself
 FAMILY = "hopper"

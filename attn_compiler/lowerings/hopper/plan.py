@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_compiler import dims
-from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.choice import head_parts
-from attn_compiler.lowerings.shared import mask_limits
-from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared import mask_limits, parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import BYTES
 
 #: queries that a warpgroup's tensor cores take at once
 ROWS = 64

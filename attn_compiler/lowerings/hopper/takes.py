@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.fp8.rounding import VECTOR
 from attn_compiler.lowerings.shared import kernel_limits
 from attn_compiler.lowerings.shared.takes import HeadDims
-from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.scores import Sinks, Softcap
 
 TAKES = dataclasses.replace(
     kernel_limits.TAKES,

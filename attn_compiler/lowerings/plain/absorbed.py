@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.plain import plain_math
 from attn_compiler.lowerings.plain.takes import ABSORBED
 from attn_compiler.lowerings.shared import latents, mask_limits, unused
 from attn_compiler.lowerings.shared.takes import refused
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 
 class Absorbed(Lowering):

@@ -12,7 +12,7 @@ import torch
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops import Tensors, empty_gradient, empty_outputs, register_family
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
 
 
 def _reference_differentiable(operands: Tensors, spec: str) -> list[bool]:

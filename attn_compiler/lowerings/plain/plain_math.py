@@ -13,14 +13,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.graph_ops.merging import as_part
 from attn_compiler.lowerings.plain.takes import MATH
 from attn_compiler.lowerings.shared import mask_limits, score_changes, unused
 from attn_compiler.lowerings.shared.takes import refused
-from attn_compiler.merging import as_part
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 aten = torch.ops.aten
 

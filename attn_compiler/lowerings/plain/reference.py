@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.plain.plain_math import handed_to_merge
 from attn_compiler.lowerings.plain.takes import REFERENCE
 from attn_compiler.lowerings.shared import mask_limits, score_changes
 from attn_compiler.lowerings.shared.takes import refused
-from attn_compiler.masks import Alignment, Causal
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Alignment, Causal
+from attn_compiler.spec.target import Target
 
 Tensors = Sequence[torch.Tensor]
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.takes import Takes
-from attn_compiler.scores import Sinks
+from attn_compiler.spec.scores import Sinks
 
 MATH = Takes(
     sms=None,

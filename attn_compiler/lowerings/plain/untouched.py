@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 
 class Untouched(Lowering):

@@ -10,16 +10,16 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.rows.pieces import operand_names
 from attn_compiler.lowerings.rows.takes import TAKES
 from attn_compiler.lowerings.shared import limits, mask_limits, part_tensors, parts
 from attn_compiler.lowerings.shared.parts import ADDED
 from attn_compiler.lowerings.shared.takes import refused
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 
 class CpuRows(Lowering):

@@ -13,7 +13,7 @@ import torch
 
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
 
 #: queries of a piece that a band runs through
 _BLOCK = 64

@@ -11,7 +11,7 @@ from attn_compiler.lowerings.rows.piece_scores import PieceScores
 from attn_compiler.lowerings.rows.pieces import Piece, cut, operand_names
 from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops import empty_outputs
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
 
 aten = torch.ops.aten
 Tensors = Sequence[torch.Tensor]

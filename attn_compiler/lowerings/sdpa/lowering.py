@@ -17,18 +17,18 @@ from abc import ABC, abstractmethod
 import torch
 from torch import fx
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
 from attn_compiler.lowerings.shared import cudnn_called, limits, mask_limits, mask_nodes, offset_limits
 from attn_compiler.lowerings.shared.flags import as_told
 from attn_compiler.lowerings.shared.limits import torch_release
 from attn_compiler.lowerings.shared.takes import CUDNN, Takes, check_gpu, refused
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.target import Target
 
 # Bytes that one CUDA kernel reads at once along a head: every other stride has to keep that alignment.
 _CUDA_ALIGNMENT = 16

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from attn_compiler import op_library, torch_inductor, torch_symbols
 from attn_compiler.lowerings.shared import imagined
 from attn_compiler.lowerings.shared.any_size import MULTIPLE
 from attn_compiler.lowerings.shared.noting import Note, noting
+from attn_compiler.torch_private import inductor as torch_inductor, op_library, symbols as torch_symbols
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings.shared.compiling import Compiled

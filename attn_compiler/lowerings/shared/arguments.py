@@ -15,8 +15,8 @@ from attn_compiler.lowerings.shared.by_definition import Attention
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_POSITIONS, Call, Plan
 from attn_compiler.lowerings.shared.kernels.tuples import AddedStrides, ListStrides, MaskStrides, Strides
 from attn_compiler.lowerings.shared.replaying import VECTOR
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.torch_symbols import statically_known
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.torch_private.symbols import statically_known
 
 Tensors = Sequence[torch.Tensor]
 

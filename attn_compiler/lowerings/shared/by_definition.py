@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.scores import Pointwise
+from attn_compiler.spec.scores import Pointwise
 
 #: scores that are in memory at a time, at most, unless one query has more
 _MOST_SCORES = 1 << 25

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import cudnn_limits, flags, limits, mask_limits, takes
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 # What PyTorch says of cuDNN's output to a compiler fails before, for an output of another shape than q with symbolic sizes.
 _OUTPUT = (2, 13)

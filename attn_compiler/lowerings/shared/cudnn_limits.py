@@ -5,12 +5,12 @@ From `check_cudnn_*` of PyTorch's sdp_utils.cpp, and from the issues that are na
 
 from __future__ import annotations
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import known_bad, limits, mask_limits
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target, cudnn_words
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target, cudnn_words
 
 OLDEST = 90_000
 # PyTorch 2.13 took over new rules for head_dim 256 (https://github.com/pytorch/pytorch/pull/185553).

@@ -21,7 +21,7 @@ import torch
 import triton
 
 from attn_compiler.lowerings.shared.replaying import Start
-from attn_compiler.torch_compat import allocator
+from attn_compiler.torch_private.compat import allocator
 
 #: bytes of a place for one parameter: none of those that are packed here is larger
 _PLACE = 8

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.errors import REPRODUCE, AttnCompilerWarning, KernelFailed, described
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.errors import REPRODUCE, AttnCompilerWarning, KernelFailed, described
+from attn_compiler.spec.attention import AttentionSpec
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import Parts
-from attn_compiler.masks import Alignment, Causal, Flag, MaskSpec
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Alignment, Causal, Flag, MaskSpec
 
 
 def as_flag(spec: AttentionSpec) -> AttentionSpec | None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from attn_compiler import op_library
 from attn_compiler.lowerings.shared import ops
 from attn_compiler.lowerings.shared.ops import GIVEN, LEAF_SCHEMA, Differentiable, OfTensor
-from attn_compiler.op_library import NAMESPACE
+from attn_compiler.torch_private import op_library
+from attn_compiler.torch_private.op_library import NAMESPACE
 
 Tensors = Sequence[torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

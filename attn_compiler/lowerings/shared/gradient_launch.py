@@ -15,7 +15,7 @@ from attn_compiler.lowerings.shared.backward_call import Backward
 from attn_compiler.lowerings.shared.kernels import sums_backward
 from attn_compiler.lowerings.shared.launching import Arguments, Grid
 from attn_compiler.lowerings.shared.ops import empty_gradient
-from attn_compiler.torch_symbols import statically_known
+from attn_compiler.torch_private.symbols import statically_known
 
 _NARROW = 64
 

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from attn_compiler import torch_compat, torch_symbols
+from attn_compiler.torch_private import compat as torch_compat, symbols as torch_symbols
 
 #: (symbolic number) -> a number that it may be, or None
 Example = Callable[[Any], Any]

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attn_compiler import dims, masks
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Size, Test
 from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.masks import MaskKind
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import dims, masks
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import MaskKind
 
 B, H, Q, K = map(Index, "bhqk")
 

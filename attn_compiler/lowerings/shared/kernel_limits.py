@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.shared import limits, score_changes, triton_releases
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
 from attn_compiler.lowerings.shared.takes import HeadDims, Takes, check_gpu, refused, since
 from attn_compiler.lowerings.shared.triton_releases import COMPILED
-from attn_compiler.scores import Sinks
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.scores import Sinks
+from attn_compiler.spec.target import Target
 
 _DTYPES = (*HALF, "float32")
 #: what they take. A family may take less of it.

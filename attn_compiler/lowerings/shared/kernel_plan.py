@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import Tile, Tiles
-from attn_compiler.spec import CODEC, AttentionSpec
+from attn_compiler.spec.attention import CODEC, AttentionSpec
 
 #: Elements from one position of q, k, v or an output's gradient to the next, at most: offsets within a tile of up to 256 of them are of
 #: 32 bits. Only an axis as long as 32768 heads of 256 lies between two positions that are farther apart.

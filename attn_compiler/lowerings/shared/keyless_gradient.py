@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attn_compiler.op_library import register_helper
+from attn_compiler.torch_private.op_library import register_helper
 
 Tensor = torch.Tensor
 

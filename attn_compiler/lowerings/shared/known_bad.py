@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.target import Target, cudnn_words
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.target import Target, cudnn_words
 
 _ALL_SMS = (0, 999)
 

@@ -13,11 +13,11 @@ import math
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Emitter, LatentNodes, Operands
-from attn_compiler.spec import AttentionSpec, LatentSpec
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, LatentSpec
+from attn_compiler.spec.dtypes import BYTES
 
 #: The most queries that are taken: far from where both ways cost the same, so that no kernel of either has to be measured.
 MOST_QUERIES = 16

@@ -30,7 +30,7 @@ from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.recording import recorder
 from attn_compiler.lowerings.shared.replaying import Alike, Start
 from attn_compiler.lowerings.shared.triton_releases import FUSION
-from attn_compiler.torch_compat import empty_strided
+from attn_compiler.torch_private.compat import empty_strided
 
 Grid = tuple[int, int, int]
 #: an argument of a tensor

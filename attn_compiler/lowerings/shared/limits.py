@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attn_compiler import dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.scores import ScoreChange, Softcap, Unusual
-from attn_compiler.spec import AttentionSpec, Dim
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.scores import ScoreChange, Softcap, Unusual
+from attn_compiler.spec.target import Target
 
 OLDEST_TORCH = (2, 11)
 LAST_SM = 121

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attn_compiler import added_scores, dims
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.dtypes import BYTES, HALF
 from attn_compiler.lowerings.base import OF_NUMBERS, OF_NUMBERS_FORWARD, UNTOUCHED
 from attn_compiler.lowerings.shared.limits import STATIC, static_if_symbolic
-from attn_compiler.masks import Alignment, Dense
-from attn_compiler.scores import DenseBias
-from attn_compiler.spec import AttentionSpec, Dim
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import added_scores, dims
+from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.dtypes import BYTES, HALF
+from attn_compiler.spec.masks import Alignment, Dense
+from attn_compiler.spec.scores import DenseBias
 
 #: dtype of a site -> the largest number beside which a float32 lse has digits enough after the point: 13 bits for a float32 site. A site
 #: in half precision gets all numbers of float16, beside which 8 bits are left.
@@ -154,8 +154,8 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
 
 
 def _may_lack_keys(spec: AttentionSpec) -> bool:
-    """Whether a query may have no key, by numbers that were not read. Passes complete what was read (passes/keyless.py). A call of SDPA
-    keeps the mask that it was given."""
+    """Whether a query may have no key, by numbers that were not read. Passes complete what was read (passes/recovering/keyless.py). A call
+    of SDPA keeps the mask that it was given."""
     return not spec.mask.held and spec.decomposed and spec.mask.reason is not None
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import mask_limits
-from attn_compiler.spec import AttentionSpec, TensorSpec
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 
 #: elements that an offset of 32 bits, with a sign, reaches
 REACH = 2**31

@@ -11,7 +11,7 @@ import torch
 
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.ops import empty_outputs, output_strides
-from attn_compiler.torch_compat import allocator, empty_strided
+from attn_compiler.torch_private.compat import allocator, empty_strided
 
 T = TypeVar("T")
 

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import GIVEN as GIVEN
-from attn_compiler.lowerings.base import PART as PART
-from attn_compiler.op_library import BODIES, LIBRARY, NAMESPACE, Late, define, register_fake
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.lowerings.base import GIVEN as GIVEN, PART as PART
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.torch_private.op_library import BODIES, LIBRARY, NAMESPACE, Late, define, register_fake
 
 LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = (
@@ -164,7 +163,7 @@ def without_autograd(graph: fx.Graph) -> None:
 
     To come by the formula, which has nothing left to do, takes the host 10 of 34 µs of a call on an H200 machine.
     """
-    from attn_compiler.torch_inductor import call_directly
+    from attn_compiler.torch_private.inductor import call_directly
 
     for node in list(graph.nodes):
         if node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_export
 from attn_compiler.lowerings.shared.imagined import Addresses
 from attn_compiler.lowerings.shared.recording import recording
-from attn_compiler.op_library import LIBRARY, NAMESPACE, launching_body
-from attn_compiler.torch_symbols import statically_known
+from attn_compiler.torch_private import export as torch_export
+from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE, launching_body
+from attn_compiler.torch_private.symbols import statically_known
 
 _TWIN = "_packaged"
 

@@ -12,18 +12,17 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler import reads
-from attn_compiler.added_scores import ProvedScore, RelativeBias
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands, Tiles
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared import tiles as tile_lists
+from attn_compiler.lowerings.shared import parts as site_parts, tiles as tile_lists
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, Interval
 from attn_compiler.lowerings.shared.kernel_plan import Plan
 from attn_compiler.lowerings.shared.parts import Parts
 from attn_compiler.lowerings.shared.tiles import Masking
-from attn_compiler.spec import AttentionSpec, Dim
+from attn_compiler.spec import reads
+from attn_compiler.spec.added_scores import ProvedScore, RelativeBias
+from attn_compiler.spec.attention import AttentionSpec, Dim
 
 aten = torch.ops.aten
 

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attn_compiler import added_scores, dims, masks, reads
 from attn_compiler import index_expr as ix
-from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Const, Expr, Linear
 from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.lowerings.shared.intervals import (
@@ -29,8 +27,10 @@ from attn_compiler.lowerings.shared.intervals import (
     mentions_any,
 )
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call, Plan
-from attn_compiler.masks import MaskKind
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import added_scores, dims, masks, reads
+from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import MaskKind
 
 #: up to so many the mask is evaluated everywhere
 _FEW_QUERIES, _FEW_KEYS = 32, 128

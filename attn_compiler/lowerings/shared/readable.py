@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_compiler.lowerings.shared.arguments import alignment, is_far
-from attn_compiler.torch_symbols import statically_known
+from attn_compiler.torch_private.symbols import statically_known
 
 
 def _misaligned(*tensors: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.recording import recorder
-from attn_compiler.torch_compat import current_cuda_device
+from attn_compiler.torch_private.compat import current_cuda_device
 
 #: bytes whose elements a thread may load at once
 VECTOR = 16

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from attn_compiler.scores import Pointwise, Softcap
+from attn_compiler.spec.scores import Pointwise, Softcap
 
 X = TypeVar("X")
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.shared import limits, mask_limits, parts
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING, PartKind
-from attn_compiler.scores import DenseBias, Pointwise, ScoreChange, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec, LseUse
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, LseUse
+from attn_compiler.spec.scores import DenseBias, Pointwise, ScoreChange, Sinks, Softcap
+from attn_compiler.spec.target import Target
 
 #: the number that q k is multiplied by. "positive": above 0 and not large. "moderate": of either sign, and not large.
 Scales = Literal["positive", "moderate", "any"]

@@ -39,13 +39,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_compiler import dims
-from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.shared.kernel_plan import Plan
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import BYTES
+from attn_compiler.spec.target import Target
 
 #: What a kernel evaluates beside its products, which takes registers: parts of a plan, and softcap. learned: what is added is, so that
 #: the scores' gradients are kept (without a change of each score, and up to the size that triton/launch.py sets).

@@ -11,13 +11,13 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attn_compiler import tried
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import tried
+from attn_compiler.spec.target import Target
 
 if TYPE_CHECKING:
-    from attn_compiler.rewrites.store import Store
+    from attn_compiler.torch_private.store import Store
 
 
 def note(lowering: str, target: Target, cause: str) -> None:
@@ -50,8 +50,8 @@ def _known(target: Target) -> Mapping[str, str]:
 
 def _store() -> Store | None:
     # It imports Inductor, and rewrites do.
-    from attn_compiler import torch_inductor
-    from attn_compiler.rewrites.store import Store
+    from attn_compiler.torch_private import inductor as torch_inductor
+    from attn_compiler.torch_private.store import Store
 
     try:
         return Store(root=torch_inductor.cache_folder())
@@ -60,7 +60,7 @@ def _store() -> Store | None:
 
 
 def _key(target: Target) -> str:
-    from attn_compiler import cache
+    from attn_compiler.options import cache
 
     text = f"untried/{cache.sources_digest()}/{target.digest()}"
     return hashlib.sha256(text.encode()).hexdigest()

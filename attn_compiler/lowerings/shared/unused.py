@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from attn_compiler import dims
 from attn_compiler.lowerings.base import Emitter, Operands
-from attn_compiler.masks import Alignment, Causal
-from attn_compiler.spec import AttentionSpec, TensorSpec
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import Alignment, Causal
 
 aten = torch.ops.aten
 

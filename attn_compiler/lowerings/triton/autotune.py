@@ -19,16 +19,15 @@ from typing import Any
 
 import torch
 
-from attn_compiler import torch_inductor
-from attn_compiler.cache import digest_of_tree, package_version
 from attn_compiler.lowerings.base import Tile, Tiles, Tuned
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared import tile_table
+from attn_compiler.lowerings.shared import parts as site_parts, tile_table
 from attn_compiler.lowerings.triton.autotune_store import TileStore
 from attn_compiler.lowerings.triton.candidates import Candidates, candidates
 from attn_compiler.lowerings.triton.stand_ins import MeasuredSizes
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.options.cache import digest_of_tree, package_version
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import inductor as torch_inductor
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from attn_compiler import dims
-from attn_compiler.dtypes import BYTES
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared import parts, tile_table
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec import dims
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import BYTES
+from attn_compiler.spec.target import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,17 +11,22 @@ import dataclasses
 
 from torch import fx
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tile, Tiles, check_fp8_inputs
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring
-from attn_compiler.lowerings.fp8 import seen as fp8_seen
-from attn_compiler.lowerings.shared import kernel_limits, part_tensors, parts, takes, tile_table
-from attn_compiler.lowerings.shared import limits as shared_limits
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
+from attn_compiler.lowerings.shared import (
+    kernel_limits,
+    limits as shared_limits,
+    part_tensors,
+    parts,
+    takes,
+    tile_table,
+)
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.ops import late, register_forward
 from attn_compiler.lowerings.triton.takes import FP8
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 #: head dims up to which the tiles of `triton` do not spill
 _ROOMY = 128

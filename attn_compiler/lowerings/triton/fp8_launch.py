@@ -24,7 +24,7 @@ from attn_compiler.lowerings.shared.forward_call import Exact, Forward, Named
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.replaying import Alike
 from attn_compiler.lowerings.triton.kernels import forward_fp8
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
 
 #: elements of a head that tensor cores multiply at once, in FP8
 _LEAST_PART = 32

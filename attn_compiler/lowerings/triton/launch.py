@@ -26,8 +26,7 @@ from attn_compiler.lowerings.shared.arguments import (
 )
 from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
 from attn_compiler.lowerings.shared.forward_call import Forward, Named
-from attn_compiler.lowerings.shared.kernels import backward, kv_backward
-from attn_compiler.lowerings.shared.kernels import forward as forward_kernels
+from attn_compiler.lowerings.shared.kernels import backward, forward as forward_kernels, kv_backward
 from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.replaying import Alike
 

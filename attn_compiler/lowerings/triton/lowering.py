@@ -10,12 +10,12 @@ import operator
 
 from torch import fx
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.shared import kernel_limits, ops, part_tensors, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 
 class TritonAttention(Lowering):

@@ -9,14 +9,14 @@ import torch
 from triton.errors import TritonError
 from triton.testing import do_bench
 
-from attn_compiler import torch_compat
 from attn_compiler.lowerings.base import Tiles
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.shared.on_device import on
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.lowerings.triton.autotune import Unfit
 from attn_compiler.lowerings.triton.stand_ins import StandIn
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.torch_private import compat as torch_compat
 
 Clock = Callable[[Callable[[], object]], float]
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from attn_compiler.added_scores import RelativeBias
 from attn_compiler.lowerings.base import Tiles
-from attn_compiler.lowerings.shared import parts
-from attn_compiler.lowerings.shared import tiles as tile_lists
+from attn_compiler.lowerings.shared import parts, tiles as tile_lists
 from attn_compiler.lowerings.shared.tiles import Masking
-from attn_compiler.spec import AttentionSpec, Dim, TensorSpec
+from attn_compiler.spec.added_scores import RelativeBias
+from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
 
 #: what a size that is not known stands for
 UNKNOWN_SEQLEN = 4096

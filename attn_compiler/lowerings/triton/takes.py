@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.dtypes import HALF
 from attn_compiler.lowerings.shared import kernel_limits
 from attn_compiler.lowerings.shared.takes import since
+from attn_compiler.spec.dtypes import HALF
 
 #: from the first with FP8 in its tensor cores
 FP8 = dataclasses.replace(kernel_limits.TAKES, sms=since(89), dtypes=HALF, lse="unread")

@@ -14,9 +14,7 @@ import hashlib
 
 from torch import fx
 
-from attn_compiler import torch_collectives, torch_frames
-from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.passes import axes, lower, match, recover
+from attn_compiler.context_parallel import ContextParallel, collectives as torch_collectives
 from attn_compiler.passes.context_parallel import (
     caches,
     choosing,
@@ -39,10 +37,15 @@ from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.sites import RewrittenSite
 from attn_compiler.passes.context_parallel.together import Said, together, told
 from attn_compiler.passes.context_parallel.whole import Wholes
-from attn_compiler.passes.emit import GraphBuilder
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Miss, Site
-from attn_compiler.passes.unit import Unit
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.emit import GraphBuilder
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Miss, Site
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.matching import match
+from attn_compiler.passes.recovering import recover
+from attn_compiler.passes.writing import lower
+from attn_compiler.torch_private import frames as torch_frames
 
 #: what a user may name in ContextParallel(allow=...), besides ops
 GRAPH_BREAK = "graph_break"

@@ -7,8 +7,8 @@ from torch import fx
 
 from attn_compiler.passes.context_parallel import following
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
 
 _ATEN = torch.ops.aten
 #: how caches take new keys in beside those that they hold, which come first among the arguments

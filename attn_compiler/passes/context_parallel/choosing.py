@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.context_parallel.halo import most_sent
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.dtypes import BYTES
 from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.site import Site
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.dtypes import BYTES
+from attn_compiler.spec.target import Target
 
 #: where kernels were measured to be as fast with a rank's intervals of keys as with a plain diagonal
 _SM = 90

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_frames, torch_symbols, torch_tracing
 from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.errors import described
-from attn_compiler.passes import checkpoints, plain_calls
-from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.context_parallel import wrapped
 from attn_compiler.passes.context_parallel.following import Input, tensor_of
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.mirror import Mirror, opaque
-from attn_compiler.passes.unit import Unit, examples
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.mirror import Mirror, opaque
+from attn_compiler.passes.graph.unit import Unit, examples
+from attn_compiler.passes.spelling import checkpoints, plain_calls
+from attn_compiler.reasons.errors import described
+from attn_compiler.torch_private import frames as torch_frames, symbols as torch_symbols, tracing as torch_tracing
 
 aten = torch.ops.aten
 

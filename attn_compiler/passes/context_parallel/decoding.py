@@ -14,19 +14,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from attn_compiler import torch_collectives, torch_merges
-from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.lse_op import attention_with_lse
-from attn_compiler.passes import keyless, lower, mutation, program, recover
+from attn_compiler.context_parallel import ContextParallel, collectives as torch_collectives, merge_ops as torch_merges
+from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
 from attn_compiler.passes.context_parallel import first_look
 from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.emit import GraphBuilder
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Match, Operand, Site
-from attn_compiler.passes.unit import Unit
-from attn_compiler.scores import DenseBias, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.passes.graph import mutation, program
+from attn_compiler.passes.graph.emit import GraphBuilder
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Match, Operand, Site
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.recovering import keyless, recover
+from attn_compiler.passes.writing import lower
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import DenseBias, Sinks, Softcap
 
 #: what is said of a site where nothing is asked for
 NO_OPTION = 'compile with options={"context_parallel": cp}, so that each rank attends to its own'

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes.graph.emit import GraphBuilder
 
 
 @dataclass(frozen=True, kw_only=True)

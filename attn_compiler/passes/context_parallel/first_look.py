@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from attn_compiler import torch_compat
 from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.torch_private import compat as torch_compat
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

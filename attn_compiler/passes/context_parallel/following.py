@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler import torch_dtensors
-from attn_compiler.passes import axes
-from attn_compiler.passes.axes import Atom, AxisError, Dims
 from attn_compiler.passes.context_parallel import ops, wrapped
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, LENGTH, is_of_length
 from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes, Place
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.torch_private import dtensors as torch_dtensors
 
 #: how Dynamo names what belongs to the model: parameters, buffers and attributes of modules
 _STATE = re.compile(r"(^l_self_)|(_(parameters|buffers|modules)_)|(^self_)")

@@ -12,15 +12,16 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, torch_halos
+from attn_compiler.context_parallel import halo_ops as torch_halos
 from attn_compiler.context_parallel.halo import Halo, most_sent
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.masks import MaskKind
-from attn_compiler.passes import kinds
 from attn_compiler.passes.context_parallel.exchanging import Met, Places
 from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.passes.graph.emit import GraphBuilder
+from attn_compiler.passes.recovering import kinds
+from attn_compiler.spec import masks
+from attn_compiler.spec.masks import MaskKind
 
 # ---- how wide it is ------------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler import torch_collectives
-from attn_compiler.passes.emit import GraphBuilder
+from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.passes.graph.emit import GraphBuilder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from attn_compiler.passes import axes, views
-from attn_compiler.passes.axes import Dim
 from attn_compiler.passes.context_parallel.places import Mixes, Place, alike, has, place_of
+from attn_compiler.passes.graph import axes, views
+from attn_compiler.passes.graph.axes import Dim
 
 if TYPE_CHECKING:
     from attn_compiler.passes.context_parallel.following import Following

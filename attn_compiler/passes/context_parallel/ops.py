@@ -1,7 +1,7 @@
 """What each op does with the axis of positions: `place` gives where its result holds the sequence, or why it has no place.
 
 RULES has a line for each op, and arguments.py one for what it may be given. Pointwise ops are told by PyTorch's tag, views by
-passes/views.py.
+passes/graph/views.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from attn_compiler.passes import axes, views
-from attn_compiler.passes.axes import Dim, Dims
 from attn_compiler.passes.context_parallel import arguments, lookups
 from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes, Place, Rule, alike, has, place_of
+from attn_compiler.passes.graph import axes, views
+from attn_compiler.passes.graph.axes import Dim, Dims
 
 if TYPE_CHECKING:
     from attn_compiler.passes.context_parallel.following import Following

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from attn_compiler import index_expr as ix
-from attn_compiler import torch_frames
-from attn_compiler.passes import kinds
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.whole import Wholes
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.recovering import kinds
+from attn_compiler.torch_private import frames as torch_frames
 
 #: what a user may name in ContextParallel(allow=...) for modules that say something else by these words
 WINDOW = "window"

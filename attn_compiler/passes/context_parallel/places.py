@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from attn_compiler.passes import axes
-from attn_compiler.passes.axes import AxisError, Dim, Dims
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.axes import AxisError, Dim, Dims
 
 if TYPE_CHECKING:
     from attn_compiler.passes.context_parallel.following import Following

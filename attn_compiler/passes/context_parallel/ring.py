@@ -16,19 +16,20 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler import torch_collectives
-from attn_compiler.lse_op import attention_with_lse
-from attn_compiler.merging import merged_parts, whole_of_parts
-from attn_compiler.passes import program, recover
+from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
+from attn_compiler.lowerings.graph_ops.merging import merged_parts, whole_of_parts
 from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.exchanging import Met, Places
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.sites import PlacedScores, RewrittenSite
 from attn_compiler.passes.context_parallel.whole import Wholes
-from attn_compiler.passes.emit import GraphBuilder
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.passes.graph import program
+from attn_compiler.passes.graph.emit import GraphBuilder
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.recovering import recover
+from attn_compiler.spec.attention import AttentionSpec
 
 
 def rewrite(

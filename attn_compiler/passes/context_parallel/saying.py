@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from attn_compiler import torch_frames
 from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.options import Options
-from attn_compiler.passes import closed
+from attn_compiler.options.options import Options
 from attn_compiler.passes.context_parallel.following import is_state
+from attn_compiler.passes.graph import closed
+from attn_compiler.torch_private import frames as torch_frames
 
 #: options that change neither code nor what ranks exchange
 _OWN = frozenset({"strict", "dump_dir", "check_invariants", "cache_rewrites"})

@@ -13,19 +13,20 @@ from attn_compiler import index_expr as ix
 from attn_compiler.context_parallel.halo import Halo
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
-from attn_compiler.passes import axes, elements, keyless, program, recover
 from attn_compiler.passes.context_parallel import bands, exchanging, halo
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, check_rounding, is_of_length
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.whole import Wholes
-from attn_compiler.passes.emit import GraphBuilder
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.mutation import Version
-from attn_compiler.passes.site import Site
-from attn_compiler.scores import DenseBias, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.passes.graph import axes, program
+from attn_compiler.passes.graph.emit import GraphBuilder
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.recovering import elements, keyless, recover
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import DenseBias, Sinks, Softcap
 
 #: parts of the sequence that a rank keeps in a ring
 _OF_RING = 3

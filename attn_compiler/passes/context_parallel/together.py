@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from attn_compiler import torch_collectives, torch_compat
-from attn_compiler.codes import Code
-from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.decisions import Reason
-from attn_compiler.errors import ContextParallelUnsupported, described
-from attn_compiler.lockstep import Meeting
+from attn_compiler.context_parallel import ContextParallel, collectives as torch_collectives
+from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.passes.context_parallel import saying
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.unit import Unit, module_path, source_line
-from attn_compiler.torch_meetings import TOLD
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.unit import Unit, module_path, source_line
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.errors import ContextParallelUnsupported, described
+from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.torch_private.meetings import TOLD
 
 #: seconds to wait until all ranks have compiled a graph: cold caches of one may take minutes
 _PATIENCE = 900.0

@@ -14,11 +14,11 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from attn_compiler import torch_dtensors, torch_tracing
-from attn_compiler.passes import axes, closed, mutation
-from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.context_parallel.places import Mixes, Place, has
-from attn_compiler.passes.mirror import Mirror, Origins, opaque
+from attn_compiler.passes.graph import axes, closed, mutation
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.mirror import Mirror, Origins, opaque
+from attn_compiler.torch_private import dtensors as torch_dtensors, tracing as torch_tracing
 
 if TYPE_CHECKING:
     from attn_compiler.passes.context_parallel.following import Following

@@ -14,20 +14,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_compat, torch_frames, torch_packed, torch_tracing
-from attn_compiler.codes import Code
 from attn_compiler.lowerings.base import UNTOUCHED
-from attn_compiler.passes import faults, match, mutation, recover, select
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.unit import Unit, module_path, source_line
-from attn_compiler.passes.unpad import asked_sizes, drawing, masks, scores
-from attn_compiler.passes.unpad import facts as run_time_facts
+from attn_compiler.passes.graph import faults, mutation
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.unit import Unit, module_path, source_line
+from attn_compiler.passes.matching import match
+from attn_compiler.passes.recovering import recover
+from attn_compiler.passes.unpad import asked_sizes, drawing, facts as run_time_facts, masks, scores
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.outcome import KeptGraph, Outcome, Packed, fake_inputs
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Kind, Need, places
+from attn_compiler.passes.writing import select
+from attn_compiler.reasons.codes import Code
+from attn_compiler.torch_private import (
+    compat as torch_compat,
+    frames as torch_frames,
+    packed as torch_packed,
+    tracing as torch_tracing,
+)
 
 #: lowerings that compute no pair of tokens of two rows
 LEAVING_OUT = ("rows", "hopper", "triton")

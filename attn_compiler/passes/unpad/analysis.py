@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.passes import axes, views
-from attn_compiler.passes.axes import Atom, AxisError, Dims
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph import axes, views
+from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import exits, forms, rules
 from attn_compiler.passes.unpad.exits import RuntimeFact
 from attn_compiler.passes.unpad.masks import PackedPairs, Padding
 from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
 from attn_compiler.passes.unpad.rules import Result
 from attn_compiler.passes.unpad.values import Form, FormRecipe, Indexed, Kind, Need, Value, places
+from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default

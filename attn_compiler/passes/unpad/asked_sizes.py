@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.passes import axes
-from attn_compiler.passes.calls import target_name
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.unpad.making import Maker
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Kind
+from attn_compiler.reasons.codes import Code
 
 #: calls that read no element
 _ASKING = frozenset({"size", "sym_size", "getattr", "numel"})

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.passes import views
+from attn_compiler.passes.graph import views
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Need
+from attn_compiler.reasons.codes import Code
 
 if TYPE_CHECKING:
     from attn_compiler.passes.unpad.making import Maker

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes import views
+from attn_compiler.passes.graph import views
 from attn_compiler.passes.unpad import forms
 from attn_compiler.passes.unpad.forms import Context
 from attn_compiler.passes.unpad.values import Form, FormRecipe, Need, places

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.passes.mirror import Mirror
+from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.unpad.exits import RuntimeFact
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.reasons.codes import Code
 
 #: nodes that may run once more for it
 _MOST = 64

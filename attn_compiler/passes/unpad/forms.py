@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.passes import axes
-from attn_compiler.passes.axes import Atom, Dim, Dims
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.axes import Atom, Dim, Dims
 from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
 from attn_compiler.passes.unpad.values import Form, FormRecipe, Indexed, Need, Value, places
+from attn_compiler.reasons.codes import Code
 
 
 class Context(Protocol):

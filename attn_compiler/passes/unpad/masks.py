@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
-from attn_compiler.codes import Code
 from attn_compiler.index_expr import Index, Load
-from attn_compiler.masks import Causal, KeyPadding, MaskKind, SlidingWindow
-from attn_compiler.passes.mutation import Version
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import scores
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.scores import PackedScores
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.reasons.codes import Code
+from attn_compiler.spec import masks
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Causal, KeyPadding, MaskKind, SlidingWindow
 
 _RULE = "all attentions leave out the same keys as padding, and nothing else but by position"
 

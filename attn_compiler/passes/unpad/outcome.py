@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler import torch_packed, torch_tracing
-from attn_compiler.decisions import Reason
-from attn_compiler.unpadding import Batch, Steps
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.torch_private import packed as torch_packed, tracing as torch_tracing
+from attn_compiler.torch_private.unpadding import Batch, Steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
 
 
 class KeepsPadding(Exception):

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.passes import axes, views
-from attn_compiler.passes.axes import AxisError, Dim, Dims
+from attn_compiler.passes.graph import axes, views
+from attn_compiler.passes.graph.axes import AxisError, Dim, Dims
 from attn_compiler.passes.unpad import drawing
 from attn_compiler.passes.unpad.forms import Context, call, has_both, is_tagged, operand_form, refused, tags
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Form, FormRecipe, Need
+from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
 

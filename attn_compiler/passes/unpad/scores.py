@@ -11,20 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler import added_scores
 from attn_compiler import index_expr as ix
-from attn_compiler.added_scores import Alibi, ProvedScore, RelativeBias
-from attn_compiler.codes import Code
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, on_nodes
 from attn_compiler.index_expr.changing import throughout
 from attn_compiler.index_expr.on_nodes import Names, NodeMaker
-from attn_compiler.passes import axes, gradients, views
-from attn_compiler.passes.mirror import Mirror
-from attn_compiler.passes.site import Site
+from attn_compiler.passes.graph import axes, gradients, views
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Form, Indexed, Need
-from attn_compiler.scores import DenseBias
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.reasons.codes import Code
+from attn_compiler.spec import added_scores
+from attn_compiler.spec.added_scores import Alibi, ProvedScore, RelativeBias
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import DenseBias
 
 aten = torch.ops.aten
 

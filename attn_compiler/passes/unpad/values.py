@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import fx
 
-from attn_compiler.passes import axes
-from attn_compiler.passes.axes import Atom, Dims
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.axes import Atom, Dims
 
 if TYPE_CHECKING:
     from attn_compiler.passes.unpad.making import Maker

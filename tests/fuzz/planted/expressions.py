@@ -202,7 +202,7 @@ EXPRESSIONS = [
 KINDS = [
     _f(
         "any offset is causal",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_causal",
         "if rest == Linear(()):",
         "if not rest.terms and rest.const in (0, 1):",
@@ -211,7 +211,7 @@ KINDS = [
     ),
     _f(
         "a difference of sizes is causal",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_causal",
         "return masks.CausalFrom(offset=_plain(rest))",
         "return masks.Causal()",
@@ -220,7 +220,7 @@ KINDS = [
     ),
     _f(
         "a window is one wider",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_window",
         "masks.SlidingWindow(left=rest.const, right=None)",
         "masks.SlidingWindow(left=rest.const + 1, right=None)",
@@ -229,7 +229,7 @@ KINDS = [
     ),
     _f(
         "a band is one-sided",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_band",
         "masks.SlidingWindow(left=width, right=width)",
         "masks.SlidingWindow(left=width, right=None)",
@@ -238,7 +238,7 @@ KINDS = [
     ),
     _f(
         "a bound is one off",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_key_bound",
         'masks.KeyBound(side="last", bound=_plain(last))',
         'masks.KeyBound(side="last", bound=_plain(ix.combine(last, Linear((), 1), 1)))',
@@ -247,7 +247,7 @@ KINDS = [
     ),
     _f(
         "chunks start at 0",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_chunked",
         "start=_plain(ix.combine(Linear(()), start, -1))",
         "start=ix.ZERO",
@@ -256,7 +256,7 @@ KINDS = [
     ),
     _f(
         "documents of other conditions",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_document",
         "ix.substitute(key, K, Q) == query and any(ix.loads(key))",
         "any(ix.loads(key))",
@@ -265,7 +265,7 @@ KINDS = [
     ),
     _f(
         "a prefix is one short",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_prefix",
         "ix.add(bounds[0], ix.ONE)",
         "bounds[0]",
@@ -274,7 +274,7 @@ KINDS = [
     ),
     _f(
         "a window is as wide ahead as back",
-        "passes/kinds.py",
+        "passes/recovering/kinds.py",
         "_joined",
         "right=right[0][1]",
         "right=left[0].left",
@@ -283,7 +283,7 @@ KINDS = [
     ),
     _f(
         "-1e4 masks",
-        "passes/patterns/score_steps.py",
+        "passes/matching/patterns/score_steps.py",
         None,
         "MASKED_BELOW = -65504.0",
         "MASKED_BELOW = -9000.0",
@@ -292,7 +292,7 @@ KINDS = [
     ),
     _f(
         "what is added lifts no fill",
-        "passes/fills.py",
+        "passes/spelling/fills.py",
         "shuts_out",
         "highest + added.high + scores < added.low - scores - GONE",
         "highest + scores < -scores - GONE",
@@ -301,7 +301,7 @@ KINDS = [
     ),
     _f(
         "slopes lose their weight",
-        "passes/score_kinds.py",
+        "passes/recovering/score_kinds.py",
         "_alibi",
         "slopes: Expr = Const(float(part.weight))",
         "slopes: Expr = Const(1.0)",
@@ -310,7 +310,7 @@ KINDS = [
     ),
     _f(
         "tables lose their weight",
-        "passes/score_kinds.py",
+        "passes/recovering/score_kinds.py",
         "_relative",
         "weight=part.weight",
         "weight=1.0",
@@ -319,7 +319,7 @@ KINDS = [
     ),
     _f(
         "a penalty changes its sign",
-        "passes/score_kinds.py",
+        "passes/recovering/score_kinds.py",
         "_penalty",
         "value, region = float(yes.value * part.weight)",
         "value, region = float(-yes.value * part.weight)",
@@ -328,7 +328,7 @@ KINDS = [
     ),
     _f(
         "a penalty where it is not",
-        "passes/score_kinds.py",
+        "passes/recovering/score_kinds.py",
         "_penalty",
         "condition, yes = ix.invert(condition), no",
         "condition, yes = condition, no",
@@ -337,7 +337,7 @@ KINDS = [
     ),
     _f(
         "two slopes are one",
-        "passes/score_kinds.py",
+        "passes/recovering/score_kinds.py",
         "joined",
         "slopes=ix.add(known.slopes, kind.slopes)",
         "slopes=kind.slopes",

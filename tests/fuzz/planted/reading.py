@@ -404,7 +404,7 @@ READING = [
     ),
     _f(
         "a version ends at its write",
-        "passes/mutation.py",
+        "passes/graph/mutation.py",
         "version",
         "at = bisect.bisect_left(writers.places, when)",
         "at = bisect.bisect_left(writers.places, when + 40)",
@@ -413,7 +413,7 @@ READING = [
     ),
     _f(
         "a version knows of no write",
-        "passes/mutation.py",
+        "passes/graph/mutation.py",
         "version",
         "since = writer",
         "since = None",
@@ -422,7 +422,7 @@ READING = [
     ),
     _f(
         "detached tensors have their own memory",
-        "passes/mutation.py",
+        "passes/graph/mutation.py",
         "writers",
         "found.append((node, set().union(*map(storages, written))))",
         'found.append((node, set().union(*(storages(n) for n in written if n.op == "placeholder" or not n.name.startswith("detach")))))',

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from attn_compiler.lowerings.choice import cost
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from benchmarks import bench_select, select_cases
 from tests.lowerings.specs import CAUSAL, dense, make_spec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.lowerings.choice.cpu_rows import CPU_ROWS
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import make_spec
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from attn_compiler.lowerings.choice import evidence
 from attn_compiler.lowerings.choice.dropout_rows import DROPOUT_ROWS
-from attn_compiler.options import Options
-from attn_compiler.passes.select import decide
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.spec.target import Target
 from benchmarks import select_cases
 from tests.lowerings.specs import dense, make_spec
 

@@ -8,10 +8,10 @@ import pytest
 
 from attn_compiler import index_expr
 from attn_compiler.lowerings.choice import evidence, fp8_speed, priorities
-from attn_compiler.masks import Causal, Dense, Flag, KeyPadding, MaskSpec, SlidingWindow
-from attn_compiler.scores import ScoreSpec
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import Causal, Dense, Flag, KeyPadding, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import ScoreSpec
+from attn_compiler.spec.target import Target
 
 H200 = Target.fake()
 CAUSAL = MaskSpec(kinds=(Causal(),), flag=Flag.CALLED)

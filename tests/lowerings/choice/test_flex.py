@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from attn_compiler.lowerings.choice import flex
-from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Causal, Dense, Flag, MaskSpec
 from tests.cases import CASES, build
 
 

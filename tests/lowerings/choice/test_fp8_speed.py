@@ -10,12 +10,12 @@ from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import fp8_speed
-from attn_compiler.masks import Causal, Dense, KeyBound, MaskSpec, SlidingWindow
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.scores import ScoreChange, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Causal, Dense, KeyBound, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import ScoreChange, Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.choice.measured import rows_from
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, make_spec
 

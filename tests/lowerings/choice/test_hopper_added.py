@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from attn_compiler.codes import Code
 from attn_compiler.lowerings.choice import hopper_added
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.reasons.codes import Code
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.choice.measured import rows_from
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 

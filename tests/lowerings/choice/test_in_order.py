@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from attn_compiler import masks
-from attn_compiler.codes import Code
-from attn_compiler.index_expr import Index, Load
-from attn_compiler.index_expr import as_bool as truth
+from attn_compiler.index_expr import Index, Load, as_bool as truth
 from attn_compiler.lowerings.choice import in_order, shape_class
-from attn_compiler.scores import Softcap
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.spec import masks
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.choice.measured import rows_from
 from tests.lowerings.specs import CAUSAL, bias, make_spec
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings.choice import packages, priorities
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.spec.target import Target
 from benchmarks import select_cases
 
 WINDOW = select_cases.spec_of(select_cases.BY_NAME["window_d64_s8192"], training=True)

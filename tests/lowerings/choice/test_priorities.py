@@ -8,9 +8,9 @@ import pytest
 from attn_compiler.lowerings import LOWERINGS, by_name, order
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import priorities
-from attn_compiler.masks import Dense, MaskSpec
-from attn_compiler.spec import Dim, StoredSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import Dim, StoredSpec, TensorSpec
+from attn_compiler.spec.masks import Dense, MaskSpec
+from attn_compiler.spec.target import Target
 from tests import cases
 from tests.cases import BY_NAME
 from tests.lowerings.specs import CAUSAL, dense, make_spec

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings.choice.rows import Row
-from attn_compiler.spec import SizeRange
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import SizeRange
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import dense, make_spec
 
 H200 = Target.fake()

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import pytest
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.choice import priorities, shape_class
 from attn_compiler.lowerings.choice.rows import Row
 from attn_compiler.lowerings.choice.shape_class import BANDS, MASKS
-from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
-from attn_compiler.scores import ScoreChange, Sinks, Softcap
-from attn_compiler.spec import Dim, SizeRange
+from attn_compiler.spec import masks
+from attn_compiler.spec.attention import Dim, SizeRange
+from attn_compiler.spec.masks import Causal, Dense, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import ScoreChange, Sinks, Softcap
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec
 
 AT = (Index("b"), Index("k"))

@@ -11,11 +11,11 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import cost, evidence, priorities
 from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.options import Options
-from attn_compiler.passes.select import decide
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from benchmarks import select_cases
 from tests.lowerings.choice.test_cost import PYTORCHS, WITH_TENSOR, spec_of
 from tests.lowerings.golden_decisions import of_any_length

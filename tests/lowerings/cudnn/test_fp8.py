@@ -9,21 +9,19 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling, torch_inductor
-from attn_compiler import index_expr as ix
+from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling, index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.cudnn import fp8 as cudnn
-from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
-from attn_compiler.lowerings.cudnn import graphs, plan, plans
+from attn_compiler.lowerings.cudnn import fp8 as cudnn, frontend as cudnn_frontend, graphs, plan, plans
 from attn_compiler.lowerings.cudnn.graphs import Plans
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared import ops
-from attn_compiler.masks import Dense, KeyBound, MaskSpec, SlidingWindow
-from attn_compiler.scores import Sinks
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Dense, KeyBound, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import Sinks
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.lowerings import call_math, poison
 from tests.lowerings.cudnn.recording_frontend import Frontend, NotSupported
 from tests.lowerings.cudnn.test_lowering import laid, window

@@ -15,7 +15,7 @@ import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.cudnn import frontend
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from attn_compiler import torch_compat
-from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan
+from attn_compiler.reasons.errors import CudnnRefused
+from attn_compiler.torch_private import compat as torch_compat
 from tests.lowerings.cudnn.recording_frontend import Frontend, NewerFrontend
 from tests.lowerings.cudnn.test_graphs import backward_key, forward_key
 

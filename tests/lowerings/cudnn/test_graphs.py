@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from attn_compiler.errors import CudnnRefused
-from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
-from attn_compiler.lowerings.cudnn import graphs
-from attn_compiler.lowerings.cudnn import plan as cudnn_call
+from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend, graphs, plan as cudnn_call
 from attn_compiler.lowerings.cudnn.graphs import UIDS, BuiltPlan, Laid, PlanKey, Plans
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.target import cudnn_version
+from attn_compiler.reasons.errors import CudnnRefused
+from attn_compiler.spec.target import cudnn_version
 from tests.lowerings.cudnn.recording_frontend import Alignment, DataType, Frontend, Graph, NotSupported
 
 CALL = CudnnCall(scale=0.125, needs_grad=True)

@@ -11,10 +11,10 @@ from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared import leaf_calls, replaying
 from attn_compiler.lowerings.shared.on_device import KnownCalls
-from attn_compiler.masks import MaskSpec
-from attn_compiler.scores import ScoreSpec
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import ScoreSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.cudnn.recording_frontend import Frontend
 
 CALL = CudnnCall(scale=0.125, right=0, needs_grad=True)

@@ -8,7 +8,7 @@ import pytest
 
 from attn_compiler.lowerings.cudnn import limits
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import make_spec, words
 
 TRAINING = CudnnCall(scale=0.125, needs_grad=True)

@@ -6,21 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from attn_compiler.codes import Code
-from attn_compiler.decisions import Reason
 from attn_compiler.index_expr import Const
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
-from attn_compiler.lowerings.cudnn import graphs, limits, plan
-from attn_compiler.lowerings.cudnn import plans as cudnn_plans
+from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend, graphs, limits, plan, plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.graphs import Plans
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.masks import CausalFrom, Dense, MaskSpec, SlidingWindow
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import CausalFrom, Dense, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.cudnn.recording_frontend import Frontend, NotSupported
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec, refusal, words
 

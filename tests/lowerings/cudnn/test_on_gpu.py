@@ -14,7 +14,7 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.cudnn import frontend
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared import known_bad
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import Case
 from tests.lowerings import call_math

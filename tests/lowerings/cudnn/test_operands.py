@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.cudnn import operands as cudnn_operands
-from attn_compiler.lowerings.cudnn import plan
+from attn_compiler.lowerings.cudnn import operands as cudnn_operands, plan
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.masks import Dense, KeyBound, MaskSpec
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Dense, KeyBound, MaskSpec
 from tests.lowerings.emitting import GraphEmitter
 from tests.lowerings.specs import make_spec
 

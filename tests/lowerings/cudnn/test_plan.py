@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from attn_compiler import index_expr as ix
-from attn_compiler.added_scores import Alibi
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.masks import (
+from attn_compiler.spec.added_scores import Alibi
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import (
     Alignment,
     Causal,
     CausalFrom,
@@ -25,8 +26,7 @@ from attn_compiler.masks import (
     Prefix,
     SlidingWindow,
 )
-from attn_compiler.scores import ScoreSpec, Sinks
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.scores import ScoreSpec, Sinks
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec
 
 B, K = Index("b"), Index("k")

@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_compiler.errors import CudnnRefused
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend
-from attn_compiler.lowerings.cudnn import graphs
-from attn_compiler.lowerings.cudnn import plans as cudnn_plans
+from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend, graphs, plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, PlanKey, Plans
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.target import Target
+from attn_compiler.reasons.errors import CudnnRefused
+from attn_compiler.spec.target import Target
 from tests.lowerings.cudnn.recording_frontend import Frontend
 from tests.lowerings.cudnn.test_lowering import TARGET, laid
 from tests.lowerings.specs import bias, make_spec, refusal

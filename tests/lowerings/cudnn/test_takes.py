@@ -10,9 +10,9 @@ import pytest
 from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.lowerings.shared.takes import check_gpu, refused
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.spec import TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import TensorSpec
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec, words
 
 

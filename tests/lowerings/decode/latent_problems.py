@@ -10,10 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.decode import latent_launch
-from attn_compiler.lowerings.decode import plan as decode_plan
+from attn_compiler.lowerings.decode import latent_launch, plan as decode_plan
 from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
-from attn_compiler.spec import LatentSpec, TensorSpec
+from attn_compiler.spec.attention import LatentSpec, TensorSpec
 from tests.lowerings.decode import problems
 from tests.lowerings.decode.problems import DEVICE, Case, Problem
 

@@ -12,13 +12,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.decode import launch
-from attn_compiler.lowerings.decode import plan as decode_plan
+from attn_compiler.lowerings.decode import launch, plan as decode_plan
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule
 from attn_compiler.lowerings.shared import kernel_plan
-from attn_compiler.masks import MaskSpec
-from attn_compiler.scores import ScoreSpec, Softcap
-from attn_compiler.spec import AttentionSpec, StoredSpec, TensorSpec
+from attn_compiler.spec.attention import AttentionSpec, StoredSpec, TensorSpec
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import ScoreSpec, Softcap
 from tests import numerics
 from tests.lowerings import plan_math
 

@@ -14,10 +14,10 @@ import attn_compiler
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.lowerings.decode import latent_schedule
-from attn_compiler.masks import MaskSpec
-from attn_compiler.scores import ScoreSpec
-from attn_compiler.spec import AttentionSpec, LatentSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec, LatentSpec, TensorSpec
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import ScoreSpec
+from attn_compiler.spec.target import Target
 from tests.passes.compiling import Compiled, compiled, mark
 
 H100 = Target.fake(sm=90)

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from attn_compiler.codes import Code
 from attn_compiler.lowerings.decode import latent_hopper, latent_schedule
-from attn_compiler.scores import ScoreSpec, Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.reasons.codes import Code
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import ScoreSpec, Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.decode.test_latent import latent_spec
 from tests.lowerings.decode.test_latent_schedule import unknown_keys
 from tests.lowerings.specs import dense

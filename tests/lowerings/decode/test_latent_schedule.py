@@ -8,8 +8,8 @@ import pytest
 
 from attn_compiler.lowerings.decode import latent_schedule
 from attn_compiler.lowerings.decode.latent_schedule import ROWS, schedule
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.decode.test_latent import latent_spec
 
 MACHINES = (80, 90, 100, 120)

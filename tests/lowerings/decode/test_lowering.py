@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_compiler import masks, target
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
@@ -20,10 +19,11 @@ from attn_compiler.lowerings.decode import schedule
 from attn_compiler.lowerings.decode.lowering import as_read
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.schedule import ScheduleRow
-from attn_compiler.masks import Dense, MaskSpec
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.spec import StoredSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec import masks, target
+from attn_compiler.spec.attention import StoredSpec, TensorSpec
+from attn_compiler.spec.masks import Dense, MaskSpec
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.lowerings import emitting
 from tests.lowerings.specs import CAUSAL, dense, make_spec, words

@@ -10,13 +10,12 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import Emitter, Operands
-from attn_compiler.lowerings.decode import operands as decode_operands
-from attn_compiler.lowerings.decode import plan
+from attn_compiler.lowerings.decode import operands as decode_operands, plan
 from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
-from attn_compiler.masks import Alignment, Causal, Dense, MaskKind, MaskSpec
+from attn_compiler.spec import masks
+from attn_compiler.spec.masks import Alignment, Causal, Dense, MaskKind, MaskSpec
 from tests.lowerings.bench import Bench
 from tests.lowerings.specs import make_spec
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.masks import Alignment, Causal, Dense, MaskKind, MaskSpec, SlidingWindow
-from attn_compiler.scores import Sinks
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import masks
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Alignment, Causal, Dense, MaskKind, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import Sinks
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, make_spec
 
 SCHEDULE = Schedule(keys=64, warps=4, stages=3, programs=132, least_keys=128)

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from attn_compiler.lowerings.decode import schedule
-from attn_compiler.spec import Dim
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import Dim
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import make_spec
 
 

@@ -9,9 +9,9 @@ import torch
 
 from attn_compiler.lowerings.fa4 import limits
 from attn_compiler.lowerings.fa4.plan import Fa4Call
-from attn_compiler.masks import Alignment, Causal, Dense, MaskSpec, SlidingWindow
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Alignment, Causal, Dense, MaskSpec, SlidingWindow
+from attn_compiler.spec.target import Target
 from tests import cases
 from tests.cases import Case, Inputs
 

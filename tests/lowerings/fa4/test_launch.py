@@ -15,8 +15,8 @@ from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared import replaying
 from attn_compiler.lowerings.shared.on_device import KnownCalls
-from attn_compiler.passes import layout
-from attn_compiler.target import Target
+from attn_compiler.passes.writing import layout
+from attn_compiler.spec.target import Target
 from tests import numerics
 from tests.cases import Inputs
 from tests.lowerings.fa4.cases import FORWARDS, PROBLEMS, Built, Problem, inputs

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from attn_compiler.lowerings.fa4 import limits
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 
 
 def test_the_extra_names_the_versions_that_are_taken() -> None:

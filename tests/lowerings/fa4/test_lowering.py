@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks, scores
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
 from attn_compiler.lowerings.fa4.plan import Fa4Call
-from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.target import Target
+from attn_compiler.spec import masks, scores
+from attn_compiler.spec.masks import Causal, Dense, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests import numerics
 from tests.lowerings import emitting
 from tests.lowerings.fa4.cases import PROBLEMS, VERSION, Problem, inputs

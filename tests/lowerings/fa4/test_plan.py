@@ -6,8 +6,8 @@ import pytest
 
 from attn_compiler.lowerings.fa4 import plan
 from attn_compiler.lowerings.fa4.plan import Fa4Call
-from attn_compiler.masks import Causal, Dense, MaskSpec, SlidingWindow
-from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.spec.masks import Causal, Dense, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import Sinks, Softcap
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, make_spec
 
 

@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_compiler.fp8_recipe import Fp8Recipe
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.fp8 import quantise, restoring
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
 from attn_compiler.lowerings.triton import fp8 as triton_fp8
-from attn_compiler.target import Target
+from attn_compiler.spec.fp8_recipe import Fp8Recipe
+from attn_compiler.spec.target import Target
 from tests import numerics
 from tests.lowerings import kernel_problems, plan_math
 from tests.lowerings.kernel_cases import Case

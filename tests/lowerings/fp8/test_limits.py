@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.lowerings import by_name
-from attn_compiler.target import Target
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import make_spec, words
 
 BLOCKS = Fp8Recipe(scaling=CurrentScaling(granularity="block"))

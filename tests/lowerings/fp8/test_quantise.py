@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.fp8 import quantise, rounding
-from attn_compiler.scores import ScoreChange, Sinks, Softcap
+from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler.spec.scores import ScoreChange, Sinks, Softcap
 from tests.lowerings.fp8.problems import Eager
 from tests.lowerings.specs import make_spec
 

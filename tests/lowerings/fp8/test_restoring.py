@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.fp8 import quantise, restoring
 from attn_compiler.lowerings.fp8.restoring import Kept
 from attn_compiler.lowerings.shared import ops
-from attn_compiler.scores import ScoreChange, Softcap
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
+from attn_compiler.spec.scores import ScoreChange, Softcap
 from tests.lowerings.fp8.problems import Eager
 from tests.lowerings.specs import CAUSAL, make_spec
 

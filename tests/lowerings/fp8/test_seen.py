@@ -11,16 +11,15 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
-from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.fp8 import quantise
-from attn_compiler.lowerings.fp8 import seen as fp8_seen
+from attn_compiler.lowerings.fp8 import quantise, seen as fp8_seen
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call
-from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
-from attn_compiler.target import Target
+from attn_compiler.spec import masks
+from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler.spec.masks import Causal, Dense, Flag, MaskSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings import emitting, kernel_problems, poison, specs
 from tests.lowerings.fp8 import problems
 from tests.lowerings.fp8.problems import Fp8Problem

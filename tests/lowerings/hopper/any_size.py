@@ -22,7 +22,7 @@ from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.shared import ahead, compiling, imagined
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call
 from attn_compiler.lowerings.shared.ops import empty_outputs
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from benchmarks.kernel_code import _Driver
 from tests.lowerings.hopper import problems
 from tests.lowerings.kernel_cases import Case

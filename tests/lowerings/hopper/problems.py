@@ -20,7 +20,7 @@ from attn_compiler.lowerings.shared import launching, persistent, replaying
 from attn_compiler.lowerings.shared.kernel_plan import Call, head_dim_sums, head_dim_tiles
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.launching import Arguments
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import Problem, planned

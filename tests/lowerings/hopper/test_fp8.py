@@ -11,7 +11,10 @@ from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.hopper import fp8 as hopper
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.triton import fp8 as triton_fp8
-from attn_compiler.masks import (
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import (
     Alignment,
     Causal,
     CausalFrom,
@@ -23,11 +26,8 @@ from attn_compiler.masks import (
     MaskSpec,
     SlidingWindow,
 )
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.scores import Softcap
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.scores import Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, make_spec
 
 H200 = Target.fake(sm=90)

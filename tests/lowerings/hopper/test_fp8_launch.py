@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import attn_compiler
-from attn_compiler.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings.fp8 import quantise
-from attn_compiler.lowerings.hopper import fp8 as hopper_fp8
-from attn_compiler.lowerings.hopper import fp8_launch
+from attn_compiler.lowerings.hopper import fp8 as hopper_fp8, fp8_launch
 from attn_compiler.lowerings.hopper.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.shared import persistent
 from attn_compiler.lowerings.shared.kernel_plan import Band, Call
-from attn_compiler.target import Target
+from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
+from attn_compiler.spec.target import Target
 from tests import numerics
 from tests.lowerings import kernel_problems
 from tests.lowerings.fp8 import problems

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings.hopper.lowering import HopperAttention
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.target import Target
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec, words
 
 HOPPER = HopperAttention()

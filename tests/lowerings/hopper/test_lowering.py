@@ -10,15 +10,15 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.codes import Code
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.hopper.lowering import HopperAttention, backward_of, why_not_in_order
 from attn_compiler.lowerings.hopper.plan import blocks_of
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.passes import saved
-from attn_compiler.spec import LseUse
-from attn_compiler.target import Target
+from attn_compiler.passes.graph import saved
+from attn_compiler.reasons.codes import Code
+from attn_compiler.spec.attention import LseUse
+from attn_compiler.spec.target import Target
 from tests.lowerings import emitting
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 import attn_compiler
 from attn_compiler.lowerings import by_name
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings import any_length
 from tests.lowerings.any_length import FORMS, Form
 

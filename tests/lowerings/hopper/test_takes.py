@@ -12,10 +12,10 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.hopper.takes import TAKES
 from attn_compiler.lowerings.shared import kernel_limits
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING
-from attn_compiler.masks import Dense, Document, KeyPadding, MaskSpec, SlidingWindow
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Dense, Document, KeyPadding, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec, words
 
 B, K = Index("b"), Index("k")

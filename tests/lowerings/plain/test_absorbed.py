@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.decode.test_latent import latent_attention, latent_inputs, latent_spec
 from tests.passes.compiling import compiled
 

@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import fp8_reference as reference
-from attn_compiler.target import Target
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case, Inputs
 from tests.lowerings.emitting import arguments, emit

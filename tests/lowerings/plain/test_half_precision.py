@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler.lowerings import by_name, order
-from attn_compiler.masks import Alignment
-from attn_compiler.target import Target
+from attn_compiler.spec.masks import Alignment
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import Case, Inputs
 from tests.lowerings.emitting import arguments, emit

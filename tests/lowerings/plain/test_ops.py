@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_compiler.lowerings.plain import ops as plain_ops
-from attn_compiler.lowerings.plain import reference
+from attn_compiler.lowerings.plain import ops as plain_ops, reference
 from attn_compiler.lowerings.shared import ops
 from tests import cases
 from tests.cases import BY_NAME, Inputs

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.scores import ScoreSpec, Unusual
-from attn_compiler.target import Target
+from attn_compiler.spec.scores import ScoreSpec, Unusual
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case
 from tests.lowerings.emitting import arguments, calls, emit, output_value

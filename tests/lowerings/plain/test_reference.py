@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.masks import Inputs
-from attn_compiler.scores import ScoreSpec, Unusual
-from attn_compiler.target import Target
+from attn_compiler.spec.masks import Inputs
+from attn_compiler.spec.scores import ScoreSpec, Unusual
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case
 from tests.lowerings.emitting import arguments, calls, emit, output_value

@@ -11,8 +11,8 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import takes
 from attn_compiler.lowerings.shared import score_changes
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.target import Target
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import Case
 from tests.lowerings.emitting import arguments, emit

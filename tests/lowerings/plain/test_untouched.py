@@ -7,7 +7,7 @@ import pytest
 from torch import fx
 
 from attn_compiler.lowerings import Emitter, Operands, by_name
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests import cases
 from tests.cases import BY_NAME
 from tests.lowerings.specs import UNLISTED

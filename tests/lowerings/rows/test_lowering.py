@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import attn_compiler
 from attn_compiler.lowerings import by_name
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import make_spec
 
 HEADS, SEQLEN, HEAD_DIM = 4, 70, 8

@@ -12,9 +12,9 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.rows import run
 from attn_compiler.lowerings.rows.pieces import operand_names
-from attn_compiler.masks import Causal, Dense, KeyPadding, MaskSpec
-from attn_compiler.scores import ScoreSpec
-from attn_compiler.spec import AttentionSpec, TensorSpec
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import Causal, Dense, KeyPadding, MaskSpec
+from attn_compiler.spec.scores import ScoreSpec
 
 BATCH, HEADS, HEADS_KV, SEQLEN, HEAD_DIM = 4, 4, 2, 37, 8
 PADDING = KeyPadding(condition=ix.as_bool(Load("kept", (Index("b"), Index("k")), "int")))

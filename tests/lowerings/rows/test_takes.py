@@ -11,8 +11,8 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.rows.takes import TAKES
 from attn_compiler.lowerings.shared.parts import ADDED
 from attn_compiler.lowerings.shared.takes import refused
-from attn_compiler.masks import Dense, Document, KeyPadding, MaskSpec
-from attn_compiler.scores import Sinks, Softcap
+from attn_compiler.spec.masks import Dense, Document, KeyPadding, MaskSpec
+from attn_compiler.spec.scores import Sinks, Softcap
 from tests.lowerings.specs import CAUSAL, bias, make_spec, words
 
 PADDED = KeyPadding(condition=ix.as_bool(Load("mask", (Index("b"), Index("k")), "int")))

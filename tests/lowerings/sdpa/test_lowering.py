@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case, Inputs
 from tests.lowerings.emitting import arguments, calls, emit, output_value

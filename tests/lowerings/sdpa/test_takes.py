@@ -9,8 +9,8 @@ import torch
 
 from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
 from attn_compiler.lowerings.shared.takes import OWN, Takes, check_gpu, refused
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.target import Target
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import dense, make_spec, words
 
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -22,14 +22,13 @@ import triton
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as copied
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
+from triton.compiler import ASTSource, compile as compile_kernel
 from triton.runtime import driver
 
-from attn_compiler import torch_export
 from attn_compiler.lowerings.shared import listing, packaged_ops
 from attn_compiler.lowerings.shared.triton_releases import FUSION
-from attn_compiler.op_library import launching_body
+from attn_compiler.torch_private import export as torch_export
+from attn_compiler.torch_private.op_library import launching_body
 from tests.lowerings.kernel_cases import BY_NAME
 from tests.lowerings.kernel_problems import build, planned
 from tests.lowerings.triton.kernels.compiling import POINTERS

@@ -17,14 +17,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import attn_compiler
-from attn_compiler import op_library, torch_inductor
-from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.lowerings.shared import ahead, imagined, launching, on_device, replaying
 from attn_compiler.lowerings.shared.ahead import Ahead
 from attn_compiler.lowerings.shared.compiling import Compiled
 from attn_compiler.lowerings.shared.listing import OPEN
 from attn_compiler.lowerings.shared.noting import noter
 from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.reasons.errors import AttnCompilerWarning
+from attn_compiler.torch_private import inductor as torch_inductor, op_library
 from tests import inductor_caches
 
 BACKWARD = ["attention_grad_q", "attention_grad_kv"]

@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attn_compiler import Fp8Recipe
 from attn_compiler.lowerings.shared import cudnn_backward, ops, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.masks import MaskSpec
-from attn_compiler.scores import Softcap
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, dense, make_spec, words
 
 H200 = Target.fake(sm=90)

@@ -8,8 +8,8 @@ import pytest
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared import cudnn_backward, cudnn_called
-from attn_compiler.masks import Causal, Dense, MaskSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.masks import Causal, Dense, MaskSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, bias, make_spec, words
 
 H200 = Target.fake()

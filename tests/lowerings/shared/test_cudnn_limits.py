@@ -6,8 +6,8 @@ import pytest
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared import known_bad
-from attn_compiler.spec import Dim
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import Dim
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, dense, make_spec, words
 
 OLD, NEW = "2.11.0", "2.15.0"

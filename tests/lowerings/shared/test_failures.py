@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 
-from attn_compiler.codes import Code
-from attn_compiler.errors import AttnCompilerWarning, KernelFailed
 from attn_compiler.lowerings.shared import failures
 from attn_compiler.lowerings.shared.failures import Caller, Failures
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.errors import AttnCompilerWarning, KernelFailed
 from tests.lowerings.specs import CAUSAL, make_spec
 
 SPEC, OTHER = make_spec(), make_spec(mask=CAUSAL)

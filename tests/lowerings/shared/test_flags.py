@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_compiler.added_scores import Alibi
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared.flags import as_flag
-from attn_compiler.masks import Alignment, Causal, Dense, Document, Flag, MaskSpec, SlidingWindow
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.spec.added_scores import Alibi
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Alignment, Causal, Dense, Document, Flag, MaskSpec, SlidingWindow
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import bias, make_spec, words
 from tests.passes.compiling import CPU_FLASH, compiled
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler import torch_inductor
 from attn_compiler.lowerings.plain import ops as reference_ops
 from attn_compiler.lowerings.shared import given_ops, ops
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests import cases
 from tests.cases import BY_NAME
 from tests.lowerings.shared.test_ops import leaf, operands

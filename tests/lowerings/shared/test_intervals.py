@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
 from attn_compiler.index_expr import Const, Linear, Test
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, Interval, K, Q
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import Parts
-from attn_compiler.masks import Causal
-from attn_compiler.spec import Dim
+from attn_compiler.spec import masks
+from attn_compiler.spec.attention import Dim
+from attn_compiler.spec.masks import Causal
 from tests.lowerings.shared.test_parts import BOTTOM_RIGHT, LENGTH, parts
 
 

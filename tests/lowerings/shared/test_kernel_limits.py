@@ -8,7 +8,7 @@ import pytest
 
 from attn_compiler.lowerings.shared import kernel_limits
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import bias, dense, make_spec, words
 
 H200 = Target.fake()

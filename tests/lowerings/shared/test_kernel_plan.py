@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared.kernel_plan import Call, Plan, head_dim_sums, head_dim_tiles
+from attn_compiler.spec import masks
 from tests.lowerings.specs import make_spec
 
 TILE = Tile(queries=64, keys=32, warps=4, stages=2)

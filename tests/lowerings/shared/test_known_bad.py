@@ -7,9 +7,9 @@ import pytest
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared import known_bad
 from attn_compiler.lowerings.shared.known_bad import CUDNN, FLASH_ATTN_4, refusal
-from attn_compiler.masks import Causal, Dense, Flag, MaskSpec, SlidingWindow
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Causal, Dense, Flag, MaskSpec, SlidingWindow
+from attn_compiler.spec.target import Target
 from tests.lowerings.cudnn.test_lowering import laid
 from tests.lowerings.specs import CAUSAL, bias, make_spec, words
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import fx
 
-from attn_compiler.decisions import Reason
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.shared import latents
-from attn_compiler.spec import AttentionSpec, LatentSpec, TensorSpec
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec, LatentSpec, TensorSpec
 from tests.lowerings.emitting import GraphEmitter
 from tests.lowerings.specs import make_spec, words
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.errors import AttnCompilerWarning
 from attn_compiler.lowerings.shared import leaf_calls, ops, replaying
 from attn_compiler.lowerings.shared.by_definition import Attention
 from attn_compiler.lowerings.shared.failures import FAILURES
@@ -26,6 +25,7 @@ from attn_compiler.lowerings.shared.leaf_calls import (
 from attn_compiler.lowerings.shared.noting import noting
 from attn_compiler.lowerings.shared.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.replaying import Alike, Start
+from attn_compiler.reasons.errors import AttnCompilerWarning
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ import pytest
 
 from attn_compiler.lowerings import LOWERINGS, Lowering, by_name
 from attn_compiler.lowerings.shared import limits
-from attn_compiler.masks import Dense, MaskSpec
-from attn_compiler.scores import ScoreSpec, Sinks, Softcap, Unusual
-from attn_compiler.spec import AttentionSpec, TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import Dense, MaskSpec
+from attn_compiler.spec.scores import ScoreSpec, Sinks, Softcap, Unusual
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import UNLISTED, bias, dense, make_spec, words
 
 H200 = Target.fake(torch="2.11.0+cu130")

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler.added_scores import Bias, BiasFormula, Penalty, ProvedScore, RegionPenalty
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.shared import mask_limits
-from attn_compiler.masks import Causal, CausalFrom, Dense, Flag, KeyPadding, MaskSpec, SlidingWindow
-from attn_compiler.passes import keyless_nodes
-from attn_compiler.scores import ScoreSpec, Softcap
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.passes.writing import keyless_nodes
+from attn_compiler.spec.added_scores import Bias, BiasFormula, Penalty, ProvedScore, RegionPenalty
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Causal, CausalFrom, Dense, Flag, KeyPadding, MaskSpec, SlidingWindow
+from attn_compiler.spec.scores import ScoreSpec, Softcap
 from tests.lowerings.shared.test_limits import ALL, SPEC, takes, why_not
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, dense, make_spec
 from tests.passes.compiling import compiled

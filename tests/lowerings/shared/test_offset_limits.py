@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared import offset_limits
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings import specs
 from tests.lowerings.fa4.test_lowering import H200 as WITH_FA4
 

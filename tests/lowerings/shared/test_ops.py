@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch._inductor.codegen import custom_extern_kernel_codegen
 
-from attn_compiler import op_library, torch_inductor
 from attn_compiler.lowerings.plain import ops as reference_ops
 from attn_compiler.lowerings.shared import ops
+from attn_compiler.torch_private import inductor as torch_inductor, op_library
 from tests import cases, numerics
 from tests.cases import BY_NAME, Inputs
 

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import fx
 
-from attn_compiler import added_scores, masks, scores
 from attn_compiler import index_expr as ix
-from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Const, Expr, Index, Load, Size
 from attn_compiler.lowerings.base import Emitter, Operands, SizeOf, Tile, Tiles
 from attn_compiler.lowerings.shared import part_tensors, parts
-from attn_compiler.masks import Alignment, Causal, Dense, Inputs, MaskKind, MaskSpec
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec import added_scores, masks, scores
+from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Alignment, Causal, Dense, Inputs, MaskKind, MaskSpec
 from tests.lowerings import plan_math
 from tests.lowerings.bench import Bench
 from tests.lowerings.specs import make_spec

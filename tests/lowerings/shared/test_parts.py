@@ -4,20 +4,20 @@ import dataclasses
 
 import pytest
 
-from attn_compiler import added_scores, masks, scores
 from attn_compiler import index_expr as ix
-from attn_compiler.added_scores import ProvedScore
 from attn_compiler.index_expr import Const, Index, Load, Size
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, Interval
 from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
 from attn_compiler.lowerings.shared.parts import Parts
-from attn_compiler.masks import Alignment, Causal, Dense, Flag, MaskKind, MaskSpec
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.scores import ScoreSpec
-from attn_compiler.spec import AttentionSpec, Dim
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.spec import added_scores, masks, scores
+from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.masks import Alignment, Causal, Dense, Flag, MaskKind, MaskSpec
+from attn_compiler.spec.scores import ScoreSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import make_spec
 
 B, H, Q, K = map(Index, "bhqk")

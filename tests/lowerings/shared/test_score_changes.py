@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_compiler import scores
 from attn_compiler.lowerings.plain import takes as plain
 from attn_compiler.lowerings.shared import kernel_limits, score_changes
 from attn_compiler.lowerings.shared.kernels import tile_parts
-from attn_compiler.scores import Pointwise, Softcap
+from attn_compiler.spec import scores
+from attn_compiler.spec.scores import Pointwise, Softcap
 from tests.lowerings.kernel_problems import DEVICE
 
 #: one of each class

@@ -12,17 +12,16 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.cudnn.takes import TAKES as CUDNN
 from attn_compiler.lowerings.decode.takes import TAKES as DECODE
 from attn_compiler.lowerings.fa4.takes import TAKES as FA4
-from attn_compiler.lowerings.hopper.takes import FP8 as HOPPER_FP8
-from attn_compiler.lowerings.hopper.takes import TAKES as HOPPER
+from attn_compiler.lowerings.hopper.takes import FP8 as HOPPER_FP8, TAKES as HOPPER
 from attn_compiler.lowerings.plain import takes as plain
 from attn_compiler.lowerings.sdpa import takes as sdpa
 from attn_compiler.lowerings.shared import kernel_limits, limits, takes
 from attn_compiler.lowerings.shared.parts import ADDED, MASKING, PartKind
 from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
 from attn_compiler.lowerings.triton.takes import FP8 as TRITON_FP8
-from attn_compiler.masks import Causal, Dense, Document, KeyPadding, MaskSpec
-from attn_compiler.scores import Sinks, Softcap, Unusual
-from attn_compiler.target import Target
+from attn_compiler.spec.masks import Causal, Dense, Document, KeyPadding, MaskSpec
+from attn_compiler.spec.scores import Sinks, Softcap, Unusual
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec, words
 
 FAMILIES: dict[str, Takes] = {

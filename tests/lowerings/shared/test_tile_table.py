@@ -8,8 +8,8 @@ import pytest
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.tile_table import ROWS, Part, parts_of, tiles
 from attn_compiler.lowerings.shared.tiles import UNIT
-from attn_compiler.masks import Causal, Dense, Flag, MaskSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.masks import Causal, Dense, Flag, MaskSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import make_spec
 
 

@@ -7,7 +7,7 @@ import pytest
 from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.lowerings.shared import triton_releases
 from attn_compiler.lowerings.shared.triton_releases import COMPILED, Release
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from attn_compiler import lowerings, torch_inductor
-from attn_compiler.codes import Code
+from attn_compiler import lowerings
 from attn_compiler.lowerings.shared import untried
-from attn_compiler.options import Options
-from attn_compiler.passes.select import decide
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.reasons.codes import Code
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.lowerings.specs import CAUSAL, make_spec
 
 NEWER, TRIED = Target.fake(triton="3.10.0", torch="2.16.0"), Target.fake(triton="3.9.0", torch="2.15.0")

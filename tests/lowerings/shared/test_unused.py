@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.masks import Alignment
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.masks import Alignment
 from tests import cases, numerics
 from tests.cases import Case, Inputs
 from tests.lowerings import poison

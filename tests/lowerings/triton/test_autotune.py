@@ -15,17 +15,17 @@ import torch
 from rich.console import Console
 
 import attn_compiler
-from attn_compiler import target as machine
-from attn_compiler import torch_inductor
-from attn_compiler.codec import Codec
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.triton import autotune
 from attn_compiler.lowerings.triton.autotune import Tuner, Unfit, key_of, unmeasurable
 from attn_compiler.lowerings.triton.autotune_store import TileStore
 from attn_compiler.lowerings.triton.candidates import candidates
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec import target as machine
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.codec import Codec
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.lowerings.specs import dense, make_spec
 from tests.passes.compiling import Compiled, compiled
 

@@ -8,8 +8,8 @@ import pytest
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.shared.tiles import UNIT
 from attn_compiler.lowerings.triton.candidates import ROWS, candidates
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import dense, make_spec
 
 

@@ -12,10 +12,10 @@ from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.triton import fp8 as triton
-from attn_compiler.masks import MaskSpec
-from attn_compiler.options import Options
-from attn_compiler.passes import select
-from attn_compiler.target import Target
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.fp8.problems import rounding_as_hardware
 from tests.lowerings.specs import CAUSAL, make_spec
 from tests.passes.compiling import compiled

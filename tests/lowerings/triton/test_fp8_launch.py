@@ -10,10 +10,10 @@ import dataclasses
 import pytest
 import torch
 
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings.shared.arguments import head_dim_parts
 from attn_compiler.lowerings.triton import fp8_launch
-from attn_compiler.target import Target
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
+from attn_compiler.spec.target import Target
 from tests import numerics
 from tests.lowerings import kernel_problems
 from tests.lowerings.fp8 import problems

@@ -14,7 +14,7 @@ from attn_compiler.lowerings.shared import leaf_calls
 from attn_compiler.lowerings.shared.arguments import prepare
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.triton import launch
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.lowerings import any_length, emitting, kernel_problems
 from tests.lowerings.kernel_cases import ALL, BOTTOM_RIGHT, BY_NAME, Case

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from attn_compiler import scores, target
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.triton.lowering import TritonAttention
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.target import Target
+from attn_compiler.spec import scores, target
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests import cases
 from tests.lowerings import any_length, emitting, plan_math
 from tests.lowerings.specs import UNLISTED, dense, make_spec, words

@@ -17,8 +17,8 @@ from attn_compiler.lowerings.shared.launching import Arguments
 from attn_compiler.lowerings.triton import launch as triton_launch
 from attn_compiler.lowerings.triton.autotune import Unfit
 from attn_compiler.lowerings.triton.measuring import Measurer, gpu_clock
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import Sinks, Softcap
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

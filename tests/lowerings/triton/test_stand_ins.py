@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from attn_compiler import scores
 from attn_compiler.lowerings.shared import parts, tile_table
 from attn_compiler.lowerings.shared.listing import HEAD, SURPLUS, TAIL, UNIT
 from attn_compiler.lowerings.triton.stand_ins import MeasuredSizes, StandIn, strides_of
-from attn_compiler.scores import Sinks
-from attn_compiler.spec import TensorSpec
-from attn_compiler.target import Target
+from attn_compiler.spec import scores
+from attn_compiler.spec.attention import TensorSpec
+from attn_compiler.spec.scores import Sinks
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import bias, dense, make_spec
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from attn_compiler.lowerings.hopper import takes as hopper_takes
 from attn_compiler.lowerings.shared import kernel_limits
 from attn_compiler.lowerings.shared.takes import Takes, check_gpu
 from attn_compiler.lowerings.triton import takes
-from attn_compiler.scores import Sinks, Softcap
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import Sinks, Softcap
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec, words
 
 

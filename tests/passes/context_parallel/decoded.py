@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
-from attn_compiler import ContextParallel, torch_collectives, torch_inductor
-from attn_compiler.errors import VerificationMismatch
-from attn_compiler.passes.calls import target_name
+from attn_compiler import ContextParallel
+from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.emit import GraphBuilder
-from attn_compiler.verifying import results
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.emit import GraphBuilder
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting import verifications as results
+from attn_compiler.torch_private import inductor as torch_inductor
 
 #: batch rows, heads, heads of k and v, width
 B, HEADS, HEADS_KV, WIDTH = 2, 4, 2, 8

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from attn_compiler import index_expr as ix
-from attn_compiler import masks
 from attn_compiler.index_expr import Const, Expr, Index
-from attn_compiler.passes import kinds
 from attn_compiler.passes.context_parallel import bands
+from attn_compiler.passes.recovering import kinds
+from attn_compiler.spec import masks
 
 Q, K = Index("q"), Index("k")
 SIZE = ix.linear(Const(12))

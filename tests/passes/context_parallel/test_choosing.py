@@ -13,8 +13,8 @@ from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.passes.context_parallel import choosing
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, make_spec
 
 CPU, HOPPER = Target.fake(device="cpu"), Target.fake()

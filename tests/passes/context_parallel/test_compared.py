@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_compiler.errors import ContextParallelUnsupported
 from attn_compiler.passes.context_parallel import compared
+from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests.passes.context_parallel.compiled import (
     BATCH,
     LENGTH,

@@ -8,8 +8,8 @@ import pytest
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared import parts
-from attn_compiler.spec import AttentionSpec
-from attn_compiler.target import Target
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from tests.distributed import processes
 from tests.passes.context_parallel import decoded
 from tests.passes.context_parallel.decoded import KEPT, RIGHT, Found

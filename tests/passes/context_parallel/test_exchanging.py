@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from attn_compiler import torch_collectives
+from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from tests.lowerings.emitting import GraphEmitter

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from attn_compiler import ContextParallel
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
 from attn_compiler.passes import context_parallel, rewrite
-from attn_compiler.passes.unit import Unit
+from attn_compiler.passes.graph.unit import Unit
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model, causal, fresh_mesh
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from attn_compiler.errors import ContextParallelUnsupported
 from attn_compiler.passes.context_parallel import following
 from attn_compiler.passes.context_parallel.following import Following
 from attn_compiler.passes.context_parallel.places import Mixes, Place
 from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests.passes.compiling import mark, mirror_of
 from tests.passes.context_parallel.compiled import LENGTH, Before, compile_and_run
 

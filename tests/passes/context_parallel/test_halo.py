@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import index_expr as ix
-from attn_compiler import torch_collectives, torch_halos, torch_inductor
+from attn_compiler.context_parallel import collectives as torch_collectives, halo_ops as torch_halos
 from attn_compiler.context_parallel.halo import Halo
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.index_expr import Const, Expr, Index, Load
-from attn_compiler.passes import bodies
-from attn_compiler.passes.calls import target_name
 from attn_compiler.passes.context_parallel import halo
 from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.graph import bodies
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.lowerings.emitting import GraphEmitter
 from tests.passes.context_parallel.compiled import LENGTH, Data, Model, compile_and_run
 

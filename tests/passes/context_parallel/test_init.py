@@ -12,10 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from attn_compiler import ContextParallel, torch_inductor
-from attn_compiler.errors import ContextParallelUnsupported
-from attn_compiler.passes import bodies, context_parallel
-from attn_compiler.passes.calls import target_name
+from attn_compiler import ContextParallel
+from attn_compiler.passes import context_parallel
+from attn_compiler.passes.graph import bodies
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.reasons.errors import ContextParallelUnsupported
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.passes.context_parallel.compiled import (
     BATCH,
     HEADS,

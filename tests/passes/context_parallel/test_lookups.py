@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Before, compile_and_run, positions
 
 MIXING: dict[str, Before] = {

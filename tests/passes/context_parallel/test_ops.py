@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Before, compile_and_run, positions
 
 

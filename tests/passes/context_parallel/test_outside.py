@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler import ContextParallel
-from attn_compiler.errors import ContextParallelUnsupported
 from attn_compiler.passes import context_parallel
 from attn_compiler.passes.context_parallel import outside
+from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests.passes.context_parallel.compiled import BATCH, HEADS, LENGTH, WIDTH, compile_and_run, fresh_mesh, positions
 
 #: within the sequence of two ranks, and wider than a rank's part

@@ -9,8 +9,8 @@ import pytest
 import sympy
 from torch import fx
 
-from attn_compiler.passes.axes import Atom, AxisError, Dim
 from attn_compiler.passes.context_parallel.places import Mixes, Place, alike, has, place_of
+from attn_compiler.passes.graph.axes import Atom, AxisError, Dim
 
 
 def _atom(size: int) -> Atom:

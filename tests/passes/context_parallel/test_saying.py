@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from attn_compiler import ContextParallel
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
 from attn_compiler.passes.context_parallel import saying
 from tests.meshes import fake_mesh
 

@@ -11,13 +11,13 @@ import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from attn_compiler import index_expr as ix
-from attn_compiler.errors import ContextParallelUnsupported
 from attn_compiler.index_expr import Index
-from attn_compiler.masks import MaskSpec
 from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.keyless import Keyless
-from attn_compiler.scores import Sinks, Softcap, Unusual
+from attn_compiler.passes.recovering.keyless import Keyless
+from attn_compiler.reasons.errors import ContextParallelUnsupported
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import Sinks, Softcap, Unusual
 from tests.lowerings.specs import CAUSAL, bias, make_spec
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model, compile_and_run
 

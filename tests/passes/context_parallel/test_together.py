@@ -7,16 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_compiler import ContextParallel, torch_collectives, torch_tracing
-from attn_compiler.errors import ContextParallelUnsupported
-from attn_compiler.lockstep import Meeting
-from attn_compiler.options import Options
-from attn_compiler.passes import unit
+from attn_compiler import ContextParallel
+from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.context_parallel.collectives import RanksDisagree
+from attn_compiler.context_parallel.lockstep import Meeting
+from attn_compiler.options.options import Options
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.together import Said, together
-from attn_compiler.passes.unit import Unit
-from attn_compiler.torch_collectives import RanksDisagree
-from attn_compiler.torch_meetings import TOLD
+from attn_compiler.passes.graph import unit
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.reasons.errors import ContextParallelUnsupported
+from attn_compiler.torch_private import tracing as torch_tracing
+from attn_compiler.torch_private.meetings import TOLD
 from tests.meshes import fake_mesh
 from tests.passes.compiling import captured
 

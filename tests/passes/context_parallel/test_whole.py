@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_compiler.errors import ContextParallelUnsupported
+from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests.passes.context_parallel.compiled import LENGTH, Attend, Data, Model, compile_and_run, positions
 
 

@@ -14,8 +14,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
-from attn_compiler import ContextParallel, torch_inductor
+from attn_compiler import ContextParallel
 from attn_compiler.passes import context_parallel
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.meshes import fake_mesh
 
 HEADS, HEADS_KV, HEAD_DIM, WIDTH = 4, 2, 16, 48

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import fx
 
-from attn_compiler.codes import Code
-from attn_compiler.passes.axes import Atom, size_expr
+from attn_compiler.passes.graph.axes import Atom, size_expr
 from attn_compiler.passes.unpad import asked_sizes
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Kind
+from attn_compiler.reasons.codes import Code
 from tests.passes.unpad.encoder import MASK, Encoder, check, compiled, mask_of
 
 ROWS, POSITIONS = "rows", "positions"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.codes import Code
+from attn_compiler.reasons.codes import Code
 from tests.passes.unpad.encoder import MASK, Encoder, check, compiled, ids_of, on_real_tokens, report
 
 Tensor = torch.Tensor

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from attn_compiler.passes.axes import Atom, Dims
+from attn_compiler.passes.graph.axes import Atom, Dims
 from attn_compiler.passes.unpad import forms
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import FormRecipe, Indexed, Kind, Value

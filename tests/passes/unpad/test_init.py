@@ -12,9 +12,9 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 
 import attn_compiler
-from attn_compiler.options import Options
+from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
-from attn_compiler.rewrites.store import Store
+from attn_compiler.torch_private.store import Store
 from tests import inductor_caches
 from tests.passes.unpad.encoder import (
     LENGTH,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.passes.axes import Atom, fresh, shape_exprs, size_expr
+from attn_compiler.passes.graph.axes import Atom, fresh, shape_exprs, size_expr
 from attn_compiler.passes.unpad import making
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Indexed, Kind, Value
-from attn_compiler.unpadding import Batch
+from attn_compiler.torch_private.unpadding import Batch
 
 REAL = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 0, 1]]).bool()
 ROWS, LENGTH = REAL.shape

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from attn_compiler.codes import Code
+from attn_compiler.reasons.codes import Code
 from tests.passes.unpad.encoder import MASK, WIDTH, WORDS, Encoder, check, compiled, ids_of, report
 
 ALL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

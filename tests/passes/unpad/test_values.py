@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from attn_compiler.passes.axes import Atom
+from attn_compiler.passes.graph.axes import Atom
 from attn_compiler.passes.unpad.values import Indexed, Kind, Need, Value, places
 
 

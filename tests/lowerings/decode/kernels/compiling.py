@@ -12,14 +12,12 @@ from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
+from triton.compiler import ASTSource, compile as compile_kernel
 
-from attn_compiler.lowerings.decode import launch
-from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode import launch, schedule as decode_schedule
 from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
 from attn_compiler.lowerings.shared.triton_releases import FUSION
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.decode.problems import Case, build, results
 from tests.lowerings.triton.kernels.compiling import POINTERS, resources
 

@@ -11,13 +11,12 @@ from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
+from triton.compiler import ASTSource, compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.decode import latent_launch, latent_schedule
 from attn_compiler.lowerings.shared.triton_releases import FUSION
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.decode.kernels.compiling import source_of
 from tests.lowerings.decode.latent_problems import of_latent, results
 from tests.lowerings.decode.problems import Case

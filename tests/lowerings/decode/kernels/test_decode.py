@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.decode import schedule as decode_schedule
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.decode import problems as decode_problems
 from tests.lowerings.decode.problems import ALL, BY_NAME, Case, Problem, build, planned, results, run
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from attn_compiler.lowerings.decode import schedule as decode_schedule
 from attn_compiler.lowerings.decode.kernels.decode_fp8 import halves, near_the_top
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.decode import problems
 from tests.lowerings.decode.problems import ALL, BY_NAME, DEVICE, Case, build, results
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.decode import latent_schedule
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.decode import problems
 from tests.lowerings.decode.latent_problems import SMALL, of_latent, results
 from tests.lowerings.decode.problems import BY_NAME, MASKS, Case, Problem

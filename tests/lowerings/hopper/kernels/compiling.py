@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
+from triton.compiler import ASTSource, compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.hopper.kernels.backward_sm90 import attention_backward_sm90
@@ -26,7 +25,7 @@ from attn_compiler.lowerings.hopper.kernels.forward_sm90 import attention_forwar
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.triton_releases import FUSION
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.hopper import problems
 from tests.lowerings.hopper.kernels.letting_go import PLACES, LettingGo, letting_go

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from attn_compiler.lowerings.shared.listing import SURPLUS, TAIL, listed
 from tests.lowerings.shared.listed_masks import BANDS, PARTS, TILES, arguments, asked, masks

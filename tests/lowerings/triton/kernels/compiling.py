@@ -20,14 +20,13 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
+from triton.compiler import ASTSource, compile as compile_kernel
 
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.launching import Arguments, as_taken
 from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.lowerings.triton import launch
-from attn_compiler.target import Target
+from attn_compiler.spec.target import Target
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import Problem, build, planned
 

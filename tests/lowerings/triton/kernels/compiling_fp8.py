@@ -15,12 +15,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_kernel
 
-from attn_compiler.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.launching import Arguments
 from attn_compiler.lowerings.shared.triton_releases import FUSION
 from attn_compiler.lowerings.triton import fp8_launch
-from attn_compiler.target import Target
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.target import Target
 from tests.lowerings.fp8 import problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import planned

@@ -1,0 +1,1 @@
+"""What `torch.compile` calls: the entry in PyTorch's registry, the backend, and `explain`, which only reports."""

@@ -1,0 +1,390 @@
+"""The torch.compile backend: split the options, rewrite Dynamo's graph, hand it to the compiler that generates code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from attn_compiler.compiling import without_us
+from attn_compiler.context_parallel import lockstep
+from attn_compiler.options.cache import cache_key
+from attn_compiler.options.options import Options, check_lowering_names, split_options
+from attn_compiler.reasons.errors import (
+    AttnCompilerError,
+    AttnCompilerWarning,
+    CompileFailed,
+    described,
+)
+from attn_compiler.reporting.report import Report
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import (
+    collector,
+    compat as torch_compat,
+    fp8_state,
+    inductor as torch_inductor,
+    meanings,
+    packed as torch_packed,
+)
+from attn_compiler.torch_private.unpadding import PackedCode, Unpadded
+
+if TYPE_CHECKING:
+    from attn_compiler.lowerings.shared.ahead import Ahead, NotCompiled
+    from attn_compiler.passes import Rewritten
+    from attn_compiler.passes.unpad.outcome import Packed
+    from attn_compiler.verifying.plan import CheckPlan
+
+log = logging.getLogger(__name__)
+
+
+def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """torch.compile(model, backend="attn_compiler", mode=..., options={...}) calls this once per captured graph.
+
+    gm: Dynamo's graph; rewritten in place and given away. kwargs: torch.compile's `mode`, `options` and `name`, those
+    that are not empty. Raises a class of errors.py for a wrong option, and, under strict=True, for whatever fails on our side; otherwise
+    that is one warning, and the model's own graph is compiled.
+    """
+    try:
+        return _compile(gm, example_inputs, **kwargs)
+    except AttnCompilerError as error:
+        raise torch_compat.unwrapped(error) from error.__cause__
+
+
+def _reset() -> None:
+    """Called by torch._dynamo.reset() for every backend that was used."""
+    from attn_compiler.lowerings.shared.failures import FAILURES
+    from attn_compiler.torch_private import frames as torch_frames
+
+    torch_inductor.forget_cuda_graphs()
+    torch_frames.forget_meanings()
+    FAILURES.forget()
+    fp8_state.forget()
+
+
+attn_compiler.reset = _reset  # type: ignore[attr-defined]
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    **others: Any,
+) -> Callable[..., Any]:
+    if others:
+        log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
+    own, patches = split_options(mode, options)
+    with lockstep.telling_of_failure(own.sequence_group, torch_compat.starts_over):
+        return _compile_with(gm, example_inputs, own, patches, name, mode=mode, options=options)
+
+
+def _compile_with(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    own: Options,
+    patches: dict[str, Any],
+    name: str | None,
+    **given: Any,
+) -> Callable[..., Any]:
+    """own, patches: what `options` say. given: `mode` and `options` as they were given."""
+    # The next replay of a CUDA graph writes to what it gave back, and nothing shows that.
+    is_recorded = False
+    if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
+        torch_inductor.start_workers()
+        is_recorded = torch_inductor.records_cuda_graphs(patches)
+    # Imported at the first graph, so that naming the backend and printing its options stay cheap.
+    try:
+        with collector.paused():
+            from attn_compiler.lowerings import LOWERINGS
+            from attn_compiler.passes import rewrite, rewrites
+            from attn_compiler.verifying import checked
+    except (ImportError, AttributeError) as error:
+        return without_us.or_raise(error)(gm, example_inputs, **given)
+
+    check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
+    ahead = _ahead(own)
+    inner = _Inner(options=own, patches=patches, region=name, ahead=ahead)
+    rewritten = rewrite(gm, own, store=rewrites.here(own, patches))
+    report = rewritten.report
+    # The graph is given away: what fails from here on, and is not the model's, is made good from a copy.
+    failed: _StepFailed | None = None
+    try:
+        with _step("prepare the graph for the inner compiler", user_errors=True):
+            key = _key(gm, own, report)
+        plan = _plan(gm, own, rewritten)
+        with _step(f"compile the rewritten graph with {own.inner}") if rewritten.snapshot else contextlib.nullcontext():
+            if rewritten.packed is not None:
+                compiled = _compile_unpadded(gm, rewritten.packed, inner, example_inputs, key)
+            else:
+                with _paused_where_cached(report):
+                    compiled = inner.compile_rewritten(gm, example_inputs, key)
+    except _StepFailed as error:
+        failed = error
+    except Exception as error:
+        # What failed has its report. What starts over comes again, with a report of its own.
+        if not isinstance(error, AttnCompilerError) and not torch_compat.starts_over(error):
+            _publish(report, own)
+        raise
+    # Outside of the handler above: an error of the model's own graph is shown as if ours had not been.
+    if failed is not None:
+        if own.strict:
+            _publish(report, own)
+        from attn_compiler.passes.writing import summary
+
+        failure = failed.told(own, report.graph, "the model's own graph is compiled")
+        rewritten.take_back(gm)
+        torch_packed.forget_guards(rewritten.further_inputs)
+        report, plan = summary.taken_back(report, failed.cause, failure), None
+        try:
+            compiled = inner.compile_original(gm, example_inputs)
+        except Exception as error:
+            if not torch_compat.starts_over(error):
+                _publish(report, own)
+            raise
+    _watch(report, own)
+    if ahead is not None:
+        built = ahead.built()
+        # All are told of before the graph is compiled again.
+        if failed is None and _tell_of(built.failed):
+            rewritten.take_back(gm)
+            torch_packed.forget_guards(rewritten.further_inputs)
+            return _compile_with(gm, example_inputs, own, patches, name, **given)
+        report = dataclasses.replace(report, kernels=built.seconds)
+    _publish(report, own)
+    meetings = [one for unit in rewritten.units for one in unit.meetings]
+    known = () if is_recorded else rewritten.known
+    return lockstep.in_step(meanings.telling(checked(compiled, plan), known, rewritten.read), meetings)
+
+
+#: Code that is found on disk may come without the guards of the number of tokens, which nobody would ask then.
+_NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+
+
+def _compile_unpadded(
+    gm: fx.GraphModule, packed: Packed, inner: _Inner, example_inputs: Sequence[Any], key: str
+) -> Callable[..., Any]:
+    """The packed graph's code, and the model's own graph for calls that it may not serve. gm: the packed graph.
+
+    Later compilations get fake inputs. Real ones no longer say which of their sizes are fixed.
+    """
+    compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
+    # A CUDA graph would be recorded for each number of tokens.
+    unrecorded = {"triton.cudagraph_skip_dynamic_graphs": True} if inner.patches.get("triton.cudagraphs") else {}
+    of_packed = dataclasses.replace(inner, patches=inner.patches | unrecorded | _NOT_KEPT)
+
+    def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> PackedCode:
+        run = of_packed.compile_rewritten(module, [*inputs, *further], key)
+        return PackedCode(run=run, guards=torch_packed.taken_guards(further[0].shape[0], packed.fakes))
+
+    def again(number: int) -> PackedCode | None:
+        further = packed.further(number)
+        try:
+            with _step(f"compile the packed graph for {number} tokens"), compilation.again():
+                return code(torch_packed.copied(copied), packed.fakes, further)
+        except _StepFailed as error:
+            torch_packed.forget_guards(further)
+            log.warning("%s: %s", error.step, error.cause)
+            return None
+
+    def original() -> Callable[..., Any]:
+        try:
+            with _step("compile the model's own graph"), compilation.again():
+                return inner.compile_original(torch_packed.copied(packed.original), packed.fakes)
+        except _StepFailed as error:
+            log.debug("%s: %s; it runs op by op", error.step, error.cause)
+            return packed.original.forward
+
+    return Unpadded(
+        first=code(gm, example_inputs, packed.inputs),
+        again=again,
+        before=packed.before,
+        facts=packed.facts,
+        original=original,
+        steps=packed.steps,
+    )
+
+
+class _StepFailed(Exception):
+    """Something failed that is not the user's. Internal: it is told, and another way is gone."""
+
+    def __init__(self, step: str, error: Exception) -> None:
+        super().__init__(step)
+        self.step = step
+        self.error = error
+        self.cause = described(error)
+
+    def told(self, options: Options, graph: str, instead: str) -> str:
+        """Warn, and return the text for the report; with options.strict raise instead."""
+        said = CompileFailed(step=self.step, graph=graph, cause=self.cause, instead=instead)
+        if options.strict:
+            raise said from self.error
+        warnings.warn(str(said), AttnCompilerWarning, stacklevel=2)
+        text = f"{said}\n{''.join(traceback.format_exception(self.error))}"
+        # What its frames hold, such as the memory that there was too little of, may go now.
+        self.error.__traceback__ = None
+        return text
+
+
+@contextlib.contextmanager
+def _step(name: str, *, user_errors: bool = False) -> Iterator[None]:
+    """user_errors: errors of this package are what users did wrong, and theirs."""
+    try:
+        yield
+    except Exception as error:
+        if torch_compat.starts_over(error) or (user_errors and isinstance(error, AttnCompilerError)):
+            raise
+        raise _StepFailed(name, error) from error
+
+
+def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:
+    """Where the rewrite was on disk, the code most likely is: to load it takes little, and the collector may take as long."""
+    return collector.paused() if report.from_cache else contextlib.nullcontext()
+
+
+def _tell_of(failed: Sequence[NotCompiled]) -> bool:
+    """Tell of kernels that do not compile. Gives whether sites of the graph are concerned, which are then to be decided again."""
+    from attn_compiler.lowerings.shared import failures, untried
+
+    found = [(one, failures.at_compilation(one.op, one.text, one.error)) for one in failed]
+    for one, concerned in found:
+        for caller in concerned:
+            untried.note(caller.lowering, Target.current(caller.spec.device), described(one.error))
+    return any(concerned for _, concerned in found)
+
+
+def _watch(report: Report, options: Options) -> None:
+    """Be told of kernels of these sites that fail, and have the frame compiled anew then. Most graphs have none."""
+    called = [site for site in report.sites if site.texts]
+    if not called:
+        return
+    from attn_compiler.lowerings.shared.failures import FAILURES, Caller
+    from attn_compiler.torch_private import frames as torch_frames
+
+    start_over = torch_frames.start_over()
+    for site in called:
+        caller = Caller(lowering=site.decision.lowering, spec=site.spec, strict=options.strict, start_over=start_over)
+        FAILURES.watch(site.texts, caller)
+
+
+def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
+    """The key of the compile caches. Raises what users are to know of the options that they gave."""
+    from attn_compiler.passes.writing import fp8_sites, select
+    from attn_compiler.torch_private import frames as torch_frames
+
+    targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
+    select.require_available(options, {site.spec.device for site in report.sites}, targets)
+    if options.fp8_recipe is not None:
+        fp8_sites.check(options.fp8_recipe, report, is_whole=torch_frames.is_whole(gm))
+    return cache_key(options, targets)
+
+
+def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPlan | None:
+    """What to verify on the first call, made before the compiler changes the graph."""
+    if not options.verify:
+        return None
+    from attn_compiler.verifying.plan import prepare
+
+    try:
+        with _step("prepare the check of options={'verify': True}"):
+            return prepare(gm, rewritten)
+    except _StepFailed as failed:
+        failed.told(options, rewritten.report.graph, "nothing of this graph is checked")
+        return None
+
+
+def _ahead(options: Options) -> Ahead | None:
+    """What compiles kernels beside Inductor, which alone traces backwards before it compiles."""
+    from attn_compiler.lowerings.shared import ahead
+
+    return ahead.here() if options.inner == "inductor" else None
+
+
+def _publish(report: Report, options: Options) -> None:
+    from attn_compiler.reporting.publishing import publish
+
+    try:
+        with _step("publish the report"):
+            publish(report, options)
+    except _StepFailed as failed:
+        failed.told(options, report.graph, "the model runs, and the report may be missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inner:
+    """What compiles a graph in the end. patches: for Inductor. region: torch.compile's `name=`. ahead: compiles our own kernels."""
+
+    options: Options
+    patches: dict[str, Any]
+    region: str | None
+    ahead: Ahead | None
+
+    def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
+        # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
+        from attn_compiler.context_parallel import collectives as torch_collectives
+        from attn_compiler.lowerings.graph_ops import rotary_tables
+        from attn_compiler.lowerings.shared.ops import without_autograd
+
+        def joint_pass(graph: fx.Graph) -> None:
+            without_autograd(graph)
+            if self.options.is_context_parallel and self.options.context_parallel is not None:
+                torch_collectives.gather_again(graph, self.options.context_parallel.group_name)
+            try:
+                with _step("keep tables of cosines and sines"):
+                    rotary_tables.keep_tables(graph)
+            except _StepFailed as failed:
+                failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
+            self._compile_ahead(graph)
+
+        return self._compile(gm, example_inputs, key, joint_pass, self._last_pass())
+
+    def _last_pass(self) -> torch_inductor.GraphPass | None:
+        cp = self.options.context_parallel
+        if not self.options.is_context_parallel or cp is None:
+            return None
+        from attn_compiler.context_parallel import overlap as torch_overlap
+
+        return torch_overlap.passes(cp.group_name)
+
+    def _compile_ahead(self, graph: fx.Graph) -> None:
+        if self.ahead is None:
+            return
+        try:
+            with _step("compile kernels ahead of their launches"):
+                self.ahead.read(graph)
+        except _StepFailed as failed:
+            failed.told(self.options, torch_compat.graph_name(), "they are compiled at their first launch")
+
+    def compile_original(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """As the inner compiler does without us: with no pass and no key of ours."""
+        return self._compile(gm, example_inputs, None, None)
+
+    def _compile(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        key: str | None,
+        joint_pass: torch_inductor.GraphPass | None,
+        last_pass: torch_inductor.GraphPass | None = None,
+    ) -> Callable[..., Any]:
+        if self.options.inner == "inductor":
+            return torch_inductor.compile_with_inductor(
+                gm,
+                example_inputs,
+                patches=self.patches,
+                cache_key=key,
+                joint_pass=joint_pass,
+                last_pass=last_pass,
+                region=self.region,
+            )
+        if self.patches:
+            log.warning("inner=%r ignores Inductor's options: %s", self.options.inner, ", ".join(self.patches))
+        return torch_inductor.compile_with_backend(self.options.inner, gm, example_inputs)

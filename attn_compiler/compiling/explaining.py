@@ -1,0 +1,101 @@
+"""`explain`: what the backend would do to each attention of a model, found by running the model once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from attn_compiler.options.options import Options, check_lowering_names, split_options
+from attn_compiler.reasons.errors import AttnCompilerError
+from attn_compiler.reporting.report import Report, Reports
+from attn_compiler.torch_private import (
+    compat as torch_compat,
+    meanings,
+    observe as torch_observe,
+    packed as torch_packed,
+)
+
+if TYPE_CHECKING:
+    from attn_compiler.passes import Rewritten
+
+
+def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
+    """Run `model(*args, **kwargs)` once and report every attention in it: what was found, what it becomes, and why.
+
+    The result prints as a table and has `to_json()`; there is one report for each graph, so graph breaks give several.
+    model: a module or function, compiled already or not; the arguments go to it.
+    options: as torch.compile takes them: explain(model, x, options={"verify": True}). A model that has a parameter of that name gets it
+        instead; use `explainer` then, and for mode and dynamic. Without options, a module that torch.compile returned for this backend is
+        explained with those that it was compiled with.
+
+    The run is real: it happens in the caller's grad mode, mutates caches that are passed in, and draws random numbers. The
+    rewritten graphs run eagerly, without Inductor. Nothing compiled is kept, and a later torch.compile of the same
+    model starts as if explain had not been called; only torch 2.11 then compiles again what it had compiled before.
+    """
+    settings = torch_observe.settings_of(model, "attn_compiler")
+    if "options" in kwargs and not _has_options(torch_observe.original_of(model)):
+        settings = {"dynamic": settings.get("dynamic"), "options": kwargs.pop("options")}
+    return explainer(**settings)(model, *args, **kwargs)
+
+
+def _has_options(model: Callable[..., Any]) -> bool:
+    """Whether a model has a parameter called `options` of its own."""
+    called = getattr(model, "forward", model)
+    try:
+        parameters = inspect.signature(called).parameters
+    except (TypeError, ValueError):
+        # A function of C's without a signature.
+        return False
+    return "options" in parameters
+
+
+def explainer(
+    *, options: Mapping[str, Any] | None = None, mode: str | None = None, dynamic: bool | None = None
+) -> Callable[..., Reports]:
+    """`explain` for a torch.compile with these settings: explainer(options={...}, dynamic=True)(model, *args, **kwargs).
+
+    options, mode, dynamic: as torch.compile takes them; of options, Inductor's keys are checked and have no effect.
+    Raises UnknownOption or InvalidOption at once.
+    """
+    from attn_compiler.lowerings import LOWERINGS
+
+    own, _ = split_options(mode, options)
+    check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
+
+    def explain_with_settings(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
+        found: list[Report] = []
+
+        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            rewritten = _rewrite(gm, own)
+            found.append(rewritten.report)
+            return meanings.telling(_runnable(gm, rewritten), rewritten.known, rewritten.read)
+
+        original = torch_observe.original_of(model)
+        with torch_observe.nothing_left_behind(backend), torch_observe.uncompiled_modules(original):
+            torch_observe.compile_apart(original, backend, dynamic)(*args, **kwargs)
+        return Reports(found)
+
+    return explain_with_settings
+
+
+def _runnable(gm: fx.GraphModule, rewritten: Rewritten) -> Callable[..., Any]:
+    """What computes the model's output. A packed graph takes more than the model's inputs, so the model's own graph runs in its place."""
+    if rewritten.packed is None:
+        return gm.forward
+    torch_packed.forget_guards(rewritten.further_inputs)
+    return rewritten.packed.original.forward
+
+
+def _rewrite(gm: fx.GraphModule, options: Options) -> Rewritten:
+    from attn_compiler.passes import rewrite
+
+    try:
+        rewritten = rewrite(gm, options)
+    except AttnCompilerError as error:
+        raise torch_compat.unwrapped(error) from error.__cause__
+    for module in torch_compat.graph_modules(gm):
+        module.recompile()
+    return rewritten

@@ -1,0 +1,69 @@
+"""Ranks that share a sequence compile together and call the same compiled code: where one does something else, each of them raises.
+
+Their collectives are in the graph. A rank that ran it alone would wait for the others in a collective, which nobody can end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attn_compiler.reasons.errors import ContextParallelUnsupported, described
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Before a graph runs, the ranks of a group meet. group: its name. code: what the graph is called on all ranks. told: what this rank
+    says of it where they differ, a line for each thing."""
+
+    group: str
+    code: str
+    told: str
+
+
+def in_step(compiled: Callable[..., Any], meetings: Sequence[Meeting]) -> Callable[..., Any]:
+    """A graph's compiled function, which meets the other ranks before each call."""
+    from attn_compiler.torch_private import meetings as torch_meetings
+
+    met = [one for one in meetings if not torch_meetings.is_fake(one.group)]
+    if not met:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        for one in met:
+            try:
+                torch_meetings.enter(one.group, one.code, one.told)
+            except torch_meetings.RanksDisagree as differ:
+                raise _told(str(differ)) from differ
+        return compiled(*args)
+
+    return call
+
+
+def _told(observed: str) -> ContextParallelUnsupported:
+    return ContextParallelUnsupported(
+        module="the graph",
+        source=None,
+        rule="all ranks call the same compiled code, and compile together",
+        observed=observed,
+        remedy="give every rank the same batch size, length, dtypes, strides and modes (torch.no_grad) in each call",
+    )
+
+
+@contextlib.contextmanager
+def telling_of_failure(group: str | None, starts_over: Callable[[Exception], bool]) -> Iterator[None]:
+    """Tell the ranks that share a sequence if this one can't compile: they would wait for it.
+
+    group: the name of theirs; None: no sequence is shared. starts_over: of what is no failure.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group is not None and not starts_over(error):
+            from attn_compiler.torch_private import meetings as torch_meetings
+
+            if not torch_meetings.is_fake(group) and not torch_meetings.is_at_odds(group):
+                torch_meetings.say(group, f"could not compile: {described(error)}")
+        raise

@@ -1,0 +1,78 @@
+"""When the gathers of a ring run (passes/context_parallel/ring.py): each begins before the step before it computes, and is waited for where
+it is read. So a rank has the keys and values of two others at a time, and no more: in the backward, too, which gathers them again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from attn_compiler.context_parallel.collectives import MOVES
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_ATEN = torch.ops.aten
+#: what a slice of a rank's keys and values is made by, of what is kept
+_OF_SLICES = frozenset({_ATEN.unbind.int, _ATEN.select.int, _ATEN.alias.default, _ATEN.clone.default, operator.getitem})
+
+
+def passes(group: str) -> Callable[[fx.Graph], None]:
+    """`run` for the ranks of a group, on one graph."""
+
+    def run_on(graph: fx.Graph) -> None:
+        run(graph, group)
+
+    return run_on
+
+
+def run(graph: fx.Graph, group: str) -> None:
+    """Move nodes of a graph that is to be compiled as it stands: a forward, or a backward."""
+    gathers = [node for node in graph.nodes if is_piece(node, group)]
+    if not gathers:
+        return
+    _wait_late(graph, set(gathers))
+    for before, gather in itertools.pairwise(gathers):
+        wait = next((user for user in before.users if user.target is _WAIT), None)
+        if wait is not None:
+            _begin_before(gather, wait)
+
+
+def is_piece(node: fx.Node, group: str) -> bool:
+    """Whether a node begins a step of a ring: others gather tensors of several axes."""
+    if node.target is not _GATHER or group not in node.args:
+        return False
+    sent = node.args[0]
+    return isinstance(sent, fx.Node) and sent.meta["val"].dim() == 1 and sent.meta["val"].is_floating_point()
+
+
+def _wait_late(graph: fx.Graph, gathers: set[fx.Node]) -> None:
+    """Move each wait, and the views after it, to what reads them first."""
+    come: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        of_ring = any(x in gathers or x in come for x in node.all_input_nodes)
+        if of_ring and node.target in MOVES:
+            come[node] = None
+    for node in reversed(come):
+        readers = sorted(node.users)
+        if readers and readers[0].op != "output":
+            readers[0].prepend(node)
+
+
+def _begin_before(gather: fx.Node, place: fx.Node) -> None:
+    """Move a gather, and what its slice is taken out by, to before a node, if all that it reads is there."""
+    moved: list[fx.Node] = []
+    left = [gather]
+    while left:
+        node = left.pop()
+        if node < place or node in moved:
+            continue
+        if node is not gather and node.target not in _OF_SLICES:
+            return
+        moved.append(node)
+        left += node.all_input_nodes
+    for node in sorted(moved):
+        place.prepend(node)

@@ -1,0 +1,1 @@
+"""Ops that passes write into graphs besides a family's leaf ops."""

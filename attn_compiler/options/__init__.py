@@ -1,0 +1,1 @@
+"""What a user may ask for, and the key that keeps compile caches apart."""

@@ -1,0 +1,211 @@
+"""What a user may ask for: `Options`, and `split_options`, which finds it in torch.compile's `mode=` and `options=`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_compiler.context_parallel import ContextParallel
+from attn_compiler.reasons.errors import InvalidOption, UnknownOption, nearest
+from attn_compiler.spec.fp8_recipe import Fp8Recipe
+from attn_compiler.torch_private import inductor as torch_inductor
+
+PREFIX = "attn."
+DUMP_DIR_VARIABLE = "ATTN_COMPILER_DUMP_DIR"
+CACHE_VARIABLE = "ATTN_COMPILER_CACHE_REWRITES"
+INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Every option of ours, checked when built (InvalidOption).
+
+    lowering: use this one alone. A site that it refuses stays untouched, with the reasons in the report.
+    lowerings: consider only these, in this order.
+    strict: whatever fails on our side raises. Else it is a warning, and what it failed on is compiled as the model made it.
+    dump_dir: write each pass's graphs there. The environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as that
+        of the variable does; "." is the current directory.
+    check_invariants: verify the graph between passes.
+    verify: on the first call of each graph, compare every recovered mask and bias, every lowered output and what the graph gives with the
+        model's own on the real inputs, and the gradients in its first backward. VerificationMismatch if they differ. Beside
+        context_parallel: masks, biases and outputs, with the attention over the whole sequence.
+    inner: what compiles the rewritten graph. "aot_eager" and "eager" are for debugging and ignore Inductor's options.
+    autotune: measure the Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk. Else they come from a
+        table.
+    fp8_recipe: run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py). Without it nothing does.
+    unpad: leave padding out. Real tokens alone are computed, and what the graph gives is 0 at padding (docs/unpad.md).
+    context_parallel: each rank has a part of every sequence. Attention is that of the whole (docs/context_parallel.md).
+    cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
+        running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
+    """
+
+    lowering: str | None = None
+    lowerings: tuple[str, ...] | None = None
+    # What changes no compiled code must not cost a recompilation.
+    strict: bool = field(default=False, metadata={"changes_code": False})
+    dump_dir: str | None = field(default=None, metadata={"changes_code": False})
+    check_invariants: bool = field(default=True, metadata={"changes_code": False})
+    verify: bool = field(default=False, metadata={"changes_code": False})
+    inner: str = "inductor"
+    autotune: bool = False
+    fp8_recipe: Fp8Recipe | None = None
+    unpad: bool = False
+    context_parallel: ContextParallel | None = None
+    cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.lowering, str | None), "lowering", "a lowering's name or None", self.lowering)
+        _require(_is_names(self.lowerings), "lowerings", "a non-empty list of lowerings' names or None", self.lowerings)
+        _require(isinstance(self.strict, bool), "strict", "True or False", self.strict)
+        _require(isinstance(self.dump_dir, str | os.PathLike | None), "dump_dir", "a path or None", self.dump_dir)
+        _require(isinstance(self.check_invariants, bool), "check_invariants", "True or False", self.check_invariants)
+        _require(isinstance(self.verify, bool), "verify", "True or False", self.verify)
+        _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
+        _require(isinstance(self.autotune, bool), "autotune", "True or False", self.autotune)
+        _require(isinstance(self.fp8_recipe, Fp8Recipe | None), "fp8_recipe", "a Fp8Recipe or None", self.fp8_recipe)
+        _require(isinstance(self.unpad, bool), "unpad", "True or False", self.unpad)
+        _require(
+            isinstance(self.context_parallel, ContextParallel | None),
+            "context_parallel",
+            "a ContextParallel or None",
+            self.context_parallel,
+        )
+        if self.is_context_parallel:
+            # What is left as the model made it would attend to a part of the sequence.
+            object.__setattr__(self, "strict", True)
+            _require(not self.unpad, "unpad", "False beside context_parallel", self.unpad)
+        _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
+        if self.lowering is not None and self.lowerings is not None:
+            raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
+        if self.lowerings is not None:
+            object.__setattr__(self, "lowerings", tuple(self.lowerings))
+        if self.dump_dir is not None:
+            object.__setattr__(self, "dump_dir", os.fsdecode(self.dump_dir) or None)
+
+    @property
+    def is_context_parallel(self) -> bool:
+        """Whether several ranks share a sequence."""
+        return self.context_parallel is not None and self.context_parallel.size > 1
+
+    @property
+    def sequence_group(self) -> str | None:
+        """The name of the group whose ranks share a sequence; None where none do."""
+        return self.context_parallel.group_name if self.context_parallel and self.is_context_parallel else None
+
+    def digest(self) -> str:
+        """A short hash that differs whenever two Options could lead to different code. The same in every process."""
+        changing = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("changes_code", True)
+        }
+        return hashlib.sha256(json.dumps(changing, sort_keys=True, default=_for_json).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options, for JSON."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: _plain(value) for name, value in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ContextParallel):
+        return value.to_dict()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _for_json(value: Any) -> dict[str, Any]:
+    """A nested dataclass: its class tells apart those with the same fields. A mesh holds what is different on each rank."""
+    if isinstance(value, ContextParallel):
+        return {"class": type(value).__name__, "digest": value.digest}
+    return {"class": type(value).__name__, **{f.name: getattr(value, f.name) for f in dataclasses.fields(value)}}
+
+
+OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Options))
+
+
+def split_options(
+    mode: str | None, options: Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ
+) -> tuple[Options, dict[str, Any]]:
+    """Our options, and the config patches for Inductor: those of `mode` and the keys of `options` that are Inductor's.
+
+    A key that is one of ours, or starts with "attn.", is ours. torch.compile allows either `mode` or `options`; to use
+    both, unpack `torch._inductor.list_mode_options(mode)` into the options.
+    Raises UnknownOption for a key that is nobody's, InvalidOption for a value of the wrong type or an unknown mode.
+    """
+    if not isinstance(options, Mapping | None):
+        raise InvalidOption(option="options", expected="a dict of options", value=options)
+    ours: dict[str, Any] = {}
+    inductors: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        name = own_name(key)
+        if name is None:
+            inductors[key] = value
+        elif name in ours:
+            raise InvalidOption(option=key, expected=f"no second value: {name!r} is given twice", value=value)
+        else:
+            ours[name] = value
+    if environ.get(DUMP_DIR_VARIABLE):
+        ours.setdefault("dump_dir", environ[DUMP_DIR_VARIABLE])
+    if environ.get(CACHE_VARIABLE) == "0":
+        ours.setdefault("cache_rewrites", False)
+    return Options(**ours), torch_inductor.inductor_patches(_known_mode(mode), _known_inductor_options(inductors))
+
+
+def own_name(key: str) -> str | None:
+    """The field of Options that `key` means, None if it isn't ours. UnknownOption for "attn." and no such field."""
+    if not isinstance(key, str):
+        raise UnknownOption(option=str(key), ours=OPTION_NAMES)
+    if key in OPTION_NAMES:
+        return key
+    if not key.startswith(PREFIX):
+        return None
+    if key.removeprefix(PREFIX) not in OPTION_NAMES:
+        raise UnknownOption(option=key, ours=OPTION_NAMES)
+    return key.removeprefix(PREFIX)
+
+
+def check_lowering_names(options: Options, known: Iterable[str]) -> None:
+    """Raise InvalidOption, naming the nearest, if the options ask for a lowering that does not exist."""
+    known = tuple(known)
+    option, asked = (
+        ("lowerings", options.lowerings or ()) if options.lowering is None else ("lowering", (options.lowering,))
+    )
+    for name in asked:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f" (nearest: {', '.join(map(repr, close))})" if close else ""
+            raise InvalidOption(option=option, expected=f"names among {', '.join(known)}{hint}", value=name)
+
+
+def _known_mode(mode: str | None) -> str:
+    modes = torch_inductor.inductor_modes()
+    if mode is not None and mode not in modes:
+        raise InvalidOption(option="mode", expected=f"one of {', '.join(map(repr, modes))}", value=mode)
+    return mode or "default"
+
+
+def _known_inductor_options(options: dict[str, Any]) -> dict[str, Any]:
+    if not options:
+        return options
+    known = torch_inductor.inductor_option_names()
+    for key, value in options.items():
+        if key.replace("-", "_") not in known:
+            raise UnknownOption(option=key, ours=OPTION_NAMES, inductors=tuple(sorted(known)))
+        expected = torch_inductor.inductor_option_type(key.replace("-", "_"))
+        if expected is not None and not isinstance(value, expected):
+            raise InvalidOption(option=key, expected=f"{expected.__name__} (an option of Inductor)", value=value)
+    return options
+
+
+def _require(holds: bool, option: str, expected: str, value: Any) -> None:
+    if not holds:
+        raise InvalidOption(option=option, expected=expected, value=value)
+
+
+def _is_names(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, tuple | list) and len(value) > 0 and all(isinstance(name, str) for name in value)

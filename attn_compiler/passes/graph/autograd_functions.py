@@ -1,0 +1,112 @@
+"""An autograd.Function around a kernel of a library: what it calls besides.
+
+Libraries write the gradient of a kernel as the backward of such a function. Dynamo has it as one higher-order call with two bodies. It
+says nothing but the kernel and its gradient if the forward pads and slices around the kernel, and the backward does so around the
+kernel's own backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import bodies, opaque_calls
+from attn_compiler.passes.graph.calls import target_name
+
+_NAME = "autograd_function_apply"
+_BODIES = 2
+
+#: what may be done around a kernel; the gradient of the function passes its own `detach`
+_AROUND = frozenset({"pad", "getitem", "detach", "contiguous", "_set_grad_enabled"})
+_AROUND_BACKWARD = _AROUND | {"empty_like", "empty"}
+
+
+def kernel_of(node: fx.Node) -> fx.Node | None:
+    """The call of a library's attention in the forward of an autograd.Function; None for any other node."""
+    if not bodies.is_higher_order(node) or target_name(node) != _NAME:
+        return None
+    found = bodies.bodies(node)
+    calls = [n for n in found[0].graph.nodes if opaque_calls.name_of(n) is not None] if found else []
+    return calls[0] if len(calls) == 1 else None
+
+
+def differs(node: fx.Node, kernel: fx.Node) -> str | None:
+    """What an autograd.Function calls besides a kernel and one of its library for the gradient; None if nothing. kernel: in the forward.
+
+    What those calls are given, and what becomes of their results, is another question (library_gradients.py).
+    """
+    found = bodies.bodies(node)
+    if len(found) != _BODIES:
+        return "its autograd.Function has another form than Dynamo's"
+    forward, backward = found
+    given: Any = forward.graph.output_node().args[0]
+    if not (isinstance(given, tuple) and given and isinstance(given[0], tuple) and isinstance(given[0][0], fx.Node)):
+        return "its autograd.Function has another form than Dynamo's"
+    backwards = _backward_kernels(backward, kernel)
+    if len(backwards) != 1:
+        return f"the backward of its autograd.Function calls {len(backwards)} kernels of the library, not one"
+    for body, own, around in ((forward, kernel, _AROUND), (backward, backwards[0], _AROUND_BACKWARD)):
+        other = next((n for n in _calls(body) if n is not own and target_name(n) not in around), None)
+        if other is not None:
+            return f"its autograd.Function also calls {target_name(other)} ({other.name})"
+    return None
+
+
+def backward_of(node: fx.Node, kernel: fx.Node) -> fx.Node:
+    """The call of the kernel's own backward, where nothing differs."""
+    return _backward_kernels(bodies.bodies(node)[1], kernel)[0]
+
+
+def _calls(body: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
+
+
+def _backward_kernels(backward: fx.GraphModule, kernel: fx.Node) -> list[fx.Node]:
+    """Calls of ops of the kernel's library, of which it has no other in a backward than the backward of this kernel."""
+    namespace = opaque_calls.namespace_of(kernel)
+    return [n for n in backward.graph.nodes if namespace is not None and opaque_calls.namespace_of(n) == namespace]
+
+
+class Inside:
+    """The forward of an autograd.Function with its kernel taken out: what the kernel is given, and what becomes of what it gives."""
+
+    def __init__(self, node: fx.Node, kernel: fx.Node) -> None:
+        body = bodies.bodies(node)[0]
+        self._kernel = kernel
+        placeholders = bodies.placeholders(body)
+        given = node.args[_BODIES : _BODIES + len(placeholders)]
+        self._given = dict(zip(placeholders, given, strict=True))
+        self._output: Any = body.graph.output_node().args[0]
+        self.inputs = list(dict.fromkeys(x for x in given if isinstance(x, fx.Node)))
+
+    def values(self, nodes: Sequence[fx.Node], of_node: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
+        """What the kernel is given, with gradients. nodes: of the body. of_node: the values of `inputs`."""
+        known = self._known(of_node)
+        return [_value(n, known) for n in nodes]
+
+    def result(self, attention: torch.Tensor, of_node: Mapping[fx.Node, Any]) -> torch.Tensor:
+        """What the function gives. attention: what the kernel would."""
+        known = self._known(of_node) | {opaque_calls.attention_of(self._kernel): attention}
+        out = self._output[0][0]
+        found: torch.Tensor = _value(out, known)
+        return found
+
+    def _known(self, of_node: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        return {inner: of_node.get(x, x) if isinstance(x, fx.Node) else x for inner, x in self._given.items()}
+
+
+def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """Runs what a node is made by, above what is known."""
+    if node not in known:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _value(n, known))
+        if target_name(node) == "detach":
+            known[node] = args[0]
+        elif node.op == "call_method":
+            known[node] = operator.methodcaller(str(node.target), *args[1:], **kwargs)(args[0])
+        else:
+            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[node]

@@ -1,0 +1,81 @@
+"""One fault costs one thing: an exception while one site, or one call, is worked on is caught here, and that one is left as it was.
+
+What a user learns of it is made here, too: the reason in the report, and one warning for each distinct fault of a graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.errors import REPRODUCE, AttnCompilerWarning, PassFailed, described, shortened
+from attn_compiler.torch_private import compat as torch_compat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """site: the module that was worked on. cause: the exception in words."""
+
+    pass_name: str
+    site: str
+    cause: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Attempt:
+    """What became of the block of `confined`. reason: None if it went through."""
+
+    reason: Reason | None = None
+
+
+@contextlib.contextmanager
+def confined(unit: Unit, pass_name: str, site: str) -> Iterator[Attempt]:
+    """What the block raises is noted with the unit and given as a reason; with options.strict it is a PassFailed.
+
+    The block has to leave no trace when it raises. What makes Dynamo start over passes through.
+    """
+    attempt = Attempt()
+    try:
+        yield attempt
+    except Exception as error:
+        # One that already says where it failed comes from a block within this one.
+        if torch_compat.starts_over(error) or isinstance(error, PassFailed):
+            raise
+        cause = described(error)
+        if unit.options.strict:
+            raise failed(pass_name, site, error) from error
+        unit.faults.append(Fault(pass_name=pass_name, site=site, cause=cause))
+        attempt.reason = Reason(
+            code=Code.FAULT,
+            rule=f"the pass {pass_name!r} works on it without an exception",
+            observed=cause,
+            remedy=REPRODUCE,
+        )
+
+
+def failed(pass_name: str, site: str, error: Exception) -> PassFailed:
+    """An exception of a pass as an error that says where."""
+    return PassFailed(pass_name=pass_name, site=site, cause=described(error), reproduce=REPRODUCE)
+
+
+def warned(units: Iterable[Unit]) -> tuple[str, ...]:
+    """Warn once for each distinct fault, wherever it was met, and return what was said."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for fault in (fault for unit in units for fault in unit.faults):
+        places.setdefault((fault.pass_name, fault.cause), []).append(fault.site)
+    texts = tuple(_words(name, cause, sites) for (name, cause), sites in places.items())
+    for text in texts:
+        warnings.warn(text, AttnCompilerWarning, stacklevel=2)
+    return texts
+
+
+def _words(pass_name: str, cause: str, sites: list[str]) -> str:
+    return (
+        f"attn_compiler's pass {pass_name!r} failed at {shortened(list(dict.fromkeys(sites)))}: {cause}. There the model's own "
+        f"computation is kept; the rest of the graph is worked on as usual. To reproduce: {REPRODUCE}"
+    )

@@ -1,0 +1,272 @@
+"""What tracing made of a Dynamo node, kept to be made again: equal layers are traced once.
+
+A fragment is the ATen nodes of one Dynamo node as data. It is made again for another node that calls the same function of PyTorch's on
+the same numbers and on tensors that agree in all that a trace can see: dtype, device, shape, strides, offset, requires_grad, which of them
+are one tensor or share memory, and under the same grad mode and autocast. So no layer has to be detected. What writes in place, makes a
+constant, reads values or has a result that is no tensor is traced each time, and so is whatever this file does not know.
+
+Symbolic sizes agree if their expressions do. The node that gives a symbolic number to the first call gives it to all others, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils import _pytree as pytree
+
+from attn_compiler.passes.graph import bodies, mutation
+from attn_compiler.passes.graph.alike import FakeLike, FakeRecorder, Remaker
+from attn_compiler.passes.graph.fragment_keys import NodeInputs, Stands, Unknown, key_of
+from attn_compiler.torch_private import tracing as torch_tracing
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """In a template: the node of an input, or of a step; inputs come first. Nodes of symbolic numbers stand there themselves."""
+
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """One ATen node. value: of its tensor, or of each one of a sequence."""
+
+    target: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    name: str | None
+    value: FakeLike | tuple[FakeLike, ...]
+    sequence: type | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    """A tensor of the node's result. input: which it is, if it is one; otherwise the value of a step."""
+
+    input: int | None
+    step: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fragment:
+    """moved: inputs that another node stands for afterwards, each with its step: a cast to the dtype that a tensor has gives it back."""
+
+    mode: FakeTensorMode
+    steps: tuple[_Step, ...]
+    results: tuple[_Result, ...]
+    spec: pytree.TreeSpec
+    moved: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeCall:
+    """A Dynamo node with what it is given. fragment: what equal ones were traced to; None where that is not known."""
+
+    key: Hashable
+    inputs: NodeInputs
+    fragment: _Fragment | None
+    is_new: bool
+
+
+class Fragments:
+    """The fragments of one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._known: dict[Hashable, _Fragment | None] = {}
+        self._written = _written(graph)
+
+    def call(self, node: fx.Node, env: dict[fx.Node, Any], state: Hashable, tracer: Any) -> NodeCall | None:
+        """None: such a node is traced each time. state: what else tracing depends on."""
+        if self._written is None:
+            return None
+        inputs = NodeInputs()
+        try:
+            key = (key_of(node, env, inputs, _standing(tracer)), torch.is_grad_enabled(), state)
+        except Unknown:
+            return None
+        if key not in self._known:
+            return NodeCall(key=key, inputs=inputs, fragment=None, is_new=True)
+        fragment = self._known[key]
+        if fragment is not None and any(r.requires_grad for r in fragment.results) and self._is_written(node):
+            fragment = None
+        return NodeCall(key=key, inputs=inputs, fragment=fragment, is_new=False)
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Whether the result is written to: autograd refuses that of a tensor that was made by nothing, as those made again are."""
+        return bool(self._written) and bool(
+            mutation.storages_of(node.meta.get("example_value")) & (self._written or set())
+        )
+
+    def keep(self, call: NodeCall, result: Any, made: Sequence[fx.Node], tracer: Any) -> None:
+        """Remember what a call was traced to: its value and its nodes."""
+        try:
+            self._known[call.key] = _recorded(call.inputs, result, made, tracer)
+        except Unknown:
+            self._known[call.key] = None
+
+
+def _standing(tracer: Any) -> Stands:
+    """What stands for a tensor in a trace. A tensor that is known to hold certain numbers may lead to others than one that is not."""
+
+    def stands(_: fx.Node, value: torch.Tensor) -> fx.Node | None:
+        return (
+            None
+            if torch_tracing.traced_constant(value, tracer) is not None
+            else torch_tracing.traced_node(value, tracer)
+        )
+
+    return stands
+
+
+def _written(graph: fx.Graph) -> set[Any] | None:
+    """The memory that the graph writes to in place; None where nothing may be made again."""
+    found: set[Any] = set()
+    for node in graph.nodes:
+        if (getattr(node.target, "__module__", None) or "").startswith("torch.autograd"):
+            return None
+        for written in bodies.writes(node):
+            value = written.meta.get("example_value")
+            if not bodies.has_known_memory(value):
+                return None
+            found |= mutation.storages_of(value)
+    return found
+
+
+# ---- what was traced, as data -------------------------------------------------------------------------------------
+
+
+def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: Any) -> _Fragment:
+    made = [node for node in made if not _is_number(node)]
+    places = {node: i for i, node in reversed(list(enumerate([*inputs.nodes, *made])))}
+    leaves, spec = pytree.tree_flatten(result)
+    mode = torch_tracing.fake_mode_of_values(leaves)
+    if mode is None:
+        raise Unknown
+    results = tuple(_result(leaf, inputs, places, tracer) for leaf in leaves)
+    # Later nodes ask these for their symbolic sizes, and what the trace has for those goes by the object.
+    asked = {made[x.step]: leaf for leaf, x in zip(leaves, results, strict=True) if x.input is None}
+    recorder = FakeRecorder(inputs.holders)
+    with torch_tracing.beside_modes(mode), torch.no_grad():
+        steps = tuple(_step(node, asked, places, recorder, tracer) for node in made)
+    moved = []
+    for i, (value, before) in enumerate(zip(inputs.values, inputs.nodes, strict=True)):
+        after = torch_tracing.traced_node(value, tracer)
+        if after is not before:
+            moved.append((i, _place(after, places) - len(inputs.nodes)))
+    return _Fragment(
+        mode=mode,
+        steps=steps,
+        results=results,
+        spec=spec,
+        moved=tuple(moved),
+    )
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _step(
+    node: fx.Node,
+    asked: dict[fx.Node, torch.Tensor],
+    places: dict[fx.Node, int],
+    recorder: FakeRecorder,
+    tracer: Any,
+) -> _Step:
+    target: Any = node.target
+    is_op = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    if node.op != "call_function" or not (is_op or target is operator.getitem) or (is_op and target._schema.is_mutable):
+        raise Unknown
+    value = asked.get(node, node.meta.get("val"))
+    is_sequence = isinstance(value, (tuple, list))
+    found = tuple(map(recorder.made, value if isinstance(value, (tuple, list)) else (value,)))
+    return _Step(
+        target=target,
+        args=_template(node.args, places),
+        kwargs=_template(node.kwargs, places),
+        name=torch_tracing.name_of(target, tracer),
+        value=found if is_sequence else found[0],
+        sequence=type(value) if is_sequence else None,
+    )
+
+
+def _template(arguments: Any, places: dict[fx.Node, int]) -> Any:
+    def ref(node: fx.Node) -> Any:
+        return node if _is_number(node) else _Ref(_place(node, places))
+
+    return map_arg(arguments, ref)
+
+
+def _place(node: fx.Node | None, places: dict[fx.Node, int]) -> int:
+    if node is None or node not in places:
+        raise Unknown
+    return places[node]
+
+
+def _result(leaf: Any, inputs: NodeInputs, places: dict[fx.Node, int], tracer: Any) -> _Result:
+    if not isinstance(leaf, FakeTensor) or leaf.constant is not None:
+        raise Unknown
+    if torch_tracing.traced_constant(leaf, tracer) is not None:
+        raise Unknown
+    given = next((i for i, value in enumerate(inputs.values) if value is leaf), None)
+    step = -1
+    if given is None:
+        step = _place(torch_tracing.traced_node(leaf, tracer), places) - len(inputs.nodes)
+        if step < 0:
+            raise Unknown
+    return _Result(input=given, step=step, requires_grad=leaf.requires_grad)
+
+
+# ---- making it again ----------------------------------------------------------------------------------------------
+
+
+def made_again(call: NodeCall, tracer: Any) -> tuple[Any, list[fx.Node]]:
+    """The result and the nodes of a call that has a fragment."""
+    fragment, inputs = call.fragment, call.inputs
+    if fragment is None:
+        raise ValueError("there is nothing to make again")
+    nodes = list(inputs.nodes)
+    results: list[Any] = []
+    with torch_tracing.beside_modes(fragment.mode), torch.no_grad():
+        maker = Remaker(fragment.mode, inputs.holders)
+        for step in fragment.steps:
+            node = torch_tracing.add_node(
+                tracer, step.target, _filled(step.args, nodes), _filled(step.kwargs, nodes), step.name
+            )
+            node.meta["val"] = _value(step, maker)
+            nodes.append(node)
+        made = nodes[len(inputs.nodes) :]
+        for result in fragment.results:
+            if result.input is not None:
+                results.append(inputs.values[result.input])
+                continue
+            like: FakeTensor = made[result.step].meta["val"]
+            # A tensor of its own: what changes its shape in place later changes no value of the mirror.
+            value = torch_tracing.fake(fragment.mode, like, like.fake_device).requires_grad_(result.requires_grad)
+            torch_tracing.stand_for(value, made[result.step], tracer)
+            results.append(value)
+        for i, place in fragment.moved:
+            torch_tracing.stand_for(inputs.values[i], made[place], tracer)
+    return pytree.tree_unflatten(results, fragment.spec), made
+
+
+def _filled(template: Any, nodes: list[fx.Node]) -> Any:
+    def node(x: Any) -> Any:
+        return nodes[x.index] if type(x) is _Ref else x
+
+    return map_aggregate(template, node)
+
+
+def _value(step: _Step, maker: Remaker) -> Any:
+    if not isinstance(step.value, tuple):
+        return maker.fake(step.value)
+    values = map(maker.fake, step.value)
+    return tuple(values) if step.sequence is tuple else list(values)

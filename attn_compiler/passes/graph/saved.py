@@ -1,0 +1,342 @@
+"""What a site may still read in the backward: what the model's own autograd would have saved there, and what nobody writes afterwards.
+
+A kernel saves the tensors that it reads, and often its output. The model's own ops save others: the repeated keys and not the keys,
+the weights and not the output, no mask that was added. A write that comes between the forward and the backward does nothing to a tensor
+that nobody saved. So a tensor that a kernel saves is safe only if
+
+- the model's own autograd saves the same memory at the site (an ordinary write is then an error in the model too), or
+- nobody can write to it after the site: no node of this graph or of one that calls it, and no user. A user can write to what the
+  graph returns and to what it is given. A parameter counts as given only if the graph itself writes to it: between the
+  forward and the backward nothing else does, since nearly every layer saves its parameters.
+
+Anything else is copied where the kernel reads it, and the copy is in the report. The copy is made of the tensor that is read, above
+repetitions, copies and scales: so it has at most as many bytes as the op that the kernel does without. Without gradients nothing is
+saved, and nothing copied. A write through `.data` to what the model's autograd did save changes the model's gradients: no kernel gives
+the same, and the site is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from attn_compiler.lowerings.base import GIVEN, PART
+from attn_compiler.passes.graph import bodies, closed, mutation
+from attn_compiler.passes.graph.axes import AxisError
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of_all, writes
+from attn_compiler.passes.graph.mirror import Mirror, is_opaque
+from attn_compiler.passes.graph.site import Match, Operand
+from attn_compiler.passes.graph.unit import BodyCall, Unit
+from attn_compiler.reasons.decisions import Copy
+from attn_compiler.torch_private import tracing as torch_tracing
+from attn_compiler.torch_private.op_library import NAMESPACE
+
+Storages = set[StorageWeakRef]
+
+#: calls whose body is run again in the backward, from its inputs: what is made inside is not saved
+_RUN_AGAIN = frozenset({"tag_activation_checkpoint"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Danger:
+    """Who may write to a tensor after a site. by_user: outside of the graph, between the forward and the backward."""
+
+    why: str
+    by_user: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradientRun:
+    """What came of running some Dynamo nodes with gradients. own: whether autograd saved the memory of each. saved: that of others."""
+
+    own: dict[fx.Node, bool]
+    saved: Storages
+
+    def saves(self, node: fx.Node) -> bool:
+        """Whether the memory of a node is saved: of its value in the run, or of its own where it was not run."""
+        return self.own[node] if node in self.own else bool(_memory(node) & self.saved)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlikeRun:
+    """A run as it is for all nodes that are alike. own: by their order. inputs: the places of those whose memory is saved."""
+
+    own: tuple[bool, ...]
+    inputs: tuple[int, ...]
+
+
+def run(
+    nodes: Sequence[fx.Node], mode: FakeTensorMode, known: dict[Hashable, AlikeRun] | None = None
+) -> GradientRun | None:
+    """Run Dynamo nodes, in the order of their graph, on fake values. None if that can't be done. known: earlier runs, where nodes that are
+    alike need no other one; filled in."""
+    inputs = NodeInputs()
+    try:
+        key = None if known is None or any(map(writes, nodes)) else key_of_all(nodes, inputs)
+    except Unknown:
+        key = None
+    if known is None or key is None:
+        return _run(nodes, mode)
+    if key in known:
+        alike = known[key]
+        saved = mutation.storages_of([inputs.holders[i] for i in alike.inputs])
+        return GradientRun(own=dict(zip(nodes, alike.own, strict=True)), saved=saved)
+    found = _run(nodes, mode)
+    if found is not None:
+        is_saved = (bool(mutation.storages_of(holder) & found.saved) for holder in inputs.holders)
+        places = tuple(i for i, saves in enumerate(is_saved) if saves)
+        known[key] = AlikeRun(own=tuple(found.own[node] for node in nodes), inputs=places)
+    return found
+
+
+def _run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> GradientRun | None:
+    values: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        return values[node] if node in values else node.meta.get("example_value")
+
+    def run_all() -> None:
+        for node in nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            if node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    if any(n.op not in ("call_function", "call_method") or is_opaque(n) or closed.is_closed(n) for n in nodes):
+        return None
+    try:
+        with torch_tracing.running_in(mode), torch.enable_grad():
+            by_name = torch_tracing.saved_for_backward(run_all)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return None
+    saved = mutation.storages_of(by_name)
+    saved |= _handed_on(values, saved)
+    return GradientRun(own={n: bool(mutation.storages_of(x) & saved) for n, x in values.items()}, saved=saved)
+
+
+def _handed_on(values: dict[fx.Node, Any], saved: Storages) -> Storages:
+    """The memory of outputs that are saved by another name: an op that hands on what it is given saves that, and compiled code is
+    without the op (ops.without_autograd)."""
+    found: Storages = set()
+    for node, results in values.items():
+        given = _handed(node)
+        for result, operand in zip(results if given else (), given, strict=False):
+            if mutation.storages_of(values.get(operand, operand.meta.get("example_value"))) & saved:
+                found |= mutation.storages_of(result)
+    return found
+
+
+def _handed(node: fx.Node) -> list[fx.Node]:
+    """What an op hands on as its outputs, in their order; none for other nodes."""
+    if getattr(node.target, "namespace", None) != NAMESPACE or not target_name(node).endswith(GIVEN):
+        return []
+    handed: Any = node.args[3]
+    return list(handed)
+
+
+def is_given_to_kernel(node: fx.Node) -> bool:
+    """Whether a kernel is given the memory of a Dynamo node, as it is or through views: kernels save all their operands."""
+    memory, queue, seen = _memory(node), [node], {node}
+    while queue:
+        for user in queue.pop().users.keys() - seen:
+            if _is_kernel(user):
+                return True
+            if _memory(user) & memory:
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """One of PyTorch's, or a leaf op that has a backward."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace, name = node.target.namespace, target_name(node)
+    ours = getattr(torch.ops, NAMESPACE)
+    family = name.removesuffix(PART)
+    return name.startswith("_scaled_dot_product") or (namespace == NAMESPACE and hasattr(ours, f"{family}_backward"))
+
+
+@dataclass(kw_only=True, eq=False)
+class Ways:
+    """By which ways a graph's memory is reached from its Dynamo nodes, worked out once a graph, before it is rewritten.
+
+    returned: what it gives back. given: its inputs. parameters: those of them that are parameters. writers: its nodes that write, with
+    the memory that they write to, in order.
+    """
+
+    graph: fx.Graph
+
+    @cached_property
+    def returned(self) -> Storages:
+        (output,) = self.graph.find_nodes(op="output")
+        return set().union(*map(_memory, output.all_input_nodes))
+
+    @cached_property
+    def inputs(self) -> list[Storages]:
+        return [_memory(node) for node in self.graph.find_nodes(op="placeholder")]
+
+    @cached_property
+    def given(self) -> Storages:
+        return set().union(*self.inputs)
+
+    @cached_property
+    def parameters(self) -> Storages:
+        inputs = self.graph.find_nodes(op="placeholder")
+        return set().union(*(_memory(n) for n in inputs if isinstance(n.meta.get("example_value"), torch.nn.Parameter)))
+
+    @cached_property
+    def writers(self) -> dict[fx.Node, Storages]:
+        found = {node: bodies.writes(node) for node in self.graph.nodes}
+        return {node: set().union(*map(_memory, written)) for node, written in found.items() if written}
+
+    @cached_property
+    def written(self) -> Storages:
+        return set().union(*self.writers.values())
+
+    @cached_property
+    def taken_as_data(self) -> Storages:
+        """What the graph takes `.data` of: autograd does not see writes through that."""
+        return set().union(*(_memory(n) for n in self.graph.nodes if target_name(n) == "_get_data_attr"))
+
+
+def ways(unit: Unit) -> Ways:
+    """Those of a unit's graph as Dynamo made it."""
+    if unit.ways is None:
+        unit.ways = Ways(graph=unit.graph)
+    return unit.ways
+
+
+@dataclass(kw_only=True, eq=False)
+class Keeping:
+    """The rule, for one site that is differentiated."""
+
+    unit: Unit
+    mirror: Mirror
+    match: Match
+
+    @cached_property
+    def _model(self) -> GradientRun | None:
+        """The model's own computation of the site, from the first product to the output."""
+        owners = {self.mirror.owner(node) for node in self.match.covered}
+        nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
+        return run(nodes, self.unit.mode, self.unit.runs)
+
+    @cached_property
+    def _read(self) -> Storages:
+        """The memory that the site's nodes work with."""
+        nodes = {m for n in self.match.covered for m in (n, *n.all_input_nodes)}
+        return set().union(*(_memory(self.mirror.dynamo_node(n)) for n in nodes))
+
+    def _is_saved(self, dynamo: fx.Node) -> bool:
+        """Whether the model's own autograd saves the memory of a Dynamo node at the site."""
+        return bool(_memory(dynamo) & self._read) and self._model is not None and self._model.saves(dynamo)
+
+    def why(self, node: fx.Node) -> str | None:
+        """Why a kernel that saves the tensor of this mirror node has to save a copy; None if it need not.
+
+        Raises AxisError where the model's own gradients would change, and a kernel's would not be the same.
+        """
+        dynamo = self.mirror.dynamo_node(node)
+        danger = after(self.unit, self.mirror, node, self.match.out) if dynamo is not None else None
+        if dynamo is None or danger is None:
+            return None
+        if not self._is_saved(dynamo):
+            return danger.why
+        if not danger.by_user and _memory(dynamo) & ways(self.unit).taken_as_data:
+            raise AxisError(f"{node.name} is written to through .data after the model's autograd saved it")
+        return None if danger.by_user else danger.why
+
+    def why_loaded(self, node: fx.Node) -> str | None:
+        """As `why`, for what a mask or a bias is computed from anew: a kernel's copy is right whatever the model saved."""
+        try:
+            return self.why(node)
+        except AxisError as error:
+            return str(error)
+
+
+def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
+    """Tell a site that is differentiated why kernels have to copy its operands and its output, if so. Raises AxisError as Keeping.why."""
+    keeping = Keeping(unit=unit, mirror=mirror, match=match)
+    for operand in operands(match):
+        operand.kept = keeping.why(operand.root)
+    match.out_kept = keeping.why(match.out)
+    match.lse_kept = None if match.lse is None else keeping.why(match.lse)
+
+
+def operands(match: Match) -> list[Operand]:
+    """Every operand of a site, those of masks, biases and sinks too."""
+    terms = [term.operand for term in (*match.additive, *match.allowed)]
+    return [match.q, match.k, match.v, *terms, *([match.sinks] if isinstance(match.sinks, Operand) else [])]
+
+
+def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | None:
+    """Who may write to the tensor of a mirror node after the site with this output, until the backward is done."""
+    mine = mutation.storages(node)
+    writer = mutation.written_after(mirror, mine, site)
+    if writer is not None:
+        return Danger(why=f"{writer.name} writes to it afterwards")
+    is_written = any(mine & written for _, written in mirror.writers)
+    return _from_outside(unit, _memory(mirror.dynamo_node(node)), is_written=is_written)
+
+
+def written_by_user(unit: Unit, node: fx.Node) -> str | None:
+    """Who may write to the memory of a Dynamo node outside of the graph; None if nobody."""
+    memory = _memory(node)
+    danger = _from_outside(unit, memory, is_written=bool(memory & ways(unit).written))
+    return None if danger is None else danger.why
+
+
+def copy(operand: str, node: fx.Node, why: str) -> Copy:
+    """What the report says of a copy. node: the Dynamo node that is copied, or the copy. why: as Keeping.why gives it."""
+    value: torch.Tensor = node.meta["example_value"]
+    is_known = not any(isinstance(size, torch.SymInt) for size in value.shape)
+    size = value.numel() * value.element_size() if is_known else None
+    return Copy(operand=operand, bytes=size, why=f"{why}, and the backward reads it")
+
+
+def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger | None:
+    """Who may write to this memory of a graph from outside of it. is_written: nodes of the graph do."""
+    reached = ways(unit)
+    is_output = bool(reached.returned & memory)
+    if not unit.is_body:
+        if is_output:
+            return Danger(why="the graph returns it, and it may be written to before the backward", by_user=True)
+        if reached.given & memory and (is_written or not reached.parameters & memory):
+            return Danger(why="the graph is given it, and it may be written to before the backward", by_user=True)
+        return None
+    inputs = [i for i, given in enumerate(reached.inputs) if given & memory]
+    if not inputs and not is_output:
+        return None
+    if not unit.calls:
+        return Danger(why="it goes in or out of a graph whose calls are not followed")
+    found = (_by_caller(call, inputs, is_output=is_output) for call in unit.calls)
+    return next((danger for danger in found if danger is not None), None)
+
+
+def _by_caller(call: BodyCall, inputs: Iterable[int], *, is_output: bool) -> Danger | None:
+    """Who may write to inputs of a body, or to what it gives back, once this call of it is done."""
+    given = [call.node.args[call.first + i] for i in inputs]
+    nodes = [*(x for x in given if isinstance(x, fx.Node)), *([call.node] if is_output else [])]
+    memory: Storages = set().union(*map(_memory, nodes))
+    reached = ways(call.unit)
+    writer = next((n for n, written in reached.writers.items() if call.node < n and written & memory), None)
+    if writer is not None:
+        return Danger(why=f"{writer.name} writes to it after the call")
+    if target_name(call.node) in _RUN_AGAIN:
+        return None
+    return _from_outside(call.unit, memory, is_written=bool(reached.written & memory))
+
+
+def _memory(node: fx.Node | None) -> Storages:
+    """The storages behind Dynamo's value of a node."""
+    return set() if node is None else mutation.storages_of(node.meta.get("example_value"))

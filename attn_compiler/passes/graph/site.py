@@ -1,0 +1,301 @@
+"""One attention found in a mirror: where its tensors are and which of their axes mean what. Every pass adds its own part.
+
+Site space: one set of atoms (axes.py) for batch, head, query, key and head-dim axes, shared by all tensors of the site.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from attn_compiler.index_expr import Expr
+from attn_compiler.passes.graph.axes import Atom, Dim, Dims, resolve
+from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.recovering.keyless import Keyless
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.scores import ScoreChange
+
+
+class Refused(Exception):
+    """Matching stopped: `reason` says why, `at` is the node. Internal: becomes a Miss, never reaches a user."""
+
+    def __init__(
+        self, *, code: Code, rule: str, observed: str, at: fx.Node, progress: int, remedy: str | None = None
+    ) -> None:
+        super().__init__(rule)
+        self.reason = Reason(code=code, rule=rule, observed=observed, remedy=remedy)
+        self.at = at
+        self.progress = progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miss:
+    """An anchor that no pattern took. nearest: the pattern that came furthest, and where it stopped."""
+
+    anchor: fx.Node
+    nearest: str
+    stopped_at: fx.Node
+    reason: Reason
+
+
+@dataclass(kw_only=True, eq=False)
+class Operand:
+    """A tensor of the site, and how to read it.
+
+    node: the tensor as the model uses it (mirror).
+    used: the node that uses it.
+    dims: for each dimension of `node`, the site's atoms.
+    root: the mirror node to read instead. It stands above repetitions, copies and folded scales.
+    root_dims: for each dimension of `root`, atoms of its own.
+    reads: site atom -> root atom. A site atom that is missing here does not change which element is read.
+    kept: why a kernel that saves the tensor has to save a copy (saved.py); None if it need not.
+    """
+
+    node: fx.Node
+    used: fx.Node
+    dims: Dims
+    root: fx.Node
+    root_dims: Dims
+    reads: dict[Atom, Atom]
+    kept: str | None = None
+
+    def varies_along(self, atom: Atom) -> bool:
+        """Whether an index along this site atom changes the element read."""
+        own = {a for dim in self.root_dims for a in resolve(dim)}
+        return self.reads.get(atom) in own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A tensor that joins the scores.
+
+    weight: the factor that the tensor has in the end.
+    weighed_in: the dtype that the model multiplies the weight on in; None: that of the tensor.
+    inverted: True means masked out (bool tensors alone).
+    fill: the number that a masked score is in the end (bool tensors alone).
+    replaces: the fill took the place of the score, and was not added to it (bool tensors alone).
+    along: the indices, of "bhqk", that elements may depend on. Along the other indices all elements are equal, and one is enough.
+    """
+
+    operand: Operand
+    weight: float = 1.0
+    weighed_in: torch.dtype | None = None
+    inverted: bool = False
+    fill: float = -math.inf
+    replaces: bool = False
+    along: str = "bhqk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """Bounds on the scores, times the factors that follow.
+
+    low: no score is below it.
+    high: no score is above it.
+    of_dtype: no number of the scores' dtype is beyond the bounds.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    of_dtype: bool = False
+
+    def scaled(self, factor: float) -> Limit:
+        """The same limit on scores that are multiplied."""
+        low, high = sorted((self.low * factor, self.high * factor))
+        return replace(self, low=low, high=high)
+
+    def is_idle(self, lowest: float, highest: float) -> bool:
+        """Whether it changes no score of lowest up to highest."""
+        return self.of_dtype or (self.low <= lowest and highest <= self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """A scale that is known at run time only.
+
+    node: a mirror node: a symbolic number, or a tensor.
+    divide: 1 / factor.
+    operand: how the tensor lies along batch, heads and queries; None of a number and of a tensor without axes.
+    """
+
+    node: fx.Node
+    divide: bool = False
+    operand: Operand | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """K or V as a cache in FP8 holds it. operand: reads the FP8 tensor. scale: a mirror node of the 0-d tensor that it is multiplied by."""
+
+    operand: Operand
+    scale: fx.Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """Of a weight (heads · each, rank), the `size` rows of each head h from h · each + first on. made: the mirror node that it makes."""
+
+    weight: fx.Node
+    made: fx.Node
+    heads: int
+    each: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Latent:
+    """What k and v are linear maps of.
+
+    latent: reads the latent.
+    rank: the latent's last axis.
+    rope: reads the part of k that is one for all heads; None where there is none.
+    rope_dim: that part's last axis.
+    k, v: what makes k's other part, and v, of the latent.
+    nope_first: k begins with what is made of the latent.
+    made_for: the Dynamo nodes that make k and v of it, and that nothing else needs.
+    """
+
+    latent: Operand
+    rank: Dim
+    rope: Operand | None
+    rope_dim: Dim
+    k: Projection
+    v: Projection
+    nope_first: bool
+    made_for: frozenset[fx.Node]
+
+    @property
+    def sources(self) -> tuple[fx.Node, ...]:
+        """The mirror nodes that are read."""
+        rope = () if self.rope is None else (self.rope.root,)
+        return (self.latent.root, *rope, *dict.fromkeys((self.k.weight, self.v.weight)))
+
+
+@dataclass(kw_only=True, eq=False)
+class Match:
+    """What a pattern recognised, in nodes of the mirror.
+
+    pattern: the pattern's name.
+    anchor: the node that matching began with.
+    first, out: where the model's computation begins and ends.
+    out_dims: what the output's dimensions mean in the site's atoms.
+    q, k, v: the operands.
+    batch, heads, heads_kv, query, key, head_dim_qk, head_dim_v: the site's axes.
+    scale: the factor on the scores that is known now.
+    factors: further factors, which are known at run time only.
+    is_causal: query q uses keys up to q.
+    changes: what happens to each score, in order. Sinks, and tensors that are added, have fields of their own.
+    additive: tensors that are added to the scores.
+    allowed: tensors that say which scores take part.
+    limits: clamps on the scores.
+    sinks: one logit a head that joins the softmax and is dropped after it; a number that is that of every head.
+    dropout_p: the share of weights that is dropped.
+    covered: the nodes from `first` to `out`. The scores live nowhere else, so the site alone is concerned by writes to them.
+    returns_weights: as in AttentionSpec.
+    masks_weights: a masked weight is set to zero once more, so a query without keys gets 0, whatever masked scores are filled with.
+    decomposed: as in AttentionSpec.
+    softmax_dtype: the dtype that the model's softmax runs in.
+    narrow: the dtype of q and k if they are read above a cast to the one that the model multiplies them in (upcasts.py).
+    stored: k and v, if a cache in FP8 holds both.
+    latent: what k and v are linear maps of, or why they are not, where they are nearly (latent.py).
+    out_kept: why a kernel that saves its output has to hand on a copy (saved.py).
+    lse: where the logsumexp is read; None where nothing reads it.
+    lse_dims: what its dimensions mean in the site's atoms.
+    lse_kept: as `out_kept`, of the logsumexp.
+    is_part: what comes back for the logsumexp is minus delta (merging.py).
+    notes: what else is said of the site in the report.
+    texts: of the leaf ops that compute the site; set by lower.
+    """
+
+    pattern: str
+    anchor: fx.Node
+    first: fx.Node
+    out: fx.Node
+    out_dims: Dims
+    q: Operand
+    k: Operand
+    v: Operand
+    batch: Dim
+    heads: Dim
+    heads_kv: Dim
+    query: Dim
+    key: Dim
+    head_dim_qk: Dim
+    head_dim_v: Dim
+    scale: float = 1.0
+    factors: tuple[Factor, ...] = ()
+    is_causal: bool = False
+    changes: tuple[ScoreChange, ...] = ()
+    additive: tuple[Term, ...] = ()
+    allowed: tuple[Term, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    sinks: Operand | float | None = None
+    dropout_p: float = 0.0
+    covered: frozenset[fx.Node] = frozenset()
+    returns_weights: bool = False
+    masks_weights: bool = False
+    decomposed: bool = False
+    softmax_dtype: str = "float32"
+    narrow: torch.dtype | None = None
+    stored: tuple[Stored, Stored] | None = None
+    latent: Latent | Reason | None = None
+    out_kept: str | None = None
+    lse: fx.Node | None = None
+    lse_dims: Dims = ()
+    lse_kept: str | None = None
+    is_part: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """What others read: the output, and the logsumexp where that is read."""
+        return (self.out,) if self.lse is None else (self.out, self.lse)
+
+
+@dataclass(kw_only=True, eq=False)
+class Site:
+    """A match on its way through the passes.
+
+    match: what was recognised.
+    module: the path of the model's module.
+    source: the line of the model, if it is known.
+    spec: what the site is, for lowerings; set by recover.
+    added, allowed: the terms that the match had before recovery.
+    condition: when a pair of a query and a key takes part, if that could be read. What else the terms add is `spec.score.proved`.
+    keyless: what a query without keys is, where the kernel's 0 is not right (keyless.py).
+    loads: what each name in `condition` stands for.
+    score_loads: what each name in `spec.score.proved` stands for.
+    decision: the lowering that was chosen; set by select.
+    evidence: the measurement that gave lowerings their order; set by select.
+    estimate: how long the site takes, where that is known; set by select.
+    faster: what would be faster with a package that is not installed, where that is known; set by select.
+    new_out: the Dynamo node that took the old output's place; set by lower.
+    copies: copies that were put into the graph.
+    notes: what else is said of the site in the report.
+    """
+
+    match: Match
+    module: str
+    source: str | None = None
+    spec: AttentionSpec | None = None
+    added: tuple[Term, ...] = ()
+    allowed: tuple[Term, ...] = ()
+    condition: Expr | None = None
+    keyless: Keyless | None = None
+    loads: Mapping[str, Version] = field(default_factory=dict)
+    score_loads: Mapping[str, Version] = field(default_factory=dict)
+    decision: Decision | None = None
+    evidence: Evidence | None = None
+    estimate: Estimate | None = None
+    faster: Faster | None = None
+    new_out: fx.Node | None = None
+    copies: list[Copy] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    texts: tuple[str, ...] = ()

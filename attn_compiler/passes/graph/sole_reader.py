@@ -1,0 +1,49 @@
+"""Whether an attention alone reads what is made for it, through views and writes into fresh memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from attn_compiler.passes.graph import mutation
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Match
+
+
+def made_for(mirror: Mirror, match: Match, first: Iterable[fx.Node]) -> frozenset[fx.Node] | None:
+    """The Dynamo nodes that depend on these mirror nodes and that nothing needs but the site. None: something else needs one of them.
+
+    What writes into memory that was made in between, and all that shares it, is among them. first: makes new tensors, and does no more.
+    """
+    site = {mirror.owner(node) for node in (*match.covered, match.out)}
+    waiting = [owner for node in first if (owner := mirror.owner(node)) is not None]
+    own = set(waiting)
+    found: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in found or node in site:
+            continue
+        if node.op not in ("call_function", "call_method") or not (node in own or _is_plain(mirror, node)):
+            return None
+        found.add(node)
+        waiting.extend(node.users)
+        for writer in mirror.owned(node):
+            waiting.extend(_holders(mirror, set().union(*map(mutation.storages, mutation.writes(writer)))))
+    return frozenset(found)
+
+
+def _is_plain(mirror: Mirror, node: fx.Node) -> bool:
+    """Whether all that a node does is seen."""
+    return all(isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem for n in mirror.owned(node))
+
+
+def _holders(mirror: Mirror, memory: set[StorageWeakRef]) -> list[fx.Node]:
+    """The Dynamo nodes whose values are in that memory."""
+    if not memory:
+        return []
+    owners = (mirror.owner(node) for node in mirror.graph.nodes if mutation.storages(node) & memory)
+    return [owner for owner in dict.fromkeys(owners) if owner is not None]

@@ -1,0 +1,1 @@
+"""Which nodes are an attention, and what only looks like one."""

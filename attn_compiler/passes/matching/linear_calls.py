@@ -1,0 +1,160 @@
+"""Layers of linear attention: told as misses, by the name of the function or of the module that a model has for them.
+
+Their state is a sum over the past, without a softmax, so no pattern starts there. Transformers has a function for each recurrence; a
+module's name counts only where products of computed tensors stand in it, and no softmax.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from attn_compiler.passes.graph.unit import is_anchor_like, module_path
+from attn_compiler.passes.matching.written_out import is_product
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+
+_FLA = "install flash-linear-attention, whose kernels transformers then calls, or load the model with use_kernels=True"
+_MAMBA = "install mamba-ssm and causal-conv1d, whose kernels transformers then calls, or load the model with use_kernels=True"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrence:
+    """function, module: what the names of functions and classes hold that compute it. name: for people. remedy: what a user can do."""
+
+    function: str
+    module: str
+    name: str
+    remedy: str | None = None
+
+
+RECURRENCES: tuple[Recurrence, ...] = (
+    Recurrence(
+        function=r"\w*gated_delta_rule\w*", module=r"\w*GatedDeltaNet\w*", name="the gated delta rule", remedy=_FLA
+    ),
+    Recurrence(
+        function=r"\w*kimi_delta\w*|\w*_kda", module=r"\w*KimiDelta\w*", name="Kimi's delta attention", remedy=_FLA
+    ),
+    Recurrence(
+        function=r"mamba2_\w+|mamba_chunk_scan\w*|mamba_split_conv1d_scan\w*",
+        module=r"\w*Mamba2Mixer|BambaMixer|FalconH1Mixer",
+        name="Mamba-2's state space",
+        remedy=_MAMBA,
+    ),
+    Recurrence(
+        function=r"mamba_selective_\w+|selective_scan\w*|selective_state_update\w*",
+        module=r"\w*MambaMixer",
+        name="Mamba's state space",
+        remedy=_MAMBA,
+    ),
+    Recurrence(function=r"lightning_attn\w*", module=r"\w*LightningAttention\w*", name="lightning attention"),
+    Recurrence(function=r"rwkv_linear_attention\w*|wkv\w*", module=r"Rwkv\w*Attention", name="RWKV"),
+    Recurrence(function=r"\w*retention", module=r"\w*Retention", name="retention"),
+    Recurrence(
+        function=r"(?!\w*mask)\w*linear_att(?:entio)?n\w*",
+        module=r"\w*Linear(?:Self)?Att(?:entio)?n\w*",
+        name="linear attention",
+    ),
+)
+
+_IN_FUNCTION = re.compile(r", in (\w+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearLayers:
+    """Layers of one recurrence. called: the function or the class that computes it. firsts: the first node of each layer, in order."""
+
+    recurrence: Recurrence
+    called: str
+    firsts: tuple[fx.Node, ...]
+    num_nodes: int
+
+    @property
+    def reason(self) -> Reason:
+        each = self.num_nodes // len(self.firsts)
+        return Reason(
+            code=Code.LINEAR_ATTENTION,
+            rule="the weights of an attention are a softmax of q kᵀ",
+            observed=f"{self.called} computes {self.recurrence.name}, a linear attention, in {each} plain ops a layer",
+            remedy=self.recurrence.remedy,
+        )
+
+
+def find(graph: fx.Graph) -> list[LinearLayers]:
+    """The layers of linear attention in one Dynamo graph, a group for each function or class."""
+    by_call: dict[tuple[str, str], list[fx.Node]] = {}
+    inside: dict[tuple[str, str], list[fx.Node]] = {}
+    recurrences: dict[str, Recurrence] = {}
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        found = _function_of(node)
+        where = by_call if found is not None else inside
+        found = found or _module_of(node)
+        if found is not None:
+            called, recurrences[called] = found
+            where.setdefault((called, module_path(node)), []).append(node)
+    of_functions = {path for _, path in by_call}
+    named = {key: nodes for key, nodes in inside.items() if not _is_told(key[1], of_functions) and _computes(nodes)}
+    return _grouped({**by_call, **named}, recurrences)
+
+
+def _is_told(path: str, of_functions: Iterable[str]) -> bool:
+    """Whether a function of the module, or of one inside of it, is told by its name."""
+    return any(other == path or other.startswith(f"{path}.") for other in of_functions)
+
+
+def _grouped(
+    layers: Mapping[tuple[str, str], list[fx.Node]], recurrences: Mapping[str, Recurrence]
+) -> list[LinearLayers]:
+    groups: dict[str, list[list[fx.Node]]] = {}
+    for (called, _), nodes in layers.items():
+        groups.setdefault(called, []).append(nodes)
+    return [
+        LinearLayers(
+            recurrence=recurrences[called],
+            called=called,
+            firsts=tuple(nodes[0] for nodes in group),
+            num_nodes=sum(map(len, group)),
+        )
+        for called, group in groups.items()
+    ]
+
+
+def _function_of(node: fx.Node) -> tuple[str, Recurrence] | None:
+    """Of the functions that a node was traced in, the outermost one that computes a recurrence."""
+    for name in _IN_FUNCTION.findall(node.meta.get("stack_trace") or ""):
+        found = _of_function(name)
+        if found is not None:
+            return name, found
+    return None
+
+
+def _module_of(node: fx.Node) -> tuple[str, Recurrence] | None:
+    """Of the module that a node is directly in."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    kind = next(reversed(stack.values()))[1]
+    name = (kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))).rpartition(".")[2]
+    found = _of_module(name)
+    return None if found is None else (name, found)
+
+
+@functools.cache
+def _of_function(name: str) -> Recurrence | None:
+    return next((one for one in RECURRENCES if re.fullmatch(one.function, name)), None)
+
+
+@functools.cache
+def _of_module(name: str) -> Recurrence | None:
+    return next((one for one in RECURRENCES if re.fullmatch(one.module, name)), None)
+
+
+def _computes(nodes: list[fx.Node]) -> bool:
+    """Whether a module mixes tokens by products of what it computes, and by no softmax."""
+    return any(map(is_product, nodes)) and not any(map(is_anchor_like, nodes))

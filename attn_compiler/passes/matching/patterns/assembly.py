@@ -1,0 +1,69 @@
+"""The last step of every pattern: settle the axes of all tensors, then say which batch axes are heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.axes import Atom, Dim, Dims
+from attn_compiler.passes.graph.site import Match, Operand
+from attn_compiler.passes.matching import operands
+
+
+def assemble(*, batch_dims: Dims, q: Operand, k: Operand, v: Operand, **parts: Any) -> Match:
+    """A Match from a pattern's findings. batch_dims: the batch and head axes of the scores, outermost first."""
+    terms = [t.operand for t in (*parts.get("additive", ()), *parts.get("allowed", ()))]
+    factors = [factor.operand for factor in parts.get("factors", ()) if factor.operand is not None]
+    operands.settle([q, k, v, *terms, *factors])
+    atoms = axes.flat(batch_dims)
+    shared = _shared_tail(atoms, k, v)
+    start = _first_head(atoms, shared)
+    match = Match(
+        q=q,
+        k=k,
+        v=v,
+        batch=atoms[:start],
+        heads=atoms[start:],
+        heads_kv=atoms[start : len(atoms) - shared],
+        **parts,
+    )
+    match.notes = (*match.notes, *_notes(match))
+    return match
+
+
+def _shared_tail(atoms: Dim, k: Operand, v: Operand) -> int:
+    """How many innermost axes K and V are both repeated along: query heads that share one key/value head."""
+    shared = 0
+    for atom in reversed(atoms):
+        if k.varies_along(atom) or v.varies_along(atom) or atom.size == axes.ONE:
+            break
+        shared += 1
+    return shared
+
+
+def _first_head(atoms: Dim, shared: int) -> int:
+    """Where the heads begin: the last axis, or with shared heads also the axis that they are grouped in, if batch is left.
+
+    An axis of unknown size is batch: no model computes its number of heads, and kernels need to know it.
+    """
+    own = len(atoms) - shared
+    if own == 0 or (shared and own == 1) or not atoms[own - 1].size.is_Integer:
+        return own
+    return own - 1
+
+
+def _notes(match: Match) -> list[str]:
+    notes = []
+    grouped = len(match.heads_kv) < len(match.heads)
+    if grouped and (_repeated(match.k) or _repeated(match.v)):
+        group = axes.dim_size(match.heads) / axes.dim_size(match.heads_kv)
+        notes.append(f"K/V read without their {group}-fold repetition")
+    return notes
+
+
+def _repeated(operand: Operand) -> bool:
+    return any(_is_broadcast(operand.reads.get(atom)) for dim in operand.dims for atom in axes.resolve(dim))
+
+
+def _is_broadcast(atom: Atom | None) -> bool:
+    return atom is not None and atom.broadcast

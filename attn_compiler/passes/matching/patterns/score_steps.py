@@ -1,0 +1,351 @@
+"""What may stand between q kᵀ and the softmax: one small reader for each op, in one table.
+
+A reader looks at one mirror node and says which input carries the scores and what is done to them. Several answers mean
+several ways on; none means that this op is not understood here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import constants, mutation, views
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.views import argument, value
+from attn_compiler.passes.matching import operands
+from attn_compiler.passes.matching.patterns.steps import (
+    Add,
+    Cast,
+    Change,
+    Clamp,
+    Keep,
+    RuntimeScale,
+    Scale,
+    Shift,
+    SinkColumn,
+    Step,
+    View,
+)
+from attn_compiler.spec.scores import Softcap
+
+aten = torch.ops.aten
+
+#: A score filled with this or less has weight zero beside any other: float16's lowest number, or anything below it
+MASKED_BELOW = -65504.0
+
+#: What masked scores must still be below after later scales: 1 / sqrt(1024) is allowed
+STILL_MASKED_BELOW = MASKED_BELOW / 32
+
+
+Reader = Callable[[Mirror, fx.Node], list[Step]]
+
+
+def read(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """Every way to understand `node` as a step on the scores; empty if there is none."""
+    if views.is_view(node):
+        return [View(node=node, source=views.source(node))]
+    reader = READERS.get(node.target)
+    steps = reader(mirror, node) if reader is not None else []
+    return [s for s in steps if isinstance(s, SinkColumn) or _carries_scores(s)]
+
+
+def _scale(mirror: Mirror, node: fx.Node) -> list[Step]:
+    known = operands.scale_of(mirror, node)
+    if known is not None:
+        return [Scale(node=node, source=known[0], factor=known[1])]
+    left, right = node.args[:2]
+    divide = node.target in (aten.div.Tensor, aten.div_.Tensor)
+    steps: list[Step] = []
+    if isinstance(left, fx.Node) and isinstance(right, fx.Node):
+        steps.append(RuntimeScale(node=node, source=left, by=right, divide=divide))
+        if not divide and not mutation.writes(node):
+            steps.append(RuntimeScale(node=node, source=right, by=left, divide=False))
+    return steps
+
+
+def _negated(mirror: Mirror, node: fx.Node) -> list[Step]:
+    return [Scale(node=node, source=views.source(node), factor=-1.0)]
+
+
+def _add(mirror: Mirror, node: fx.Node) -> list[Step]:
+    left, right = node.args[:2]
+    alpha = constants.number(mirror, argument(node, "alpha"))
+    if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return []
+    steps: list[Step] = [Add(node=node, source=left, term=right, weight=alpha)]
+    if alpha == 1.0 and not str(node.target).startswith("aten.add_"):
+        steps.append(Add(node=node, source=right, term=left))
+    return steps
+
+
+def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
+    left, right = node.args[:2]
+    alpha = constants.number(mirror, argument(node, "alpha"))
+    if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return []
+    maximum = _row_maximum(right, left)
+    if maximum is not None and alpha == 1.0:
+        return [Shift(node=node, source=left, uses=maximum)]
+    steps: list[Step] = [Add(node=node, source=left, term=right, weight=-alpha)]
+    if alpha == 1.0 and not mutation.writes(node):
+        steps.append(Add(node=node, source=right, term=left, negates=True))
+    return steps
+
+
+def _rsub(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """other - alpha × scores, or the other way round."""
+    left, right = node.args[:2]
+    alpha = constants.number(mirror, argument(node, "alpha"))
+    if alpha != 1.0 or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return []
+    return [
+        Add(node=node, source=left, term=right, negates=True),
+        Add(node=node, source=right, term=left, weight=-1.0),
+    ]
+
+
+def _carries_scores(step: Step) -> bool:
+    """The scores have the full shape: what broadcasts up to the result is the other operand. Scores are no symbolic number."""
+    source, whole = step.source.meta.get("val"), value(step.node)
+    # Tuples of other lengths compare their elements, too: of symbolic sizes, that would be a guard.
+    return isinstance(source, torch.Tensor) and source.dim() == whole.dim() and source.shape == whole.shape
+
+
+def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
+    """The nodes that compute `scores`' maximum over its last axis, which is kept or put back, if that is what `node` is."""
+    path = [node]
+    unsqueezed = False
+    while True:
+        top = path[-1]
+        if top.target is aten.unsqueeze.default and not unsqueezed:
+            unsqueezed = argument(top, "dim") in (-1, value(top).dim() - 1)
+            if not unsqueezed:
+                return None
+        elif top.target not in (aten.detach.default, aten.alias.default) and not _is_first_item(top):
+            break
+        path.append(views.source(top))
+    if top.target not in (aten.amax.default, aten.max.dim) or top.args[0] is not scores:
+        return None
+    dim = argument(top, "dim")
+    dims = [dim] if isinstance(dim, int) else list(dim)  # type: ignore[call-overload]
+    last = value(scores).dim() - 1
+    keeps = bool(argument(top, "keepdim"))
+    return tuple(path) if keeps != unsqueezed and [d % (last + 1) for d in dims] == [last] else None
+
+
+def _is_first_item(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem" and bool(node.args[1] == 0)
+
+
+def _where(mirror: Mirror, node: fx.Node) -> list[Step]:
+    condition, yes, no = node.args[:3]
+    if not isinstance(condition, fx.Node):
+        return []
+    steps: list[Step] = []
+    for scores, other, inverted in ((yes, no, False), (no, yes, True)):
+        fill = _masking(mirror, other, node)
+        if fill is not None and isinstance(scores, fx.Node):
+            steps.append(Keep(node=node, source=scores, condition=condition, inverted=inverted, fill=fill))
+    return steps
+
+
+def _masked_fill(mirror: Mirror, node: fx.Node) -> list[Step]:
+    scores, condition = node.args[:2]
+    fill = _masking(mirror, node.args[2], node)
+    if not isinstance(scores, fx.Node) or not isinstance(condition, fx.Node) or fill is None:
+        return []
+    return [Keep(node=node, source=scores, condition=condition, inverted=True, fill=fill)]
+
+
+def _masking(mirror: Mirror, fill: object, node: fx.Node) -> float | None:
+    """The number that `fill` is in the scores that `node` gives, if a score with it is masked.
+
+    Rounded to their dtype: -1e9 is -998244352 in bfloat16, which is what else is added has to be held against.
+    """
+    number = constants.everywhere(mirror, fill)
+    if number is None:
+        return None
+    number = _rounded(number, node)
+    return number if number <= MASKED_BELOW else None
+
+
+def _rounded(number: float, *nodes: fx.Node) -> float:
+    """The number in the dtype of each node in turn."""
+    for node in nodes:
+        if value(node).is_floating_point():
+            number = float(torch.tensor(number, dtype=torch.float64).to(value(node).dtype))
+    return number
+
+
+#: views that leave a tensor aligned with the scores from the right
+_KEEP_ALIGNMENT = frozenset(
+    {
+        aten.expand.default,
+        aten.alias.default,
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.slice.Tensor,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.dtype_layout,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """An added tensor that is 0 where a condition holds (or, inverted, does not), and `fill` elsewhere; `node`: where that is read."""
+
+    condition: fx.Node
+    inverted: bool
+    fill: float
+    node: fx.Node
+
+
+def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> Choice | None:
+    """The condition of an added tensor that is 0 where it holds and masks elsewhere, the fill times `weight`.
+
+    None for any other tensor.
+
+    Adding such a tensor and masking by its condition differ only in rows without any allowed key (0 here, the mean of v
+    there), and kernels are slower on float32's lowest number than on -inf. A tensor that is written to later is another one.
+    """
+    path = [term]
+    while views.is_view(path[-1]) and path[-1].target in _KEEP_ALIGNMENT:
+        path.append(views.source(path[-1]))
+    top = path[-1]
+    if any(mutation.is_written_later(mirror, node) for node in path):
+        return None
+    if top.target not in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
+        return None
+    condition = top.args[0]
+    yes, no = (constants.number(mirror, x) for x in top.args[1:3])
+    if not isinstance(condition, fx.Node) or yes is None or no is None:
+        return None
+    yes, no = (_rounded(number, *reversed(path)) for number in (yes, no))
+    if yes == 0 and no <= MASKED_BELOW and no * weight <= STILL_MASKED_BELOW:
+        return Choice(condition=condition, inverted=False, fill=no * weight, node=top)
+    if no == 0 and yes <= MASKED_BELOW and yes * weight <= STILL_MASKED_BELOW:
+        return Choice(condition=condition, inverted=True, fill=yes * weight, node=top)
+    return None
+
+
+def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """max(scores, lowest): OPT and others keep -inf out of the softmax this way."""
+    left, right = node.args[:2]
+    for scores, bound in ((left, right), (right, left)):
+        lowest = _masking(mirror, bound, node)
+        if isinstance(scores, fx.Node) and lowest is not None:
+            return [_clamped(node, scores, lowest, math.inf)]
+    return []
+
+
+def _clamp(mirror: Mirror, node: fx.Node) -> list[Step]:
+    low, high = argument(node, "min"), argument(node, "max")
+    source = node.args[0]
+    lowest = -math.inf if low is None else _masking(mirror, low, node)
+    highest = math.inf if high is None else constants.number(mirror, high)
+    if not isinstance(source, fx.Node) or lowest is None or highest is None or highest < -MASKED_BELOW:
+        return []
+    return [_clamped(node, source, lowest, highest)]
+
+
+def _clamped(node: fx.Node, source: fx.Node, low: float, high: float) -> Clamp:
+    ends = torch.finfo(value(source).dtype) if value(source).is_floating_point() else None
+    of_dtype = ends is not None and low <= ends.min and ends.max <= high
+    return Clamp(node=node, source=source, low=low, high=high, of_dtype=of_dtype)
+
+
+def _cast(mirror: Mirror, node: fx.Node) -> list[Step]:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or value(source).device != value(node).device:
+        return []
+    floats = value(source).is_floating_point() and value(node).is_floating_point()
+    return [Cast(node=node, source=source)] if floats else []
+
+
+def _tanh(mirror: Mirror, node: fx.Node) -> list[Step]:
+    return [Change(node=node, source=views.source(node), name="tanh", change=Softcap(cap=1.0))]
+
+
+def _sink_column(mirror: Mirror, node: fx.Node) -> list[Step]:
+    parts, dim = node.args[0], argument(node, "dim")
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not isinstance(dim, int):
+        return []
+    left, right = parts
+    is_last = dim % value(node).dim() == value(node).dim() - 1
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or not is_last:
+        return []
+    found = [(left, right, False)] if value(right).shape[-1] == 1 else []
+    found += [(right, left, True)] if value(left).shape[-1] == 1 else []
+    columns = ((scores, _logits(mirror, column), first) for scores, column, first in found)
+    return [SinkColumn(node=node, source=scores, sinks=x, first=first) for scores, x, first in columns if _is_real(x)]
+
+
+def _logits(mirror: Mirror, column: fx.Node) -> fx.Node | float:
+    number = constants.everywhere(mirror, column)
+    return column if number is None else number
+
+
+def _is_real(logits: fx.Node | float) -> bool:
+    """Whether a column may be one of sinks. A number as low as those that mask has weight beside masked keys alone."""
+    return isinstance(logits, fx.Node) or MASKED_BELOW < logits < math.inf
+
+
+def _padded(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """One column of one number beside the scores: a softmax plus one."""
+    source, pad = node.args[:2]
+    fill = argument(node, "value")
+    number = 0.0 if fill is None else constants.number(mirror, fill)
+    if not isinstance(source, fx.Node) or not isinstance(pad, (list, tuple)) or number is None or not _is_real(number):
+        return []
+    if argument(node, "mode", "constant") != "constant" or any(n != 0 for n in pad[2:]):
+        return []
+    if tuple(pad[:2]) not in ((0, 1), (1, 0)):
+        return []
+    return [SinkColumn(node=node, source=source, sinks=number, first=tuple(pad[:2]) == (1, 0))]
+
+
+#: The op in the mirror -> how to read it. A new step: one reader, one line here, one test.
+READERS: dict[object, Reader] = {
+    aten.mul.Tensor: _scale,
+    aten.mul.Scalar: _scale,
+    aten.mul_.Tensor: _scale,
+    aten.div.Tensor: _scale,
+    aten.div.Scalar: _scale,
+    aten.div_.Tensor: _scale,
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub_.Tensor: _sub,
+    aten.rsub.Tensor: _rsub,
+    aten.neg.default: _negated,
+    aten.neg_.default: _negated,
+    aten.negative.default: _negated,
+    aten.where.self: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.masked_fill_.Scalar: _masked_fill,
+    aten.masked_fill_.Tensor: _masked_fill,
+    aten.max.other: _floor,
+    aten.maximum.default: _floor,
+    aten.clamp.default: _clamp,
+    aten.clamp_min.default: _floor,
+    aten.to.dtype: _cast,
+    aten.to.other: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.type_as.default: _cast,
+    aten._to_copy.default: _cast,
+    aten.tanh.default: _tanh,
+    aten.cat.default: _sink_column,
+    aten.concat.default: _sink_column,
+    aten.concatenate.default: _sink_column,
+    aten.pad.default: _padded,
+    aten.constant_pad_nd.default: _padded,
+}

@@ -1,0 +1,278 @@
+"""Attention written out: a product, steps on the scores, a softmax over the keys, a product with v.
+
+Anchored on the softmax. Upwards, every op must be a step that score_steps.py can read, until a product of two tensors; downwards,
+only what weights_chain.py knows, until a product with v. The axes of both products and of the softmax are followed all the way
+and must fit; Inductor's own patterns skip that and fuse softmax(dim=-2) wrongly (https://github.com/pytorch/pytorch/issues/195320).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import axes, gradients, mutation, views
+from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, Term
+from attn_compiler.passes.matching import contraction, operands
+from attn_compiler.passes.matching.contraction import Contraction
+from attn_compiler.passes.matching.patterns import assembly, score_chain, score_steps, weights_chain
+from attn_compiler.passes.matching.patterns.score_chain import Joined, Scaled, Scores
+from attn_compiler.passes.matching.patterns.steps import Step
+from attn_compiler.passes.matching.patterns.weights_chain import Way
+from attn_compiler.reasons.codes import Code
+
+aten = torch.ops.aten
+NAME = "softmax chain"
+ANCHORS = frozenset({aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.special_softmax.default})
+_LONGEST_PATH = 40
+
+
+def match(mirror: Mirror, anchor: fx.Node) -> Match:
+    """Raises Refused with the place where the graph stops looking like attention."""
+    product, steps = _to_product(mirror, anchor)
+    way = weights_chain.to_values(mirror, anchor)
+    try:
+        return _match(mirror, anchor, product, steps, way)
+    except AxisError as error:
+        rule = "every axis and every step of the scores can be followed"
+        raise Refused(code=Code.AXES, rule=rule, observed=str(error), at=anchor, progress=4) from error
+
+
+def _to_product(mirror: Mirror, anchor: fx.Node) -> tuple[Contraction, list[Step]]:
+    """Walk up from the softmax. Returns the product and the steps after it, in the order in which they run."""
+    deepest: list[tuple[int, fx.Node]] = []
+    found = _climb(mirror, views.source(anchor), [], deepest, set())
+    if found is not None:
+        return found
+    depth, stopped = max(deepest, key=lambda d: d[0])
+    raise Refused(
+        code=Code.BEFORE_SOFTMAX,
+        rule="between the product q kᵀ and the softmax stand only scales, masks, biases, softcap, casts and views",
+        observed=f"{stopped.target if stopped.op == 'call_function' else stopped.op} ({stopped.name})",
+        at=stopped,
+        progress=1 + min(depth, 1),
+    )
+
+
+def _climb(
+    mirror: Mirror, node: fx.Node, taken: list[Step], deepest: list[tuple[int, fx.Node]], seen: set[fx.Node]
+) -> tuple[Contraction, list[Step]] | None:
+    """Depth first; `seen` nodes led nowhere and are not tried again: two ways that meet would double the paths each time."""
+    product = contraction.parse(node)
+    if product is not None:
+        return product, taken[::-1]
+    deepest.append((len(taken), node))
+    seen.add(node)
+    if len(taken) == _LONGEST_PATH:
+        return None
+    for step in score_steps.read(mirror, node):
+        if step.source in seen:
+            continue
+        found = _climb(mirror, step.source, [*taken, step], deepest, seen)
+        if found is not None:
+            return found
+    return None
+
+
+def _match(
+    mirror: Mirror,
+    anchor: fx.Node,
+    product: Contraction,
+    steps: list[Step],
+    way: Way,
+) -> Match:
+    weighted = way.product
+    for each in (product, weighted):
+        _check_addend(mirror, each)
+    meaning = _fresh_labels(product)
+    scores = score_chain.follow(product, steps, tuple(meaning[x] for x in product.out_labels))
+    key = score_chain.softmax_axis(anchor, scores)
+    keys_on_the_right, query, batch = _roles(anchor, product, meaning, key)
+    _check_readers(mirror, anchor, product, steps)
+    weights = weights_chain.follow(mirror, anchor, way, scores)
+    out_dims, v_node, v_dims, d_v = _values(mirror, anchor, weighted, weights, key)
+    q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
+    q_labels, k_labels = product.lhs_labels, product.rhs_labels
+    if not keys_on_the_right:
+        q_labels, k_labels = k_labels, q_labels
+    q, q_factor = _operand(mirror, product.node, q_node, operands.dims_by_label(q_labels, meaning, q_node), weighted)
+    k, k_factor = _operand(mirror, product.node, k_node, operands.dims_by_label(k_labels, meaning, k_node), weighted)
+    v, _ = operands.read(mirror, v_node, v_dims, used=weighted.node, until=weighted.node)
+    scale = scores.scale * q_factor * k_factor
+    added, masking = _split_masks(mirror, scores)
+    return assembly.assemble(
+        pattern=NAME,
+        decomposed=True,
+        anchor=anchor,
+        first=product.node,
+        out=weighted.node,
+        out_dims=out_dims,
+        q=q,
+        k=k,
+        v=v,
+        batch_dims=batch,
+        query=query,
+        key=key,
+        head_dim_qk=tuple(a for label in product.contracted for a in meaning[label]),
+        head_dim_v=d_v,
+        scale=scale,
+        factors=tuple(_factor(mirror, scaled, key, weighted) for scaled in scores.factors),
+        changes=tuple(scores.changes),
+        additive=tuple(_term(mirror, t, weighted) for t in added),
+        allowed=tuple(_term(mirror, t, weighted) for t in (*scores.keeps, *masking)),
+        limits=tuple(scores.limits),
+        sinks=_sinks(mirror, scores, weighted),
+        dropout_p=weights_chain.dropout(way),
+        returns_weights=way.is_read,
+        masks_weights=weights_chain.are_masked(way),
+        softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
+        covered=frozenset({product.node, *(s.node for s in steps), anchor, *way.nodes, weighted.node}),
+    )
+
+
+def _check_addend(mirror: Mirror, product: Contraction) -> None:
+    """What a product adds no part of (beta=0) is not read, and still gets a gradient, of zeros, which a caller may ask for."""
+    addend = product.node.args[0]
+    if product.beta == 0 and isinstance(addend, fx.Node) and gradients.known(mirror, addend):
+        raise Refused(
+            code=Code.PRODUCT_ADDS,
+            rule="what a product adds takes part in the result, or wants no gradient",
+            observed=f"{product.node.name} adds it with beta=0",
+            at=product.node,
+            progress=2,
+            remedy="leave it out, or detach it",
+        )
+
+
+def _fresh_labels(product: Contraction) -> dict[int, Dim]:
+    """A new atom for each label; where one operand broadcasts (size 1), the other one's size counts."""
+    sizes: dict[int, axes.Size] = {}
+    for node, labels in ((product.lhs, product.lhs_labels), (product.rhs, product.rhs_labels)):
+        for label, size in zip(labels, axes.shape_exprs(views.value(node)), strict=True):
+            if sizes.get(label, axes.ONE) == axes.ONE:
+                sizes[label] = size
+    return {label: (Atom(size),) for label, size in sizes.items()}
+
+
+def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: Dim) -> tuple[bool, Dim, Dims]:
+    """(k is the right operand, query atoms, batch axes): the keys are the free axis that the softmax runs over."""
+    for right in (True, False):
+        k_free, q_free = (product.rhs_free, product.lhs_free) if right else (product.lhs_free, product.rhs_free)
+        if [a for label in k_free for a in axes.resolve(meaning[label])] == list(key) and q_free and key:
+            query = q_free[-1]
+            batch = [label for label in product.out_labels if label not in k_free and label != query]
+            return right, axes.resolve(meaning[query]), tuple(meaning[label] for label in batch)
+    raise Refused(
+        code=Code.SOFTMAX_AXIS,
+        rule="the softmax runs over exactly the free axis of one operand of the product: the keys",
+        observed=f"softmax over axes {key} of scores from {product.node.name}",
+        at=anchor,
+        progress=2,
+    )
+
+
+def _check_readers(mirror: Mirror, anchor: fx.Node, product: Contraction, steps: list[Step]) -> None:
+    """Nothing but the steps themselves may read a score: a fused kernel does not make it."""
+    allowed = {anchor, *(s.node for s in steps), *(u for s in steps for u in s.uses)}
+    for node in (product.node, *(s.node for s in steps)):
+        for user in mirror.readers(node):
+            if user not in allowed and views.reads_elements(user, node):
+                raise Refused(
+                    code=Code.SCORES_READ,
+                    rule="the scores have no reader besides the softmax",
+                    observed=f"{user.name} reads {node.name}",
+                    at=user,
+                    progress=4,
+                )
+
+
+def _factor(mirror: Mirror, scaled: Scaled, key: Dim, weighted: Contraction) -> Factor:
+    """A scale is read where the model reads it, but multiplied where the kernel stands: nothing may write to it in between."""
+    value = scaled.by.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        writer = mutation.written_between(mirror, scaled.by, scaled.used, weighted.node)
+        if writer is not None:
+            raise AxisError(f"the scale {scaled.by.name} is written in place by {writer.name}")
+        return Factor(node=scaled.by, divide=scaled.divide)
+    dims = operands.broadcast_dims(scaled.by, scaled.dims)
+    if {a for dim in dims for a in axes.resolve(dim)} & set(axes.resolve(key)):
+        raise AxisError(f"{scaled.used.name} multiplies the scores with numbers that differ from key to key")
+    operand, _ = operands.read(mirror, scaled.by, dims, used=scaled.used, until=weighted.node)
+    return Factor(node=scaled.by, divide=scaled.divide, operand=operand)
+
+
+def _values(
+    mirror: Mirror, anchor: fx.Node, weighted: Contraction, weights: Dims, key: Dim
+) -> tuple[Dims, fx.Node, Dims, Dim]:
+    """(dims of the output, node of v, dims of v, head-dim atoms of v); refuses a product over another axis than the keys."""
+    on_the_left = weights_chain.carries_weights(mirror, weighted.lhs, anchor)
+    w_labels, v_labels = weighted.lhs_labels, weighted.rhs_labels
+    v_node, free = weighted.rhs, weighted.rhs_free
+    if not on_the_left:
+        w_labels, v_labels, v_node, free = v_labels, w_labels, weighted.lhs, weighted.lhs_free
+    meaning = dict(zip(w_labels, weights, strict=True))
+    contracted = [a for label in weighted.contracted for a in axes.resolve(meaning[label])]
+    if contracted != list(axes.resolve(key)):
+        raise Refused(
+            code=Code.SOFTMAX_AXIS,
+            rule="the product with v contracts the axis that the softmax ran over",
+            observed=f"it contracts {contracted}, the softmax ran over {key}",
+            at=weighted.node,
+            progress=4,
+        )
+    if len(free) != 1:
+        raise AxisError(f"v has {len(free)} free axes")
+    size = axes.shape_exprs(views.value(v_node))[v_labels.index(free[0])]
+    meaning[free[0]] = (Atom(size),)
+    out_dims = tuple(meaning[label] for label in weighted.out_labels)
+    return out_dims, v_node, operands.dims_by_label(v_labels, meaning, v_node), meaning[free[0]]
+
+
+def _operand(
+    mirror: Mirror, product: fx.Node, node: fx.Node, dims: Dims, weighted: Contraction
+) -> tuple[Operand, float]:
+    return operands.read(mirror, node, dims, used=product, until=weighted.node, through_scales=True)
+
+
+def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joined]]:
+    """What is added to the scores, and of that the tensors that only mask, as their conditions."""
+    added: list[Joined] = []
+    masking: list[Joined] = []
+    for term in scores.additive:
+        found = score_steps.condition_of_mask(mirror, term.node, term.weight)
+        if found is None:
+            added.append(term)
+        else:
+            masking.append(
+                Joined(
+                    node=found.condition,
+                    dims=term.dims,
+                    used=found.node,
+                    inverted=found.inverted,
+                    fill=found.fill,
+                )
+            )
+    return added, masking
+
+
+def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
+    """Read where the model reads it: it may have been written to after it was made."""
+    site_dims = operands.broadcast_dims(joined.node, joined.dims)
+    operand, _ = operands.read(mirror, joined.node, site_dims, used=joined.used, until=weighted.node)
+    return Term(
+        operand=operand,
+        weight=joined.weight,
+        weighed_in=joined.weighed_in,
+        inverted=joined.inverted,
+        fill=joined.fill,
+        replaces=joined.replaces,
+    )
+
+
+def _sinks(mirror: Mirror, scores: Scores, weighted: Contraction) -> Operand | float | None:
+    if scores.sinks is None or isinstance(scores.sinks, float):
+        return scores.sinks
+    site_dims = (*scores.sinks.dims[:-1], ())
+    operand, _ = operands.read(mirror, scores.sinks.node, site_dims, used=scores.sinks.used, until=weighted.node)
+    return operand

@@ -1,0 +1,274 @@
+"""From the softmax down to the product with v: what may stand there, and whether a kernel's result is the same with it.
+
+Views, casts and dropout; the part without the sink column; a mask that sets to zero what had no weight anyway.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import axes, constants, mutation, views
+from attn_compiler.passes.graph.axes import AxisError, Dims
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Refused
+from attn_compiler.passes.matching import contraction
+from attn_compiler.passes.matching.contraction import Contraction
+from attn_compiler.passes.matching.patterns.score_chain import Scores
+from attn_compiler.reasons.codes import Code
+
+aten = torch.ops.aten
+_CASTS = (*views.CASTS, aten.type_as.default)
+_SPLITS = frozenset({aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default})
+_SLICES = frozenset({aten.slice.Tensor, aten.narrow.default})
+_NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """nodes: what stands between the softmax and the product with v. product: that. is_read: the weights have another reader."""
+
+    nodes: tuple[fx.Node, ...]
+    product: Contraction
+    is_read: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zeroed:
+    """Weights are zero where `condition` does not hold (or, inverted, holds). weights: what is masked."""
+
+    weights: fx.Node
+    condition: fx.Node
+    inverted: bool
+
+
+def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
+    """Walk down from the softmax to the product with v. Raises Refused where something else reads the weights."""
+    furthest = anchor
+    paths: list[list[fx.Node]] = [[anchor]]
+    while paths:
+        path = paths.pop(0)
+        furthest = path[-1]
+        for user in mirror.readers(path[-1]):
+            product = contraction.parse(user)
+            if product is not None and path[-1] in (product.lhs, product.rhs) and _is_plain(product):
+                return Way(nodes=tuple(path[1:]), product=product, is_read=_has_other_readers(mirror, path, user))
+            if _carried(mirror, user) is path[-1]:
+                paths.append([*path, user])
+    raise Refused(
+        code=Code.AFTER_SOFTMAX,
+        rule="the softmax is followed by a product with v, after views, casts, dropout and the scores' own mask only",
+        observed=f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}",
+        at=furthest,
+        progress=3,
+    )
+
+
+def _is_plain(product: Contraction) -> bool:
+    return product.addend is None and product.alpha == 1.0
+
+
+def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) -> bool:
+    expected = {*path, product}
+    readers = ((user, node) for node in path for user in mirror.readers(node) if user not in expected)
+    return any(views.reads_elements(user, node) for user, node in readers)
+
+
+def carries_weights(mirror: Mirror, node: fx.Node, anchor: fx.Node) -> bool:
+    """Whether a factor of the product with v is made from the softmax."""
+    current: fx.Node | None = node
+    while current is not None and current is not anchor:
+        current = _carried(mirror, current)
+    return current is anchor
+
+
+def _carried(mirror: Mirror, node: fx.Node) -> fx.Node | None:
+    """The node that the weights come from, if `node` may stand among them."""
+    if not node.all_input_nodes:
+        return None
+    first = node.all_input_nodes[0]
+    if node.target in _CASTS:
+        return first if views.value(node).is_floating_point() else None
+    if views.is_view(node) or node.target is aten.dropout.default or node.target in _SPLITS or _is_part(node):
+        return first
+    zeroed = _zeroed(mirror, node)
+    return zeroed.weights if zeroed is not None else None
+
+
+def dropout(way: Way) -> float:
+    """The share of weights that is dropped. Raises AxisError for two dropouts."""
+    rates = [p for n in way.nodes if n.target is aten.dropout.default and (p := views.dropout_probability(n))]
+    if len(rates) > 1:
+        raise AxisError("two dropouts on the weights")
+    return rates[0] if rates else 0.0
+
+
+def are_masked(way: Way) -> bool:
+    """Whether a mask sets weights to zero."""
+    return any(node.target in _MASKS for node in way.nodes)
+
+
+def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:
+    """The dims of the weights at the product. Raises AxisError or Refused for what a kernel's result would not have."""
+    dims = scores.dims
+    column = scores.sinks is not None
+    for node in way.nodes:
+        part, zeroed = _part(node), _zeroed(mirror, node)
+        if column and part is not None:
+            _check_column_dropped(node, part, scores)
+            column = False
+        elif views.is_view(node):
+            if column:
+                raise AxisError(f"{node.name} moves the weights before the sink column is dropped")
+            dims = views.forward(node, dims)
+        elif _is_part(node):
+            raise AxisError(f"{node.name} takes a part of the weights")
+        elif zeroed is not None:
+            if column:
+                raise AxisError(f"{node.name} masks the weights before the sink column is dropped")
+            _check_masked_before(mirror, node, zeroed, dims, scores)
+    if column:
+        raise Refused(
+            code=Code.SINK_COLUMN,
+            rule="the sink column is dropped again",
+            observed="it reaches the values",
+            at=anchor,
+            progress=4,
+        )
+    return dims
+
+
+# ---- the column of sinks ------------------------------------------------------------------------------------------
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether it is a slice, a narrow or an item of a split."""
+    source = node.args[0] if node.args else None
+    is_item = node.target is operator.getitem and isinstance(source, fx.Node) and source.target in _SPLITS
+    return is_item or node.target in _SLICES
+
+
+def _part(node: fx.Node) -> tuple[fx.Node, axes.Size] | None:
+    """(the tensor that a part of the last axis is taken of, where the part begins); None if it is no such part."""
+    if not _is_part(node):
+        return None
+    top = views.source(node) if node.target is operator.getitem else node
+    whole = views.source(top)
+    start = _start_of_slice(node) if top is node else _start_of_item(top, node.args[1])
+    return (whole, start) if start is not None and _is_last(top, whole) else None
+
+
+def _start_of_slice(node: fx.Node) -> axes.Size | None:
+    start = views.argument(node, "start")
+    start = 0 if start is None else start
+    return axes.size_expr(start) if isinstance(start, (int, torch.SymInt)) else None
+
+
+def _start_of_item(split: fx.Node, position: object) -> axes.Size | None:
+    if not isinstance(position, int) or position < 0:
+        return None
+    return sum((axes.size_expr(x.shape[-1]) for x in split.meta["val"][:position]), axes.size_expr(0))
+
+
+def _is_last(node: fx.Node, whole: fx.Node) -> bool:
+    dim, rank = views.argument(node, "dim", 0), views.value(whole).dim()
+    return isinstance(dim, int) and dim % rank == rank - 1
+
+
+def _check_column_dropped(node: fx.Node, part: tuple[fx.Node, axes.Size], scores: Scores) -> None:
+    whole, start = part
+    before, after = views.value(whole).shape, views.value(node).shape
+    begins = start == (axes.ONE if scores.sinks_first else axes.size_expr(0))
+    if not begins or before[:-1] != after[:-1] or axes.size_expr(before[-1]) - axes.size_expr(after[-1]) != 1:
+        raise AxisError(f"{node.name} drops something else than the sink column")
+
+
+# ---- a mask on the weights ----------------------------------------------------------------------------------------
+
+
+def _zeroed(mirror: Mirror, node: fx.Node) -> Zeroed | None:
+    reader = _MASKS.get(node.target)
+    return None if reader is None else reader(mirror, node)
+
+
+def _masked_fill(mirror: Mirror, node: fx.Node) -> Zeroed | None:
+    weights, condition = node.args[:2]
+    if not isinstance(weights, fx.Node) or not isinstance(condition, fx.Node):
+        return None
+    is_zero = constants.everywhere(mirror, node.args[2]) == 0.0
+    return Zeroed(weights=weights, condition=condition, inverted=True) if is_zero else None
+
+
+def _where(mirror: Mirror, node: fx.Node) -> Zeroed | None:
+    condition, yes, no = node.args[:3]
+    for weights, other, inverted in ((yes, no, False), (no, yes, True)):
+        is_zero = constants.everywhere(mirror, other) == 0.0
+        if is_zero and isinstance(weights, fx.Node) and isinstance(condition, fx.Node):
+            return Zeroed(weights=weights, condition=condition, inverted=inverted)
+    return None
+
+
+def _times(mirror: Mirror, node: fx.Node) -> Zeroed | None:
+    """The weights times truth values, as they are or as numbers."""
+    left, right = node.args[:2]
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return None
+    for weights, other in ((left, right), (right, left)):
+        condition = other
+        while condition.target in _CASTS and not _is_bool(condition):
+            condition = views.source(condition)
+        if _is_bool(condition):
+            return Zeroed(weights=weights, condition=other, inverted=False)
+    return None
+
+
+_MASKS: dict[object, Callable[[Mirror, fx.Node], Zeroed | None]] = {
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.masked_fill_.Scalar: _masked_fill,
+    aten.masked_fill_.Tensor: _masked_fill,
+    aten.where.self: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+    aten.mul.Tensor: _times,
+    aten.mul_.Tensor: _times,
+}
+
+
+def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores) -> None:
+    """What is set to zero was masked in the scores, by the same tensor: it had no weight. Raises AxisError if that can't be told.
+
+    A row in which every key is masked gets nothing from the model then, as from every kernel.
+    """
+    wanted = _bare(mirror, zeroed.condition, zeroed.inverted, node)
+    for kept in scores.keeps:
+        is_it = wanted is not None and _bare(mirror, kept.node, kept.inverted, kept.used) == wanted
+        if is_it and _resolved(kept.dims) == _resolved(dims):
+            return
+    raise AxisError(f"{node.name} sets weights to zero by another mask than that of the scores")
+
+
+def _bare(mirror: Mirror, condition: fx.Node, inverted: bool, reader: fx.Node) -> tuple[Version, bool] | None:
+    """A condition without its negations and casts, as it was read for `reader`. None if one of these was written to before it was read."""
+    while (condition.target in _NOT and _is_bool(condition)) or (
+        condition.target in _CASTS and _is_bool(views.source(condition))
+    ):
+        if mutation.version(mirror, condition, mirror.order(reader)).since is not None:
+            return None
+        inverted ^= condition.target in _NOT
+        condition, reader = views.source(condition), condition
+    return mutation.version(mirror, condition, mirror.order(reader)), inverted
+
+
+def _is_bool(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
+
+
+def _resolved(dims: Dims) -> list[list[axes.Atom]]:
+    return [list(axes.resolve(dim)) for dim in dims]

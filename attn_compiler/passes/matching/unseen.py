@@ -1,0 +1,52 @@
+"""Attention that no pattern starts from, as misses: its softmax is written out, it is linear, or Dynamo ends the graph at it.
+
+Looked for before the graph is rewritten, on Dynamo's own nodes: in most graphs that is a look at each node's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.unit import module_path, source_line
+from attn_compiler.passes.matching import linear_calls, nested_calls, written_out
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reporting.report import MissReport
+from attn_compiler.torch_private import compat as torch_compat
+
+
+def rows(gm: fx.GraphModule) -> list[MissReport]:
+    """One row for each way in which the graph, or a body nested in it, has such attention."""
+    graphs = [module.graph for module in torch_compat.graph_modules(gm)]
+    found = [*_written_out(graphs), *_linear(graphs)]
+    broken_off = nested_calls.find(gm)
+    if broken_off is not None:
+        given = broken_off.given
+        found.append(_row([given], nested_calls.ANCHOR, "none tried", broken_off.reason, broken_off.source))
+    return found
+
+
+def _written_out(graphs: Iterable[fx.Graph]) -> list[MissReport]:
+    groups: dict[Reason, list[fx.Node]] = {}
+    for graph in graphs:
+        for one in written_out.find(graph):
+            groups.setdefault(one.reason, []).append(one.exp)
+    return [
+        _row(nodes, target_name(nodes[0]), "softmax chain", reason, source_line(nodes[0]))
+        for reason, nodes in groups.items()
+    ]
+
+
+def _linear(graphs: Iterable[fx.Graph]) -> list[MissReport]:
+    layers = [one for graph in graphs for one in linear_calls.find(graph)]
+    return [_row(one.firsts, one.called, "none tried", one.reason, source_line(one.firsts[0])) for one in layers]
+
+
+def _row(nodes: Iterable[fx.Node], anchor: str, nearest: str, reason: Reason, source: str | None) -> MissReport:
+    modules = tuple(map(module_path, nodes))
+    first = next(iter(nodes))
+    return MissReport(
+        modules=modules, anchor=anchor, nearest=nearest, stopped_at=first.name, reason=reason, source=source
+    )

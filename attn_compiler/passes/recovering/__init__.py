@@ -1,0 +1,1 @@
+"""What masks and score changes mean, and the spec that follows."""

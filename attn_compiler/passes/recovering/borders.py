@@ -1,0 +1,135 @@
+"""What a graph gives back that another one may use as a mask: what is known of it is told, and what was relied on is guarded.
+
+How it is read on the other side: reading/borders.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr
+from attn_compiler.options.options import Options
+from attn_compiler.passes.graph import faults, mutation
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.saved import Ways
+from attn_compiler.passes.graph.unit import Unit, handed_on, may_be_of_mask
+from attn_compiler.passes.recovering import reading
+from attn_compiler.passes.recovering.reading import Reader, Unreadable
+from attn_compiler.passes.recovering.reading.borders import GraphRow, Made, known_of
+from attn_compiler.torch_private import frames as torch_frames, meanings, tracing as torch_tracing
+from attn_compiler.torch_private.meanings import Known
+
+
+@dataclass(kw_only=True, eq=False)
+class Border:
+    """The outermost graph on its way through the passes, and what it hands over.
+
+    root: None if it gives back nothing of the kind, and has no attention. read: the places of inputs that may be known, and that the graph
+    does not write to.
+    """
+
+    root: Unit | None
+    row: GraphRow
+    place: int
+    read: tuple[int, ...] = ()
+
+
+def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options) -> Border:
+    """To be called before anything of the graph is rewritten."""
+    row = torch_frames.of_compilation(GraphRow)
+    root = next((unit for unit in _with_callers(units) if unit.graph_module is gm), None)
+    gives = [node.meta["example_value"] for node in handed_on(gm.graph)]
+    mode = torch_tracing.fake_mode_of_values(gives) if root is None else None
+    if mode is not None:
+        root = Unit(graph_module=gm, name="", options=options, mode=mode)
+    ways = Ways(graph=gm.graph)
+    if gives or row.made or meanings.are_any():
+        row.written.append(set(ways.written))
+    return Border(root=root, row=row, place=len(row.written) - 1, read=tuple(_read(ways)))
+
+
+def _read(ways: Ways) -> Iterator[int]:
+    for place, node in enumerate(ways.graph.find_nodes(op="placeholder")):
+        if node.users and may_be_of_mask(node.meta.get("example_value")) and not ways.inputs[place] & ways.written:
+            yield place
+
+
+def _with_callers(units: Iterable[Unit]) -> Iterator[Unit]:
+    for unit in units:
+        yield unit
+        yield from _with_callers(call.unit for call in unit.calls)
+
+
+def crossed(border: Border) -> tuple[tuple[int, Known], ...]:
+    """What is known of the graph's outputs, by their places; told to the graphs that follow in a row, too. Guards what was relied on."""
+    root = border.root
+    if root is None:
+        return ()
+    told: list[tuple[int, Known]] = []
+    if root.left_alone is None and (root.mirror is not None or not root.is_rewritten):
+        with faults.confined(root, "borders", "what the graph gives back"), torch_tracing.tracing_in(root.mode):
+            told += _told(border, root)
+    for placeholder, known in root.relied_on.items():
+        torch_frames.guard_known(placeholder, known)
+    return tuple(told)
+
+
+def _told(border: Border, root: Unit) -> Iterator[tuple[int, Known]]:
+    if not handed_on(root.graph):
+        return
+    mirror, reader = root.mirrored(), reading.of_unit(root)
+    for place, node, example in _outputs(mirror):
+        try:
+            element = _element(reader, node)
+        except Unreadable:
+            continue
+        border.row.made.append(
+            Made(example=example, element=element, loads=_unwritten(reader, element), graph=border.place)
+        )
+        known = known_of(element, example)
+        if known is not None:
+            yield place, known
+
+
+def _outputs(mirror: Mirror) -> Iterator[tuple[int, fx.Node, torch.Tensor]]:
+    """Those that may be masks, or make one, and are in memory of their own: place, node of the mirror, Dynamo's value."""
+    (given,) = mirror.graph.output_node().args
+    every: list[Any] = list(given) if isinstance(given, (tuple, list)) else [given]
+    nodes = [node for node in every if isinstance(node, fx.Node)]
+    memory = [mutation.storages(node) for node in (*mirror.graph.find_nodes(op="placeholder"), *dict.fromkeys(nodes))]
+    for place, node in enumerate(every):
+        dynamo = mirror.dynamo_node(node) if isinstance(node, fx.Node) else None
+        example: Any = dynamo.meta.get("example_value") if dynamo is not None else None
+        if not may_be_of_mask(example) or nodes.count(node) > 1:
+            continue
+        if sum(bool(mutation.storages(node) & other) for other in memory) == 1 and _is_like(node, example):
+            yield place, node, example
+
+
+def _is_like(node: fx.Node, example: torch.Tensor) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dtype == example.dtype and value.dim() == example.dim()
+
+
+def _element(reader: Reader, node: fx.Node) -> Expr:
+    """Raises Unreadable."""
+    at = meanings.indices(reading.fake(node).dim())
+    found = reader.read_at(len(reader.mirror.graph.nodes), node, at)
+    return ix.decide(found, reader.within(found, node, at))
+
+
+def _unwritten(reader: Reader, element: Expr) -> dict[str, torch.Tensor]:
+    """Dynamo's values of what an element loads from, by name: of inputs that the graph does not write to."""
+    found = {}
+    for name in element.facts.tensors:
+        version = reader.tensors[name]
+        dynamo = reader.mirror.dynamo_node(version.node) if version.node.graph is reader.mirror.graph else None
+        if version.node.op == "placeholder" and version.since is None and version.until is None and dynamo is not None:
+            found[name] = dynamo.meta["example_value"]
+    return found

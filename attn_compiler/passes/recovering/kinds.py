@@ -1,0 +1,209 @@
+"""From an index expression to mask kinds: each part of the conjunction is one kind, or the mask stays dense.
+
+Nothing is guessed: a kind is taken only where the expression is literally it. What remains unnamed keeps its formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Test
+from attn_compiler.spec import masks
+from attn_compiler.spec.masks import MaskKind
+
+B, H, Q, K = map(Index, "bhqk")
+
+
+def conjuncts(x: Expr) -> tuple[Expr, ...]:
+    """The parts that must all hold; none for a mask that lets everything through."""
+    if x == ix.TRUE:
+        return ()
+    return x.args if isinstance(x, Apply) and x.op == "and" else (x,)
+
+
+def recognise(x: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> tuple[MaskKind, ...]:
+    """The kinds whose conjunction is the expression. seqlen_q, seqlen_kv: the sizes of the scores."""
+    kinds = _joined([_kind(part, seqlen_q, seqlen_kv) for part in conjuncts(x)])
+    return tuple(sorted(kinds, key=lambda kind: masks.KINDS.index(type(kind))))
+
+
+def _kind(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind:
+    for recogniser in RECOGNISERS:
+        found = recogniser(part, seqlen_q, seqlen_kv)
+        if found is not None:
+            return found
+    return masks.Formula(condition=part)
+
+
+# ---- bounds -------------------------------------------------------------------------------------------------------
+
+
+def _without(form: Linear, *indices: tuple[Index, int]) -> Linear | None:
+    """The rest of a form that has these indices with these factors, and neither a query, a key nor a head in the rest."""
+    factors = dict(form.terms)
+    for index, factor in indices:
+        if factors.get(index) != factor:
+            return None
+        form = ix.combine(form, ix.linear(index), -factor)
+    return None if _mentions(form, Q, K, H) else form
+
+
+def _mentions(x: Expr, *indices: Index) -> bool:
+    return any(ix.mentions(x, index) for index in indices)
+
+
+def _plain(form: Linear) -> Expr:
+    return ix.add(form, ix.ZERO)
+
+
+def _causal(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """k <= q + r."""
+    if not isinstance(part, Test) or part.relation != ">=":
+        return None
+    rest = _without(part.form, (K, -1), (Q, 1))
+    if rest is None:
+        return None
+    if rest == Linear(()):
+        return masks.Causal()
+    if rest == ix.combine(seqlen_kv, seqlen_q, -1):
+        return masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT)
+    return masks.CausalFrom(offset=_plain(rest))
+
+
+def _window(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """k >= q - w."""
+    if not isinstance(part, Test) or part.relation != ">=":
+        return None
+    rest = _without(part.form, (K, 1), (Q, -1))
+    if rest is None or rest.terms or rest.const < 0:
+        return None
+    return masks.SlidingWindow(left=rest.const, right=None)
+
+
+def _band(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """|q - k| <= w."""
+    if not isinstance(part, Test) or part.relation != ">=" or len(part.form.terms) != 1:
+        return None
+    (term, factor), width = part.form.terms[0], part.form.const
+    apart = {Linear(((K, -1), (Q, 1))), Linear(((K, 1), (Q, -1)))}
+    if factor != -1 or not isinstance(term, Apply) or term.op != "abs" or term.args[0] not in apart or width < 0:
+        return None
+    return masks.SlidingWindow(left=width, right=width)
+
+
+def _key_bound(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """k <= r, or k >= -r."""
+    if not isinstance(part, Test) or part.relation != ">=":
+        return None
+    last = _without(part.form, (K, -1))
+    if last is not None:
+        return masks.KeyBound(side="last", bound=_plain(last))
+    first = _without(part.form, (K, 1))
+    return None if first is None else masks.KeyBound(side="first", bound=_plain(ix.combine(Linear(()), first, -1)))
+
+
+# ---- what tensors say ---------------------------------------------------------------------------------------------
+
+
+def _key_padding(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """Any condition on the key that a tensor is asked for: attention_mask[b, k] ≠ 0, or token_type_ids[b, k] = 1."""
+    reads_keys = any(ix.mentions(load, K) for load in ix.loads(part))
+    return masks.KeyPadding(condition=part) if reads_keys and not _mentions(part, Q, H) else None
+
+
+def _document(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """f[b, q] = f[b, k], where f is read from tensors."""
+    for query, key in _equal_sides(part):
+        if not _mentions(key, Q, H) and ix.substitute(key, K, Q) == query and any(ix.loads(key)):
+            return masks.Document(of_key=key)
+    return None
+
+
+def _equal_sides(part: Expr) -> tuple[tuple[Expr, Expr], ...]:
+    """(x, y) and (y, x) for x = y, an equation of two terms."""
+    if isinstance(part, Apply) and part.op == "eq":
+        a, b = part.args
+    elif isinstance(part, Test) and part.relation == "==" and part.form.const == 0 and len(part.form.terms) == 2:
+        (a, x), (b, y) = part.form.terms
+        if x != -y:
+            return ()
+    else:
+        return ()
+    return ((a, b), (b, a))
+
+
+def _chunked(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """(q - s) // c = (k - s) // c."""
+    for query, key in _equal_sides(part):
+        if not isinstance(key, Apply) or key.op != "floordiv" or ix.substitute(key, K, Q) != query:
+            continue
+        position, size = key.args
+        start = _without(ix.linear(position), (K, 1)) if ix.kind_of(position) == "int" else None
+        if start is not None and isinstance(size, Const) and isinstance(size.value, int) and size.value > 0:
+            return masks.Chunked(size=size.value, start=_plain(ix.combine(Linear(()), start, -1)))
+    return None
+
+
+# ---- alternatives -------------------------------------------------------------------------------------------------
+
+
+def _prefix(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """k <= q ∨ k < r."""
+    if not isinstance(part, Apply) or part.op != "or" or len(part.args) != 2:
+        return None
+    kinds = [_kind(alternative, seqlen_q, seqlen_kv) for alternative in part.args]
+    bounds = [kind.bound for kind in kinds if isinstance(kind, masks.KeyBound) and kind.side == "last"]
+    if masks.Causal() not in kinds or not bounds:
+        return None
+    return masks.Prefix(length=ix.add(bounds[0], ix.ONE))
+
+
+def _any_of(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    """Alternatives of which at least one is no mere formula: causal ∨ the same image block."""
+    if not isinstance(part, Apply) or part.op != "or" or _is_at_most(part):
+        return None
+    kinds = [recognise(alternative, seqlen_q, seqlen_kv) for alternative in part.args]
+    if all(isinstance(kind, masks.Formula) for alternative in kinds for kind in alternative):
+        return None
+    return masks.AnyOf(alternatives=tuple(sorted(kinds, key=_place)))
+
+
+def _is_at_most(part: Apply) -> bool:
+    """Whether two alternatives are `x < y ∨ x = y` of floats: one comparison, and no document."""
+    ops = {x.op: x.args for x in part.args if isinstance(x, Apply)}
+    return len(part.args) == 2 and "lt" in ops and set(ops["lt"]) == set(ops.get("eq", ()))
+
+
+def _place(alternative: tuple[MaskKind, ...]) -> int:
+    return masks.KINDS.index(type(alternative[0]))
+
+
+def _joined(kinds: list[MaskKind]) -> list[MaskKind]:
+    """A number of positions back and a number ahead are one window."""
+    left = [k for k in kinds if isinstance(k, masks.SlidingWindow) and k.right is None]
+    right = [(k, n) for k in kinds if (n := _positions_ahead(k)) is not None]
+    if len(left) == 1 and len(right) == 1:
+        rest = [k for k in kinds if k not in (left[0], right[0][0])]
+        return [*rest, masks.SlidingWindow(left=left[0].left, right=right[0][1])]
+    return kinds
+
+
+def _positions_ahead(kind: MaskKind) -> int | None:
+    if isinstance(kind, masks.CausalFrom) and isinstance(kind.offset, Const) and isinstance(kind.offset.value, int):
+        return kind.offset.value if kind.offset.value > 0 else None
+    return None
+
+
+#: A new kind: one recogniser here, its class in masks.py, its test. The first that knows a part names it
+RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], MaskKind | None], ...] = (
+    _causal,
+    _window,
+    _band,
+    _key_bound,
+    _chunked,
+    _document,
+    _prefix,
+    _key_padding,
+    _any_of,
+)

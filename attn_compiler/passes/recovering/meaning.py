@@ -1,0 +1,327 @@
+"""What is added to a site's scores and masks them, proved: read as a condition over (b, h, q, k) and kinds of both.
+
+The two are told apart (added.py). A condition must be exact; what is added need only be named.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Linear, Ranges
+from attn_compiler.index_expr.dividing import divide
+from attn_compiler.index_expr.ranges import LOADED_KEY
+from attn_compiler.index_expr.reach import Reach
+from attn_compiler.passes.graph import axes, mutation
+from attn_compiler.passes.graph.axes import Dim
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Match, Term
+from attn_compiler.passes.recovering import added, elements, keyless, kinds, reading, score_kinds, unproved
+from attn_compiler.passes.recovering.keyless import Keyless, MaskStep
+from attn_compiler.passes.recovering.reading import Reader, Unreadable
+from attn_compiler.passes.spelling import fills
+from attn_compiler.spec import added_scores, masks
+from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.masks import MaskKind
+
+#: characters of a formula in a reason
+_MOST = 120
+
+_INDICES = (kinds.B, kinds.H, kinds.Q, kinds.K)
+
+#: how Dynamo names a parameter or a buffer: l_self_modules_attn_modules_bias_parameters_table_
+_PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)_(?P<name>\w+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meaning:
+    """condition: when a pair is allowed by what masks; None if that could not be read.
+
+    kinds: what is masked; reason: why that could not be read; added: of what was read, why it may mask and nobody knows.
+    scores: what else is added, if all of it is known. tensors: what each name that `scores` loads from stands for. along: of each
+    term (added ones first), the letters of the indices that its elements were not shown to be the same along. unusual: what happens
+    to the scores that has no kind (fills.py).
+    keyless: what a query without keys is; None if 0 is right, or each has some (keyless.py).
+    """
+
+    condition: Expr | None = None
+    kinds: tuple[MaskKind, ...] = ()
+    reason: str | None = None
+    added: str | None = None
+    scores: tuple[ProvedScore, ...] = ()
+    tensors: dict[str, Version] = field(default_factory=dict)
+    along: tuple[str, ...] = ()
+    unusual: tuple[str, ...] = ()
+    keyless: Keyless | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing is masked and nothing added."""
+        return self.condition == ix.TRUE and not self.scores
+
+    @property
+    def is_causal_only(self) -> bool:
+        """Whether all that is done is a causal mask."""
+        return not self.scores and len(self.kinds) == 1 and isinstance(self.kinds[0], masks.Causal)
+
+    @property
+    def words(self) -> str:
+        return " ∧ ".join(kind.words for kind in self.kinds) or "true everywhere"
+
+
+def of(mirror: Mirror, match: Match, reader: Reader) -> Meaning:
+    """Read what joins the scores of a match. That never fails: what can't be read comes back with its reason."""
+    read = _Read(mirror, match, reader)
+    for term in match.additive:
+        read.add(term)
+    for term in match.allowed:
+        read.mask(term)
+    return read.meaning()
+
+
+def unread(match: Match, reason: str) -> Meaning:
+    """What is said of a match where nothing could be read."""
+    return Meaning(
+        reason=reason,
+        along=tuple(term.along for term in (*match.additive, *match.allowed)),
+        unusual=fills.unusual(match, {term.fill for term in match.allowed}, Reach()),
+    )
+
+
+class _Read:
+    """What was read of one match so far."""
+
+    def __init__(self, mirror: Mirror, match: Match, reader: Reader) -> None:
+        self._mirror = mirror
+        self._match = match
+        self._reader = reader
+        self._ranges = elements.ranges(match, reader.longer)
+        self._conditions: list[Expr] = []
+        self._scores: list[ProvedScore] = []
+        self._reasons: list[str] = []
+        self._unread_masks: list[str] = []
+        self._is_whole = True
+        self._along: list[str] = []
+        self._unread: dict[str, Version] = {}
+        self._names: dict[str, str] = {}
+        self._tensors: dict[str, Version] = {}
+        self._fills: set[float] = set()
+        self._steps: list[tuple[int, MaskStep]] = []
+        self._dtype = _dtype_of(match.first)
+        self._reach = Reach()
+
+    def add(self, term: Term) -> None:
+        """A tensor that is added: what of it masks, and kinds of the rest."""
+        try:
+            x = ix.as_float(self._element(term))
+        except Unreadable as unreadable:
+            self._reasons.append(str(unreadable))
+            self._add_unread(term)
+            return
+        within = self._known(x, term)
+        found = added.split(x, term.weight, scores_up_to=fills.of_scores(self._match), within=within)
+        self._reach = self._reach.plus(found.reach(within))
+        if not ix.is_exact(found.allowed):
+            self._reasons.append(
+                f"{term.operand.node.name} masks by numbers that are rounded: {ix.text(found.allowed, _MOST)}"
+            )
+            self._add_unread(term)
+            return
+        if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
+            self._reasons.append(f"{term.operand.node.name} chooses by numbers that are rounded: {ix.text(x, _MOST)}")
+            self._add_unread(term)
+            return
+        self._conditions.append(found.allowed)
+        self._fills |= found.fills
+        if found.fills:
+            added_up = ix.mul(x, ix.Const(float(term.weight))) if found.sums or len(found.fills) > 1 else None
+            self._step(term, MaskStep(allowed=found.allowed, fills=found.fills, replaces=False, added=added_up))
+        for kind in score_kinds.recognise(found.added):
+            self._scores.append(self._named(kind, term))
+            if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
+                self._reasons.append(f"{self._origin(kind.tensor)}: it may mask too")
+
+    def mask(self, term: Term) -> None:
+        """A truth value for each pair."""
+        self._fills.add(term.fill)
+        try:
+            allowed = ix.as_bool(self._element(term))
+        except Unreadable as unreadable:
+            self._unread_masks.append(str(unreadable))
+            self._step(term, self._masking(None, term))
+            return
+        if ix.is_exact(allowed):
+            allowed = ix.invert(allowed) if term.inverted else allowed
+            self._conditions.append(allowed)
+            self._step(term, self._masking(allowed, term))
+        else:
+            self._step(term, self._masking(None, term))
+            self._unread_masks.append(
+                f"{term.operand.node.name} compares numbers that are rounded: {ix.text(allowed, _MOST)}"
+            )
+
+    def meaning(self) -> Meaning:
+        condition = ix.apply("and", *self._conditions)
+        seqlen_q, seqlen_kv = _length(self._match.query), _length(self._match.key)
+        found: tuple[MaskKind, ...] = ()
+        reason = next(iter(self._unread_masks), None) or self._why_not(condition)
+        if reason is None and (seqlen_q is None or seqlen_kv is None):
+            reason = "a sequence length is no plain size"
+        elif reason is None and seqlen_q is not None and seqlen_kv is not None:
+            found = kinds.recognise(condition, seqlen_q, seqlen_kv)
+            # A tensor that may mask too is one of the scores, so what the others mask is still all that has to be said.
+            reason = None if found else next(iter(self._reasons), None)
+        return Meaning(
+            condition=condition if reason is None else None,
+            kinds=found,
+            reason=reason,
+            added=None if found or reason else unproved.why(self._scores),
+            scores=score_kinds.joined(self._scores) if self._is_whole else (),
+            tensors=self._tensors,
+            along=tuple(self._along),
+            unusual=fills.unusual(self._match, self._fills, self._reach),
+            keyless=self._keyless(),
+        )
+
+    def _masking(self, allowed: Expr | None, term: Term) -> MaskStep:
+        return MaskStep(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces)
+
+    def _step(self, term: Term, masking: MaskStep) -> None:
+        self._steps.append((self._mirror.order(term.operand.used), masking))
+        self._dtype = _dtype_of(term.operand.used) or self._dtype
+
+    def _keyless(self) -> Keyless | None:
+        """What a row without keys is. A sink joins its softmax and takes all the weight; weights that are set to zero are 0."""
+        if self._match.sinks is not None or self._match.masks_weights:
+            return None
+        steps = [step for _, step in sorted(self._steps, key=operator.itemgetter(0))]
+        if self._match.is_causal:
+            diagonal = ix.compare("<=", kinds.K, kinds.Q)
+            steps.append(MaskStep(allowed=diagonal, fills=frozenset({-math.inf}), replaces=True))
+        low = max((limit.low for limit in self._match.limits), default=-math.inf)
+        dtype = self._dtype or torch.float32
+        # Kernels of SDPA add the mask in float32.
+        dtype = dtype if self._match.decomposed else torch.promote_types(dtype, torch.float32)
+        return keyless.of(steps, dtype, self._ranges, square=self._is_square(), low=low)
+
+    def _is_square(self) -> bool:
+        return axes.same_size(axes.dim_size(self._match.query), axes.dim_size(self._match.key))
+
+    def _known(self, x: Expr, term: Term) -> Ranges:
+        """Ranges of the indices and sizes in x, but not of what it loads."""
+        at = elements.indices(self._match, term.operand.dims)
+        within = self._reader.within(x, term.operand.node, at)
+        return {name: most for name, most in within.items() if not name.endswith(LOADED_KEY.format(""))}
+
+    def _why_not(self, condition: Expr) -> str | None:
+        """Why a condition that was read says nothing."""
+        whole = next((x for x in ix.loads(condition) if all(ix.mentions(x, i) for i in (kinds.Q, kinds.K))), None)
+        if whole is None:
+            return None
+        return f"{self._origin(whole.tensor)}, and holds an element for each query and key"
+
+    def _element(self, term: Term) -> Expr:
+        self._along.append(term.along)
+        at = elements.indices(self._match, term.operand.dims)
+        try:
+            read = self._reader.read_at(self._mirror.order(term.operand.used), term.operand.node, at)
+            found = ix.decide(divide(read, self._ranges), self._ranges)
+        except RecursionError as error:
+            raise Unreadable(
+                f"{term.operand.node.name} is made by more ops in a row than Python's stack can hold"
+            ) from error
+        self._along[-1] = "".join(index.name for index in _INDICES if ix.mentions(found, index))
+        return found
+
+    def _origin(self, name: str) -> str:
+        """Why nothing is known of the elements of a tensor."""
+        version = self._version(name)
+        too_large = self._reader.too_large.items()
+        larger = next((why for known, why in too_large if self._version(known).node is version.node), None)
+        if larger is not None:
+            return f"{name} {larger}"
+        if version.since is not None and version.since is not version.node:
+            return f"{name} is written in place, by {version.since.name}"
+        if name in self._reader.not_followed:
+            return f"{name} is an input of a body (of a checkpoint, say), and can not be followed to where it was made"
+        if version.node.op == "placeholder":
+            return f"{name} is an input of the graph"
+        return f"{name} was made {_how(version.node)}in a way that can not be read"
+
+    # ---- scores ---------------------------------------------------------------------------------------------------
+
+    def _add_unread(self, term: Term) -> None:
+        """A tensor that can't be looked into is at least an element of itself, and varies along no more than its axes."""
+        node = term.operand.node
+        try:
+            at = elements.indices(self._match, term.operand.dims)
+        except Unreadable as unreadable:
+            # What else is added is not all then.
+            self._unread_masks.append(str(unreadable))
+            self._is_whole = False
+            return
+        shape = elements.shape(self._match, elements.varies_along(self._match, term.operand))
+        self._unread[node.name] = mutation.version(self._mirror, node, self._mirror.order(term.operand.used))
+        bias = added_scores.Bias(tensor=node.name, at=at, shape=shape, weight=term.weight)
+        self._scores.append(self._named(bias, term))
+
+    def _named(self, kind: ProvedScore, term: Term) -> ProvedScore:
+        """The kind with its loads under short names, its shape, and whether it wants a gradient."""
+        nodes = (self._version(name).node for name in score_kinds.tensors(kind))
+        wants = self._requires_grad(term.operand.root) and any(map(self._requires_grad, nodes))
+        if isinstance(kind, added_scores.Bias) and not kind.shape:
+            kind = replace(kind, shape=elements.shape(self._match, kind.varies_along))
+        renamed = score_kinds.renamed(kind, self._short)
+        return score_kinds.with_gradient(renamed) if wants else renamed
+
+    def _requires_grad(self, node: fx.Node) -> bool:
+        """By Dynamo's own value where it has one."""
+        dynamo = self._mirror.dynamo_node(node)
+        value = node.meta["val"] if dynamo is None else dynamo.meta["example_value"]
+        return bool(value.requires_grad)
+
+    def _short(self, name: str) -> str:
+        """A name that equal layers share: a parameter's own, a node's without its number."""
+        if name not in self._names:
+            version = self._version(name)
+            found = _PARAMETER.fullmatch(name)
+            short = name if version.node.op == "placeholder" else re.sub(r"_\d+$", "", name)
+            short = short if found is None else _parameter(found)
+            while self._tensors.setdefault(short, version) != version:
+                short += "'"
+            self._names[name] = short
+        return self._names[name]
+
+    def _version(self, name: str) -> Version:
+        return self._unread[name] if name in self._unread else self._reader.tensors[name]
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype | None:
+    """Of scores that a node computes."""
+    value = node.meta["val"]
+    return value.dtype if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else None
+
+
+def _how(node: fx.Node) -> str:
+    """By which op, and whether its sizes may be what is in the way."""
+    by = f"by {target_name(node)} " if isinstance(node.target, torch._ops.OpOverload) else ""
+    return by + ("of symbolic sizes " if any(not s.is_Integer for s in axes.shape_exprs(reading.fake(node))) else "")
+
+
+def _parameter(found: re.Match[str]) -> str:
+    """The name alone, unless it is what every module calls its own."""
+    module, name = found["module"], found["name"]
+    return f"{module}.{name}" if name in ("weight", "bias") and module and not module.isdigit() else str(name)
+
+
+def _length(dim: Dim) -> Linear | None:
+    expr = reading.size(axes.dim_size(dim))
+    return None if expr is None else ix.linear(expr)

@@ -1,0 +1,220 @@
+"""Inputs of a graph that another graph gave back: what was proved of them there holds here.
+
+Two ways lead over a border. Graphs that were cut out of one (DDP's buckets) share Dynamo's example values, run in a row, and are compiled
+in that order: what one gives back is known in the next without any check. Everything else comes in as an argument: what is known
+of that very tensor (meanings.py) holds as long as a guard finds the same known of it.
+
+What a mask was made from, such as which tokens are padding, may not be at hand on the other side. A row of the mask says the same, if
+nothing else shuts out a key there that it lets another query see: of "causal, and these keys are padding" the last query's row is that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Ranges, Test
+from attn_compiler.index_expr.changing import throughout
+from attn_compiler.passes.graph import axes, mutation
+from attn_compiler.passes.recovering.reading.converting import kind_of_dtype
+from attn_compiler.passes.recovering.reading.core import At, Reader
+from attn_compiler.passes.recovering.reading.nodes import fake, size
+from attn_compiler.torch_private import frames as torch_frames, meanings
+from attn_compiler.torch_private.meanings import Known
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.graph.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Made:
+    """What one of several graphs in a row gives back.
+
+    example: Dynamo's value, which the graphs share. element: over meanings.indices. loads: Dynamo's values of what the element loads
+    from, by name; they are inputs of that graph, and it does not write to them. graph: its place in the row.
+    """
+
+    example: torch.Tensor
+    element: Expr
+    loads: dict[str, torch.Tensor]
+    graph: int
+
+
+@dataclass(kw_only=True, eq=False)
+class GraphRow:
+    """Graphs that were cut out of one, in the order in which they run. written: the memory that each of them writes to."""
+
+    written: list[set[object]] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+
+    def find(self, example: object) -> Made | None:
+        """What is known of a value, if no graph after the one that made it has written to it, or to what it was made from."""
+        made = next((m for m in self.made if m.example is example), None)
+        if made is None:
+            return None
+        return None if self.is_written([made.example, *made.loads.values()], since=made.graph + 1) else made
+
+    def is_written(self, values: Sequence[object], *, since: int = 0) -> bool:
+        """Whether one of the graphs writes to one of these values, from the place `since` on."""
+        memory = mutation.storages_of(values)
+        return any(memory & written for written in self.written[since:])
+
+
+class BorderInputs:
+    """unit: whose graph's inputs are read. relied_on: those of which something had to be known, with what that was; to be guarded."""
+
+    are_of_body = False
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._known: dict[fx.Node, Expr | None] = {}
+
+    def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        """The element of an input at `at`; None if nothing is known of it."""
+        dynamo = reader.mirror.dynamo_node(node)
+        if dynamo is None:
+            return None
+        if dynamo not in self._known:
+            self._known[dynamo] = self._looked_up(reader, dynamo, node)
+        found = self._known[dynamo]
+        return None if found is None else self._here(found, reader, node, at)
+
+    def _looked_up(self, reader: Reader, dynamo: fx.Node, node: fx.Node) -> Expr | None:
+        """What is known of an input, in loads of itself and of other inputs (by their names), or None."""
+        value = fake(node)
+        row, example = torch_frames.of_compilation(GraphRow), dynamo.meta.get("example_value")
+        made = row.find(example)
+        if made is not None:
+            given = {name: _input_like(self._unit, example) for name, example in made.loads.items()}
+            names = {name: place.name for name, place in given.items() if place is not None}
+            element = of_itself(made.element, made.element.facts.tensors - names.keys(), value)
+            return None if element is None else _renamed(element, names)
+        known = meanings.of(torch_frames.given_tensor(dynamo))
+        # What is known is that of the frame's beginning: a graph before this one may write to the tensor.
+        if known is None or known.dims != value.dim() or row.is_written([example]):
+            return None
+        if not torch_frames.may_rely_on(dynamo, known):
+            return None
+        self._unit.relied_on[dynamo] = known
+        return known.element
+
+    def _here(self, x: Expr, reader: Reader, node: fx.Node, at: At) -> Expr:
+        """A known element at these indices, its loads and sizes as this graph has them."""
+        inputs = {n.name: n for n in reader.mirror.graph.nodes if n.op == "placeholder"}
+        dynamo_names = {d.name: n for n in inputs.values() if (d := reader.mirror.dynamo_node(n)) is not None}
+        lengths = {meanings.size_of_axis(i): size(axes.size_expr(s)) for i, s in enumerate(fake(node).shape)}
+        indices = dict(zip(meanings.indices(len(at)), at, strict=True))
+
+        def change(part: Expr) -> Expr:
+            if isinstance(part, Index):
+                return indices.get(part, part)
+            if isinstance(part, ix.Size):
+                return lengths.get(part) or part
+            if isinstance(part, Load):
+                # As it came in, whatever is written to it here.
+                return reader.load_at(0, node if part.tensor == meanings.ITSELF else dynamo_names[part.tensor], part.at)
+            return part
+
+        return throughout(x, change)
+
+
+def _renamed(x: Expr, names: dict[str, str]) -> Expr:
+    def change(part: Expr) -> Expr:
+        return Load(names.get(part.tensor, part.tensor), part.at, part.kind) if isinstance(part, Load) else part
+
+    return throughout(x, change)
+
+
+def _input_like(unit: Unit, example: torch.Tensor) -> fx.Node | None:
+    """The input of a graph that is this value of Dynamo's."""
+    return next((n for n in unit.graph.find_nodes(op="placeholder") if n.meta.get("example_value") is example), None)
+
+
+def known_of(x: Expr, value: torch.Tensor) -> Known | None:
+    """What can be said of a tensor where nothing but the tensor itself is at hand. x: its element, over meanings.indices."""
+    found = of_itself(x, x.facts.tensors, value)
+    if found is None:
+        return None
+    by_size = {size(axes.size_expr(s)): meanings.size_of_axis(axis) for axis, s in enumerate(value.shape)}
+    element = throughout(found, lambda part: by_size.get(part, part) if isinstance(part, ix.Size) else part)
+    own = {meanings.size_of_axis(axis).name for axis in range(value.dim())}
+    return Known(element=element, dims=value.dim()) if ix.sizes(element) <= own else None
+
+
+def of_itself(x: Expr, foreign: Iterable[str], value: torch.Tensor) -> Expr | None:
+    """x without the tensors that are not at hand, which a row of the tensor itself stands for; None if none does. value: the tensor."""
+    foreign = frozenset(foreign)
+    if not x.facts.tensors & foreign:
+        return x
+    if ix.kind_of(x) == "bool":
+        return _condition(x, foreign, value, lambda at: meanings.own_element(at, "bool"))
+    if isinstance(x, Apply) and x.op == "where" and _are_two_numbers(x):
+        condition, chosen, _ = x.args
+        kind = kind_of_dtype(value.dtype)
+        told = _condition(condition, foreign, value, lambda at: ix.apply("eq", meanings.own_element(at, kind), chosen))
+        return None if told is None else ix.where(told, *x.args[1:])
+    return None
+
+
+def _are_two_numbers(x: Apply) -> bool:
+    _, a, b = x.args
+    return (
+        isinstance(a, Const)
+        and isinstance(b, Const)
+        and a.value != b.value
+        and a.value == a.value
+        and b.value == b.value
+    )
+
+
+def _condition(x: Expr, foreign: frozenset[str], value: torch.Tensor, element: object) -> Expr | None:
+    """A condition in which an element of the tensor itself stands for what is not at hand. element: says of an element whether the
+    condition holds there."""
+    if value.dim() < 2:
+        return None
+    parts = x.args if isinstance(x, Apply) and x.op == "and" else (x,)
+    lost = [part for part in parts if part.facts.tensors & foreign]
+    rest = [part for part in parts if not part.facts.tensors & foreign]
+    own = meanings.indices(value.dim())
+    query, key = own[-2], own[-1]
+    if any(ix.mentions(part, query) for part in lost):
+        return None
+    ranges = _ranges(value)
+    for row, place in _rows(value, key):
+        if all(_holds_there(part, query, row, ranges) for part in rest):
+            return ix.apply("and", *rest, element((*own[:-2], place, key)))  # type: ignore[operator]
+    return None
+
+
+def _holds_there(x: Expr, query: Index, row: Expr, ranges: Ranges) -> bool:
+    """Whether what holds for a key and any query holds for the key and the query `row`, too: what shuts out a key there shuts it out for
+    all queries. Of the diagonal and the last query so it is, however many keys there are."""
+    there = ix.substitute(x, query, row)
+    if ix.decide(there, ranges) == ix.TRUE:
+        return True
+    if not (isinstance(x, Test) and isinstance(there, Test) and x.relation == there.relation == ">="):
+        return False
+    return ix.decide(Test(">=", ix.combine(there.form, x.form, -1)), ranges) == ix.TRUE
+
+
+def _rows(value: torch.Tensor, key: Index) -> Sequence[tuple[Expr, Expr]]:
+    """Queries that may see whatever any query sees: the last one, and on a square each key's own. Each as a number here, and for any such
+    tensor."""
+    queries, keys = (axes.size_expr(s) for s in value.shape[-2:])
+    last = size(queries)
+    found: list[tuple[Expr, Expr]] = []
+    if last is not None:
+        found.append((ix.add(last, Const(-1)), ix.add(meanings.size_of_axis(value.dim() - 2), Const(-1))))
+    return [*found, (key, key)] if queries == keys else found
+
+
+def _ranges(value: torch.Tensor) -> Ranges:
+    known = {
+        index.name: size(axes.size_expr(s)) for index, s in zip(meanings.indices(value.dim()), value.shape, strict=True)
+    }
+    return {name: ix.combine(ix.linear(n), Linear((), 1), -1) for name, n in known.items() if n is not None}

@@ -1,0 +1,82 @@
+"""Ops that write in place: what they write is read as what the same op without the underscore computes.
+
+The reader says which elements of which tensors that reaches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr
+from attn_compiler.passes.graph.views import argument
+from attn_compiler.passes.recovering.reading import pointwise
+from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, broadcast, converted_of
+from attn_compiler.passes.recovering.reading.nodes import fake
+
+aten = torch.ops.aten
+
+
+def _written(rule: ReadOp) -> ReadOp:
+    """The result of an op as its tensor takes it, which keeps its dtype."""
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        found = rule(reader, node, at)
+        source = fake(node).dtype if found is not None and ix.kind_of(found) == "float" else None
+        return None if found is None else converted_of(reader, found, node, source, at)
+
+    return read
+
+
+def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    value = argument(node, "value", 0)
+    number = Const(value) if isinstance(value, (bool, int, float)) else None
+    return None if number is None else converted_of(reader, number, node, None, at)
+
+
+def _fill_with(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    value = argument(node, "value")
+    return _given(reader, node, value, ())
+
+
+def _copy(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """The source, as large or broadcast, converted to the dtype of the tensor."""
+    return _given(reader, node, argument(node, "src"), at)
+
+
+def _given(reader: Reader, node: fx.Node, value: object, at: At) -> Expr | None:
+    if not isinstance(value, fx.Node):
+        return None
+    found = reader.read(value, broadcast(fake(value), at))
+    return converted_of(reader, found, node, fake(value).dtype, at)
+
+
+READERS: dict[object, ReadOp] = {
+    in_place: _written(pointwise.READERS[functional])
+    for in_place, functional in (
+        (aten.add_.Tensor, aten.add.Tensor),
+        (aten.sub_.Tensor, aten.sub.Tensor),
+        (aten.mul_.Tensor, aten.mul.Tensor),
+        (aten.neg_.default, aten.neg.default),
+        (aten.abs_.default, aten.abs.default),
+        (aten.masked_fill_.Scalar, aten.masked_fill.Scalar),
+        (aten.masked_fill_.Tensor, aten.masked_fill.Tensor),
+        (aten.tril_.default, aten.tril.default),
+        (aten.triu_.default, aten.triu.default),
+        (aten.logical_and_.default, aten.logical_and.default),
+        (aten.logical_or_.default, aten.logical_or.default),
+        (aten.logical_xor_.default, aten.logical_xor.default),
+        (aten.logical_not_.default, aten.logical_not.default),
+        (aten.bitwise_and_.Tensor, aten.bitwise_and.Tensor),
+        (aten.bitwise_or_.Tensor, aten.bitwise_or.Tensor),
+        (aten.bitwise_not_.default, aten.bitwise_not.default),
+        (aten.__iand__.Tensor, aten.__and__.Tensor),
+        (aten.__ior__.Tensor, aten.__or__.Tensor),
+    )
+} | {
+    aten.fill_.Scalar: _fill,
+    aten.fill_.Tensor: _fill_with,
+    aten.zero_.default: _fill,
+    aten.copy_.default: _copy,
+}

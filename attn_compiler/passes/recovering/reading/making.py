@@ -1,0 +1,90 @@
+"""Ops that make elements: aranges, constants, conversions, copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.views import argument
+from attn_compiler.passes.recovering.reading.converting import fits
+from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, Unreadable, converted_of
+from attn_compiler.passes.recovering.reading.nodes import fake, whole_number
+
+aten = torch.ops.aten
+
+
+def _arange(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    start = argument(node, "start", 0) if node.target is not aten.arange.default else 0
+    step = argument(node, "step", 1) if node.target is aten.arange.start_step else 1
+    first = reader.operand(start, torch.Size(()), ())
+    if first is None or not isinstance(step, int) or ix.kind_of(first) == "float" or fake(node).is_floating_point():
+        return None
+    found = ix.add(first, ix.mul(at[0], Const(step)))
+    length = whole_number(axes.shape_exprs(fake(node))[0])
+    # However its index is spelled, an element lies between the first and the last one.
+    last = None if length is None else ix.add(first, ix.mul(ix.add(length, Const(-1)), Const(step)))
+    ends = (found,) if last is None else (first, last)
+    return found if all(fits(end, fake(node).dtype, reader.within(end, node, at)) for end in ends) else None
+
+
+def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    value: Any = 0 if "zeros" in name else 1 if "ones" in name else argument(node, "fill_value", argument(node, "s"))
+    if not isinstance(value, (bool, int, float)):
+        return None
+    return converted_of(reader, Const(value), node, None, at)
+
+
+def _cast(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return None
+    return converted_of(reader, reader.read(source, at), node, fake(source).dtype, at)
+
+
+def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    source = node.args[0]
+    return reader.read(source, at) if isinstance(source, fx.Node) else None
+
+
+def _copied(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """A copy is a tensor of its own: what is written to its source later makes no difference to it (a cache's length)."""
+    try:
+        return _same(reader, node, at)
+    except Unreadable:
+        return None
+
+
+READERS: dict[object, ReadOp] = {
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.full.default: _fill,
+    aten.zeros.default: _fill,
+    aten.ones.default: _fill,
+    aten.full_like.default: _fill,
+    aten.zeros_like.default: _fill,
+    aten.ones_like.default: _fill,
+    aten.new_full.default: _fill,
+    aten.new_zeros.default: _fill,
+    aten.new_ones.default: _fill,
+    aten.scalar_tensor.default: _fill,
+    aten.to.dtype: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.to.other: _cast,
+    aten.to.device: _cast,
+    aten.type_as.default: _cast,
+    aten._to_copy.default: _cast,
+    aten.clone.default: _copied,
+    aten.contiguous.default: _same,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.detach_.default: _same,
+    aten.lift_fresh.default: _same,
+    aten.lift_fresh_copy.default: _same,
+}

@@ -1,0 +1,285 @@
+"""Ops that move elements: views, slices, gathers."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.views import EXPANDS, PERMUTES, RESHAPES, SQUEEZES, Order, argument
+from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, broadcast, converted_of
+from attn_compiler.passes.recovering.reading.nodes import dim_of, fake, whole_number
+from attn_compiler.torch_private import symbols as torch_symbols
+
+aten = torch.ops.aten
+
+_TO_THE_END = torch.iinfo(torch.int64).max
+
+
+def _unsqueeze(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    dim, source = dim_of(node), node.args[0]
+    if dim is None or not isinstance(source, fx.Node):
+        return None
+    dim %= len(at)
+    return reader.read(source, at[:dim] + at[dim + 1 :])
+
+
+def _reshaped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """view, reshape, squeeze, flatten. Axes that are split or merged need known sizes, all but the outermost of each group."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return None
+    own = reindexed(at, fake(node), fake(source))
+    return None if own is None else reader.read(source, own)
+
+
+def reindexed(at: At, value: torch.Tensor, other: torch.Tensor) -> At | None:
+    """The indices in `other` of the element of `value` at `at`, where one is a reshape of the other; None if that can't be said."""
+    mine = [(i, s) for i, s in zip(at, axes.shape_exprs(value), strict=True) if s != axes.ONE]
+    theirs = [s for s in axes.shape_exprs(other) if s != axes.ONE]
+    found: list[Expr] = []
+    for taken, sizes in _groups(mine, theirs):
+        own = [taken[0][0]] if len(sizes) == len(taken) == 1 else _unflattened(_flattened(taken), sizes)
+        if own is None:
+            return None
+        found += own
+    if len(found) != len(theirs):
+        return None
+    rest = iter(found)
+    return tuple(ix.ZERO if s == axes.ONE else next(rest) for s in axes.shape_exprs(other))
+
+
+_Sized = tuple[Expr, sympy.Expr]
+
+
+def _groups(mine: list[_Sized], theirs: list[sympy.Expr]) -> Iterator[tuple[list[_Sized], list[sympy.Expr]]]:
+    """Dimensions of both sides, in order, that together have the same size; ends early where there are none."""
+    mine, theirs = list(mine), list(theirs)
+    while mine and theirs:
+        taken, sizes = [mine.pop(0)], [theirs.pop(0)]
+        while not axes.same_size(own := axes.product(s for _, s in taken), other := axes.product(sizes)):
+            grows = theirs if axes.exact_quotient(own, other) is not None else mine
+            if not grows:
+                return
+            if grows is theirs:
+                sizes.append(theirs.pop(0))
+            else:
+                taken.append(mine.pop(0))
+        yield taken, sizes
+
+
+def _flattened(indices: list[_Sized]) -> Expr | None:
+    """The position in row-major order of an index a dimension, each with its size."""
+    position, *rest = indices
+    total = position[0]
+    for index, extent in rest:
+        if not extent.is_Integer:
+            return None
+        total = ix.add(ix.mul(total, Const(int(extent))), index)
+    return total
+
+
+def _unflattened(position: Expr | None, sizes: list[sympy.Expr]) -> list[Expr] | None:
+    """An index for each of the sizes, from the position in row-major order."""
+    if position is None or not all(s.is_Integer for s in sizes[1:]):
+        return None
+    indices: list[Expr] = []
+    for extent in reversed(sizes[1:]):
+        indices.insert(0, ix.apply("mod", position, Const(int(extent))))
+        position = ix.apply("floordiv", position, Const(int(extent)))
+    return [position, *indices]
+
+
+def _expanded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    source = node.args[0]
+    return reader.read(source, broadcast(fake(source), at)) if isinstance(source, fx.Node) else None
+
+
+def _repeated(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """repeat, tile: the whole tensor again and again, along new axes in front too."""
+    source, times = node.args[0], argument(node, "repeats", argument(node, "dims"))
+    if not isinstance(source, fx.Node) or not isinstance(times, (list, tuple)):
+        return None
+    sizes = axes.shape_exprs(fake(source))
+    times = [1] * (len(at) - len(times)) + list(times)
+    new = len(at) - len(sizes)
+    own = [_within(i, s, n) for i, s, n in zip(at[new:], sizes, times[new:], strict=True)]
+    return None if any(i is None for i in own) else reader.read(source, tuple(i for i in own if i is not None))
+
+
+def _within(i: Expr, size: sympy.Expr, times: object) -> Expr | None:
+    """The index below `size` that an index below times · size falls on."""
+    if size == axes.ONE:
+        return ix.ZERO
+    if isinstance(times, int) and times == 1:
+        return i
+    return ix.apply("mod", i, Const(int(size))) if size.is_Integer else None
+
+
+def _repeated_in_place(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """repeat_interleave: each element the same number of times."""
+    source, times, dim = node.args[0], argument(node, "repeats"), dim_of(node)
+    if not isinstance(source, fx.Node) or dim is None:
+        return None
+    dim %= len(at)
+    alone = axes.shape_exprs(fake(source))[dim] == axes.ONE
+    if not alone and not isinstance(times, int):
+        return None
+    own = ix.ZERO if alone else ix.apply("floordiv", at[dim], Const(times))  # type: ignore[arg-type]
+    return reader.read(source, (*at[:dim], own, *at[dim + 1 :]))
+
+
+def _permuted(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """Whatever puts the axes in another order."""
+    source, order = node.args[0], permuted(node, len(at))
+    if order is None or not isinstance(source, fx.Node):
+        return None
+    own: list[Expr] = [ix.ZERO] * len(at)
+    for position, dim in enumerate(order):
+        own[dim] = at[position]
+    return reader.read(source, tuple(own))
+
+
+def permuted(node: fx.Node, rank: int) -> Order | None:
+    """For each axis of a result, the axis of what is read; None where that can't be said."""
+    try:
+        return PERMUTES[node.target](node, rank)
+    except axes.AxisError:
+        return None
+
+
+def _select(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    dim, index, source = dim_of(node), argument(node, "index"), node.args[0]
+    if dim is None or not isinstance(index, int) or index < 0 or not isinstance(source, fx.Node):
+        return None
+    dim %= fake(source).dim()
+    return reader.read(source, (*at[:dim], Const(index), *at[dim:]))
+
+
+def _slice(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    dim, source = dim_of(node, 0), node.args[0]
+    step = argument(node, "step", 1)
+    if dim is None or not isinstance(source, fx.Node) or not isinstance(step, int):
+        return None
+    dim %= len(at)
+    first = first_of_slice(node, source, dim)
+    if first is None:
+        return None
+    return reader.read(source, (*at[:dim], ix.add(first, ix.mul(at[dim], Const(step))), *at[dim + 1 :]))
+
+
+def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
+    """Where a slice begins."""
+    start: Any = argument(node, "start") or 0
+    if _is_from_the_front(start):
+        value = start.meta["val"] if isinstance(start, fx.Node) else start
+        return Const(value) if isinstance(value, int) else whole_number(torch_symbols.decided(value))
+    extent = axes.shape_exprs(fake(source))[dim]
+    if isinstance(start, int) and extent.is_Integer:
+        return Const(max(0, start + int(extent)))
+    if argument(node, "step", 1) != 1 or argument(node, "end") not in (None, _TO_THE_END):
+        return None
+    # What is left out in front is what the result is shorter by, however the start was counted.
+    whole, kept = (whole_number(axes.shape_exprs(fake(n))[dim]) for n in (source, node))
+    return None if whole is None or kept is None else ix.add(whole, kept, -1)
+
+
+def _is_from_the_front(start: Any) -> bool:
+    """A start below zero counts from the end."""
+    value = start.meta.get("val") if isinstance(start, fx.Node) else start
+    return isinstance(value, (int, torch.SymInt)) and torch_symbols.statically_known(value >= 0)
+
+
+def _indexed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """x[:, i, j, ...] with index tensors for axes that stand together."""
+    source, given = node.args[0], node.args[1]
+    if not isinstance(source, fx.Node) or not isinstance(given, (list, tuple)):
+        return None
+    indices = [x for x in given if isinstance(x, fx.Node)]
+    first = len(given) - len(indices)
+    if any(x is not None for x in given[:first]) or any(fake(i).dtype == torch.bool for i in indices):
+        return None
+    last = first + max(fake(i).dim() for i in indices)
+    read = tuple(reader.read(i, broadcast(fake(i), at[first:last])) for i in indices)
+    whole = (*at[:first], *read, *at[last:])
+    if all((lowest := ix.lower_bound(i)) is not None and lowest >= 0 for i in read):
+        return reader.read(source, whole)
+    # An index that may be negative counts from the end: true of an element of the tensor, not of what it is made of.
+    return reader.load(source, whole)
+
+
+def _picked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """index_select and gather, whose indices are never negative."""
+    source, dim, indices = node.args[0], dim_of(node), argument(node, "index")
+    if not isinstance(source, fx.Node) or not isinstance(indices, fx.Node) or dim is None or not at:
+        return None
+    dim %= len(at)
+    picked = reader.read(indices, at if node.target is aten.gather.default else (at[dim],)[: fake(indices).dim()])
+    return reader.read(source, (*at[:dim], picked, *at[dim + 1 :]))
+
+
+def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """cat: the part that the index falls into. Every part but the last has a known size."""
+    parts, dim = node.args[0], dim_of(node, 0)
+    if not isinstance(parts, (list, tuple)) or dim is None:
+        return None
+    nodes = [x for x in parts if isinstance(x, fx.Node) and fake(x).dim() == len(at)]
+    dim %= len(at)
+    sizes = [axes.shape_exprs(fake(x))[dim] for x in nodes]
+    if len(nodes) != len(parts) or not all(s.is_Integer for s in sizes[:-1]):
+        return None
+    starts = [0, *itertools.accumulate(map(int, sizes[:-1]))]
+    found: Expr | None = None
+    for i in reversed(_that_may_hold(at[dim], starts)):
+        # The only place in a part of size one is its first: what is read there is the same for all indices.
+        own = ix.ZERO if sizes[i] == axes.ONE else ix.add(at[dim], Const(-starts[i]))
+        element = reader.read(nodes[i], (*at[:dim], own, *at[dim + 1 :]))
+        converted = converted_of(reader, element, node, fake(nodes[i]).dtype, at)
+        if converted is None:
+            return None
+        found = (
+            converted if found is None else ix.where(ix.compare("<", at[dim], Const(starts[i + 1])), converted, found)
+        )
+    return found
+
+
+def _that_may_hold(position: Expr, starts: list[int]) -> range:
+    """Which of the parts that begin there, one after the other, a position can be in."""
+    low, high = ix.bounds(position, {})
+    first = 0 if low is None else max(0, bisect.bisect_right(starts, low) - 1)
+    return range(first, len(starts) if high is None else max(first + 1, bisect.bisect_right(starts, high)))
+
+
+def _embedding(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    weight, indices = node.args[0], node.args[1]
+    if not isinstance(weight, fx.Node) or not isinstance(indices, fx.Node):
+        return None
+    return reader.read(weight, (reader.read(indices, at[:-1]), at[-1]))
+
+
+READERS: dict[object, ReadOp] = {
+    **dict.fromkeys(PERMUTES, _permuted),
+    **dict.fromkeys((*RESHAPES, *SQUEEZES), _reshaped),
+    **dict.fromkeys(EXPANDS, _expanded),
+    aten.unsqueeze.default: _unsqueeze,
+    aten.repeat.default: _repeated,
+    aten.tile.default: _repeated,
+    aten.repeat_interleave.self_int: _repeated_in_place,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.index.Tensor: _indexed,
+    aten.embedding.default: _embedding,
+    aten.index_select.default: _picked,
+    aten.gather.default: _picked,
+    aten.cat.default: _joined,
+    aten.concat.default: _joined,
+    aten.concatenate.default: _joined,
+}

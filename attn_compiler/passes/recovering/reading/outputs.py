@@ -1,0 +1,68 @@
+"""What a higher-order call gives back, read on in the body that computes it: T5 makes its bias in its first layer, for all layers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr
+from attn_compiler.passes.graph import mutation
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.unit import Unit, is_anchor_like, unsupported_tensor
+from attn_compiler.passes.recovering.reading.core import At, Reader, Unreadable
+from attn_compiler.passes.recovering.reading.inputs import are_alike
+
+
+class BodyOutputs:
+    """unit: whose graph holds the calls. reader_of: of a body."""
+
+    def __init__(self, unit: Unit, reader_of: Callable[[Unit], Reader]) -> None:
+        self._unit = unit
+        self._reader_of = reader_of
+
+    def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        """The element of a result at `at`; None if it depends on tensors that only the body has, or can't be read there."""
+        given = reader.mirror.dynamo_node(node)
+        if given is None or given.target is not operator.getitem or _may_be_an_input(node):
+            return None
+        call, position = given.args
+        body = next((body for known, body in self._unit.callees if known.node is call), None)
+        if body is None or not isinstance(position, int) or not _can_be_read(body):
+            return None
+        below = self._reader_of(body)
+        made = _output(below.mirror, position)
+        if made is None or below.varies(made) or not are_alike(made, node):
+            return None
+        try:
+            element = below.read_at(len(below.mirror.graph.nodes), made, at)
+        except Unreadable:
+            return None
+        tensors = {load.tensor: below.tensors[load.tensor] for load in ix.loads(element)}
+        if any(version.node.graph is below.mirror.graph for version in tensors.values()):
+            return None
+        if any(reader.tensors.get(name, version) != version for name, version in tensors.items()):
+            return None
+        reader.tensors.update(tensors)
+        return element
+
+
+def _may_be_an_input(node: fx.Node) -> bool:
+    """Whether writes to what the call was given would be seen in the result."""
+    memory = mutation.storages(node)
+    return any(memory & mutation.storages(source) for source in node.all_input_nodes)
+
+
+def _can_be_read(body: Unit) -> bool:
+    """A body that is called once, whose mirror is made already or is nobody else's to make."""
+    ready = body.mirror is not None or not any(map(is_anchor_like, body.graph.nodes))
+    return ready and len(body.calls) == 1 and unsupported_tensor(body.graph_module) is None
+
+
+def _output(mirror: Mirror, position: int) -> fx.Node | None:
+    """The node of one of the outputs."""
+    (given,) = mirror.graph.output_node().args
+    made = given[position] if isinstance(given, (tuple, list)) and position < len(given) else None
+    return made if isinstance(made, fx.Node) else None

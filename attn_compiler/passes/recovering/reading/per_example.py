@@ -1,0 +1,22 @@
+"""Which values of a mirror belong to one example of a vmap."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from attn_compiler.passes.graph.mirror import Mirror
+
+
+def regions_of(mirror: Mirror) -> dict[fx.Node, frozenset[int]]:
+    """The vmaps that a node's value is one example of, for nodes that are."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    if not mirror.vmap_axes:
+        return found
+    for node in mirror.graph.nodes:
+        regions = frozenset().union(*(found.get(source, frozenset()) for source in node.all_input_nodes))
+        axis = mirror.vmap_axes.get(node)
+        if axis is not None:
+            regions = regions | {axis.region} if axis.added else regions - {axis.region}
+        if regions:
+            found[node] = regions
+    return found

@@ -1,0 +1,239 @@
+"""Ops that work on elements one by one: arithmetic, comparisons, boolean algebra, choices, triangles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr
+from attn_compiler.passes.graph.views import argument
+from attn_compiler.passes.recovering.reading.converting import converted, fits
+from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, computed_of
+from attn_compiler.passes.recovering.reading.nodes import fake
+
+aten = torch.ops.aten
+
+
+def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
+    """An op that first converts its operands to one dtype, as PyTorch does: -1 is 255 for uint8, and stays unread."""
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        if any(v not in (1, None) for v in node.kwargs.values()):
+            return None
+        dtype = _common_dtype(node.args)
+        if any(_overflows(x, dtype) for x in node.args):
+            return None
+        operands = [_operand(reader, node, x, at, dtype) for x in node.args]
+        return None if any(x is None for x in operands) else combine(*operands)
+
+    return read
+
+
+def _overflows(x: Any, dtype: torch.dtype) -> bool:
+    """Whether a finite Python number is infinite in a dtype.
+
+    PyTorch calculates with the number itself, and rounds the result: 0 · 1e5 is 0 in float16. Some ops refuse such a number.
+    """
+    is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
+    return is_number and dtype.is_floating_point and math.isfinite(x) and abs(x) > torch.finfo(dtype).max
+
+
+def _common_dtype(args: Iterable[Any]) -> torch.dtype:
+    """What PyTorch converts the operands of an op to. A symbolic number counts as a whole one."""
+    values = [x.meta.get("val") if isinstance(x, fx.Node) else x for x in args]
+    known = [v if isinstance(v, (bool, int, float, torch.Tensor)) else 0 for v in values]
+    return torch.result_type(known[0], known[-1])
+
+
+def _operand(reader: Reader, node: fx.Node, x: Any, at: At, dtype: torch.dtype) -> Expr | None:
+    """An operand of a node, converted to a dtype; None if that may wrap."""
+    element = reader.operand(x, fake(node).shape, at)
+    value = x.meta.get("val") if isinstance(x, fx.Node) else None
+    source = value.dtype if isinstance(value, torch.Tensor) else None
+    return None if element is None else converted(element, source, dtype, reader.within(element, node, at))
+
+
+def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
+    """A pointwise op whose result is as exact as its expression: true of whole numbers that don't overflow, and of choices."""
+    exactly = _pointwise(combine)
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        found = exactly(reader, node, at)
+        return None if found is None else computed_of(reader, found, node, at)
+
+    return read
+
+
+def _compare(op: str) -> ReadOp:
+    """A comparison of whole numbers becomes one of their difference with zero, which has to fit. Whether they are equal, it says anyhow."""
+    pointwise = _pointwise(lambda a, b: ix.compare(op, a, b))
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        if op not in ("==", "!="):
+            sides = [_operand(reader, node, x, at, _common_dtype(node.args)) for x in node.args]
+            if not _differ_by_little(reader, node, sides, at):
+                return None
+        return pointwise(reader, node, at)
+
+    return read
+
+
+def _differ_by_little(reader: Reader, node: fx.Node, sides: list[Expr | None], at: At) -> bool:
+    """Whether 64 bits hold the difference of two whole numbers, in either direction, and one more."""
+    a, b = sides
+    if a is None or b is None or "float" in (ix.kind_of(a), ix.kind_of(b)):
+        return True
+    apart = ix.add(a, b, -1)
+    within = reader.within(apart, node, at)
+    return all(fits(ix.add(ix.mul(apart, Const(sign)), ix.ONE, sign), torch.int64, within) for sign in (1, -1))
+
+
+def _logical(op: str) -> ReadOp:
+    """Also for the bitwise ops, which on truth values are the logical ones; on whole numbers they stay loads."""
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        bitwise = "bitwise" in str(node.target) or str(node.target).startswith("aten.__")
+        if bitwise and fake(node).dtype != torch.bool:
+            return None
+        operands = [reader.operand(x, fake(node).shape, at) for x in node.args]
+        if any(x is None for x in operands):
+            return None
+        return ix.apply(op, *(ix.as_bool(x) for x in operands if x is not None))
+
+    return read
+
+
+def _rounded(combine: Callable[..., Expr | None]) -> ReadOp:
+    """A pointwise op on floats whose result is rounded: good for what is added to scores, never for what masks (ix.is_exact)."""
+    pointwise = _pointwise(lambda *operands: combine(*map(ix.as_float, operands)))
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        return pointwise(reader, node, at) if fake(node).dtype.is_floating_point else None
+
+    return read
+
+
+def _divide(a: Expr, b: Expr) -> Expr:
+    return a if b == Const(1.0) else ix.apply("div", a, b)
+
+
+def _power(a: Expr, b: Expr) -> Expr:
+    return a if b == Const(1.0) else ix.apply("pow", a, b)
+
+
+def _clamp(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    source = _operand(reader, node, node.args[0], at, fake(node).dtype)
+    if source is None:
+        return None
+    for name, op in (("min", "max"), ("max", "min")):
+        given = argument(node, name)
+        bound = None if given is None else _operand(reader, node, given, at, fake(node).dtype)
+        if given is not None and bound is None:
+            return None
+        source = source if bound is None else ix.apply(op, source, bound)
+    return source
+
+
+def _subtract(a: Expr, b: Expr) -> Expr:
+    return ix.add(a, b, -1)
+
+
+def _where(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    condition = reader.operand(node.args[0], fake(node).shape, at)
+    a, b = (_operand(reader, node, x, at, fake(node).dtype) for x in node.args[1:3])
+    return None if condition is None or a is None or b is None else ix.where(ix.as_bool(condition), a, b)
+
+
+def _masked_fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    source, mask = (reader.operand(x, fake(node).shape, at) for x in node.args[:2])
+    value = _operand(reader, node, node.args[2], at, fake(node).dtype)
+    return None if source is None or mask is None or value is None else ix.where(ix.as_bool(mask), value, source)
+
+
+def _triangle(keeps_lower: bool) -> ReadOp:
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        diagonal, source = argument(node, "diagonal", 0), node.args[0]
+        if not isinstance(diagonal, int) or not isinstance(source, fx.Node):
+            return None
+        column_minus_row = ix.add(at[-1], at[-2], -1)
+        kept = ix.compare("<=" if keeps_lower else ">=", column_minus_row, Const(diagonal))
+        zero = converted(ix.ZERO, None, fake(node).dtype, {})
+        return None if zero is None else ix.where(kept, reader.read(source, at), zero)
+
+    return read
+
+
+def _floor_div(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    if node.target is not aten.floor_divide.default and argument(node, "rounding_mode") != "floor":
+        return None
+    dtype = _common_dtype(node.args[:2])
+    a, b = (_operand(reader, node, x, at, dtype) for x in node.args[:2])
+    if a is None or not isinstance(b, Const) or ix.kind_of(a) != "int" or not isinstance(b.value, int) or b.value <= 0:
+        return None
+    return ix.apply("floordiv", a, b)
+
+
+def _remainder(a: Expr, b: Expr) -> Expr | None:
+    whole = ix.kind_of(a) == "int" and isinstance(b, Const) and isinstance(b.value, int) and b.value > 0
+    return ix.apply("mod", a, b) if whole else None
+
+
+READERS: dict[object, ReadOp] = {
+    aten.add.Tensor: _arithmetic(ix.add),
+    aten.sub.Tensor: _arithmetic(_subtract),
+    aten.rsub.Scalar: _arithmetic(lambda a, b: _subtract(b, a)),
+    aten.mul.Tensor: _arithmetic(ix.mul),
+    aten.neg.default: _arithmetic(lambda a: ix.mul(a, Const(-1))),
+    aten.abs.default: _arithmetic(lambda a: ix.apply("abs", a)),
+    aten.minimum.default: _arithmetic(lambda a, b: ix.apply("min", a, b)),
+    aten.maximum.default: _arithmetic(lambda a, b: ix.apply("max", a, b)),
+    aten.min.other: _arithmetic(lambda a, b: ix.apply("min", a, b)),
+    aten.max.other: _arithmetic(lambda a, b: ix.apply("max", a, b)),
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_max.default: _clamp,
+    aten.div.Tensor: _rounded(_divide),
+    aten.reciprocal.default: _rounded(lambda x: _divide(Const(1.0), x)),
+    aten.log.default: _rounded(lambda x: ix.apply("log", x)),
+    aten.exp.default: _rounded(lambda x: ix.apply("exp", x)),
+    aten.exp2.default: _rounded(lambda x: _power(Const(2.0), x)),
+    aten.pow.Tensor_Tensor: _rounded(_power),
+    aten.pow.Tensor_Scalar: _rounded(_power),
+    aten.pow.Scalar: _rounded(_power),
+    aten.remainder.Scalar: _pointwise(_remainder),
+    aten.floor_divide.default: _floor_div,
+    aten.div.Tensor_mode: _floor_div,
+    aten.div.Scalar_mode: _floor_div,
+    aten.where.self: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+    aten.where.Scalar: _where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.tril.default: _triangle(True),
+    aten.triu.default: _triangle(False),
+    aten.logical_and.default: _logical("and"),
+    aten.logical_or.default: _logical("or"),
+    aten.logical_not.default: _logical("not"),
+    aten.logical_xor.default: _logical("xor"),
+    aten.bitwise_and.Tensor: _logical("and"),
+    aten.bitwise_or.Tensor: _logical("or"),
+    aten.bitwise_not.default: _logical("not"),
+    aten.bitwise_and.Scalar: _logical("and"),
+    aten.bitwise_or.Scalar: _logical("or"),
+    aten.__and__.Scalar: _logical("and"),
+    aten.__or__.Scalar: _logical("or"),
+    aten.__and__.Tensor: _logical("and"),
+    aten.__or__.Tensor: _logical("or"),
+    **{
+        getattr(getattr(aten, name), kind): _compare(op)
+        for name, op in (("le", "<="), ("lt", "<"), ("ge", ">="), ("gt", ">"), ("eq", "=="), ("ne", "!="))
+        for kind in ("Tensor", "Scalar")
+    },
+}

@@ -1,0 +1,334 @@
+"""A match to an AttentionSpec: the operands are made on fake values, so that shapes, strides and dtypes are what a kernel would see.
+
+The mask is read as a condition over (b, h, q, k) (meaning.py). One that lets everything through is dropped, a causal one becomes
+the kernels' own `is_causal`; any other stays one dense tensor that combines all that is added or masked, and its spec says what
+it was proved to be, or why it could not be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Literal
+
+import torch
+
+from attn_compiler.passes.graph import axes, emit, faults, program, saved
+from attn_compiler.passes.graph.axes import AxisError
+from attn_compiler.passes.graph.emit import FakeBuilder
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.program import Tensors
+from attn_compiler.passes.graph.site import Latent, Match, Miss, Operand, Site, Term
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.matching import packing
+from attn_compiler.passes.recovering import latent, meaning, reach, reading, stored, upcasts
+from attn_compiler.passes.recovering.keyless import Keyless
+from attn_compiler.passes.recovering.meaning import Meaning
+from attn_compiler.passes.recovering.reading import Reader
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.errors import AttnCompilerWarning
+from attn_compiler.spec import dims, masks, scores
+from attn_compiler.spec.attention import AttentionSpec, Dim, LatentSpec, LseUse, SizeRange, StoredSpec, TensorSpec
+from attn_compiler.torch_private import symbols as torch_symbols
+
+#: said of a mask of which nothing is known for where it comes from
+COMES_IN = (
+    "the mask comes in from where nothing compiled made it; what compiled code makes stays known in other graphs "
+    "(integrations.transformers.compile_model does that for layers of Hugging Face models)"
+)
+
+#: how to see an exception that was caught
+_REPRODUCE = "compile with options={'strict': True}, which raises it"
+
+
+def run(unit: Unit, mirror: Mirror) -> None:
+    """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
+    kept = []
+    builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
+    reader, latents = reading.of_unit(unit), latent.Finder(mirror)
+    unreadable: dict[str, list[str]] = {}
+    for site in unit.sites:
+        unit.current = site.module
+        reason: Reason | None = None
+        with faults.confined(unit, "recover", site.module) as attempt:
+            reason = _described(unit, mirror, site, builder, reader, latents, unreadable)
+        reason = attempt.reason or reason
+        if reason is None:
+            kept.append(site)
+        else:
+            unit.misses.append(_miss(site, reason))
+    unit.sites = kept
+    unit.unread.extend(unreadable)
+    for cause, modules in unreadable.items():
+        _warn(cause, modules)
+
+
+def _warn(cause: str, modules: list[str]) -> None:
+    """modules: where that kept a mask from being read."""
+    warnings.warn(
+        f"attn_compiler could not read the mask at {', '.join(dict.fromkeys(modules))}, which stays a dense tensor there: {cause}. "
+        f"To reproduce: {_REPRODUCE}",
+        AttnCompilerWarning,
+        stacklevel=2,
+    )
+
+
+def _described(
+    unit: Unit,
+    mirror: Mirror,
+    site: Site,
+    builder: FakeBuilder[torch.Tensor],
+    reader: Reader,
+    latents: latent.Finder,
+    unreadable: dict[str, list[str]],
+) -> Reason | None:
+    """Describe the site; why that can't be done, if so."""
+    try:
+        _describe(unit, mirror, site, builder, reader, latents, unreadable)
+    except AxisError as error:
+        rule = "q, k, v and the mask can be brought into (batch, heads, sequence, head dim)"
+        return Reason(code=Code.AXES, rule=rule, observed=str(error))
+    if site.match.lse is not None and site.keyless is not None:
+        rule = "a query whose logsumexp is read has no keys only where they are masked by -inf"
+        return Reason(code=Code.KEYLESS_ROWS, rule=rule, observed="a mask shuts queries out with a finite number")
+    return None
+
+
+def _miss(site: Site, reason: Reason) -> Miss:
+    return Miss(anchor=site.match.anchor, nearest=site.match.pattern, stopped_at=site.match.out, reason=reason)
+
+
+def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
+    """The dtype that a kernel gets q and k in: the one that the model multiplies them in (autocast included), or that of `Match.narrow`."""
+    if match.narrow is not None:
+        return match.narrow
+    value = match.first.meta["val"]
+    dtype: torch.dtype = value.dtype
+    return dtype
+
+
+def _describe(
+    unit: Unit,
+    mirror: Mirror,
+    site: Site,
+    builder: FakeBuilder[torch.Tensor],
+    reader: Reader,
+    latents: latent.Finder,
+    unreadable: dict[str, list[str]],
+) -> None:
+    """Fill in the spec and the meaning of the mask. The match loses a mask that the kernel needs no tensor for. Raises AxisError.
+
+    unreadable: exceptions that kept masks from being read, with the modules where; a new one is entered.
+    """
+    match = site.match
+    out = emit.example(mirror, match.out)
+    needs_grad = bool(out.requires_grad)
+    bias = needs_grad and _wants_bias_gradient(mirror, match)
+    if needs_grad:
+        saved.settle(unit, mirror, match)
+    site.added, site.allowed = match.additive, match.allowed
+    proved = _read(unit, mirror, site, reader, unreadable)
+    _prove(match, proved, bias)
+    site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
+    site.keyless = proved.keyless
+    if not needs_grad:
+        match.narrow = upcasts.read_through(mirror, match)
+        match.stored = stored.find(mirror, match)
+    match.latent = latents.find(match)
+    tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
+    mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
+    spec = AttentionSpec(
+        q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
+        k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
+        v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),
+        mask=dataclasses.replace(mask, out_of_reach=reach.missing(unit, mirror, match, site.loads, mask.kinds)),
+        score=dataclasses.replace(
+            score, out_of_reach=reach.missing(unit, mirror, match, site.score_loads, score.proved)
+        ),
+        device=out.device.type,
+        out_dtype=_name(out.dtype),
+        needs_grad=needs_grad,
+        returns_weights=match.returns_weights,
+        decomposed=match.decomposed,
+        stored=_stored_spec(match, tensors),
+        latent=_latent_spec(match, tensors),
+        no_latent=match.latent if isinstance(match.latent, Reason) else None,
+        lse=_lse_use(mirror, match),
+        ranges=_ranges(tensors.q.shape[2], tensors.k.shape[2]),
+    )
+    site.spec = _with_own_rows(match, spec, site.keyless)
+
+
+def _with_own_rows(match: Match, spec: AttentionSpec, keyless: Keyless | None) -> AttentionSpec:
+    """The spec, which says so where the rows of queries without keys can't be completed behind any kernel."""
+    if keyless is None or (keyless.own is None and _why_not_completed(match, spec, keyless) is None):
+        return spec
+    rows: Literal["numbers", "model"] = "numbers" if is_added_up(match, spec) else "model"
+    return dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, own_rows=rows))
+
+
+def _why_not_completed(match: Match, spec: AttentionSpec, keyless: Keyless) -> str | None:
+    if keyless.numbers is not None and spec.mask.out_of_reach:
+        return "the numbers that mask are out of reach"
+    if not (keyless.through and spec.needs_grad):
+        return None
+    if keyless.numbers is not None or match.limits:
+        return "the scores have a gradient where all are masked"
+    return None
+
+
+def is_added_up(match: Match, spec: AttentionSpec) -> bool:
+    """Whether all that masks is in one tensor of numbers, which are added as the model adds them."""
+    tensor = spec.mask.dense or spec.score.bias
+    return tensor is not None and tensor.dtype != "bool" and not match.allowed and not match.limits
+
+
+def _lse_use(mirror: Mirror, match: Match) -> LseUse:
+    if match.lse is None:
+        return "unread"
+    if not emit.example(mirror, match.lse).requires_grad:
+        return "read"
+    return "merged" if match.is_part else "differentiated"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dims(sizes: torch.Size | tuple[int, ...]) -> tuple[Dim, ...]:
+    return tuple(torch_symbols.dim_of(s) for s in sizes)
+
+
+def _ranges(*lengths: int | torch.SymInt) -> tuple[SizeRange, ...]:
+    """Of symbolic lengths, where guards say more of them than their names do."""
+    found = {}
+    for size in lengths:
+        dim = torch_symbols.dim_of(size)
+        least, most = torch_symbols.range_of(size)
+        if isinstance(dim, str) and (least > dims.at_least(dim) or most is not None):
+            found[dim] = SizeRange(size=dim, least=least, most=most)
+    return tuple(found.values())
+
+
+def _tensor_spec(value: torch.Tensor, root: torch.Tensor) -> TensorSpec:
+    return TensorSpec(
+        shape=_dims(value.shape),
+        strides=_dims(value.stride()),
+        dtype=_name(value.dtype),
+        requires_grad=bool(root.requires_grad),
+    )
+
+
+def _stored_spec(match: Match, tensors: Tensors[torch.Tensor]) -> StoredSpec | None:
+    if match.stored is None or tensors.stored is None:
+        return None
+    k, v = match.stored
+    return StoredSpec(
+        k=_tensor_spec(tensors.stored.k, tensors.stored.k),
+        v=_tensor_spec(tensors.stored.v, tensors.stored.v),
+        k_scaled=k.scale is not None,
+        v_scaled=v.scale is not None,
+    )
+
+
+def _latent_spec(match: Match, tensors: Tensors[torch.Tensor]) -> LatentSpec | None:
+    found, made = match.latent, tensors.latent
+    if not isinstance(found, Latent) or made is None:
+        return None
+    return LatentSpec(
+        latent=_tensor_spec(made.latent, made.latent),
+        rope=None if made.rope is None else _tensor_spec(made.rope, made.rope),
+        nope=found.k.size,
+        nope_first=found.nope_first,
+    )
+
+
+def _wants_bias_gradient(mirror: Mirror, match: Match) -> bool:
+    return any(emit.example(mirror, t.operand.root).requires_grad for t in match.additive)
+
+
+def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: dict[str, list[str]]) -> Meaning:
+    """What is masked and added means, with a note for what was left out of it. An exception costs this mask alone: it stays dense."""
+    match = site.match
+    is_masked = bool(match.additive or match.allowed)
+    try:
+        proved = meaning.of(mirror, match, reader)
+        if proved.reason is not None and not unit.is_body and _masks_come_in(mirror, match):
+            match.notes = (*match.notes, COMES_IN)
+        if is_masked and proved.reason is None:
+            match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
+    except Exception as error:  # Whatever breaks in reading a mask, its tensor is at hand.
+        if unit.options.strict:
+            raise
+        cause = f"{type(error).__name__}: {error}"
+        unreadable.setdefault(cause, []).append(site.module)
+        return meaning.unread(match, f"reading it failed with {cause} ({_REPRODUCE})")
+    return proved if is_masked else Meaning(unusual=proved.unusual)
+
+
+def _masks_come_in(mirror: Mirror, match: Match) -> bool:
+    """Whether an input is used as a mask. An added input counts if it has no gradient and is the same for all heads, as masks are."""
+    return any(_comes_in(mirror, term) for term in match.allowed) or any(
+        _comes_in(mirror, term) and _is_like_a_mask(emit.example(mirror, term.operand.root)) for term in match.additive
+    )
+
+
+def _comes_in(mirror: Mirror, term: Term) -> bool:
+    return term.operand.root.op == "placeholder" and emit.example(mirror, term.operand.root).dim() > 1
+
+
+def _is_like_a_mask(numbers: torch.Tensor) -> bool:
+    of_all_heads = numbers.dim() == 2 or (numbers.dim() == 4 and torch_symbols.statically_known(numbers.shape[1] == 1))
+    return of_all_heads and not numbers.requires_grad and not torch_symbols.statically_known(numbers.shape[-2] == 1)
+
+
+def _prove(match: Match, proved: Meaning, bias: bool) -> None:
+    """Take a mask off the match where nothing, or `is_causal`, says as much; what is left is told which indices it depends on.
+
+    bias: something that is added wants a gradient, so its tensor stays whatever it is.
+    """
+    match.changes = (*match.changes, *(scores.Unusual(what=what) for what in proved.unusual))
+    if bias or not (match.additive or match.allowed):
+        return
+    along = iter(proved.along)
+    match.additive = tuple(dataclasses.replace(term, along=next(along)) for term in match.additive)
+    match.allowed = tuple(dataclasses.replace(term, along=next(along)) for term in match.allowed)
+    square = axes.same_size(axes.dim_size(match.query), axes.dim_size(match.key))
+    if proved.is_everything or (proved.is_causal_only and square):
+        match.is_causal = match.is_causal or proved.is_causal_only
+        match.additive, match.allowed = (), ()
+        match.notes = (*match.notes, f"the mask tensor is not needed: it is {proved.words}")
+
+
+def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool) -> masks.MaskSpec:
+    dense = None
+    if tensors.mask is not None and not bias:
+        terms = len(match.additive) + len(match.allowed)
+        dense = masks.Dense(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype), terms=terms)
+    added = proved.added if dense is not None else None
+    spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason, added=added)
+    if not match.is_causal:
+        return spec
+    if tensors.mask is None and proved.kinds:
+        return dataclasses.replace(spec, flag=masks.Flag.READ)
+    return dataclasses.replace(spec, kinds=(masks.Causal(), *proved.kinds), flag=masks.Flag.CALLED)
+
+
+def _score_spec(
+    mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool
+) -> scores.ScoreSpec:
+    changes = list(match.changes)
+    if tensors.mask is not None and bias:
+        changes.append(scores.DenseBias(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype)))
+    if match.sinks is not None:
+        root = match.sinks.root if isinstance(match.sinks, Operand) else None
+        changes.append(scores.Sinks(requires_grad=root is not None and emit.example(mirror, root).requires_grad))
+    return scores.ScoreSpec(
+        scale=match.scale,
+        runtime_scale=bool(match.factors),
+        changes=tuple(changes),
+        dropout_p=match.dropout_p,
+        softmax_dtype=match.softmax_dtype,
+        proved=proved.scores,
+    )

@@ -1,0 +1,1 @@
+"""Other spellings of attention become plain ones before anything is matched."""

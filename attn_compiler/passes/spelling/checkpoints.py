@@ -1,0 +1,197 @@
+"""Bodies of checkpoints (`torch.utils.checkpoint`) in the graph that calls them, for passes that have to see both, and back again.
+
+`inline` writes each body in place of its call, between two marks. `outline` makes a body of what is between them then, and calls it as
+before: what is recomputed, and how, stays the model's choice. What only depends on tensors around the checkpoint goes before the call,
+once for all layers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from attn_compiler.passes.graph import bodies
+from attn_compiler.passes.graph.calls import target_name
+
+_CHECKPOINT = "tag_activation_checkpoint"
+_MARK, _BODY, _HELD = "attn_compiler_mark", "attn_compiler_body", "attn_compiler_held"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inlined:
+    """One body that stands in the graph that called it.
+
+    begin, end: the marks around it. nodes: those of the body itself. target, kwargs, meta: of the call. notes: of the body, such as what
+    decides op by op what is recomputed.
+    """
+
+    begin: fx.Node
+    end: fx.Node
+    nodes: frozenset[fx.Node]
+    target: Any
+    kwargs: Mapping[str, Any]
+    meta: Mapping[str, Any]
+    notes: Mapping[str, Any]
+
+
+def inline(gm: fx.GraphModule) -> list[Inlined]:
+    """Write the body of each checkpoint into the graph. A checkpoint in a checkpoint stays a call."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and target_name(node) == _CHECKPOINT]
+    found = [_inline(gm, call, body) for call in calls if (body := _body(call)) is not None]
+    if found:
+        _erase_unused_bodies(gm)
+        gm.recompile()
+    return found
+
+
+def outline(gm: fx.GraphModule, found: list[Inlined]) -> None:
+    """Make bodies again of what stands between the marks by now."""
+    for one in found:
+        _outline(gm, one)
+    if found:
+        delattr(gm, _MARK)
+        gm.recompile()
+
+
+def _body(call: fx.Node) -> fx.GraphModule | None:
+    """The body of a call that takes its inputs from the call's arguments, and whose results are taken one by one. None: it stays."""
+    given = bodies.bodies(call)
+    if len(given) != 1 or bodies.first_argument(call, given[0]) != 1:
+        return None
+    results = given[0].graph.output_node().args[0]
+    is_plain = isinstance(results, (tuple, list)) and all(isinstance(x, fx.Node) for x in results)
+    return given[0] if is_plain and all(_is_taken(user) for user in call.users) else None
+
+
+def _is_taken(user: fx.Node) -> bool:
+    return user.target is operator.getitem and isinstance(user.args[1], int)
+
+
+def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> Inlined:
+    graph, known = gm.graph, dict(zip(bodies.placeholders(body), call.args[1:], strict=True))
+    if not hasattr(gm, _MARK):
+        gm.add_module(_MARK, nn.Module())
+    made: list[fx.Node] = []
+    with graph.inserting_before(call):
+        begin = graph.get_attr(_MARK)
+        for node in body.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            copied = graph.node_copy(node, lambda x: known[x])
+            if node.op in ("get_attr", "call_module"):
+                copied.target = _held(gm, operator.attrgetter(str(node.target))(body))
+            known[node] = copied
+            made.append(copied)
+        end = graph.get_attr(_MARK)
+    results: Any = body.graph.output_node().args[0]
+    for user in list(call.users):
+        at: Any = user.args[1]
+        user.replace_all_uses_with(known[results[at]])  # type: ignore[arg-type]
+        graph.erase_node(user)
+    graph.erase_node(call)
+    return Inlined(
+        begin=begin,
+        end=end,
+        nodes=frozenset(made),
+        target=call.target,
+        kwargs=call.kwargs,
+        meta=dict(call.meta),
+        notes=dict(body.meta),
+    )
+
+
+def _held(gm: fx.GraphModule, value: object) -> str:
+    """The name of an attribute with a value that a body has: a tensor, or a body of its own."""
+    name = _unused_name(gm, _HELD)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        gm.register_buffer(name, value)
+    else:
+        setattr(gm, name, value)
+    return name
+
+
+def _unused_name(gm: fx.GraphModule, stem: str) -> str:
+    at = 0
+    while hasattr(gm, f"{stem}_{at}"):
+        at += 1
+    return f"{stem}_{at}"
+
+
+def _erase_unused_bodies(gm: fx.GraphModule) -> None:
+    """Those that nothing calls any more, so that nothing takes them for parts of the model."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name != _MARK and not node.users and isinstance(getattr(gm, name, None), fx.GraphModule):
+            gm.graph.erase_node(node)
+            if not any(other.target == name for other in gm.graph.find_nodes(op="get_attr")):
+                delattr(gm, name)
+
+
+def _outline(gm: fx.GraphModule, one: Inlined) -> None:
+    graph = gm.graph
+    inside = _between(one)
+    for node in _of_outside(inside, one):
+        one.begin.prepend(node)
+    inside = _between(one)
+    members = set(inside)
+    inputs = list(dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in members))
+    outputs = [node for node in inside if any(user not in members for user in node.users)]
+    if any(not isinstance(x.meta.get("example_value"), torch.Tensor) for x in outputs):
+        raise ValueError("what is made in a checkpoint and used outside of it is a tensor")
+    if outputs:
+        name = _unused_name(gm, _BODY)
+        gm.add_module(name, _made_body(gm, inside, inputs, outputs, one))
+        with graph.inserting_before(one.end):
+            call = graph.call_function(one.target, (graph.get_attr(name), *inputs), dict(one.kwargs))
+            call.meta = {**one.meta, "example_value": tuple(x.meta["example_value"] for x in outputs)}
+            for at, old in enumerate(outputs):
+                new = graph.call_function(operator.getitem, (call, at))
+                new.meta = dict(old.meta)
+                for user in [user for user in old.users if user not in members]:
+                    user.replace_input_with(old, new)
+    for node in (one.end, *reversed(inside), one.begin):
+        graph.erase_node(node)
+
+
+def _between(one: Inlined) -> list[fx.Node]:
+    found, node = [], one.begin.next
+    while node is not one.end:
+        found.append(node)
+        node = node.next
+    return found
+
+
+def _of_outside(inside: list[fx.Node], one: Inlined) -> list[fx.Node]:
+    """What passes made in the body of tensors around it alone. It is moved only where nothing of the body changes what calls mean: each
+    of its calls gives a value, unlike those that enter autocast or turn gradients off."""
+    if any(node.meta.get("example_value") is None and node.op != "get_attr" for node in inside):
+        return []
+    left, found = set(inside), []
+    for node in inside:
+        value = node.meta.get("example_value")
+        is_moved = isinstance(value, torch.Tensor) and not value.requires_grad and node.op != "get_attr"
+        if is_moved and node not in one.nodes and left.isdisjoint(node.all_input_nodes):
+            left.remove(node)
+            found.append(node)
+    return found
+
+
+def _made_body(
+    gm: fx.GraphModule, inside: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], one: Inlined
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        known[node] = graph.placeholder(node.name)
+        known[node].meta = dict(node.meta)
+    for node in inside:
+        known[node] = graph.node_copy(node, lambda x: known[x])
+    graph.output(tuple(known[x] for x in outputs))
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(one.notes)
+    return made

@@ -1,0 +1,322 @@
+"""FlexAttention's calls, spelled out for matching, and given back where no kernel of another kind takes their place.
+
+A call of the higher-order op `flex_attention` holds its score_mod and mask_mod as graphs over one score. Beside it, its attention is
+written as ATen ops with both evaluated at every score; what read the call reads that. So the mask and what is added are read and proved as
+any model's. That form is for looking at: it is erased again, and so is the call if a kernel took its place.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import bodies, closed, regions, relevance
+from attn_compiler.passes.graph.calls import Trying, target_name, untried
+from attn_compiler.passes.recovering import flex_blocks
+from attn_compiler.passes.recovering.flex_blocks import Blocks
+from attn_compiler.passes.spelling import expand, flex_sinks
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing
+
+NAME = "flex attention"
+OPERATION = "flex_attention"
+
+#: kernel options that change nothing but Flex's own outputs for its backward, and what FlexAttention gives if nobody says anything
+_ANY_VALUE = frozenset({"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"})
+_DEFAULTS: Mapping[str, object] = {
+    "BACKEND": "AUTO",
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+}
+_OUTPUTS = ("the attention", "logsumexp", "max_scores")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spelled:
+    """One call that was spelled out: FlexAttention's, or that of a library's kernel (library_calls.py).
+
+    call: the call. It stays in the graph for as long as it is not known whether a kernel takes its place.
+    own: the call's output in the model.
+    product: the attention, spelled out. It is erased where a kernel took its place.
+    out: the same with the strides that the call gives it.
+    nodes: everything that was made for it.
+    allowed: mask_mod of every score; of a library's call None.
+    blocks: what its block mask says beside mask_mod; of a library's call None.
+    pattern: the name of the match.
+    kernel: of a library's call that an autograd.Function makes, the node in the body.
+    """
+
+    call: fx.Node
+    own: fx.Node
+    product: fx.Node
+    out: fx.Node
+    nodes: tuple[fx.Node, ...]
+    allowed: fx.Node | None = None
+    blocks: Blocks | None = None
+    pattern: str = NAME
+    kernel: fx.Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """spelled: the calls that were spelled out. left: the others, each with the reason."""
+
+    spelled: tuple[Spelled, ...] = ()
+    left: Mapping[fx.Node, Reason]
+
+
+def is_call(node: fx.Node) -> bool:
+    return bodies.is_higher_order(node) and target_name(node) == OPERATION
+
+
+def run(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
+    """Spell out every call of one graph module."""
+    graph = graph_module.graph
+    calls = [node for node in graph.nodes if is_call(node) and not closed.is_closed(node)]
+    spelled: list[Spelled] = []
+    left: dict[fx.Node, Reason] = {}
+    if not calls:
+        return Found(left=left)
+    where = regions.of(graph)
+    for call in calls:
+        found = _read(call, where[call])
+        if isinstance(found, Reason):
+            left[call] = found
+            continue
+        with trying(call), where[call].active():
+            spelled.append(_spell_out(graph_module, found))
+    graph_module.recompile()
+    return Found(spelled=tuple(spelled), left=left)
+
+
+def give_back(graph_module: fx.GraphModule, spelled: Sequence[Spelled]) -> None:
+    """Leave of each call that was spelled out either itself, or what took its place."""
+    for one in spelled:
+        graph = graph_module.graph
+        if not torch_snapshots.is_erased(one.product):
+            one.out.replace_all_uses_with(one.own)
+        else:
+            _erase_with_readers(graph, one.call)
+        for node in reversed(one.nodes):
+            if not torch_snapshots.is_erased(node) and not node.users:
+                graph.erase_node(node)
+    graph_module.recompile()
+
+
+def _erase_with_readers(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        if not torch_snapshots.is_erased(user):
+            _erase_with_readers(graph, user)
+    graph.erase_node(node)
+
+
+# ---- reading a call -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Call:
+    """The arguments of a call.
+
+    own: the attention that is taken out of it; with sinks, what the model makes of that.
+    sinks: the logits that are written beside the call (flex_sinks.py), if there are any.
+    score_others, mask_others: what the mods read besides.
+    """
+
+    node: fx.Node
+    own: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    score_mod: fx.GraphModule
+    mask_mod: fx.GraphModule
+    scale: float
+    score_others: tuple[Any, ...]
+    mask_others: tuple[Any, ...]
+    blocks: Blocks
+    sinks: fx.Node | None
+
+
+def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
+    if region.transforms:
+        return Reason(
+            code=Code.TRANSFORM,
+            rule="the attention is not inside a transform of torch.func",
+            observed="vmap, grad, vjp or jvp is applied to it in the graph",
+        )
+    if len(node.args) != 9 or node.kwargs:
+        return Reason(
+            code=Code.FLEX_CALL,
+            rule="flex_attention has the arguments that are known here",
+            observed=f"{len(node.args)} of them",
+        )
+    arguments: Any = node.args
+    q, k, v, score_mod, block_mask, scale, options, score_others, mask_others = arguments
+    sinks = flex_sinks.find(node)
+    refused = _unusual_option(options) or _other_output(node, frozenset() if sinks is None else sinks.nodes)
+    if refused is not None:
+        return refused
+    own = [user for user in node.users if user.args[1] == 0]
+    score_graph = _body(node, score_mod)
+    mask_graph = _body(node, block_mask[-1] if isinstance(block_mask, tuple) else None)
+    value = scale.meta.get("example_value") if isinstance(scale, fx.Node) else scale
+    number = torch_symbols.constant(value)
+    if number is None:
+        return _symbolic_scale(value)
+    if len(own) != 1 or score_graph is None or mask_graph is None:
+        return _called_otherwise(len(own), score_graph, mask_graph)
+    if any(not isinstance(x, fx.Node) for x in (q, k, v)):
+        return _unlike_pytorchs("q, k or v is no tensor of the graph")
+    blocks = flex_blocks.find(node)
+    if isinstance(blocks, Reason):
+        return blocks
+    return _Call(
+        node=node,
+        own=own[0] if sinks is None else sinks.own,
+        q=q,
+        k=k,
+        v=v,
+        score_mod=score_graph,
+        mask_mod=mask_graph,
+        scale=number,
+        score_others=tuple(score_others),
+        mask_others=tuple(mask_others),
+        blocks=blocks,
+        sinks=None if sinks is None else sinks.logits,
+    )
+
+
+def _symbolic_scale(value: object) -> Reason:
+    return Reason(
+        code=Code.FLEX_CALL,
+        rule="FlexAttention's scale is a number",
+        observed=f"the scale is {value}, which is known at run time only",
+        remedy="pass scale= as a plain number; where it is made of a head dim, that stays one number by torch._dynamo.mark_static(q, -1)",
+    )
+
+
+def _called_otherwise(taken: int, score_graph: fx.GraphModule | None, mask_graph: fx.GraphModule | None) -> Reason:
+    if score_graph is None or mask_graph is None:
+        name = "score_mod" if score_graph is None else "mask_mod"
+        return _unlike_pytorchs(f"{name} is no graph of its own")
+    return _unlike_pytorchs(
+        "nothing takes the attention out of its results" if not taken else f"the attention is taken out {taken} times"
+    )
+
+
+def _unlike_pytorchs(observed: str) -> Reason:
+    return Reason(
+        code=Code.FLEX_CALL,
+        rule="flex_attention is called as PyTorch's function calls it",
+        observed=observed,
+        remedy="call torch.nn.attention.flex_attention.flex_attention",
+    )
+
+
+def _body(call: fx.Node, mod: object) -> fx.GraphModule | None:
+    if not isinstance(mod, fx.Node) or mod.op != "get_attr":
+        return None
+    body = operator.attrgetter(str(mod.target))(call.graph.owning_module)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def _unusual_option(options: object) -> Reason | None:
+    """What a user asked of Flex's own kernel, such as its tiles, is asked of no other."""
+    rule, remedy = "FlexAttention's kernel is asked for nothing special", "leave kernel_options out"
+    if not isinstance(options, Mapping):
+        return Reason(code=Code.FLEX_CALL, rule=rule, observed=f"kernel_options {options}", remedy=remedy)
+    told = [f"{name}={x}" for name, x in options.items() if name not in _ANY_VALUE and x != _DEFAULTS.get(name)]
+    return (
+        Reason(code=Code.FLEX_CALL, rule=rule, observed=f"kernel_options {', '.join(told)}", remedy=remedy)
+        if told
+        else None
+    )
+
+
+def _other_output(call: fx.Node, understood: frozenset[fx.Node]) -> Reason | None:
+    """understood: what reads outputs and is known, as sinks are."""
+    for user in call.users:
+        if user.target is not operator.getitem:
+            return Reason(
+                code=Code.OTHER_OUTPUT,
+                rule="the attention is taken out of what flex_attention returns",
+                observed=user.name,
+            )
+        index = user.args[1]
+        if index != 0 and not relevance.comes_to_nothing(user, besides=understood):
+            return Reason(
+                code=Code.OTHER_OUTPUT,
+                rule="of FlexAttention's outputs only the attention's is used",
+                observed=f"{_OUTPUTS[index] if isinstance(index, int) else index} is used",
+                remedy="call flex_attention without return_lse or return_aux",
+            )
+    return None
+
+
+# ---- spelling it out ------------------------------------------------------------------------------------------------
+
+
+def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
+    others = [*call.score_others, *call.mask_others]
+    given = [call.q, call.k, call.v, *others, call.sinks]
+    inputs = list(dict.fromkeys(x for x in given if isinstance(x, fx.Node)))
+    values = {node: node.meta["example_value"] for node in inputs}
+    scores = torch_tracing.untraced(lambda: _empty_scores(values[call.q], values[call.k]))
+    mods = [
+        torch_tracing.trace_score_function(mod, scores, [values.get(x, x) for x in own], of_score=of_score)
+        for mod, own, of_score in ((call.score_mod, call.score_others, True), (call.mask_mod, call.mask_others, False))
+    ]
+
+    def function(*tensors: Any) -> Any:
+        of_node = dict(zip(inputs, tensors, strict=True))
+        q, k, v = (of_node[x] for x in (call.q, call.k, call.v))
+        score_others, mask_others = ([of_node.get(x, x) for x in own] for own in (call.score_others, call.mask_others))
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) if groups != 1 else x for x in (k, v))
+        scores = (q @ k.transpose(-2, -1)).to(_working(q)) * call.scale
+        allowed = mods[1](scores, *mask_others)
+        masked = torch.where(allowed, mods[0](scores, *score_others), -math.inf)
+        product = _weights(masked, None if call.sinks is None else of_node[call.sinks]).to(q.dtype) @ v
+        return product, _lying_as(product, call.own.meta["example_value"]), allowed
+
+    traced = torch_tracing.trace_pre_dispatch(function, list(values.values()))
+    before = set(graph_module.graph.nodes)
+    with torch_snapshots.taken_back_on_error(graph_module):
+        product, out, allowed = expand.inline(graph_module.graph, call.own, traced.graph, inputs)
+    made = tuple(node for node in graph_module.graph.nodes if node not in before)
+    call.own.replace_all_uses_with(out)
+    return Spelled(
+        call=call.node, own=call.own, product=product, out=out, allowed=allowed, nodes=made, blocks=call.blocks
+    )
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, flex_sinks.column(sinks, scores)], -1).softmax(-1)[..., :-1]
+
+
+def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """With its axes in the order in memory that FlexAttention gives them: that of q's. Models take views of that."""
+    strides = like.stride()
+    order = sorted(range(x.dim()), key=lambda dim: strides[dim], reverse=True)
+    if order == list(range(x.dim())):
+        return x
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _empty_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((*q.shape[:3], k.shape[2]), dtype=_working(q))
+
+
+def _working(q: torch.Tensor) -> torch.dtype:
+    """What FlexAttention computes scores in."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

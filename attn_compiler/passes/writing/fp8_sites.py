@@ -1,0 +1,67 @@
+"""Which sites the FP8 recipe applies to: all but those that its patterns exclude. It becomes part of their specs."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import warnings
+
+from attn_compiler.lowerings.base import FP8, check_fp8_inputs
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.matching import repeats
+from attn_compiler.passes.writing import buffers
+from attn_compiler.reasons.errors import AttnCompilerWarning, shortened
+from attn_compiler.reasons.fp8_errors import Fp8RecipeUnused
+from attn_compiler.reporting.report import Report
+from attn_compiler.spec.fp8_recipe import DelayedScaling, Fp8Recipe
+
+
+def apply(unit: Unit) -> None:
+    """Put the recipe into the specs of a unit's sites, and say of the others why it is not there."""
+    recipe, options = unit.options.fp8_recipe, unit.options
+    if recipe is None:
+        return
+    asked = options.lowerings if options.lowering is None else (options.lowering,)
+    no_buffers = buffers.why_not(unit) if isinstance(recipe.scaling, DelayedScaling) else None
+    for site in unit.sites:
+        # Layers that share one body are all in FP8, or none of them is.
+        excluding = map(recipe.excluding, repeats.modules(unit, site.module))
+        pattern = next((pattern for pattern in excluding if pattern is not None), None)
+        if pattern is not None:
+            site.notes.append(f"fp8_recipe: excluded by the pattern {pattern!r}")
+        elif no_buffers is not None:
+            site.notes.append(f"fp8_recipe: ignored, no history can be kept: {no_buffers}; use CurrentScaling")
+        elif site.spec is not None:
+            site.spec = dataclasses.replace(site.spec, fp8=recipe.of_a_site())
+            if asked is not None and not set(asked) & set(FP8):
+                site.notes.append(f"fp8_recipe: ignored, the lowerings asked for ({', '.join(asked)}) run in no FP8")
+
+
+def check(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> None:
+    """Say what users would not look into a report for: that patterns do not do what they seem to, or that a model is in float32.
+
+    is_whole: the graph is all of its frame: of a part, patterns may well exclude all or none. Raises Fp8RecipeUnused if they exclude all.
+    """
+    modules = tuple(module for site in report.sites for module in site.modules)
+    if modules and is_whole:
+        _check_patterns(recipe, modules)
+    reasons = [check_fp8_inputs(site.spec) for site in report.sites if site.spec.fp8 is not None]
+    if reasons and all(reasons):
+        reason = reasons[0][0]
+        _warn(f"{reason.observed}; {reason.remedy}")
+
+
+def _check_patterns(recipe: Fp8Recipe, modules: tuple[str, ...]) -> None:
+    if all(recipe.excluding(module) is not None for module in modules):
+        raise Fp8RecipeUnused(modules=modules, exclude=recipe.exclude)
+    for pattern in recipe.exclude:
+        if not any(fnmatch.fnmatchcase(module, pattern) for module in modules):
+            _warn(
+                f"the pattern {pattern!r} excludes none of the attentions found ({shortened(modules)}). Paths begin at what is compiled: "
+                "where a graph breaks, at a part of the model, where '*layers.0.*' finds a layer, too; if a layer is compiled by itself, "
+                "at the layer, which keeps its precision when it is compiled without a recipe"
+            )
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"fp8_recipe: {what}", AttnCompilerWarning, stacklevel=2)

@@ -1,0 +1,284 @@
+"""Rewrite the Dynamo graph: for each site the operands as views, the copies that layout planned, the kernel, the way back.
+
+Rewriting happens before AOTAutograd, which then differentiates what the lowering emitted. The model's own nodes are erased
+where nothing else reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.base import OF_CACHE, OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes, Tiles
+from attn_compiler.passes.graph import faults, gradients, program, saved, strides
+from attn_compiler.passes.graph.emit import GraphBuilder, Held
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Latent, Site
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.recovering import body_inputs, reach, recover
+from attn_compiler.passes.writing import buffers, keyless_nodes
+from attn_compiler.passes.writing.select import leave_alone
+from attn_compiler.reasons.decisions import Copy
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.torch_private import op_library, snapshots as torch_snapshots, symbols as torch_symbols
+
+
+def run(unit: Unit, mirror: Mirror) -> None:
+    """Lower every site that has a lowering, then recompile.
+
+    In the order of the outputs: what sites share is made before the first of them, and kernels stand where outputs stood.
+    """
+    builder = GraphBuilder(unit.graph, mirror, unit.mode)
+    held: list[_Held] = []
+    for site in sorted(unit.sites, key=lambda site: mirror.order(site.match.out)):
+        unit.current = site.module
+        if site.decision is not None and site.decision.lowering != UNTOUCHED:
+            held += _try(unit, mirror, site, builder)
+    _leave_out(held)
+    builder.erase_unused([site.new_out for site in unit.sites if site.new_out is not None])
+    for site in unit.sites:
+        _erase_expanded(site, unit.graph)
+    _report(held, unit.graph)
+    unit.graph_module.recompile()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """A copy that a site reads. is_saved: the site's kernel saves it, so that the copy is needed."""
+
+    site: Site
+    copy: Held
+    is_saved: bool
+
+
+def _leave_out(held: list[_Held]) -> None:
+    """Let kernels read the tensors themselves where none saves the copy."""
+    needed = {one.copy.node for one in held if one.is_saved}
+    for node in dict.fromkeys(one.copy.node for one in held if one.copy.node not in needed):
+        original = node.args[0]
+        if isinstance(original, fx.Node) and _lies_as(node, original):
+            node.replace_all_uses_with(original)
+
+
+def _lies_as(node: fx.Node, other: fx.Node) -> bool:
+    strides = (x.meta["example_value"].stride() for x in (node, other))
+    return all(torch_symbols.statically_known(a == b) for a, b in zip(*strides, strict=True))
+
+
+def _report(held: list[_Held], graph: fx.Graph) -> None:
+    """Tell the sites of the copies that are left, those whose kernel asked for them."""
+    left = set(graph.nodes)
+    for one in held:
+        if one.is_saved and one.copy.node in left:
+            copy = saved.copy(one.copy.operand, one.copy.node, one.copy.why)
+            if copy not in one.site.copies:
+                one.site.copies.append(copy)
+
+
+def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[_Held]:
+    """Lower one site, or leave it, and everything that was made for it, as if it had not been tried. Gives the copies that it reads.
+
+    All that may fail comes before the first edit of what was there; until then there is nothing but new nodes to take back.
+    """
+    notes, copies, num_buffers = list(site.notes), list(site.copies), len(unit.buffers)
+    taken_back = torch_snapshots.taken_back_on_error(unit.graph_module)
+    with faults.confined(unit, "lower", site.module) as attempt, taken_back:
+        new, held = _lower(unit, mirror, site, builder)
+        old = [builder.leaf(output) for output in site.match.outputs]
+        gone = unread(mirror, site, old)
+    if attempt.reason is not None:
+        builder.forget_erased()
+        buffers.forget(unit, num_buffers)
+        body_inputs.forget_erased(unit)
+        site.notes[:], site.copies[:] = notes, copies
+        leave_alone(site, attempt.reason)
+        return []
+    for before, after in zip(old, new, strict=True):
+        builder.replace(before, after)
+    site.new_out = new[0]
+    for node in gone:
+        unit.graph.erase_node(node)
+    return held
+
+
+def _erase_expanded(site: Site, graph: fx.Graph) -> None:
+    """Erase what makes k and v of a latent, where nothing reads them any more. Writes in place keep it alive otherwise."""
+    latent = site.match.latent
+    if not isinstance(latent, Latent) or any(user not in latent.made_for for n in latent.made_for for user in n.users):
+        return
+    for node in reversed(graph.nodes):
+        if node in latent.made_for:
+            graph.erase_node(node)
+
+
+def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tuple[list[fx.Node], list[_Held]]:
+    """What takes the place of the site's outputs, which nothing reads yet, and the copies that it reads."""
+    if site.spec is None or site.decision is None:
+        raise ValueError(f"the site at {site.module} was not decided")
+    target = unit.target(site.spec.device)
+    tune = functools.partial(_tuned, unit, site)
+    note, with_grad = site.notes.append, site.spec.needs_grad
+    make, carry = functools.partial(buffers.make, unit, site), functools.partial(body_inputs.carry, unit)
+    keep = saved.Keeping(unit=unit, mirror=mirror, match=site.match).why_loaded if with_grad else None
+    before = len(builder.made)
+    with builder.at(
+        site.match.out, with_grad=with_grad, target=target, tune=tune, note=note, buffers=make, carry=carry, keep=keep
+    ) as old:
+        tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
+        operands = _operands(mirror, site, site.spec, builder, tensors)
+        with builder.without_autocast():
+            out, *lse = _emitted(site, site.spec, builder, operands)
+        if site.keyless is not None and site.decision.lowering in OF_CACHE:
+            note(keyless_nodes.NOTE_OF_CACHE)
+        elif site.keyless is not None and not _has_own_rows(site, site.spec):
+            with builder.without_autocast():
+                out = keyless_nodes.completed(builder, site.spec, site.keyless, operands, out)
+        new = finish(mirror, site, builder, out, old)
+        site.texts = op_library.texts(builder.made[before:])
+        held, new = _settle(unit, site, builder, builder.made[before:], new)
+        finished = [_finish_lse(mirror, site, builder, x) for x in lse]
+    site.notes.extend(site.match.notes)
+    why_not = None if unit.tuner is None else unit.tuner.unmeasurable(target)
+    if why_not is not None:
+        site.notes.append(f"autotune has nothing to measure: {why_not}")
+    return [new, *finished], held
+
+
+def _has_own_rows(site: Site, spec: AttentionSpec) -> bool:
+    """Whether the lowering adds the model's own numbers, and has what the model has in every row, gradients included."""
+    if spec.mask.own_rows is not None:
+        return True
+    return site.decision is not None and site.decision.lowering in OF_NUMBERS and recover.is_added_up(site.match, spec)
+
+
+def _emitted(site: Site, spec: AttentionSpec, builder: GraphBuilder, operands: Operands) -> tuple[fx.Node, ...]:
+    """One node for each output of the match."""
+    lowering = by_name(UNTOUCHED if site.decision is None else site.decision.lowering)
+    if site.match.lse is None:
+        return (lowering.emit(builder, spec, operands),)
+    return lowering.emit_with_lse(builder, spec, operands)
+
+
+def _tuned(unit: Unit, site: Site, spec: AttentionSpec, device: torch.device) -> Tiles | None:
+    """The tiles that were measured, and a note of them; None without options.autotune."""
+    found = None if unit.tuner is None else unit.tuner.of(spec, unit.target(spec.device), device)
+    if found is None:
+        return None
+    site.notes.append(found.note)
+    return found.tiles
+
+
+def _operands(
+    mirror: Mirror, site: Site, spec: AttentionSpec, builder: GraphBuilder, tensors: program.Tensors[fx.Node]
+) -> Operands:
+    copied = {c.operand for c in site.copies}
+    q, k, v = (
+        builder.call(torch.Tensor.contiguous, x) if name in copied else x
+        for name, x in (("q", tensors.q), ("k", tensors.k), ("v", tensors.v))
+    )
+    mask, score = spec.mask, spec.score
+    return Operands(
+        q=q,
+        k=k,
+        v=v,
+        mask=tensors.mask,
+        sinks=tensors.sinks,
+        stored=None if tensors.stored is None else StoredNodes(**vars(tensors.stored)),
+        latent=None if tensors.latent is None else LatentNodes(**vars(tensors.latent)),
+        loads=reach.tensors(builder, site.loads, mask.kinds, mask.out_of_reach),
+        score_loads=reach.tensors(builder, site.score_loads, score.proved, score.out_of_reach),
+        sizes=reach.sizes(mirror, site.match, (*mask.kinds, *score.proved)),
+    )
+
+
+def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
+    """The kernel's output in the model's dimensions and dtype, and in a copy of its own where somebody downstream needs one."""
+    return _as_was(mirror, site, builder, program.restore(site.match, builder, out), site.match.out, old, "out")
+
+
+def _finish_lse(mirror: Mirror, site: Site, builder: GraphBuilder, lse: fx.Node) -> fx.Node:
+    """As `finish`. Who may write to the lse gets a copy of it: kernels save theirs."""
+    match = site.match
+    if match.lse is None:
+        raise ValueError(f"nothing reads the lse of the site at {site.module}")
+    new = program.restore_lse(match, builder, lse)
+    new = _as_was(mirror, site, builder, new, match.lse, builder.leaf(match.lse), "lse")
+    return new if match.lse_kept is None else _handed_on(site, builder, new, match.lse_kept, "lse")
+
+
+def _as_was(
+    mirror: Mirror, site: Site, builder: GraphBuilder, new: fx.Node, at: fx.Node, old: fx.Node, name: str
+) -> fx.Node:
+    """In the dtype of a Dynamo node, in its strides if somebody needs them, and without a gradient if it had none. at: its mirror node."""
+    wanted: torch.Tensor = old.meta["example_value"]
+    if builder.value(new).dtype != wanted.dtype:
+        new = builder.call(torch.Tensor.to, new, wanted.dtype)
+    if not wanted.requires_grad and _brings_gradient(mirror, site):
+        new = builder.call(torch.Tensor.detach, new)
+    reader = strides.relies_on(mirror, at, old, builder.value(new), builder.mode)
+    if reader is not None:
+        site.copies.append(
+            Copy(operand=name, bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made")
+        )
+        return strides.restride(builder, new, wanted)
+    return new
+
+
+def _settle(
+    unit: Unit, site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: fx.Node
+) -> tuple[list[_Held], fx.Node]:
+    """The copies that the site reads, with whether its kernel saves them, and the output, as a copy where the kernel saves that."""
+    why = site.match.out_kept
+    given = {copy.node for copy in builder.held if saved.is_given_to_kernel(copy.node)}
+    # Running costs milliseconds: not where it is seen that kernels are given all the copies.
+    ran = saved.run(emitted, unit.mode, unit.runs) if why is not None or len(given) < len(builder.held) else None
+    held = [
+        _Held(site=site, copy=copy, is_saved=copy.node in given or ran is None or ran.saves(copy.node))
+        for copy in builder.held
+    ]
+    is_handed_on = why is not None and (ran is None or ran.saves(new))
+    return held, _handed_on(site, builder, new, why, "out") if is_handed_on and why is not None else new
+
+
+def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str, name: str) -> fx.Node:
+    """A copy of what the kernel gives, which the kernel saves."""
+    site.copies.append(saved.copy(name, new, why))
+    # Not a clone, which Inductor leaves out where what is returned is a view of it: that the output is saved, too, it does not know yet.
+    return builder.call(torch.ops.attn_compiler.held.default, new)
+
+
+def _brings_gradient(mirror: Mirror, site: Site) -> bool:
+    """Whether something that the kernel reads carries a gradient: the model may have stopped it on the way, or all around."""
+    factors = (factor.node for factor in site.match.factors)
+    return any(gradients.known(mirror, node) for node in (*program.sources(site.match), *factors))
+
+
+def _bytes(value: torch.Tensor) -> int | None:
+    return None if any(isinstance(s, torch.SymInt) for s in value.shape) else value.numel() * value.element_size()
+
+
+def unread(mirror: Mirror, site: Site, old: Sequence[fx.Node]) -> list[fx.Node]:
+    """The site's own nodes that nothing reads any more once others are read in place of its old outputs, and pure ones above them
+    that only they read: those that read others first."""
+    own = {mirror.owner(n) for n in site.match.covered}
+    writers = {mirror.owner(writer) for writer, _ in mirror.writers} - own
+    candidates = list(old)
+    found: dict[fx.Node, None] = {}
+    while candidates:
+        node = candidates.pop()
+        is_read = node not in old and not found.keys() >= node.users.keys()
+        if node in found or node in writers or is_read or node.op not in ("call_function", "call_method"):
+            continue
+        found[node] = None
+        candidates.extend(n for n in node.all_input_nodes if n in own or _is_pure(mirror, n))
+    return list(found)
+
+
+def _is_pure(mirror: Mirror, node: fx.Node) -> bool:
+    """Whether a node only computes its value: it exists in the mirror as ATen ops that write nothing."""
+    return node.op in ("call_function", "call_method") and mirror.computes_only(node)

@@ -1,0 +1,235 @@
+"""What the passes found, as a Report: one row for each distinct spec, however many layers share it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable
+
+from torch import fx
+
+from attn_compiler.lowerings.base import UNTOUCHED
+from attn_compiler.passes.graph import autograd_functions, opaque_calls
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Miss, Site
+from attn_compiler.passes.graph.unit import Unit, is_anchor_like, module_path, source_line
+from attn_compiler.passes.matching import repeats
+from attn_compiler.passes.recovering.recover import COMES_IN
+from attn_compiler.passes.spelling import flex
+from attn_compiler.passes.unpad.outcome import KeptGraph
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Decision, Reason, Refusal
+from attn_compiler.reasons.errors import REPRODUCE, described
+from attn_compiler.reporting.report import MissReport, Report, SiteReport, UnpadReport
+from attn_compiler.spec import tried
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import compat as torch_compat
+
+
+def report(
+    gm: fx.GraphModule,
+    units: list[Unit],
+    seconds: dict[str, float],
+    *,
+    faults: tuple[str, ...] = (),
+    unseen: Iterable[MissReport] = (),
+) -> Report:
+    """The report of one graph handed to the backend. faults: what was warned of. unseen: misses that no pattern started from."""
+    return Report(
+        graph=torch_compat.graph_name(),
+        target=_target(gm, units),
+        untried=tuple(sorted({said for target in _targets(gm, units) for said in tried.on(target)})),
+        sites=tuple(_site_rows(units)),
+        misses=(*_miss_rows(units), *_chosen_rows(gm, units), *unseen),
+        seconds=tuple(seconds.items()),
+        faults=faults,
+        unpad=_unpad(units),
+    )
+
+
+def _unpad(units: list[Unit]) -> UnpadReport | None:
+    """Of the graph itself, or of the first body that has attention."""
+    outcome = next((unit.unpadded for unit in units if unit.unpadded is not None), None)
+    if outcome is None:
+        return None
+    if isinstance(outcome, KeptGraph):
+        return UnpadReport(kept=outcome.reason, module=outcome.module, source=outcome.source)
+    return UnpadReport(zeroed=outcome.zeroed, facts=outcome.facts, notes=outcome.notes, steps=outcome.steps)
+
+
+def of_failure(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], failure: str) -> Report:
+    """The report of a graph of which nothing was rewritten after all: no site is claimed."""
+    try:
+        target = _target(gm, units)
+    except Exception as error:  # noqa: BLE001 (it may be what failed in the first place, and the report has to say so)
+        target = f"not known ({described(error)})"
+    return Report(graph=torch_compat.graph_name(), target=target, seconds=tuple(seconds.items()), failure=failure)
+
+
+def taken_back(report: Report, cause: str, failure: str) -> Report:
+    """The report of a rewritten graph that the model's own graph was compiled in place of."""
+    reason = Reason(
+        code=Code.COMPILER_REFUSED,
+        rule="the compiler takes the graph with its kernel in it",
+        observed=cause,
+        remedy=REPRODUCE,
+    )
+    sites = tuple(
+        dataclasses.replace(
+            site,
+            decision=_given_up(site.decision, reason),
+            copies=(),
+            notes=(),
+            evidence=None,
+            estimate=None,
+            faster=None,
+            texts=(),
+        )
+        for site in report.sites
+    )
+    return dataclasses.replace(report, sites=sites, failure=failure)
+
+
+def _given_up(decision: Decision, reason: Reason) -> Decision:
+    if decision.lowering == UNTOUCHED:
+        return decision
+    refused = Refusal(lowering=decision.lowering, reasons=(reason,))
+    return Decision(lowering=UNTOUCHED, refusals=(*decision.refusals, refused))
+
+
+def _target(gm: fx.GraphModule, units: list[Unit]) -> str:
+    return "; ".join(sorted({target.words for target in _targets(gm, units)}))
+
+
+def _targets(gm: fx.GraphModule, units: list[Unit]) -> set[Target]:
+    used = {target for unit in units for target in unit.targets.values()}
+    return used or {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
+
+
+def _site_rows(units: list[Unit]) -> list[SiteReport]:
+    rows: dict[object, list[tuple[Unit, Site]]] = {}
+    for unit in units:
+        for site in unit.sites:
+            rows.setdefault(_row_key(site), []).append((unit, site))
+    return [_row(found) for found in rows.values()]
+
+
+def _row_key(site: Site) -> object:
+    # Of a mask that comes in this is said where the graph is given it, and not in the bodies that the graph gives it to.
+    notes = tuple(note for note in site.notes if note != COMES_IN)
+    return (site.match.pattern, site.spec, site.decision, tuple(site.copies), notes)
+
+
+def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
+    _, first = found[0]
+    if first.spec is None:
+        raise ValueError(f"the site at {first.module} has no spec")
+    return SiteReport(
+        modules=tuple(path for unit, site in found for path in repeats.modules(unit, site.module)),
+        pattern=first.match.pattern,
+        spec=first.spec,
+        decision=first.decision or Decision(lowering=UNTOUCHED),
+        copies=tuple(first.copies),
+        notes=tuple(dict.fromkeys(note for _, site in found for note in site.notes)),
+        source=first.source,
+        evidence=first.evidence,
+        estimate=first.estimate,
+        faster=first.faster,
+        texts=tuple(dict.fromkeys(text for _, site in found for text in site.texts)),
+    )
+
+
+def _miss_rows(units: list[Unit]) -> list[MissReport]:
+    rows: list[MissReport] = []
+    inside = _inside(units)
+    for unit in units:
+        if unit.left_alone is not None:
+            rows.extend(_left_alone(unit, unit.left_alone))
+        rows.extend(_untried_rows(unit, inside))
+        grouped: dict[tuple[str, ...], list[Miss]] = {}
+        for miss in unit.misses:
+            grouped.setdefault(_miss_key(miss), []).append(miss)
+        rows.extend(_miss_row(unit, unit.mirror, misses) for misses in grouped.values() if unit.mirror is not None)
+    return rows
+
+
+def _miss_key(miss: Miss) -> tuple[str, ...]:
+    """Equal for the same miss in every layer, where nodes only have other numbers: "exp_3" for "exp"."""
+    return str(miss.anchor.target), miss.nearest, *_alike(miss.reason)
+
+
+def _alike(reason: Reason) -> tuple[str, str]:
+    return reason.rule, re.sub(r"_\d+\b", "", reason.observed)
+
+
+def _miss_row(unit: Unit, mirror: Mirror, misses: list[Miss]) -> MissReport:
+    first = misses[0]
+    owners = [mirror.owner(miss.anchor) for miss in misses]
+    found = [module_path(owner) if owner is not None else "(no module)" for owner in owners]
+    return MissReport(
+        modules=tuple(path for module in found for path in repeats.modules(unit, module)),
+        anchor=str(first.anchor.target),
+        nearest=first.nearest,
+        stopped_at=_place(mirror, first.stopped_at),
+        reason=first.reason,
+        source=source_line(owners[0]) if owners[0] is not None else None,
+    )
+
+
+def _place(mirror: Mirror, node: fx.Node) -> str:
+    """A node and the model's own line for it."""
+    owner = mirror.owner(node)
+    line = source_line(owner) if owner is not None else None
+    return f"{node.name}, {line}" if line else node.name
+
+
+def _chosen_rows(gm: fx.GraphModule, units: list[Unit]) -> list[MissReport]:
+    """Attentions whose kernel the model has chosen itself, and which no pass looks at."""
+    nodes = [
+        node for module in torch_compat.graph_modules(gm) for node in module.graph.nodes if node.op == "call_function"
+    ]
+    spelled = [one.call for unit in units for one in unit.spelled]
+    told = {*_inside(units), *spelled, *(node for unit in units for node in unit.untried)}
+    found: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        name = flex.OPERATION if flex.is_call(node) else opaque_calls.name_of(node)
+        if name is not None and node not in told:
+            found.setdefault(name, []).append(node)
+    return [_untried(calls, name, opaque_calls.reason(name)) for name, calls in found.items()]
+
+
+def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:
+    return MissReport(
+        modules=tuple(map(module_path, nodes)),
+        anchor=anchor,
+        nearest="none tried",
+        stopped_at=nodes[0].name,
+        reason=reason,
+        source=source_line(nodes[0]),
+    )
+
+
+def _inside(units: list[Unit]) -> set[fx.Node | None]:
+    """Kernels in the bodies of autograd.Functions that were tried."""
+    spelled = {one.kernel for unit in units for one in unit.spelled}
+    return spelled | {autograd_functions.kernel_of(node) for unit in units for node in unit.untried}
+
+
+def _untried_rows(unit: Unit, inside: Collection[fx.Node | None]) -> list[MissReport]:
+    """A row for all calls of one name that were not tried for one reason. inside: kernels of what has a row itself."""
+    grouped: dict[tuple[str, ...], list[fx.Node]] = {}
+    for node, reason in unit.untried.items():
+        if node in inside:
+            continue
+        grouped.setdefault((_called(node), *_alike(reason)), []).append(node)
+    return [_untried(nodes, _called(nodes[0]), unit.untried[nodes[0]]) for nodes in grouped.values()]
+
+
+def _called(node: fx.Node) -> str:
+    kernel = autograd_functions.kernel_of(node)
+    return opaque_calls.name_of(node if kernel is None else kernel) or target_name(node)
+
+
+def _left_alone(unit: Unit, reason: Reason) -> list[MissReport]:
+    return [_untried([node], node.name, reason) for node in unit.graph.nodes if is_anchor_like(node)]

@@ -1,0 +1,160 @@
+"""The whole page: head, totals, contents, a section for each graph. It needs no network, and no script runs in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attn_compiler.reporting import render, wording
+from attn_compiler.reporting.page import graphs
+from attn_compiler.reporting.page.drawing import hatching
+from attn_compiler.reporting.page.markup import Content, Markup, code, element, facts, joined, table
+
+if TYPE_CHECKING:
+    from attn_compiler.reporting.report import Report, SiteReport
+
+_STYLE = Path(__file__).with_name("page.css")
+#: Browsers load nothing and run nothing, whatever a name from a model holds.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_TITLE = "attn_compiler report"
+_NO_GRAPH = (
+    "No graph was compiled. Was the model run, and is torch.compile enabled? A method of what torch.compile returns, such as generate or "
+    'encode, runs the plain model. model.compile(backend="attn_compiler") compiles the model in place, and its methods run that.'
+)
+
+
+def page(reports: Sequence[Report]) -> str:
+    """One HTML document, in UTF-8."""
+    shown = {f"graph-{number}": report for number, report in enumerate(reports, 1) if wording.has_content(report)}
+    empty = [report for report in reports if not wording.has_content(report)]
+    first: dict[SiteReport, str] = {}
+    for identity, report in shown.items():
+        for own, site in graphs.site_identities(report, identity).items():
+            first.setdefault(graphs.likeness(site), own)
+    body = (
+        element("a", "Skip to the attentions", href="#attentions", class_="skip"),
+        hatching(),
+        element("header", element("h1", _TITLE), _lead(reports), _totals(reports)),
+        _contents(shown),
+        element(
+            "main",
+            _overview(shown),
+            *(graphs.section(report, identity, first) for identity, report in shown.items()),
+            _without_attention(empty),
+            id="attentions",
+        ),
+        element("footer", element("p", f"Made by attn_compiler {_version()}. How to read it: docs/report.md.")),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", _TITLE),
+        element("style", Markup(_STYLE.read_text(encoding="utf-8"))),
+    )
+    return f"<!DOCTYPE html>\n{element('html', head, element('body', *body), lang='en')}\n"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("attn_compiler")
+    except metadata.PackageNotFoundError:
+        # It runs from its sources.
+        return "of unknown version"
+
+
+def _lead(reports: Sequence[Report]) -> Markup:
+    return element("p", f"{wording.totals(reports)}." if reports else _NO_GRAPH, class_="lead")
+
+
+def _totals(reports: Sequence[Report]) -> Markup | None:
+    if not reports:
+        return None
+    chosen: Counter[str] = Counter()
+    copied = 0
+    gains = []
+    for site in (site for report in reports for site in report.sites):
+        chosen[site.decision.lowering] += len(site.modules)
+        copied += len(site.copies) * len(site.modules)
+        if site.estimate is not None and site.estimate.gained is not None:
+            gains.append((site.estimate.gained * len(site.modules), len(site.modules)))
+    sites = sum(report.num_sites for report in reports)
+    rows: list[tuple[str, Content]] = [
+        ("Attentions found", str(sites)),
+        ("Missed", str(sum(report.num_misses for report in reports))),
+        ("Chosen", joined([joined((code(name), f" ×{count}")) for name, count in chosen.items()], ", ")),
+        ("Copies put in", str(copied)),
+    ]
+    if gains:
+        total, known = sum(gain for gain, _ in gains), sum(count for _, count in gains)
+        word = "gained" if total >= 0 else "lost"
+        rows.append(("Estimated", f"{abs(total):.3g} ms {word}, one call each of {known} of {sites}"))
+    return element("div", facts(rows), class_="totals")
+
+
+def _contents(shown: dict[str, Report]) -> Markup | None:
+    if len(shown) < 2:
+        return None
+    links = [
+        element("li", element("a", f"Graph {report.graph}", href=f"#{identity}")) for identity, report in shown.items()
+    ]
+    return element("nav", element("ul", *links), aria_label="Graphs")
+
+
+def _overview(shown: dict[str, Report]) -> Markup | None:
+    """Which attention got what, one row each: what to look at first."""
+    rows: list[tuple[Content, ...]] = [
+        (
+            element(
+                "a",
+                joined([code(name) for name in render.abbreviate(site.modules)], ", "),
+                href=f"#{own}",
+            ),
+            code(site.decision.lowering),
+            render.middle_left_out(site.spec.mask.words),
+            str(len(site.copies)),
+            _gain(
+                site.estimate.gained * len(site.modules) if site.estimate and site.estimate.gained is not None else None
+            ),
+            report.graph,
+        )
+        for identity, report in shown.items()
+        for own, site in graphs.site_identities(report, identity).items()
+    ]
+    missed: list[tuple[Content, ...]] = [
+        (
+            element(
+                "a",
+                joined([code(name) for name in render.abbreviate(miss.modules)], ", "),
+                href=f"#{identity}-miss-{number}",
+            ),
+            "miss",
+            miss.reason.rule,
+            "",
+            "",
+            report.graph,
+        )
+        for identity, report in shown.items()
+        for number, miss in enumerate(report.misses, 1)
+    ]
+    rows += missed
+    if not rows:
+        return None
+    columns = ("Attention", "Chosen", "Mask, or why it was missed", "Copies", "Estimated gain", "Graph")
+    return table("All attentions", columns, rows, numbers=frozenset({3, 4}))
+
+
+def _gain(milliseconds: float | None) -> str:
+    return "not known" if milliseconds is None else f"{milliseconds:+.3g} ms"
+
+
+def _without_attention(empty: Sequence[Report]) -> Markup | None:
+    if not empty:
+        return None
+    names = ", ".join(report.graph for report in empty)
+    return element("p", f"{wording.counted(len(empty), 'graph')} without attention: {names}.", class_="aside")

@@ -1,0 +1,306 @@
+"""Reports as a table for people: the same view in colour on a terminal (rich) and as plain text in a log file."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from attn_compiler.reporting import wording
+
+if TYPE_CHECKING:
+    from attn_compiler.reasons.decisions import Copy, Reason, Refusal
+    from attn_compiler.reporting.report import MissReport, Report, Reports, SiteReport, UnpadReport
+    from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+    from attn_compiler.spec.masks import MaskSpec
+
+WIDTH = 100
+
+#: characters of a mask's words that a table shows, and how many of those are the end's
+_LONGEST, _END = 400, 80
+
+_NO_GRAPH = """\
+attn_compiler: no graph was compiled (was the model run, and is torch.compile enabled?)
+  A method of what torch.compile returns, such as generate or encode, runs the plain model.
+  model.compile(backend="attn_compiler") compiles the model in place, and its methods run that."""
+
+# A whole component of a module path ("layers.12.attn", "layers[12]"), not a digit of a name ("conv2d"). No leading zero,
+# so that the number stands for the text.
+_INDEX = re.compile(r"(?<!\w)(0|[1-9]\d*)(?!\w)")
+
+
+def plain(view: RenderableType, width: int = WIDTH) -> str:
+    """`view` as text without colours or trailing blanks, at most `width` columns wide wherever it can be broken."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(view)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
+
+
+def reports_view(reports: Reports) -> RenderableType:
+    """Every graph's report, and the totals if there are several. Graphs without attention share one line."""
+    if not reports:
+        return Text(_NO_GRAPH)
+    if len(reports) == 1:
+        return report_view(reports[0])
+    empty = [report for report in reports if not wording.has_content(report)]
+    views: list[RenderableType] = []
+    for report in reports:
+        if wording.has_content(report):
+            views += [report_view(report), Text()]
+    if empty:
+        names = ", ".join(report.graph for report in empty)
+        views += [_text(f"{wording.counted(len(empty), 'graph')} without attention: {names}"), Text()]
+    return Group(*views, _text(f"total: {wording.totals(reports)}", "bold"))
+
+
+def report_view(report: Report) -> RenderableType:
+    """One graph: a line of totals, a block for each distinct site, then the misses."""
+    blocks = [_site_block(number, site) for number, site in enumerate(report.sites, start=1)]
+    blocks += [_miss_block(miss) for miss in report.misses]
+    head: list[RenderableType] = [
+        _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
+        _text(what_was_found(report)),
+    ]
+    head += [_text(said) for said in report.untried]
+    if report.seconds:
+        head.append(_times(f"passes took {wording.duration(report.total_seconds)}:", report.seconds))
+    if report.from_cache:
+        head.append(_text("rewrite: from the cache"))
+    if report.not_kept:
+        head.append(_text(f"rewrite: not kept for the next process: {report.not_kept}"))
+    if report.kernels:
+        head.append(_times("kernels compiled:", report.kernels))
+    if report.failure:
+        message, _, details = report.failure.partition("\n")
+        head.append(_text(f"FAILED, the graph was left as it was: {message}", "bold red"))
+        head += [Padding(_text(details.rstrip()), (0, 0, 0, 4))] if details.strip() else []
+    head += [_text(f"FAULT: {fault}", "bold red") for fault in report.faults]
+    if report.unpad is not None:
+        head.append(_unpad_block(report.unpad))
+    return Group(*head, *(part for block in blocks for part in (Text(), block)))
+
+
+def _unpad_block(unpad: UnpadReport) -> RenderableType:
+    """What became of padding: in one line, with what it rests on below."""
+    if unpad.kept is not None:
+        place = f" at {unpad.module}" if unpad.module else ""
+        line = f" ({unpad.source})" if unpad.source else ""
+        return _text(
+            f"padding: computed, since not: {unpad.kept.rule}{place}{line}: {unpad.kept.observed}{_remedy(unpad)} ({unpad.kept.code})"
+        )
+    lines = [_text("padding: left out")]
+    if unpad.zeroed:
+        lines.append(_text(f"  0 at padding: {', '.join(unpad.zeroed)}"))
+    lines += [_text(f"  asked at each call: {fact}") for fact in unpad.facts]
+    lines += [_text(f"  {note}") for note in unpad.notes]
+    if unpad.last:
+        fills = ", ".join(f"{step.fill:.0%}" for step in unpad.last)
+        lines.append(_text(f"  real tokens of the last batches: {fills}"))
+    failed = Counter(reason for step in unpad.last for reason in step.failed)
+    lines += [
+        _text(f"  the model's own graph ran {wording.counted(n, 'time')}, since not: {why}")
+        for why, n in failed.items()
+    ]
+    return Group(*lines)
+
+
+def _remedy(unpad: UnpadReport) -> str:
+    return f"; {unpad.kept.remedy}" if unpad.kept is not None and unpad.kept.remedy else ""
+
+
+def abbreviate(modules: Iterable[str]) -> list[str]:
+    """Module paths that differ in their layer numbers alone, as one: "model.layers.{0..31}.self_attn ×32".
+
+    Exact: the abbreviations together name every path as often as it was given, and no other path.
+    """
+    families: dict[tuple[tuple[str, ...], int], list[tuple[int, ...]]] = {}
+    for path, times in Counter(modules).items():
+        pieces = _INDEX.split(path)
+        families.setdefault((tuple(pieces[::2]), times), []).append(tuple(int(index) for index in pieces[1::2]))
+    lines = []
+    for (fixed, times), indices in families.items():
+        for box in _boxes(indices):
+            sites = times
+            path = fixed[0]
+            for numbers, piece in zip(box, fixed[1:], strict=True):
+                sites *= len(numbers)
+                path += _numbers(numbers) + piece
+            lines.append((path or "(the model itself)") + (f" ×{sites}" if sites > 1 else ""))
+    return lines
+
+
+def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
+    """Cover the rows exactly by products of sets: {0,1} × {0..5} is one box, {(0,0),(1,0),(1,1)} takes two."""
+    if not rows[0]:
+        return [()]
+    tails: dict[int, list[tuple[int, ...]]] = {}
+    for head, *tail in rows:
+        tails.setdefault(head, []).append(tuple(tail))
+    heads: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for head, rest in tails.items():
+        heads.setdefault(tuple(sorted(rest)), []).append(head)
+    return [(tuple(sorted(same)), *box) for rest, same in heads.items() for box in _boxes(rest)]
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    """ "7", "{0..31}", "{0,2,..,30}", "{0..4,6..10}"."""
+    if len(values) == 1:
+        return str(values[0])
+    step = values[1] - values[0]
+    if step > 1 and len(values) > 3 and values == tuple(range(values[0], values[-1] + 1, step)):
+        return f"{{{values[0]},{values[1]},..,{values[-1]}}}"
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    parts = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return "{" + ",".join(parts) + "}"
+
+
+def _site_block(number: int, site: SiteReport) -> RenderableType:
+    rows: list[tuple[str, RenderableType]] = [
+        ("lowering", _text(site.decision.lowering, "green")),
+        ("pattern", _text(site.pattern)),
+        *_mask_rows(site.spec.mask),
+        ("score", _text(site.spec.score.words)),
+        *([("added", _text(site.spec.score.added))] if site.spec.score.added else []),
+        ("dtype", _text(dtype_words(site.spec))),
+        ("q, k, v", _operands(site.spec)),
+    ]
+    rows += [("length", _text(site.evidence.length))] if site.evidence is not None and site.evidence.length else []
+    rows += [("source", _text(site.source))] if site.source else []
+    rows += [("copies" if i == 0 else "", _copy(copy)) for i, copy in enumerate(site.copies)]
+    rows += [("notes" if i == 0 else "", _text(note)) for i, note in enumerate(site.notes)]
+    rows += [("faster", _text(site.faster.words))] if site.faster is not None else []
+    rows += [("refused" if i == 0 else "", row) for i, row in enumerate(_refusals(site.decision.refusals))]
+    return _block(f"[{number}]", site.modules, rows)
+
+
+def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
+    """The mask in words, its formula if one was proved, and why none was. Words and formula take a few lines at most."""
+    rows: list[tuple[str, RenderableType]] = [("mask", _text(middle_left_out(mask.words)))]
+    rows += [("formula", _text(middle_left_out(mask.formula)))] if mask.formula else []
+    why = wording.unproved(mask)
+    rows += [("unproved", _text(why))] if why else []
+    return rows
+
+
+def middle_left_out(words: str) -> str:
+    """Words of a few lines at most: the end says how a mask is applied, and the JSON has it all."""
+    if len(words) <= _LONGEST:
+        return words
+    left_out = len(words) - _LONGEST
+    return f"{words[: _LONGEST - _END]} … ({left_out} characters left out, which the JSON has) … {words[-_END:]}"
+
+
+def _miss_block(miss: MissReport) -> RenderableType:
+    rows: list[tuple[str, RenderableType]] = [
+        ("anchor", _text(miss.anchor)),
+        ("nearest", _text(f"{miss.nearest}, stopped at {miss.stopped_at}")),
+    ]
+    rows += [("source", _text(miss.source))] if miss.source else []
+    return _block("[miss]", miss.modules, [*rows, ("why", _reason(miss.reason))])
+
+
+def _block(mark: str, modules: Iterable[str], rows: Sequence[tuple[str, RenderableType]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(label, value)
+    return Group(_text(f"{mark} {', '.join(abbreviate(modules))}", "bold"), Padding(grid, (0, 0, 0, 4)))
+
+
+def operands(spec: AttentionSpec) -> list[tuple[list[str], TensorSpec]]:
+    """What the site reads. Operands that agree in everything are one, with the names of all."""
+    same: dict[TensorSpec, list[str]] = {}
+    kept = () if spec.stored is None else (("k in the cache", spec.stored.k), ("v in the cache", spec.stored.v))
+    for name, operand in (("q", spec.q), ("k", spec.k), ("v", spec.v), *kept):
+        same.setdefault(operand, []).append(name)
+    return [(names, operand) for operand, names in same.items()]
+
+
+def _operands(spec: AttentionSpec) -> RenderableType:
+    """One line an operand; operands that agree in everything share it."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        grid.add_column(overflow="fold")
+    for names, operand in operands(spec):
+        grid.add_row(
+            _text(",".join(names)),
+            _text(f"{operand.dtype}[{in_a_row(operand.shape)}]"),
+            _text(f"strides ({in_a_row(operand.strides)})"),
+        )
+    return grid
+
+
+def by_reasons(refusals: Iterable[Refusal]) -> list[tuple[list[str], tuple[Reason, ...]]]:
+    """Lowerings that give the same reasons together, in the order in which they were asked."""
+    names: dict[tuple[Reason, ...], list[str]] = {}
+    for refusal in refusals:
+        names.setdefault(refusal.reasons, []).append(refusal.lowering)
+    return [(lowerings, reasons) for reasons, lowerings in names.items()]
+
+
+def _refusals(refusals: Iterable[Refusal]) -> list[RenderableType]:
+    rows: list[RenderableType] = []
+    for lowerings, reasons in by_reasons(refusals):
+        indented = Padding(Group(*(_reason(reason) for reason in reasons)), (0, 0, 0, 2))
+        rows.append(Group(_text(", ".join(lowerings), "yellow"), indented))
+    return rows
+
+
+def _reason(reason: Reason) -> RenderableType:
+    lines = [_text(f"rule: {reason.rule}; observed: {reason.observed} ({reason.code})")]
+    if reason.remedy:
+        lines.append(_text(f"remedy: {reason.remedy}"))
+    return Group(*lines)
+
+
+def _copy(copy: Copy) -> Text:
+    size = "size known at run time" if copy.bytes is None else decimal(copy.bytes)
+    return _text(f"{copy.operand}, {size}: {copy.why}")
+
+
+def dtype_words(spec: AttentionSpec) -> str:
+    parts = [spec.dtype if spec.out_dtype == spec.dtype else f"{spec.dtype}, goes on as {spec.out_dtype}"]
+    parts.append("needs grad" if spec.needs_grad else "no grad")
+    if spec.returns_weights:
+        parts.append("returns the weights")
+    if spec.lse != "unread":
+        parts.append(f"its logsumexp is {spec.lse}")
+    return ", ".join(parts)
+
+
+def what_was_found(report: Report) -> str:
+    sites, misses = report.num_sites, report.num_misses
+    if not sites and not misses:
+        return "0 sites: no attention was found in this graph"
+    kinds = f" of {wording.counted(len(report.sites), 'kind')}" if sites > 1 else ""
+    return f"{wording.counted(sites, 'attention site')}{kinds}, {wording.counted(misses, 'miss', 'misses')}"
+
+
+def _times(words: str, seconds: Iterable[tuple[str, float]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_row(_text(words), _text(", ".join(f"{name} {wording.duration(each)}" for name, each in seconds)))
+    return grid
+
+
+def in_a_row(sizes: Iterable[int | str]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _text(words: str, style: str = "") -> Text:
+    # Text, not str: rich would read "[2, 8]" in a str as markup. Fold: a path without a blank is broken, not cut.
+    return Text(words, style=style, overflow="fold")

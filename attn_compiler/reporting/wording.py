@@ -1,0 +1,67 @@
+"""What a log says of a report, and the words that tables share with it. Imports nothing that draws tables: those are for who looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attn_compiler.reporting.report import Report
+    from attn_compiler.spec.masks import MaskSpec
+
+#: kinds of sites that a line of the log names, and characters of the mask of each
+_INTRODUCED, _INTRODUCED_WORDS = 4, 60
+
+
+def summary(report: Report) -> str:
+    """One line for a log: what was found in one graph, and what it became."""
+    return f"graph {report.graph} on {report.target}: {totals([report])}"
+
+
+def introduction(report: Report) -> str:
+    """The line for the first graph of a process: what was found, what each got, and where there is more."""
+    kinds = [f"{len(site.modules)} × {_shown(site.spec.mask.words)}: {site.decision.lowering}" for site in report.sites]
+    more = [f"{len(kinds) - _INTRODUCED} more kinds"] if len(kinds) > _INTRODUCED else []
+    told = f"; by mask: {'; '.join([*kinds[:_INTRODUCED], *more])}" if kinds else ""
+    return f"{summary(report)}{told}; attn_compiler.reports().save('report.html') shows why"
+
+
+def _shown(words: str) -> str:
+    return words if len(words) <= _INTRODUCED_WORDS else f"{words[:_INTRODUCED_WORDS]}…"
+
+
+def totals(reports: Sequence[Report]) -> str:
+    """Counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
+    chosen: Counter[str] = Counter()
+    for report in reports:
+        for site in report.sites:
+            chosen[site.decision.lowering] += len(site.modules)
+    misses = sum(report.num_misses for report in reports)
+    failures = sum(report.failure is not None for report in reports)
+    faults = sum(len(report.faults) for report in reports)
+    seconds = sum(report.total_seconds for report in reports)
+    parts = [counted(len(reports), "graph")] if len(reports) > 1 else []
+    lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
+    parts.append(counted(chosen.total(), "attention site") + (f" ({lowerings})" if lowerings else ""))
+    parts += [counted(misses, "miss", "misses")] if misses else []
+    parts += [f"{failures} FAILED"] if failures else []
+    parts += [counted(faults, "fault")] if faults else []
+    return ", ".join([*parts, f"{duration(seconds)} in passes"])
+
+
+def unproved(mask: MaskSpec) -> str | None:
+    """Why nothing says which pairs a mask's tensor leaves out; None where that is known."""
+    return mask.reason or mask.added
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def has_content(report: Report) -> bool:
+    return bool(report.sites or report.misses or report.failure or report.faults)

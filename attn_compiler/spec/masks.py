@@ -1,0 +1,400 @@
+"""Which (query, key) pairs an attention may use: `MaskSpec` is a conjunction of kinds. Pure data, no FX, no CUDA.
+
+A kind has `words` for people, its `formula`, and a reference, `mask_mod(b, h, q, k, inputs)`: the kind's meaning for one
+pair, which every kernel and every recovery is held against. What depends on run-time tensors holds an index expression.
+`own_key`: the kind lets each query use the key of its own position, keys that are padding aside.
+
+To add a kind: one class here, its name in KINDS, its recogniser in passes/recovering/kinds.py, and its test. No lowering has to know it:
+the model's own tensor says the same, and is applied until lowerings/shared/parts.py makes a part of the kind. Of a kind that neither a
+tensor nor a flag says, `check_masks` in lowerings/shared/mask_limits.py makes a refusal.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Index
+from attn_compiler.spec.codec import UNSAID
+
+
+def _no_tensor(tensor: str, at: tuple[int, ...]) -> Any:
+    raise LookupError(f"the mask reads {tensor}{list(at)}, and no run-time tensors were given")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a mask depends on besides the pair.
+
+    seqlen_q, seqlen_kv: sizes of the scores. load(tensor, indices): an element of a run-time tensor. sizes: every symbolic size
+    that the mask's expressions name.
+    """
+
+    seqlen_q: int
+    seqlen_kv: int
+    load: Callable[[str, tuple[int, ...]], Any] = _no_tensor
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def value(self, x: Expr, b: int, h: int, q: int, k: int) -> Any:
+        """An index expression's value for one pair. Raises LookupError for a tensor or a size that was not given."""
+        return ix.evaluate(x, {**self.sizes, "b": b, "h": h, "q": q, "k": k}, self.load)
+
+
+class Alignment(enum.Enum):
+    """Which corner of the (Sq, Skv) rectangle a causal diagonal starts from. PyTorch's is_causal is TOP_LEFT."""
+
+    TOP_LEFT = "top_left"
+    BOTTOM_RIGHT = "bottom_right"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Causal:
+    """Key k is allowed for query q when k <= q (TOP_LEFT) or k <= q + Skv - Sq (BOTTOM_RIGHT)."""
+
+    own_key: ClassVar[bool] = True
+    alignment: Alignment = Alignment.TOP_LEFT
+
+    @property
+    def words(self) -> str:
+        return "causal" if self.alignment is Alignment.TOP_LEFT else "causal (bottom-right)"
+
+    @property
+    def formula(self) -> str:
+        return "k <= q" if self.alignment is Alignment.TOP_LEFT else "k <= q + Skv - Sq"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        shift = 0 if self.alignment is Alignment.TOP_LEFT else inputs.seqlen_kv - inputs.seqlen_q
+        return k <= q + shift
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dense:
+    """A ready-made tensor operand that broadcasts to (B, Hq, Sq, Skv).
+
+    shape: its own broadcast shape (1 where it does not vary). dtype "bool" means True = allowed; a float dtype is added
+    to the scaled scores.
+    terms: how many tensors of the model were combined into it.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: str
+    terms: int = 1
+
+    @property
+    def is_bool(self) -> bool:
+        return self.dtype == "bool"
+
+    @property
+    def words(self) -> str:
+        dims = ", ".join(str(d) for d in self.shape)
+        what = "dense bool" if self.is_bool else f"dense additive {self.dtype}"
+        return f"{what}[{dims}]" + (f" from {self.terms} tensors" if self.terms > 1 else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CausalFrom:
+    """k <= q + offset. offset: over b, sizes and run-time tensors (how much a cache holds); -1 is strictly causal."""
+
+    own_key: ClassVar[bool] = False
+    offset: Expr
+
+    @property
+    def words(self) -> str:
+        if self.offset == ix.Const(-1):
+            return "strictly causal"
+        return f"causal from {ix.text(self.offset)}"
+
+    @property
+    def formula(self) -> str:
+        return ix.text(ix.compare("<=", Index("k"), ix.add(Index("q"), self.offset)))
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(k <= q + inputs.value(self.offset, b, h, q, k))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlidingWindow:
+    """q - left <= k <= q + right; None is no bound on that side."""
+
+    own_key: ClassVar[bool] = True
+    left: int | None
+    right: int | None
+
+    @property
+    def words(self) -> str:
+        sides = [f"{n} {side}" for n, side in ((self.left, "back"), (self.right, "ahead")) if n is not None]
+        return f"window ({', '.join(sides)})"
+
+    @property
+    def formula(self) -> str:
+        low = f"q - {self.left} <= " if self.left is not None else ""
+        high = f" <= q + {self.right}" if self.right is not None else ""
+        return f"{low}k{high}"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return (self.left is None or k >= q - self.left) and (self.right is None or k <= q + self.right)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefix:
+    """k < length or k <= q: all see the prefix, the rest is causal. length: over b, sizes and run-time tensors."""
+
+    own_key: ClassVar[bool] = True
+    length: Expr
+
+    @property
+    def words(self) -> str:
+        return f"causal after a prefix of {ix.text(self.length)}"
+
+    @property
+    def formula(self) -> str:
+        return f"(k < {ix.text(self.length)} ∨ k <= q)"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(k <= q or k < inputs.value(self.length, b, h, q, k))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyPadding:
+    """Key k of batch row b is allowed where the condition over (b, k) holds, whatever the query and the head.
+
+    Its run-time tensors may leave out any keys: at the left, at the right, or between others. See KeyBound for one that can't.
+    """
+
+    own_key: ClassVar[bool] = True
+    condition: Expr
+
+    @property
+    def words(self) -> str:
+        loaded, negated = ix.nonzero(self.condition)
+        if isinstance(loaded, ix.Load):
+            return f"key padding {'¬' * negated}{ix.text(loaded)}"
+        return f"keys where {self.formula}"
+
+    @property
+    def formula(self) -> str:
+        return ix.text(self.condition)
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(inputs.value(self.condition, b, h, q, k))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyBound:
+    """k <= bound ("last") or k >= bound ("first"); bound: over b, sizes and run-time tensors.
+
+    The keys that are left out are in one piece: right ("last") or left ("first") padding where the bound is a batch row's own,
+    else the part of a cache that is not filled.
+    """
+
+    own_key: ClassVar[bool] = True
+    side: str
+    bound: Expr
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether each batch row has its own bound."""
+        return ix.mentions(self.bound, Index("b"))
+
+    @property
+    def words(self) -> str:
+        what = f"{'right' if self.side == 'last' else 'left'} padding, " if self.is_padding else ""
+        return f"{what}keys {'up to' if self.side == 'last' else 'from'} {ix.text(self.bound)}"
+
+    @property
+    def formula(self) -> str:
+        return ix.text(ix.compare("<=" if self.side == "last" else ">=", Index("k"), self.bound))
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        bound = inputs.value(self.bound, b, h, q, k)
+        return bool(k <= bound if self.side == "last" else k >= bound)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """Query and key belong to the same document. of_key: the key's document, over (b, k); the query's is the same at q."""
+
+    own_key: ClassVar[bool] = True
+    of_key: Expr
+
+    @property
+    def of_query(self) -> Expr:
+        return ix.substitute(self.of_key, Index("k"), Index("q"))
+
+    @property
+    def words(self) -> str:
+        return f"document {self.formula}"
+
+    @property
+    def formula(self) -> str:
+        return f"{ix.text(self.of_query)} = {ix.text(self.of_key)}"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(inputs.value(self.of_key, b, h, q, q) == inputs.value(self.of_key, b, h, q, k))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunked:
+    """Query and key fall into the same chunk of `size` positions (Llama 4), counted from `start`, which may differ by batch row."""
+
+    own_key: ClassVar[bool] = True
+    size: int
+    start: Expr = ix.ZERO
+
+    @property
+    def words(self) -> str:
+        return f"chunks of {self.size}" + ("" if self.start == ix.ZERO else f" from {ix.text(self.start)}")
+
+    @property
+    def formula(self) -> str:
+        query, key = (
+            ix.text(ix.apply("floordiv", ix.add(Index(i), self.start, -1), ix.Const(self.size))) for i in "qk"
+        )
+        return f"{query} = {key}"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        start = inputs.value(self.start, b, h, q, k)
+        return bool((q - start) // self.size == (k - start) // self.size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnyOf:
+    """One of the alternatives holds, each a conjunction of kinds (causal, or the same image block)."""
+
+    own_key: ClassVar[bool] = False
+    alternatives: tuple[tuple[MaskKind, ...], ...]
+
+    @property
+    def words(self) -> str:
+        return " ∨ ".join(_grouped([kind.words for kind in kinds]) for kinds in self.alternatives)
+
+    @property
+    def formula(self) -> str:
+        return "(" + " ∨ ".join(_grouped([kind.formula for kind in kinds]) for kinds in self.alternatives) + ")"
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return any(all(kind.mask_mod(b, h, q, k, inputs) for kind in kinds) for kinds in self.alternatives)
+
+
+def _grouped(texts: list[str]) -> str:
+    joined = " ∧ ".join(texts) or "true"
+    return f"({joined})" if len(texts) > 1 else joined
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formula:
+    """A condition over (b, h, q, k) that was read in full and has no kind of its own."""
+
+    own_key: ClassVar[bool] = False
+    condition: Expr
+
+    @property
+    def words(self) -> str:
+        return self.formula
+
+    @property
+    def formula(self) -> str:
+        return ix.text(self.condition)
+
+    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
+        """Whether the pair is allowed."""
+        return bool(inputs.value(self.condition, b, h, q, k))
+
+
+MaskKind = Causal | CausalFrom | SlidingWindow | Prefix | KeyPadding | KeyBound | Document | Chunked | AnyOf | Formula
+#: in the order in which they are printed
+KINDS: tuple[type[MaskKind], ...] = (
+    Causal,
+    CausalFrom,
+    SlidingWindow,
+    Prefix,
+    KeyPadding,
+    KeyBound,
+    Document,
+    Chunked,
+    AnyOf,
+    Formula,
+)
+
+
+class Flag(enum.Enum):
+    """Why a kernel has to apply a diagonal by itself.
+
+    CALLED: the model's own call says so.
+    READ: the model's tensor was read. It says no more, and is not needed.
+    """
+
+    CALLED = "called"
+    READ = "read"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskSpec:
+    """Which pairs take part. Empty: every pair does.
+
+    kinds: all that is known of which pairs do: a pair has to be allowed by each. First what a flag says, then what the tensor was shown to
+        mean, or the scores' DenseBias where there is no other tensor.
+    flag: why the first kind, a causal one, is to be applied by itself; None if none is.
+    dense: the model's own tensor. A lowering may apply its kinds in its place.
+    reason: why the tensor could not be read; None if it was. added: of one that was read, why it may mask and nobody knows.
+    own_rows: what a query without keys gets is known to the model alone: by the numbers of its tensor ("numbers"), or by all that it does
+        ("model"). None: any lowering's rows can be completed.
+    out_of_reach: tensors and sizes that `kinds` read and a lowering can't get. They are another graph's, exist only inside one call,
+        or hold something else by then.
+    """
+
+    kinds: tuple[MaskKind, ...] = ()
+    flag: Flag | None = None
+    dense: Dense | None = None
+    reason: str | None = None
+    out_of_reach: tuple[str, ...] = ()
+    own_rows: Literal["numbers", "model"] | None = field(default=None, metadata=UNSAID)
+    added: str | None = field(default=None, metadata=UNSAID)
+
+    @property
+    def flagged(self) -> Causal | None:
+        """The kind that no tensor says."""
+        first = next(iter(self.kinds), None) if self.flag is not None else None
+        return first if isinstance(first, Causal) else None
+
+    @property
+    def held(self) -> tuple[MaskKind, ...]:
+        """The kinds that a tensor was shown to mean."""
+        return self.kinds if self.flagged is None else self.kinds[1:]
+
+    @property
+    def words(self) -> str:
+        applied = " ∧ ".join(each.words for each in (self.flagged, self.dense) if each is not None)
+        meaning = " ∧ ".join(kind.words for kind in self.read)
+        if not meaning:
+            return applied or "none"
+        if meaning == applied:
+            return f"{applied} (proved)"
+        # A mask that is proved and not applied is one in the scores' DenseBias.
+        return f"{meaning} (proved), {f'as {applied}' if applied else 'within the bias'}"
+
+    @property
+    def formula(self) -> str | None:
+        """What was read, over (b, h, q, k); None if nothing was. A mask that lets everything through has none."""
+        return " ∧ ".join(kind.formula for kind in self.read) or None
+
+    @property
+    def is_causal(self) -> bool:
+        return self.flagged is not None
+
+    @property
+    def read(self) -> tuple[MaskKind, ...]:
+        """The kinds that were read off the model's graph."""
+        return self.kinds if self.flag is Flag.READ else self.held

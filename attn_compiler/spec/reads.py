@@ -1,0 +1,56 @@
+"""What a proved kind of a mask or of a score reads besides the indices: run-time tensors and symbolic sizes, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr
+from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.masks import MaskKind
+
+_EXPRESSIONS: tuple[type[Any], ...] = typing.get_args(ix.Expr)
+
+#: fields of score kinds that name a tensor
+_NAMES = ("table", "tensor")
+
+
+def expressions(kind: MaskKind | ProvedScore) -> Iterator[Expr]:
+    """Every index expression in a kind, those of kinds that it is made of included."""
+    for field in dataclasses.fields(kind):
+        yield from _expressions(getattr(kind, field.name))
+
+
+def tensors(kind: MaskKind | ProvedScore) -> frozenset[str]:
+    """The names of the tensors that a kind loads from."""
+    named = {getattr(kind, field.name) for field in dataclasses.fields(kind) if field.name in _NAMES}
+    return frozenset(named) | {load.tensor for x in expressions(kind) for load in ix.loads(x)}
+
+
+def sizes(kind: MaskKind | ProvedScore) -> frozenset[str]:
+    """The names of the symbolic sizes that a kind's expressions hold."""
+    return frozenset(name for x in expressions(kind) for name in ix.sizes(x))
+
+
+def names(kind: MaskKind | ProvedScore) -> frozenset[str]:
+    """Everything that has to be at hand to evaluate a kind: its tensors and its sizes."""
+    return tensors(kind) | sizes(kind)
+
+
+def names_in(x: Expr) -> frozenset[str]:
+    """The same for one expression."""
+    return frozenset(load.tensor for load in ix.loads(x)) | ix.sizes(x)
+
+
+def _expressions(value: Any) -> Iterator[Expr]:
+    if isinstance(value, _EXPRESSIONS):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _expressions(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _expressions(getattr(value, field.name))

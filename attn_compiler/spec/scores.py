@@ -1,0 +1,165 @@
+"""What happens to the scores between the two products, besides masking. Pure data, no FX, no CUDA.
+
+    s = scale · (q kᵀ);  s = softcap · tanh(s / softcap);  s = s + bias;  p = dropout(softmax([s, sinks])[..., :Skv])
+
+To add a score change: one class here with `words`, its name in KINDS, and its test. A change of each score by itself is a
+`Pointwise`: what finds it and what applies it know it by that, and CONTRIBUTING.md names the places where its own lines stand.
+
+What an added tensor was shown to be is in added_scores.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attn_compiler.spec.added_scores import ProvedScore
+
+
+class Pointwise:
+    """What changes of each score by itself share: one number, and factors that may stand on either side. They come before masks and biases.
+
+    Lowerings apply them by their `Form` (lowerings/shared/score_changes.py).
+    """
+
+    __slots__ = ()
+
+    @property
+    def words(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def number(self) -> float:
+        """All that is to be known besides the kind."""
+        raise NotImplementedError
+
+    @property
+    def most(self) -> float:
+        """How large a score is after the change, at most."""
+        raise NotImplementedError
+
+    def scaled(self, factor: float) -> Pointwise:
+        """The change that gives `factor` times as much, of scores that are `factor` times as large."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Softcap(Pointwise):
+    """s -> cap · tanh(s / cap) (Gemma 2). cap: positive; with −cap it is the same."""
+
+    cap: float
+
+    @property
+    def words(self) -> str:
+        return f"softcap {self.cap:g}"
+
+    @property
+    def number(self) -> float:
+        """The cap."""
+        return self.cap
+
+    @property
+    def most(self) -> float:
+        """The cap."""
+        return self.cap
+
+    def scaled(self, factor: float) -> Softcap:
+        """c · cap · tanh(s / cap) is that of c · cap, of c · s."""
+        return Softcap(cap=abs(self.cap * factor))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sinks:
+    """One learned logit a head joins the softmax and is dropped after it (gpt-oss)."""
+
+    requires_grad: bool
+
+    @property
+    def words(self) -> str:
+        return "sinks"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseBias:
+    """An additive tensor that wants a gradient, broadcasting to (B, Hq, Sq, Skv): T5's and Swin's learned biases."""
+
+    shape: tuple[int | str, ...]
+    dtype: str
+    requires_grad: bool = True
+
+    @property
+    def words(self) -> str:
+        return f"bias[{', '.join(str(d) for d in self.shape)}] with gradient"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unusual:
+    """A score change that was recognised and has no kind of its own yet: described, and refused by every fused lowering."""
+
+    what: str
+
+    @property
+    def words(self) -> str:
+        return self.what
+
+
+ScoreChange = Pointwise | Sinks | DenseBias | Unusual
+KINDS: tuple[type[ScoreChange], ...] = (Softcap, Sinks, DenseBias, Unusual)
+
+
+def pointwise(changes: Iterable[ScoreChange]) -> Pointwise | None:
+    """The change of each score by itself. More than one is refused (lowerings/shared/takes.py)."""
+    return next((change for change in changes if isinstance(change, Pointwise)), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreSpec:
+    """How the scores are scaled, changed and added to.
+
+    scale: the factor on q kᵀ that a kernel applies.
+    runtime_scale: a further factor is known at run time only (a tensor or a symbolic float). It multiplies q in the graph, before the
+        kernel.
+    changes: what a lowering has to apply, in order.
+    dropout_p: the share of weights that is dropped.
+    softmax_dtype: the dtype that the model's own softmax ran in.
+    proved: kinds whose sum the added tensors were shown to be, besides what they mask. They say what a DenseBias or a mask's Dense
+        tensor means; a lowering has to apply the tensor or these, not both.
+    out_of_reach: as in MaskSpec.
+    """
+
+    scale: float
+    runtime_scale: bool = False
+    changes: tuple[ScoreChange, ...] = ()
+    dropout_p: float = 0.0
+    softmax_dtype: str = "float32"
+    proved: tuple[ProvedScore, ...] = ()
+    out_of_reach: tuple[str, ...] = ()
+
+    @property
+    def pointwise(self) -> Pointwise | None:
+        return pointwise(self.changes)
+
+    @property
+    def softcap(self) -> float | None:
+        return next((c.cap for c in self.changes if isinstance(c, Softcap)), None)
+
+    @property
+    def sinks(self) -> Sinks | None:
+        return next((c for c in self.changes if isinstance(c, Sinks)), None)
+
+    @property
+    def bias(self) -> DenseBias | None:
+        return next((c for c in self.changes if isinstance(c, DenseBias)), None)
+
+    @property
+    def words(self) -> str:
+        parts = [f"scale {self.scale:.6g}" + (" × run-time factor" if self.runtime_scale else "")]
+        parts += [change.words for change in self.changes]
+        if self.dropout_p:
+            parts.append(f"dropout {self.dropout_p:g}")
+        return ", ".join(parts)
+
+    @property
+    def added(self) -> str | None:
+        """What the added tensors were shown to add, besides what they mask; None if nothing."""
+        return " + ".join(kind.words for kind in self.proved) or None

@@ -1,0 +1,244 @@
+"""PyTorch's private API that has no room of its own: tensors, graphs, errors, CUDA, names. It refuses a torch that is not supported.
+
+Importing it on an unsupported torch raises UnsupportedTorch. Versions are told apart by what they have (a
+parameter, a type), not by their number, wherever that is possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.reasons.errors import AttnCompilerError, UnsupportedTorch
+
+log = logging.getLogger(__name__)
+
+MINIMUM_TORCH = (2, 11)
+
+
+def require_supported_torch(version: str) -> None:
+    """Raise UnsupportedTorch before MINIMUM_TORCH. A release that is newer than all that were tried is said (tried.py), and runs.
+
+    version: e.g. "2.13.0+cpu"."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if release < MINIMUM_TORCH:
+        raise UnsupportedTorch(found=version, minimum=".".join(map(str, MINIMUM_TORCH)))
+
+
+require_supported_torch(str(torch.__version__))
+
+# Private names come after the check, so that an unsupported torch is named before one of them is found missing.
+from torch._guards import CompileContext  # noqa: E402
+from torch._library import simple_registry  # noqa: E402
+from torch._logging import trace_structured  # type: ignore[attr-defined]  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
+from torch.utils._python_dispatch import (  # noqa: E402
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """An unfilled tensor on the current device of that type, by the function that Inductor's own code allocates with on a GPU: it
+    takes the host a fraction of the 2 µs of torch.empty. It knows of no modes, such as fake tensors'."""
+    if device == "cuda":
+        return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined,no-any-return]
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def allocator(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str
+) -> Callable[[], torch.Tensor]:
+    """`empty_strided` of these, for those who call it again and again. Under a mode, torch's own, which knows of it."""
+    if device == "cuda" and not torch._C._len_torch_dispatch_stack():
+        return functools.partial(torch._C._dynamo.guards._empty_strided_cuda, size, stride, dtype)  # type: ignore[attr-defined]
+    return functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Within the block, calls run on real tensors, without gradients: no fake, tracing or other mode of a compilation is active."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def is_view(x: torch.Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another one."""
+    return x._is_view()
+
+
+def writes_counted(x: torch.Tensor) -> int:
+    """How often autograd has seen a tensor's memory being written to."""
+    return x._version
+
+
+def backward_run() -> int:
+    """Which backward is running: a number that no other one has. For hooks of autograd."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call it once the backward that is running is done; what it raises, the backward raises. For hooks of autograd."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# ---- errors through Dynamo ----------------------------------------------------------------------------------------
+
+
+def unwrapped(error: AttnCompilerError) -> AttnCompilerError:
+    """The same error in a class that Dynamo hands to the user as it is, instead of inside a BackendCompilerFailed.
+
+    It is still an instance of its own class, so `except UnknownOption` works. Raise it from the caller's frame: Dynamo
+    cuts its own frames above that from the traceback. It also drops the cause, whose traceback goes along as a note.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    frame = inspect.currentframe()
+    copy = _unwrapped_class(type(error))(**error.fields())
+    ShortenTraceback.__init__(copy, *error.args, first_useful_frame=frame.f_back if frame else None)  # type: ignore[arg-type]
+    if error.__cause__ is not None:
+        copy.add_note("".join(traceback.format_exception(error.__cause__)))
+    return copy
+
+
+def _unwrapped_class(cls: type[AttnCompilerError]) -> type[AttnCompilerError]:
+    from torch._dynamo.exc import ShortenTraceback
+
+    return type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def starts_over(error: Exception) -> bool:
+    """Whether it tells Dynamo what to do next: trace the frame again (a compiler that found a float to be fixed has the graph made anew
+    without it), or leave it. No failure, then."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+    return isinstance(error, (RestartAnalysis, SkipFrame))
+
+
+# ---- graphs and fake values -----------------------------------------------------------------------------------------
+
+
+def fake_value(node: fx.Node) -> Any:
+    """What Dynamo recorded as the node's value: fake tensors, symbolic numbers, or nests of them; None if nothing."""
+    return node.meta.get("example_value")
+
+
+def graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """`gm` and every graph nested in it (bodies of checkpoint and other higher-order operators)."""
+    return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
+
+
+def copied_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy that a compiler takes for the graph itself: fx leaves out where Dynamo has each input from."""
+    copied = copy.deepcopy(graph)
+    for node, original in zip(copied.nodes, graph.nodes, strict=True):
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    return copied
+
+
+def add_buffer(gm: fx.GraphModule, name: str, tensor: torch.Tensor) -> None:
+    """Give Dynamo's graph a buffer of ours. AOTAutograd lifts it to an input with a fixed address, and wants to know where each is from."""
+    from torch._dynamo.source import ConstantSource
+
+    gm.register_buffer(name, tensor)
+    sources = getattr(gm, "_param_name_to_source", None)
+    if sources is not None:
+        sources[name] = ConstantSource(name)
+
+
+def remove_buffer(gm: fx.GraphModule, name: str) -> None:
+    """Undo `add_buffer`, if it was done."""
+    gm._buffers.pop(name, None)
+    getattr(gm, "_param_name_to_source", {}).pop(name, None)
+
+
+def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:
+    """Every device that a value of the graph lives on, sorted."""
+    nodes = (node for module in graph_modules(gm) for node in module.graph.nodes)
+    leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(fake_value(node)))
+    return tuple(sorted({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}, key=str))
+
+
+def is_wrapper_subclass(value: Any) -> bool:
+    """Whether `value` is a tensor that wraps others (DTensor, nested ...): its ops are not those of a plain tensor."""
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+# ---- ops ------------------------------------------------------------------------------------------------------------
+
+
+def register_fake(library: Any, op: str, fake: Callable[..., Any]) -> None:
+    """As torch.library.register_fake for an op of the library, by its name. That one looks for the caller's file among all modules of the
+    process, to say where a fake is from: a quarter of what it took to import this package beside transformers."""
+    kept = simple_registry.singleton.find(f"{library.ns}::{op}").fake_impl
+    library._registration_handles.append(kept.register(fake, "attn_compiler", lib=library))
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+
+def _no_cuda(device: int) -> int:
+    raise RuntimeError(f"this torch was built without CUDA, so cuda:{device} has no stream")
+
+
+#: the address of the stream that is current on a device, by its index. torch.cuda.current_stream makes an object of it first.
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+
+
+def _no_device() -> int:
+    raise RuntimeError("this torch was built without CUDA, so no device is the current one")
+
+
+#: the index of the current device, once CUDA is in use. torch.cuda.current_device sees to that first, each time.
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_device)
+
+
+# ---- names and traces ---------------------------------------------------------------------------------------------
+
+
+def line_of_break(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """Where Dynamo ended the graph before its function did: the model's code there, and "model.py:12"; None if it did not."""
+    found = getattr(gm, "compile_subgraph_reason", None)
+    frames = getattr(found, "user_stack", None) or []
+    if not getattr(found, "graph_break", False) or not frames:
+        return None
+    return frames[-1].line or "", f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+
+
+def graph_name() -> str:
+    """The compilation under way as logs and tlparse show it ("0/0": frame 0, first compile); "-" outside of one."""
+    compile_id = CompileContext.current_compile_id()
+    return "-" if compile_id is None else str(compile_id)
+
+
+def trace_artifact(name: str, payload: Callable[[], str], *, encoding: str = "string") -> None:
+    """Put a file into TORCH_TRACE, under the compilation under way, for tlparse to show. encoding: "string" or "json".
+
+    payload is not called when PyTorch knows that no trace is being written.
+    """
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
+
+
+def without_transforms(x: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers that torch.func's transforms (vmap, grad ...) put around it: a wrapper has no storage."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x

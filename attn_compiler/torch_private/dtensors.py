@@ -1,0 +1,157 @@
+"""Private PyTorch API of DTensors: how one lies on its mesh, the tensor of this process, and the way there and back.
+
+PyTorch's module of DTensors takes a while to load, and not every build has it. It is there where a value is one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.torch_private import compat as torch_compat, symbols as torch_symbols, tracing as torch_tracing
+
+RULE = "attention of DTensors is that of their local tensors"
+
+#: what q.device_mesh is in a graph, and the like
+get_attribute: Callable[..., Any] = getattr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shards:
+    """How a DTensor lies on its mesh.
+
+    mesh: PyTorch's object.
+    dims: for each axis of the mesh the axis of the tensor that is cut along it; None where every process has all.
+    words: the same for people.
+    """
+
+    mesh: Any
+    dims: tuple[int | None, ...]
+    words: str
+
+    @property
+    def cut(self) -> frozenset[int]:
+        """The axes of the tensor that no process has as a whole."""
+        return frozenset(dim for dim in self.dims if dim is not None)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor."""
+    if not torch_compat.is_wrapper_subclass(value) or "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def shards(value: Any, name: str) -> Shards | Reason:
+    """How a DTensor lies on its mesh, or what is not known of it. name: of the tensor, for people."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    words = f"({', '.join(map(str, value.placements))})"
+    dims = tuple(p.dim % max(value.dim(), 1) if type(p) is Shard else None for p in value.placements)
+    if any(type(placement) not in (Shard, Replicate) for placement in value.placements):
+        return Reason(
+            code=Code.UNEQUAL_SHARES,
+            rule=RULE,
+            observed=f"{name} is placed {words}, which is neither whole nor a share along one axis",
+            remedy="redistribute it over heads, over the batch, or to Replicate() before the attention",
+        )
+    sizes = [value.device_mesh.size(i) for i in range(value.device_mesh.ndim)]
+    for axis, (whole, own) in enumerate(zip(value.shape, local_of(value).shape, strict=True)):
+        members = math.prod(size for size, dim in zip(sizes, dims, strict=True) if dim == axis)
+        if members > 1 and not torch_symbols.statically_known(own * members == whole):
+            is_known = isinstance(whole, int) and isinstance(own, int)
+            return Reason(
+                code=Code.UNEQUAL_SHARES,
+                rule=RULE,
+                observed=f"{name} has {whole} along axis {axis}, of which {members} processes "
+                + ("have unequal shares" if is_known else "may have unequal shares, since the size is symbolic"),
+                remedy="pad it to a multiple of the processes" if is_known else "compile with dynamic=False",
+            )
+    return Shards(mesh=value.device_mesh, dims=dims, words=words)
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """The tensor that this process has of a DTensor."""
+    local: torch.Tensor = value._local_tensor
+    return local
+
+
+def _real_mesh(value: Any) -> Any:
+    """The mesh of a DTensor. In a graph a stand-in may have it, whose attributes are not to be asked for."""
+    mesh = value.device_mesh
+    return mesh.real_obj if torch_tracing.is_script_object(mesh) else mesh
+
+
+def other_ranks(value: Any) -> frozenset[int]:
+    """The ranks on a DTensor's mesh, but for this process."""
+    mesh = _real_mesh(value)
+    return frozenset(mesh.mesh.flatten().tolist()) - {mesh.get_rank()}
+
+
+def groups(value: Any) -> list[str]:
+    """What PyTorch's collectives call the groups along the axes of a DTensor's mesh that have several processes."""
+    mesh = _real_mesh(value)
+    return [str(mesh.get_group(i).group_name) for i in range(mesh.ndim) if mesh.size(i) > 1]
+
+
+def from_local() -> Callable[..., Any] | None:
+    """What Dynamo's graphs call to make a DTensor of a local tensor, its mesh and its placements. torch 2.11 has no name for it that the
+    code of a graph could use."""
+    from torch.distributed.tensor import _api
+
+    return getattr(_api, "from_local", None)
+
+
+def of_local(local: torch.Tensor, like: Any, order: Sequence[int]) -> Any:
+    """A DTensor of a local tensor, placed as `like` is and with its sizes, but for the last axis. order: of its axes in memory."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*like.shape[:-1], local.shape[-1]))
+    stride, strides = 1, [1] * len(shape)
+    for axis in reversed(order):
+        strides[axis] = stride
+        stride = stride * shape[axis]
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=tuple(strides)
+    )
+
+
+def summed_to_local(value: Any, mesh_dims: Sequence[int]) -> torch.Tensor:
+    """A DTensor's local tensor. The gradients of it in the processes along some axes of the mesh are parts of a sum: each of them sees its
+    own share of what the tensor is used for."""
+    from torch.distributed.tensor import Partial
+
+    placements = [Partial() if i in mesh_dims else p for i, p in enumerate(value.placements)]
+    local: torch.Tensor = value.to_local(grad_placements=placements)
+    return local
+
+
+def share_of(value: Any, dims: Sequence[int | None]) -> torch.Tensor:
+    """This process's share of a DTensor that every process has all of, if it is cut along `dims`. Nothing is communicated."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    share: torch.Tensor = value.redistribute(placements=placements).to_local()
+    return share
+
+
+def made_of(node: fx.Node) -> fx.Node | None:
+    """The very tensor that a node makes a DTensor of, if its call says so and no gradient is lost. In torch 2.11 Dynamo hides how
+    `from_local` is called."""
+    if node.op != "call_function" or node.target != from_local() or node.kwargs.get("run_check"):
+        return None
+    given = node.args[0] if node.args else None
+    if not isinstance(given, fx.Node):
+        return None
+    value, local = given.meta["example_value"], local_of(node.meta["example_value"])
+    return given if value.device == local.device and not value.requires_grad else None

@@ -1,0 +1,297 @@
+"""Private PyTorch API of the frames that Dynamo compiles: the modules that they belong to, and whether a graph is all of one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch._dynamo import config, convert_frame, pgo
+from torch._dynamo.cache_size import _has_same_id_matched_objs
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code  # type: ignore[attr-defined]
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.source import LocalSource, NNModuleSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_metrics_context
+from torch._guards import CompileContext, Source, TracingContext
+from torch._subclasses import FakeTensor
+
+from attn_compiler.reasons.errors import described
+from attn_compiler.torch_private import meanings
+from attn_compiler.torch_private.meanings import Known
+
+
+def guard_modules() -> None:
+    """Let the code of the compilation under way serve only the very modules that it is made for: those that its frame was given, and the
+    outermost of those that it reads. Outside of a compilation nothing happens.
+
+    Without that, modules of one class share it where nothing but parameters tells them apart: layers that are compiled one by one,
+    two instances of a model.
+    """
+    if TracingContext.try_get() is None:
+        return
+    for source in _modules():
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _modules() -> list[Source]:
+    """Where the modules of the frame are from: those that it was given, and the outermost of those that it reads."""
+    context = TracingContext.get()
+    guarded = [guard.originating_source for guard in context.guards_context.dynamo_guards]
+    read = [found for source in guarded for found in _outermost_module(source)]
+    given = [LocalSource(name) for name, value in _frame().f_locals.items() if isinstance(value, nn.Module)]
+    return list(dict.fromkeys([*given, *read]))
+
+
+def is_cut_into_buckets() -> bool:
+    """Whether the graph under compilation is a part of one that DistributedDataParallel's buckets cut.
+
+    Each part is called with fake tensors once it is compiled, and what was compiled for it gives fake tensors at its first call.
+    """
+    context = TracingContext.try_get()
+    return context is not None and context.fakify_first_call
+
+
+T = TypeVar("T")
+
+
+def of_compilation(make: Callable[[], T]) -> T:
+    """What `make` gave when it was first asked for in the compilation under way. Outside of one it is always new."""
+    context = TracingContext.try_get()
+    if context is None:
+        return make()
+    kept: dict[Callable[[], T], T] = context.__dict__.setdefault("attn_compiler", {})
+    if make not in kept:
+        kept[make] = make()
+    return kept[make]
+
+
+def given_tensor(placeholder: fx.Node) -> torch.Tensor | None:
+    """The tensor that the frame under way was called with and that an input of Dynamo's graph stands for, if there is one."""
+    argument = placeholder.meta.get("grapharg")
+    if argument is None or argument.source is None:
+        return None
+    try:
+        found = argument.example
+    except AssertionError:  # It is no more.
+        return None
+    return found if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) else None
+
+
+#: with how many meanings of one input a function is compiled, each a compilation of its own; PyTorch gives up after 8
+_MOST_MEANINGS = 4
+
+#: what the inputs of a function were known to be where compilations of it relied on that
+_relied_on: weakref.WeakKeyDictionary[CodeType, dict[str, list[Known]]] = weakref.WeakKeyDictionary()
+
+
+def may_rely_on(placeholder: fx.Node, known: Known) -> bool:
+    """Whether the code of the compilation under way may serve only calls where the same is known of this input.
+
+    Not after several other meanings: code that relies on none serves all that are left, and without it PyTorch would come to its limit of
+    compilations, where it runs the function uncompiled, or raises (fullgraph=True).
+    """
+    if TracingContext.try_get() is None:
+        return True
+    meant = _relied_on.setdefault(_frame().f_code, {}).setdefault(placeholder.name, [])
+    if known not in meant and len(meant) < _MOST_MEANINGS:
+        meant.append(known)
+    return known in meant
+
+
+def has_room_for(placeholder: fx.Node, known: Known) -> bool:
+    """What `may_rely_on` would answer, without relying on it."""
+    if TracingContext.try_get() is None:
+        return True
+    meant = _relied_on.get(_frame().f_code, {}).get(placeholder.name, [])
+    return known in meant or len(meant) < _MOST_MEANINGS
+
+
+def forget_meanings() -> None:
+    """All compilations are forgotten, too."""
+    _relied_on.clear()
+
+
+def guard_known(placeholder: fx.Node, known: Known) -> None:
+    """Let the code of the compilation under way serve only calls where the same is known of this input (meanings.py)."""
+    if TracingContext.try_get() is None:
+        return
+
+    def is_known(value: object) -> bool:
+        found = meanings.of(value)
+        return found is known or found == known
+
+    def check(builder: Any, guard: Any) -> None:
+        words = [f"attn_compiler knows {guard.name} to be {known.words}"]
+        manager = builder.get_guard_manager(guard)
+        try:
+            manager.add_lambda_guard(is_known, words, guard.user_stack)
+        except TypeError:  # before PyTorch 2.12 without the last
+            manager.add_lambda_guard(is_known, words)
+
+    install_guard(placeholder.meta["grapharg"].source.make_guard(check))
+
+
+def owner_of(stack: Mapping[str, tuple[str, Any]] | None) -> nn.Module | CodeType | None:
+    """What a node of the graph under way belongs to: its module, or a function's code where no module is in sight. stack: the node's
+    `nn_module_stack`. A node without one is from the frame itself. None where it can't be told, such as outside of a compilation."""
+    if TracingContext.try_get() is None:
+        return None
+    frame = _frame()
+    if not stack:
+        modules = [value for value in frame.f_locals.values() if isinstance(value, nn.Module)]
+        code: CodeType | None = None if _modules() else frame.f_code
+        return modules[0] if len(modules) == 1 else code
+    key, (path, _) = list(stack.items())[-1]
+    found = _at(path, frame)
+    # Dynamo's key is the module's identity, and "@2" for the second call.
+    identity = key.partition("@")[0]
+    is_it = isinstance(found, nn.Module) and (not identity.isdigit() or int(identity) == id(found))
+    return found if is_it else None
+
+
+#: one step of a path such as L['self'].layers.0 or G['models'][1].layer
+_STEP = re.compile(r"\[['\"](?P<name>[^'\"]*)['\"]\]|\[(?P<index>\d+)\]|\.(?P<attribute>\w+)")
+
+
+def _at(path: str, frame: Any) -> Any:
+    """What a path of Dynamo's names in a frame; None if it names nothing there."""
+    found: Any = {"L": frame.f_locals, "G": frame.f_globals}.get(path[:1])
+    steps = list(_STEP.finditer(path, 1))
+    if "".join(step.group() for step in steps) != path[1:]:
+        return None
+    for step in steps:
+        name, index, attribute = step.group("name", "index", "attribute")
+        try:
+            found = getattr(found, attribute) if attribute else found[name if index is None else int(index)]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return None
+    return found
+
+
+def is_whole(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo's graph is all of its frame: no graph break comes before or after it. To be asked while it is compiled."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None:
+        return True
+    return not reason.graph_break and not _frame().f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+class NotCaptured(Exception):
+    """Why a frame can't be traced with other inputs. Internal."""
+
+
+def captured_with(tensors: Mapping[torch.Tensor, torch.Tensor]) -> fx.GraphModule:
+    """What Dynamo makes of the frame under way if it is given other tensors: one graph, for sizes that are known. Nothing of it is kept.
+
+    tensors: by those that the frame was given. Raises NotCaptured.
+    """
+    if TracingContext.try_get() is None:
+        raise NotCaptured("no function is compiled")
+    frame = _frame()
+    others = {id(old): new for old, new in tensors.items()}
+    found: set[int] = set()
+    given = {name: _exchanged(value, others, found) for name, value in frame.f_locals.items()}
+    if found != others.keys():
+        raise NotCaptured("an input is in an object that is not looked into")
+    closure: Any = frame.closure or ()
+    info = convert_frame.FrameInfo(frame.f_code, frame.f_globals, given, frame.f_builtins, closure, None, None)
+    try:
+        with (
+            config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True),
+            _sizes_as_seen(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            captured = convert_frame._fullgraph_capture_frame(info).backend_input
+    except Exception as error:
+        raise NotCaptured(" ".join(described(error).split())[:200]) from error
+    if captured is None:
+        raise NotCaptured("no graph")
+    return captured.graph_module
+
+
+@contextlib.contextmanager
+def _sizes_as_seen() -> Iterator[None]:
+    """Within the block Dynamo's memory of which sizes it has seen is not written for good: a second one would be a symbol from then on."""
+    states = pgo.get_code_state()
+    seen = {code: dict(state.automatic_dynamic) for code, state in states.items()}
+    try:
+        yield
+    finally:
+        for code, state in states.items():
+            state.automatic_dynamic.clear()
+            state.automatic_dynamic.update(seen.get(code, {}))
+
+
+def _exchanged(value: Any, others: Mapping[int, torch.Tensor], found: set[int]) -> Any:
+    """With other tensors in dictionaries, lists and tuples. found: those that were met."""
+    if id(value) in others:
+        found.add(id(value))
+        return others[id(value)]
+    if type(value) is dict:
+        return {key: _exchanged(item, others, found) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_exchanged(item, others, found) for item in value)
+    return value
+
+
+def recompilation_reason() -> str | None:
+    """Which guard of the code that a frame had already did not hold for the call that is compiled; None for its first compilation."""
+    context = get_metrics_context()
+    if CompileContext.current_compile_id() is None or not context.in_progress():
+        return None
+    found = context._metrics.get("recompile_reason")
+    return None if found is None else " ".join(str(found).split())[:300]
+
+
+def start_over() -> Callable[[], None] | None:
+    """What has the frame of the compilation under way compiled anew before its next call, all of its code; None outside of one."""
+    if TracingContext.try_get() is None:
+        return None
+    code = weakref.ref(_frame().f_code)
+
+    def again() -> None:
+        found = code()
+        if found is not None:
+            reset_code(found)
+
+    return again
+
+
+def is_last_recompilation() -> bool:
+    """Whether Dynamo would run the frame that is compiled without a compiler, the next time that its guards fail.
+
+    It counts what it has compiled for the same modules. False outside of a compilation.
+    """
+    if CompileContext.current_compile_id() is None:
+        return False
+    frame = _frame()
+    if frame.one_graph or config.fail_on_recompile_limit_hit:
+        return False
+    entries = _debug_get_cache_entry_list(frame.f_code)
+    after = sum(_has_same_id_matched_objs(frame, entry) for entry in entries) + 1
+    return bool(after >= config.recompile_limit or len(entries) + 1 >= config.accumulated_recompile_limit)
+
+
+def _frame() -> Any:
+    """What translates the frame that is compiled, with the values that it was called with."""
+    return InstructionTranslator.current_tx().output.root_tx
+
+
+def _outermost_module(source: Source | None) -> Iterator[Source]:
+    """Where a value's outermost module is from; nothing if it belongs to none."""
+    found = None
+    while source is not None:
+        if isinstance(source, NNModuleSource):
+            found = source.base
+        source = getattr(source, "base", None)
+    if found is not None:
+        yield found

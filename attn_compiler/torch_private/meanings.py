@@ -1,0 +1,209 @@
+"""What is known of tensors that compiled code gave back: a mask that one graph makes keeps its meaning in another one.
+
+A tensor is known as long as it is the very object that was given back, lies in memory as it did, and PyTorch counted no write to it. On a
+CPU nobody could write to its memory either, by whatever way (torch_writes.py). A view or a copy is another object, and nothing is known
+of it.
+
+Compiled code takes the address of what it reads, as one who writes would. So memory is not watched while a graph's code reads it, and is
+again when no call reads it any more. In between nothing is known. A backward reads it, too, and it is watched again after that.
+
+Looking up waits for no device. An entry goes with its tensor. Threads: each entry is set and taken out by one operation on a dictionary,
+and says itself which tensor it is of.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Expr, Index, Load, Size
+from attn_compiler.torch_private import writes as torch_writes
+
+#: stands for the known tensor in loads of its own elements
+ITSELF = "itself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What the elements of a tensor are.
+
+    element: over `indices(dims)`. It loads other elements of the tensor itself. Its sizes are those of the tensor's axes.
+    dims: how many axes the tensor has.
+    """
+
+    element: Expr
+    dims: int
+
+    @property
+    def words(self) -> str:
+        return ix.text(self.element)
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Entry:
+    """What is known of one tensor.
+
+    watched: its memory is (torch_writes.py).
+    readers: how many calls of compiled code read it now.
+    holds: of the first of them, whether it was known.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    writes: int
+    address: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    known: Known
+    watched: bool
+    readers: int = 0
+    holds: bool = False
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the one that is known, as it was."""
+        return (
+            self.tensor() is tensor
+            and (not self.watched or torch_writes.is_unwritten(tensor))
+            and self.writes == tensor._version
+            and self.address == torch_writes.address(tensor)
+            and self.strides == tensor.stride()
+            and self.shape == tensor.shape
+            and self.dtype == tensor.dtype
+        )
+
+
+def indices(dims: int) -> tuple[Index, ...]:
+    """The indices that a known element is over."""
+    return tuple(Index(f"i{axis}") for axis in range(dims))
+
+
+def size_of_axis(axis: int) -> Size:
+    return Size(f"n{axis}")
+
+
+def own_element(at: tuple[Expr, ...], kind: str) -> Expr:
+    """An element of the known tensor itself."""
+    return Load(ITSELF, at, kind)
+
+
+_entries: dict[int, _Entry] = {}
+
+
+def remember(tensor: torch.Tensor, known: Known) -> None:
+    """Keep what is known of a tensor for as long as the tensor lives and is not written to."""
+    watched = torch_writes.is_watchable(tensor)
+    if tensor.is_inference() or (watched and not torch_writes.watch(tensor)):
+        return
+    key = id(tensor)
+    entry = _Entry(
+        tensor=weakref.ref(tensor, functools.partial(_forget, key)),
+        writes=tensor._version,
+        address=torch_writes.address(tensor),
+        shape=tensor.shape,
+        strides=tensor.stride(),
+        dtype=tensor.dtype,
+        known=known,
+        watched=watched,
+    )
+    _entries[key] = entry
+
+
+def of(tensor: object) -> Known | None:
+    """What is known of a tensor as it is now."""
+    entry = _entries.get(id(tensor))
+    return entry.known if entry is not None and isinstance(tensor, torch.Tensor) and entry.is_of(tensor) else None
+
+
+def are_any() -> bool:
+    """Whether there is a tensor of which something may be known."""
+    return bool(_entries)
+
+
+def telling(
+    compiled: Callable[..., Any], known: Sequence[tuple[int, Known]], read: Sequence[int] = ()
+) -> Callable[..., Any]:
+    """A graph's compiled function, which remembers what is known of its outputs, and what was known of its inputs.
+
+    known: of outputs, by their places. read: the places of inputs that may be known and that the graph does not write to.
+    """
+    if not known and not read:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        outs = _while_read(compiled, args, read) if read and _entries else compiled(*args)
+        for place, meaning in known:
+            # What PyTorch learns shapes with is no tensor of the model's.
+            if type(outs[place]) is torch.Tensor:
+                remember(outs[place], meaning)
+        return outs
+
+    return call
+
+
+def _while_read(compiled: Callable[..., Any], args: Sequence[Any], read: Sequence[int]) -> Any:
+    """What code gives that reads inputs at these places, now and in its backward."""
+    found = [_entries.get(id(args[place])) for place in read]
+    entries = [entry for entry in found if entry is not None and entry.watched]
+    if not entries:
+        return compiled(*args)
+    _begin_to_read(entries)
+    try:
+        outs = compiled(*args)
+    finally:
+        _end_to_read(entries)
+    if torch.is_grad_enabled():
+        _watch_after_backward(outs, entries)
+    return outs
+
+
+def _watch_after_backward(outs: object, entries: Sequence[_Entry]) -> None:
+    """A checkpoint runs the forward again within a backward, and asks what is known. So the watch does not end before."""
+    held: list[_Entry] = []
+
+    def before() -> None:
+        held[:] = [entry for entry in entries if (tensor := entry.tensor()) is not None and entry.is_of(tensor)]
+
+    def after() -> None:
+        for entry in held:
+            tensor = entry.tensor()
+            if tensor is not None and entry.readers == 0 and not torch_writes.is_unwritten(tensor):
+                torch_writes.watch_again(tensor)
+        held.clear()
+
+    torch_writes.around_backward(outs, before, after)
+
+
+_reading = threading.Lock()
+
+
+def _begin_to_read(entries: Iterable[_Entry]) -> None:
+    with _reading:
+        for entry in entries:
+            tensor = entry.tensor()
+            if entry.readers == 0:
+                entry.holds = tensor is not None and entry.is_of(tensor)
+            entry.readers += 1
+            if entry.holds and tensor is not None:
+                torch_writes.unwatch(tensor)
+
+
+def _end_to_read(entries: Iterable[_Entry]) -> None:
+    with _reading:
+        for entry in entries:
+            tensor = entry.tensor()
+            entry.readers -= 1
+            if entry.readers == 0 and entry.holds and tensor is not None:
+                torch_writes.watch_again(tensor)
+
+
+def _forget(key: int, dead: weakref.ref[torch.Tensor]) -> None:
+    entry = _entries.get(key)
+    if entry is not None and entry.tensor is dead:
+        del _entries[key]

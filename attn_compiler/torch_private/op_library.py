@@ -1,0 +1,121 @@
+"""Ops of this package in torch.ops: where they are registered, and what runs for them. Of attention it knows nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.torch_private import compat as torch_compat
+
+#: of all ops of this package, in torch.ops
+NAMESPACE = "attn_compiler"
+
+# Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
+# called, deregistered and defined again.
+LIBRARY: Any = globals().get("LIBRARY") or torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Late:
+    """A function of a module, which is imported when it is first called: a dump or a fake needs no triton.
+
+    site: a class of the module, whose instances do the same for one place in compiled code: tensors lie the same there in every call,
+    and an output that nothing reads may be None.
+    notes: all that it launches it launches by `launching`, so that its launches can be noted instead (noting.py).
+    """
+
+    module: str
+    function: str
+    site: str | None = None
+    notes: bool = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.found(*arguments)
+
+    @functools.cached_property
+    def found(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
+        return found
+
+
+#: the bodies of leaf ops that compiled code may call by themselves, by the op's name
+BODIES: dict[str, Late] = globals().get("BODIES") or {}
+#: the bodies whose launches can be noted, by the op's name
+NOTING: dict[str, Callable[..., Any]] = globals().get("NOTING") or {}
+
+
+def define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) -> None:
+    """Define an op of the namespace, for one device or all of them."""
+    LIBRARY.define(op + schema, tags=(torch.Tag.needs_exact_strides,))
+    LIBRARY.impl(op, body, dispatch_key)
+    if isinstance(body, Late):
+        BODIES[op] = body
+        if body.notes:
+            NOTING[op] = body
+
+
+def register_fake(op: str, fake: Callable[..., Any]) -> None:
+    """Say what an op of the namespace gives, of tensors without memory."""
+    torch_compat.register_fake(LIBRARY, op, fake)
+
+
+def launching_body(target: Any) -> Callable[..., Any] | None:
+    """The body of an op whose launches can be noted; None for other ops, and for all that is no op of ours."""
+    if getattr(target, "namespace", None) != NAMESPACE:
+        return None
+    return NOTING.get(target.name().partition("::")[2])
+
+
+def texts(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """`text_of` all calls of ops of this package among nodes."""
+    ours = (node for node in nodes if getattr(node.target, "namespace", None) == NAMESPACE)
+    found = (text_of(node.target.name().partition("::")[2], node.args) for node in ours)  # type: ignore[union-attr]
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def text_of(op: str, arguments: Sequence[Any]) -> str:
+    """What failures of a call's kernels are told by: what was decided of it, with which calls of leaf ops end; of a helper that launches
+    kernels its name; "" of what launches none."""
+    if op in NOTING and op not in BODIES:
+        return op
+    last = arguments[-1] if arguments else ""
+    return last if isinstance(last, str) else ""
+
+
+def register_helper(
+    name: str,
+    schema: str,
+    *,
+    function: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    on_gpu: Callable[..., Any] | None = None,
+    notes: bool = False,
+    differentiated: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+    exact_strides: bool = False,
+) -> None:
+    """Define an op that makes operands of leaf ops, on any device.
+
+    function: runs on fake tensors, too, unless there is a `fake`, and on a GPU, unless there is an `on_gpu`. notes: the launches of what
+    runs on a GPU can be noted.
+    For what every site of a graph reads and Inductor would make anew for each: it fuses what is pointwise into a copy of its own
+    before every op that it knows nothing of. differentiated: what autograd keeps, and its formula (torch.library.register_autograd).
+    """
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    tag = torch.Tag.needs_exact_strides if exact_strides else torch.Tag.flexible_layout
+    LIBRARY.define(name + schema, tags=(tag,))
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    if on_gpu is not None:
+        LIBRARY.impl(name, on_gpu, "CUDA")
+    if notes:
+        NOTING[name] = on_gpu or function
+    register_fake(name, function if fake is None else fake)
+    if differentiated is not None:
+        setup_context, backward = differentiated
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY)

@@ -1,0 +1,64 @@
+"""What no pattern starts from has rows of its own in the report: one for each way, with all modules, and kept with the rewrite."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from attn_compiler.passes.matching import unseen
+from attn_compiler.reasons.codes import Code
+from tests.passes.compiling import compiled
+
+B, H, S, D = 1, 2, 6, 4
+
+
+def linear_attention(q: Tensor) -> Tensor:
+    return q @ (q.mT @ q)
+
+
+class ByHand(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        e = (q @ q.mT).exp()
+        return (e / e.sum(-1, keepdim=True)) @ q
+
+
+class ByLogarithm(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return F.log_softmax(q @ q.mT, -1).exp() @ q
+
+
+class Linear(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return linear_attention(q)
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+def test_each_way_is_a_row_with_all_of_its_modules() -> None:
+    model = nn.Sequential(ByHand(), Linear(), ByLogarithm(), ByHand(), Attention(), Linear())
+    run = compiled(model)
+    q = torch.randn(B, H, S, D) * 0.1
+    torch.testing.assert_close(run(q), model(q))
+    rows = [(miss.reason.code, miss.modules) for miss in run.report.misses]
+    assert rows == [
+        (Code.WRITTEN_BY_HAND, ("0", "3")),
+        (Code.WRITTEN_BY_HAND, ("2",)),
+        (Code.LINEAR_ATTENTION, ("1", "5")),
+    ]
+    assert run.report.num_sites == 1
+    assert all(miss.source is not None and miss.reason.remedy for miss in run.report.misses[:2])
+
+
+def test_a_graph_without_another_attention_has_them_too() -> None:
+    run = compiled(nn.Sequential(Linear(), ByHand()))
+    run(torch.randn(B, H, S, D))
+    assert run.report.num_misses == 2
+    assert "no attention was found" not in str(run.report)
+
+
+def test_a_plain_graph_has_none() -> None:
+    assert unseen.rows(fx.symbolic_trace(nn.Sequential(nn.Linear(D, D), nn.Softplus()))) == []

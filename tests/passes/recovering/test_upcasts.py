@@ -1,0 +1,191 @@
+"""q and k that a model casts to float32 are read above the cast, where nothing is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_compiler.passes.graph.axes import AxisError
+from attn_compiler.passes.matching import operands
+from attn_compiler.passes.recovering import upcasts
+from tests.passes.compiling import Compiled, compiled
+
+BATCH, HEADS, LENGTH, DEPTH = 2, 3, 37, 16
+HALVES = [torch.float16, torch.bfloat16]
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upcasts, "_is_on_cpu", lambda node: False)
+
+
+def inputs(dtype: torch.dtype = torch.bfloat16, *, size: float = 1.0, grad: bool = False) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(BATCH, LENGTH, HEADS, DEPTH, generator=generator) for _ in range(3)]
+    return [(x * size if i < 2 else x).to(dtype).transpose(1, 2).requires_grad_(grad) for i, x in enumerate(made)]
+
+
+def mask(length: int = LENGTH) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def gptj(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As GPT-J has it."""
+    scores = torch.matmul(q.to(torch.float32), k.to(torch.float32).transpose(-1, -2))
+    scores = torch.where(mask(), scores, torch.finfo(scores.dtype).min) / 4.0
+    return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v)
+
+
+def cast_above_views(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The casts stand above a transposition and a repetition."""
+    q, k = q.float(), k.float()[:, :, None].expand(-1, -1, 1, -1, -1).reshape(k.shape)
+    return (q * 0.25 @ k.mT).masked_fill(~mask(), -torch.inf).softmax(-1).to(v.dtype) @ v
+
+
+def run(attention: Attention, *given: Tensor, **options: Any) -> Compiled:
+    function = compiled(attention, strict=True, verify=True, **options)
+    function(*given)
+    return function
+
+
+def is_narrow(function: Compiled) -> bool:
+    site = function.site
+    kept = site.spec.q.dtype == site.spec.k.dtype == site.spec.v.dtype and site.spec.dtype != "float32"
+    assert kept == (upcasts.NOTE in site.notes)
+    return kept
+
+
+@pytest.mark.parametrize("attention", [gptj, cast_above_views])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_casts_are_left_out(attention: Attention, dtype: torch.dtype) -> None:
+    assert is_narrow(run(attention, *inputs(dtype), lowering="math"))
+
+
+@pytest.mark.parametrize("lowering", ["math", "reference", "triton", "sdpa_cpu_flash"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("size", [0.1, 1.0, 6.0])
+def test_result_is_as_accurate(lowering: str, dtype: torch.dtype, size: float) -> None:
+    """Beside float64, at most 1.1 times as far as the model's own."""
+    if lowering == "triton" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter has no bfloat16")
+    given = inputs(dtype, size=size)
+    exact = gptj(*(x.double() for x in given))
+    own = gptj(*given)
+    function = compiled(gptj, strict=True, lowering=lowering)
+    found = function(*given)
+    assert is_narrow(function)
+    ours, theirs = ((x.double() - exact).square().mean().sqrt() for x in (found, own))
+    assert ours <= 1.1 * theirs
+
+
+def _factor(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> Tensor:
+    return (q.float() @ k.float().mT * factor).softmax(-1).to(v.dtype) @ v
+
+
+def test_a_factor_that_is_a_tensor_keeps_the_casts() -> None:
+    """It would be multiplied on q, and rounded."""
+    assert not is_narrow(run(_factor, *inputs(), torch.tensor(0.3), lowering="math"))  # type: ignore[arg-type]
+
+
+def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q.float() @ k.float().mT + bias).softmax(-1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize(("dtype", "narrow"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_bias_of_float32_keeps_the_casts(dtype: torch.dtype, narrow: bool) -> None:
+    bias = torch.randn(LENGTH, LENGTH).to(dtype)
+    assert is_narrow(run(_biased, *inputs(), bias, lowering="math")) is narrow  # type: ignore[arg-type]
+
+
+def test_values_in_float32_keep_the_casts() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q.float() @ k.float().mT).softmax(-1) @ v.float()
+
+    assert not is_narrow(run(attention, *inputs(), lowering="math"))
+
+
+def test_numbers_that_were_not_half_keep_their_dtype() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q.float() * q.float().sum(-1, keepdim=True)) @ k.float().mT).softmax(-1).to(v.dtype) @ v
+
+    assert not is_narrow(run(attention, *inputs(), lowering="math"))
+
+
+def test_two_halves_keep_the_casts() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q.float() @ k.float().mT).softmax(-1).to(v.dtype) @ v
+
+    q, k, v = inputs()
+    assert not is_narrow(run(attention, q.to(torch.float16), k, v, lowering="math"))
+
+
+def test_a_cast_that_is_written_to_is_not_read_through() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        wide = q.float()
+        wide.mul_(1.7)
+        return (wide @ k.float().mT).softmax(-1).to(v.dtype) @ v
+
+    given = inputs()
+    function = run(attention, *given, lowering="math")
+    assert not is_narrow(function)
+    torch.testing.assert_close(function(*given), attention(*given), atol=1e-2, rtol=1e-2)
+
+
+def test_what_is_cast_may_be_written_to_before_the_kernel() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q.float() @ k.float().mT
+        q.zero_()
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    given = inputs()
+    expected = attention(*(x.clone() for x in given))
+    function = compiled(attention, strict=True, lowering="math")
+    torch.testing.assert_close(function(*(x.clone() for x in given)), expected, atol=1e-2, rtol=1e-2)
+    assert not is_narrow(function)
+
+
+def test_axes_that_can_not_be_followed_keep_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The site is not lost for it."""
+    read = operands.read
+
+    def fails(*given: Any, through_upcasts: bool = False, **named: Any) -> Any:
+        if through_upcasts:
+            raise AxisError("a dimension that can't be followed")
+        return read(*given, **named)
+
+    monkeypatch.setattr(operands, "read", fails)
+    assert not is_narrow(run(gptj, *inputs(), lowering="math"))
+
+
+def test_training_keeps_the_casts() -> None:
+    assert not is_narrow(run(gptj, *inputs(grad=True), lowering="math"))
+
+
+def test_a_cpu_keeps_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not is_narrow(run(gptj, *inputs(), lowering="math"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(q.shape[2], device=q.device)
+        scores = (q.float() @ k.float().mT).where(at <= at[:, None], torch.finfo(torch.float32).min) / 4.0
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    given = [x.cuda() for x in inputs(dtype)]
+    exact, own = attention(*(x.double() for x in given)), attention(*given)
+    function = compiled(attention, strict=True, lowerings=["triton", "sdpa_efficient"])
+    found = function(*given)
+    assert is_narrow(function)
+    ours, theirs = ((x.double() - exact).square().mean().sqrt() for x in (found, own))
+    assert ours <= 1.1 * theirs

@@ -1,0 +1,43 @@
+"""Calls are spelled out, and the unit knows which."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attn_compiler.options.options import Options
+from attn_compiler.passes.graph import unit
+from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.spelling import plain_calls
+from attn_compiler.torch_private import tracing as torch_tracing
+from tests.passes.compiling import captured
+
+
+def _unit(function: object, *args: object) -> Unit:
+    gm, _ = captured(function, *args)  # type: ignore[arg-type]
+    mode = torch_tracing.fake_mode_of_values(unit.examples(gm))
+    assert mode is not None
+    return Unit(graph_module=gm, name="", options=Options(), mode=mode)
+
+
+def test_a_module_of_attention_becomes_plain_calls() -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    found = _unit(lambda x: attention(x, x, x, need_weights=False)[0], torch.randn(2, 5, 16))
+    with torch_tracing.tracing_in(found.mode):
+        plain_calls.spell_out(found)
+    assert found.expanded
+    calls = {target_name(node) for node in found.graph.nodes if node.op == "call_function"}
+    assert "scaled_dot_product_attention" in calls
+    assert "multi_head_attention_forward" not in calls
+
+
+def test_plain_calls_stay() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    found = _unit(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+    before = found.graph_module.code
+    with torch_tracing.tracing_in(found.mode):
+        plain_calls.spell_out(found)
+    assert found.graph_module.code == before
+    assert [*found.expanded, *found.spelled, *found.untried, *found.moved] == []

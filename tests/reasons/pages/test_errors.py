@@ -1,0 +1,19 @@
+"""Pages of errors: each example gives its page's code."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_compiler.reasons.pages import Page, errors
+from tests.reasons.pages import running
+
+
+@running.each(errors.PAGES)
+@pytest.mark.filterwarnings("ignore")
+def test_its_example_gives_the_code(page: Page) -> None:
+    assert running.gives_its_code(page)
+
+
+def test_its_codes_are_one_group() -> None:
+    assert running.groups(errors.PAGES) == {"AC9xx"}
+    assert str(errors.__doc__).startswith("AC9xx: ")

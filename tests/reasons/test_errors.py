@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from attn_compiler.reasons import errors, fp8_errors
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+
+EXAMPLES = [
+    errors.UnknownOption(option="stric", ours=("strict", "dump_dir"), inductors=("max_autotune",)),
+    errors.InvalidOption(option="strict", expected="True or False", value="yes"),
+    errors.UnsupportedTorch(found="2.9.1", minimum="2.11"),
+    errors.LoweringUnavailable(
+        lowering="cudnn",
+        target="cpu",
+        reasons=(
+            Reason(code=Code.DEVICE, rule="needs a CUDA device", observed="cpu", remedy="move the model to a GPU"),
+        ),
+    ),
+    fp8_errors.Fp8RecipeUnused(modules=("layers.0", "layers.1"), exclude=("layers.*", "head")),
+    fp8_errors.Fp8StateMismatch(problem="not there: none; not given: layers.0/amax"),
+    fp8_errors.Fp8StateInvalid(problems=("layers.0/amax holds nan",)),
+    fp8_errors.Fp8StateOutdated(given=("layers.0/amax_q",), wanted=("'layers.0/amax' (16, 3)",)),
+    errors.NotAnExportedProgram(given="torch.nn.modules.linear.Linear"),
+    errors.ExportUnsupported(
+        rule="the graph has no backward", observed="a joint graph", remedy="Export the model alone."
+    ),
+    errors.ContextParallelUnsupported(
+        module="layers.0.attn", source="model.py:31", rule="no dropout", observed="p = 0.1", remedy="switch it off"
+    ),
+    errors.ContextParallelInput(
+        call="shard", names=("labels",), rule="one length", observed="5 and 7", remedy="Name those that are whole"
+    ),
+    errors.PassFailed(pass_name="match", site="layers.0.attn", cause="ValueError: odd", reproduce="pass strict=True"),
+    errors.KernelFailed(
+        op="triton", step="start", cause="RuntimeError: no", instead="it is left out", reproduce="again"
+    ),
+    errors.CompileFailed(
+        step="publish the report", graph="0/0", cause="OSError: full", instead="the report is lost", reproduce="again"
+    ),
+    errors.VerifyFailed(
+        pass_name="lower", site="layers.0.attn", invariant="every node has a fake value", observed="add_3 has none"
+    ),
+    errors.VerificationMismatch(
+        site="layers.0.attn",
+        what="recovered mask",
+        formula="k + 1 <= q",
+        index="b=0, h=0, q=3, k=3",
+        expected="allowed (le holds True)",
+        observed="masked out",
+        allowed="no difference",
+        differing="8 of 64 pairs of its slice",
+    ),
+    errors.CudnnRefused(said="No valid engine configs"),
+    errors.ReportNotSaved(path="there/report.html", cause="there is no such directory"),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_message_holds_every_field(error: errors.AttnCompilerError) -> None:
+    for name, value in error.fields().items():
+        if name == "inductors":  # too many to print: the message says how to list them
+            continue
+        for part in value if isinstance(value, tuple) else (value,):
+            assert str(part) in str(error)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_survives_pickling(error: errors.AttnCompilerError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert copy.fields() == error.fields()
+
+
+def test_examples_cover_every_class() -> None:
+    assert {type(error) for error in EXAMPLES} == set(errors.AttnCompilerError.__subclasses__())
+
+
+def test_unknown_option_names_the_nearest_and_its_owner() -> None:
+    error = errors.UnknownOption(option="cudagraphs", ours=("strict",), inductors=("triton.cudagraphs", "cpp.simdlen"))
+    assert error.nearest == ("triton.cudagraphs",)
+    assert "'triton.cudagraphs' (Inductor)" in str(error)
+    assert "'strict' (attn_compiler)" in str(EXAMPLES[0])
+
+
+def test_unknown_option_far_from_everything_lists_ours() -> None:
+    error = errors.UnknownOption(option="zzz", ours=("strict", "dump_dir"), inductors=("max_autotune",))
+    assert error.nearest == ()
+    assert "strict, dump_dir" in str(error)
+
+
+def test_unknown_option_ignores_the_prefix_when_it_looks_for_the_nearest() -> None:
+    assert errors.UnknownOption(option="attn.stric", ours=("strict",)).nearest == ("strict",)
+
+
+def test_lowering_unavailable_says_what_to_do() -> None:
+    assert "move the model to a GPU" in str(EXAMPLES[3])
+    assert "python -m attn_compiler doctor" in str(EXAMPLES[3])
+
+
+def test_a_part_that_is_not_enough_may_have_no_source_and_no_remedy() -> None:
+    error = errors.ContextParallelUnsupported(module="conv", source=None, rule="r", observed="o", remedy=None)
+    assert "at conv, a part" in str(error)
+    assert "got o. Nothing is left" in str(error)
+
+
+def test_fields_are_keyword_only() -> None:
+    with pytest.raises(TypeError):
+        errors.InvalidOption("strict", "True or False", 1)  # type: ignore[misc]

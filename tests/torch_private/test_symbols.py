@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
+
+from attn_compiler.torch_private import compat as torch_compat, symbols as torch_symbols
+
+Capture = Callable[..., list[fx.GraphModule]]
+
+
+def _capture(gm: fx.GraphModule, seen: list[fx.GraphModule]) -> Callable[..., Any]:
+    seen.append(gm)
+    return gm.forward
+
+
+@pytest.fixture
+def capture() -> Capture:
+    """Dynamo's graphs of one call."""
+
+    def run(function: Callable[..., Any], *args: Any, **compile_options: Any) -> list[fx.GraphModule]:
+        seen: list[fx.GraphModule] = []
+        torch.compile(function, backend=lambda gm, _: _capture(gm, seen), **compile_options)(*args)
+        return seen
+
+    return run
+
+
+def test_dims_and_conditions_add_no_guard(capture: Capture) -> None:
+    (gm,) = capture(lambda x: x.sin(), torch.randn(6, 3), dynamic=True)
+    sizes = [torch_compat.fake_value(n) for n in gm.graph.nodes if isinstance(torch_compat.fake_value(n), torch.SymInt)]
+    size = sizes[0]
+    guards = len(size.node.shape_env.guards)
+    name = torch_symbols.dim_of(size)
+    assert isinstance(name, str)
+    assert torch_symbols.dim_of(size * 2) == f"2*{name}"
+    assert torch_symbols.dim_of(size - size + 4) == 4
+    assert torch_symbols.dim_of(3) == 3
+    assert torch_symbols.statically_known(size * 2 == size + size)
+    assert not torch_symbols.statically_known(size == 6)
+    assert torch_symbols.statically_known(True)
+    assert len(size.node.shape_env.guards) == guards
+
+
+def test_the_range_of_a_size_is_what_guards_ask() -> None:
+    found: list[tuple[int, int | None]] = []
+    table = torch.zeros(512)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + table[: x.size(0)]
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        sizes = [size for size in inputs if isinstance(size, torch.SymInt)]
+        guards = len(sizes[0].node.shape_env.guards)
+        found.append(torch_symbols.range_of(sizes[0]))
+        assert len(sizes[0].node.shape_env.guards) == guards
+        return gm.forward
+
+    for bounds in ({}, {"min": 3, "max": 64}):
+        x = torch.zeros(6)
+        torch._dynamo.mark_dynamic(x, 0, **bounds)
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend)(x)
+    assert found == [(2, 512), (3, 64)]
+    torch._dynamo.reset()
+    x = torch.zeros(6)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(lambda x: x.sin(), backend=backend)(x)
+    assert found[-1] == (2, None)
+    assert torch_symbols.range_of(7) == (7, 7)
+
+
+def test_the_larger_of_two_sizes_is_the_one_that_guards_say() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        n = x.size(0)
+        rest = torch.sym_max(n - 4, 0)
+        if n >= 4:
+            return x.new_zeros(rest) + x.new_zeros(torch.sym_min(n, 9))[:1]
+        return x
+
+    found: list[str] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        values = (n.meta.get("example_value") for n in gm.graph.nodes)
+        found.extend(str(torch_symbols.decided(value)) for value in values if isinstance(value, torch.SymInt))
+        return gm.forward
+
+    x = torch.zeros(6)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(x)
+    symbol = found[0]
+    assert f"{symbol} - 4" in found
+    assert f"Min(9, {symbol})" in found
+    assert torch_symbols.decided(3) == 3
+
+
+def test_a_symbolic_number_is_that_of_the_call_without_a_guard() -> None:
+    env = symbolic_shapes.ShapeEnv()
+    with FakeTensorMode(shape_env=env) as mode:
+        size = mode.from_tensor(torch.zeros(5, 16), static_shapes=False).shape[0]
+        guards = len(env.guards)
+        assert (torch_symbols.example(size), torch_symbols.example(size * 2 + 1)) == (5, 11)
+        assert torch_symbols.example(env.create_unbacked_symint()) is None
+        assert len(env.guards) == guards
+    assert (torch_symbols.example(3), torch_symbols.example(0.5)) == (3, 0.5)
+
+
+def test_a_float_of_fixed_sizes_is_a_number_and_no_other_one_is() -> None:
+    found: list[tuple[float | None, float | None]] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        length, width = (size for size in inputs if isinstance(size, torch.SymInt))
+        guards = len(length.node.shape_env.guards)
+        found.append((torch_symbols.constant(1 / length), torch_symbols.constant(width**-0.5)))
+        assert len(length.node.shape_env.guards) == guards
+        assert int(width) == 16
+        found.append((torch_symbols.constant(1 / length), torch_symbols.constant(width**-0.5)))
+        return gm.forward
+
+    x = torch.zeros(6, 16)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin() * x.shape[0] * x.shape[1], backend=backend, dynamic=True)(x)
+    assert found == [(None, None), (None, 0.25)]
+    assert [torch_symbols.constant(x) for x in (0.5, 2, "0.5")] == [0.5, 2.0, None]

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from attn_compiler.torch_private.packed import Guards
+from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Steps, Unpadded
+
+REAL = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
+
+
+class Asking:
+    """Guards of codes that serve up to a number of tokens."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def hold(self, number: int, args: Sequence[Any]) -> bool:
+        return number <= self.most
+
+
+def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True) -> Unpadded:
+    def code(up_to: int) -> PackedCode:
+        return PackedCode(run=lambda *args: ("packed", up_to, len(args)), guards=cast(Guards, Asking(up_to)))
+
+    def again(number: int) -> PackedCode:
+        made.append(number)
+        return code(number)
+
+    def before(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return real, torch.stack((real.sum(), torch.tensor(int(fact))))
+
+    return Unpadded(
+        first=code(most),
+        again=again,
+        before=before,
+        facts=("it holds",),
+        original=lambda: lambda *args: ("original", len(args)),
+        steps=steps,
+    )
+
+
+def test_where_the_real_tokens_are() -> None:
+    found = Batch.of(REAL).first(5)
+    assert found.tokens.tolist() == [0, 2, 6, 7, 8]
+    assert found.rows.tolist() == [0, 0, 2, 2, 2]
+    assert found.positions.tolist() == [0, 2, 0, 1, 2]
+    assert found.begins.tolist() == [0, 0, 2, 2, 2]
+    assert found.ends.tolist() == [2, 2, 5, 5, 5]
+    assert found.starts.tolist() == [0, 2, 2, 5]
+    like = Batch.like(5, 3, torch.device("cpu"))
+    assert [(x.shape, x.dtype) for x in like.inputs] == [(x.shape, x.dtype) for x in found.inputs]
+
+
+def test_no_view_of_the_mask_is_asked_for() -> None:
+    found = Batch.of(torch.stack((REAL, REAL), 2)[..., 0].t().contiguous().t())
+    assert found.tokens[:5].tolist() == [0, 2, 6, 7, 8]
+
+
+def test_the_packed_graph_is_given_the_batch() -> None:
+    steps = Steps()
+    assert unpadded([], steps, most=9)(REAL) == ("packed", 9, 7)
+    assert [(step.fill, step.failed) for step in steps.last] == [(5 / 9, ())]
+
+
+def test_the_original_runs_where_a_fact_fails_or_nothing_is_left() -> None:
+    steps = Steps()
+    assert unpadded([], steps, most=9, fact=False)(REAL) == ("original", 1)
+    assert unpadded([], steps, most=9)(REAL & False) == ("original", 1)
+    assert [step.failed for step in steps.last] == [("it holds",), ("2 tokens are real",)]
+
+
+def test_code_is_made_again_for_numbers_that_no_code_serves() -> None:
+    made: list[int] = []
+    function = unpadded(made, Steps(), most=2)
+    assert function(REAL) == ("packed", 5, 7)
+    assert function(REAL) == ("packed", 5, 7)
+    assert made == [5]
+    for number in range(6, 6 + MOST_CODES):
+        function(torch.ones(1, number, dtype=torch.bool))
+    assert len(made) == MOST_CODES - 1
+    assert function(torch.ones(1, 99, dtype=torch.bool)) == ("original", 1)
