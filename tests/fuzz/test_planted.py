@@ -41,7 +41,7 @@ def test_names_are_different() -> None:
 
 
 def test_what_does_not_apply_is_named() -> None:
-    gone = Fault(name="gone", file="spec.py", within=None, old="no such line", new="", rule="", why="")
+    gone = Fault(name="gone", file="spec/attention.py", within=None, old="no such line", new="", rule="", why="")
     with pytest.raises(DoesNotApply, match="'gone' changes 'no such line'"):
         gone.source()
 

@@ -4,14 +4,16 @@ from tests.fuzz.planted.fault import Fault
 
 
 def _f(name: str, within: str, old: str, new: str, why: str) -> Fault:
-    return Fault(name=name, file="meanings.py", within=within, old=old, new=new, rule="masks known", why=why)
+    return Fault(
+        name=name, file="torch_private/meanings.py", within=within, old=old, new=new, rule="masks known", why=why
+    )
 
 
 ALL = (
     _f(
         "writes to a known mask are not looked for",
         "is_of",
-        "            and torch_writes.is_unwritten(tensor)\n",
+        "            and (not self.watched or torch_writes.is_unwritten(tensor))\n",
         "",
         "it means what it meant before the write",
     ),
@@ -25,7 +27,7 @@ ALL = (
     _f(
         "a known mask may lie somewhere else",
         "is_of",
-        "            and torch_writes.is_unwritten(tensor)\n            and self.writes == tensor._version\n"
+        "            and (not self.watched or torch_writes.is_unwritten(tensor))\n            and self.writes == tensor._version\n"
         "            and self.address == torch_writes.address(tensor)\n",
         "",
         "other data means what the first did",

@@ -9,7 +9,7 @@ def _f(name: str, file: str, within: str | None, old: str, new: str, rule: str, 
 
 def _r(name: str, file: str, *more: str | None) -> Fault:
     within, old, new, rule, why = more
-    return _f(name, f"passes/reading/{file}", within, str(old), str(new), str(rule), str(why))
+    return _f(name, f"passes/recovering/reading/{file}", within, str(old), str(new), str(rule), str(why))
 
 
 READING = [

@@ -10,7 +10,7 @@ def _f(name: str, file: str, within: str | None, old: str, new: str, rule: str, 
 STEPS = [
     _f(
         "a scale divides and multiplies alike",
-        "operands.py",
+        "matching/operands.py",
         None,
         "    aten.div.Tensor: True,",
         "    aten.div.Tensor: False,",
@@ -19,7 +19,7 @@ STEPS = [
     ),
     _f(
         "a scale does not scale what was added",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "_scale",
         "weight=x.weight * factor",
         "weight=x.weight",
@@ -28,7 +28,7 @@ STEPS = [
     ),
     _f(
         "a scale after a cap leaves the cap",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "_scale",
         "c.scaled(factor) if isinstance(c, Pointwise) else c",
         "c",
@@ -37,7 +37,7 @@ STEPS = [
     ),
     _f(
         "tanh after a bias",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "_change",
         "if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along:",
         "if scores.is_changed:",
@@ -46,7 +46,7 @@ STEPS = [
     ),
     _f(
         "two caps are one",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "_change",
         "scores.changes.append(step.change)",
         "scores.changes[:] = [step.change]",
@@ -55,7 +55,7 @@ STEPS = [
     ),
     _f(
         "a shift along any axis",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "softmax_axis",
         "if any(axes.resolve(along) != key for along in scores.shifted_along):",
         "if False:",
@@ -64,7 +64,7 @@ STEPS = [
     ),
     _f(
         "sub adds",
-        "patterns/score_steps.py",
+        "matching/patterns/score_steps.py",
         "_sub",
         "weight=-alpha",
         "weight=alpha",
@@ -73,7 +73,7 @@ STEPS = [
     ),
     _f(
         "alpha is left out",
-        "patterns/score_steps.py",
+        "matching/patterns/score_steps.py",
         "_add",
         "term=right, weight=alpha",
         "term=right, weight=1.0",
@@ -82,7 +82,7 @@ STEPS = [
     ),
     _f(
         "the maximum of any axis is shifted by",
-        "patterns/score_steps.py",
+        "matching/patterns/score_steps.py",
         "_row_maximum",
         "keeps != unsqueezed and [d % (last + 1) for d in dims] == [last]",
         "keeps != unsqueezed",
@@ -91,7 +91,7 @@ STEPS = [
     ),
     _f(
         "weights are masked by any mask",
-        "patterns/weights_chain.py",
+        "matching/patterns/weights_chain.py",
         "_check_masked_before",
         "wanted is not None and _bare(mirror, kept.node, kept.inverted, kept.used) == wanted",
         "True",
@@ -100,7 +100,7 @@ STEPS = [
     ),
     _f(
         "a mask on the weights may be written before",
-        "patterns/weights_chain.py",
+        "matching/patterns/weights_chain.py",
         "_bare",
         "return mutation.version(mirror, condition, mirror.order(reader)), inverted",
         "return mutation.version(mirror, condition, 0), inverted",
@@ -109,7 +109,7 @@ STEPS = [
     ),
     _f(
         "a negation is none",
-        "patterns/weights_chain.py",
+        "matching/patterns/weights_chain.py",
         "_bare",
         "inverted ^= condition.target in _NOT",
         "inverted ^= False",
@@ -118,7 +118,7 @@ STEPS = [
     ),
     _f(
         "a factor is read where the kernel stands",
-        "patterns/softmax_chain.py",
+        "matching/patterns/softmax_chain.py",
         "_factor",
         "used=scaled.used, until=weighted.node",
         "used=weighted.node, until=weighted.node",
@@ -127,7 +127,7 @@ STEPS = [
     ),
     _f(
         "a divisor is a factor",
-        "program.py",
+        "graph/program.py",
         "_factored",
         "operator.truediv if factor.divide else operator.mul",
         "operator.mul",
@@ -136,7 +136,7 @@ STEPS = [
     ),
     _f(
         "subtracted scores are added",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "_apply",
         "_scale(scores, step, -1.0)",
         "_scale(scores, step, 1.0)",
@@ -145,7 +145,7 @@ STEPS = [
     ),
     _f(
         "a bias is scaled in its own dtype",
-        "program.py",
+        "graph/program.py",
         "_weighted",
         "not _is_exact_in_every_dtype(term.weight)",
         "False",
@@ -154,7 +154,7 @@ STEPS = [
     ),
     _f(
         "masks the other way round",
-        "patterns/score_steps.py",
+        "matching/patterns/score_steps.py",
         "condition_of_mask",
         "inverted=True, fill=yes * weight",
         "inverted=False, fill=yes * weight",
@@ -163,7 +163,7 @@ STEPS = [
     ),
     _f(
         "scores may have another reader",
-        "patterns/softmax_chain.py",
+        "matching/patterns/softmax_chain.py",
         "_check_readers",
         "if user not in allowed and views.reads_elements(user, node):",
         "if False:",
@@ -172,7 +172,7 @@ STEPS = [
     ),
     _f(
         "the weights may be a part",
-        "patterns/weights_chain.py",
+        "matching/patterns/weights_chain.py",
         "_check_column_dropped",
         "begins = start == (axes.ONE if scores.sinks_first else axes.size_expr(0))",
         "begins = True",
@@ -181,7 +181,7 @@ STEPS = [
     ),
     _f(
         "sinks after a shift",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "_join_sinks",
         "if scores.shifted_along:",
         "if False:",
@@ -190,7 +190,7 @@ STEPS = [
     ),
     _f(
         "a scale after the sink",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "_check_after_sinks",
         "if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift)):",
         "if False:",
@@ -199,7 +199,7 @@ STEPS = [
     ),
     _f(
         "a factor of k is left out",
-        "patterns/softmax_chain.py",
+        "matching/patterns/softmax_chain.py",
         "_match",
         "scores.scale * q_factor * k_factor",
         "scores.scale * q_factor",
@@ -208,7 +208,7 @@ STEPS = [
     ),
     _f(
         "a call's scale of q is left out",
-        "patterns/sdpa_call.py",
+        "matching/patterns/sdpa_call.py",
         "_match",
         "scale=scale * q_factor * k_factor",
         "scale=scale * k_factor",
@@ -217,7 +217,7 @@ STEPS = [
     ),
     _f(
         "is_causal of grouped heads is forgotten",
-        "patterns/sdpa_call.py",
+        "matching/patterns/sdpa_call.py",
         "_match",
         'is_causal=bool(views.argument(anchor, "is_causal"))',
         'is_causal=bool(views.argument(anchor, "is_causal")) and not gqa',
@@ -226,7 +226,7 @@ STEPS = [
     ),
     _f(
         "grouped heads the other way round",
-        "patterns/sdpa_call.py",
+        "matching/patterns/sdpa_call.py",
         "_kv_heads",
         "(size, _quotient(axes.dim_size(heads), size)))\n    return groups[0]",
         "(_quotient(axes.dim_size(heads), size), size))\n    return groups[1]",
@@ -235,7 +235,7 @@ STEPS = [
     ),
     _f(
         "a call's default scale",
-        "patterns/sdpa_call.py",
+        "matching/patterns/sdpa_call.py",
         "_scale",
         "1.0 / math.sqrt(",
         "1.0 / (",
@@ -244,7 +244,7 @@ STEPS = [
     ),
     _f(
         "copies that are written are read above",
-        "operands.py",
+        "matching/operands.py",
         "_is_readable",
         " and not any(rewritten)",
         "",
@@ -256,7 +256,7 @@ STEPS = [
 SITES = [
     _f(
         "a root that stops a gradient",
-        "gradients.py",
+        "graph/gradients.py",
         "stops_below",
         "return known(mirror, root) is True and",
         "return False and",
@@ -265,7 +265,7 @@ SITES = [
     ),
     _f(
         "a kernel brings a gradient",
-        "lower.py",
+        "writing/lower.py",
         "_brings_gradient",
         "any(gradients.known(mirror, node)",
         "False and any(gradients.known(mirror, node)",
@@ -274,7 +274,7 @@ SITES = [
     ),
     _f(
         "operands are saved as they are",
-        "program.py",
+        "graph/program.py",
         "_operand",
         "held = builder.hold(root, _version(mirror, match, operand), operand=name, why=operand.kept)",
         "held = root",
@@ -283,7 +283,7 @@ SITES = [
     ),
     _f(
         "the output stays in the kernel's dtype",
-        "lower.py",
+        "writing/lower.py",
         "_as_was",
         "if builder.value(new).dtype != wanted.dtype:",
         "if False:",
@@ -292,7 +292,7 @@ SITES = [
     ),
     _f(
         "terms are not weighted",
-        "program.py",
+        "graph/program.py",
         "_weighted",
         "if term.weight == 1.0:",
         "if True:",
@@ -301,7 +301,7 @@ SITES = [
     ),
     _f(
         "conditions are not inverted",
-        "program.py",
+        "graph/program.py",
         "_combined",
         "if term.inverted else c",
         "if False else c",
@@ -310,7 +310,7 @@ SITES = [
     ),
     _f(
         "only the last condition counts",
-        "program.py",
+        "graph/program.py",
         "_combined",
         "keep = c if keep is None else builder.call(torch.logical_and, keep, c)",
         "keep = c",
@@ -319,7 +319,7 @@ SITES = [
     ),
     _f(
         "one condition or the other",
-        "program.py",
+        "graph/program.py",
         "_combined",
         "builder.call(torch.logical_and, keep, c)",
         "builder.call(torch.logical_or, keep, c)",
@@ -328,7 +328,7 @@ SITES = [
     ),
     _f(
         "a truth value that is added masks",
-        "program.py",
+        "graph/program.py",
         "_combined",
         "x = x if builder.value(x).is_floating_point() else builder.call(torch.Tensor.to, x, dtype)",
         "x = x",
@@ -337,7 +337,7 @@ SITES = [
     ),
     _f(
         "masks of other weights are one",
-        "program.py",
+        "graph/program.py",
         "_identity",
         "            t.weight,\n",
         "",
@@ -346,7 +346,7 @@ SITES = [
     ),
     _f(
         "masks of other signs are one",
-        "program.py",
+        "graph/program.py",
         "_identity",
         "            t.inverted,\n",
         "",
@@ -355,7 +355,7 @@ SITES = [
     ),
     _f(
         "masks of other layouts are one",
-        "program.py",
+        "graph/program.py",
         "_identity",
         "            _recipe(match, t).text,\n",
         "",
@@ -364,7 +364,7 @@ SITES = [
     ),
     _f(
         "a run-time scale always multiplies",
-        "program.py",
+        "graph/program.py",
         "_factored",
         "operator.truediv if factor.divide else operator.mul",
         "operator.mul",
@@ -373,7 +373,7 @@ SITES = [
     ),
     _f(
         "the causal mask of a rectangle is dropped",
-        "recover.py",
+        "recovering/recover.py",
         "_prove",
         "(proved.is_causal_only and square)",
         "proved.is_causal_only",
@@ -382,7 +382,7 @@ SITES = [
     ),
     _f(
         "what is added does not count",
-        "meaning.py",
+        "recovering/meaning.py",
         "is_causal_only",
         "return not self.scores and",
         "return",
@@ -391,7 +391,7 @@ SITES = [
     ),
     _f(
         "nothing is masked, something is added",
-        "meaning.py",
+        "recovering/meaning.py",
         "is_everything",
         "return self.condition == ix.TRUE and not self.scores",
         "return self.condition == ix.TRUE",
@@ -400,7 +400,7 @@ SITES = [
     ),
     _f(
         "inverted masks are not",
-        "meaning.py",
+        "recovering/meaning.py",
         "mask",
         "ix.invert(allowed) if term.inverted else allowed",
         "allowed",
@@ -409,7 +409,7 @@ SITES = [
     ),
     _f(
         "rounded conditions are proved",
-        "meaning.py",
+        "recovering/meaning.py",
         "mask",
         "if ix.is_exact(allowed):",
         "if True:",
@@ -418,7 +418,7 @@ SITES = [
     ),
     _f(
         "rounded masks are proved",
-        "meaning.py",
+        "recovering/meaning.py",
         "add",
         "if not ix.is_exact(found.allowed):",
         "if False:",
@@ -427,7 +427,7 @@ SITES = [
     ),
     _f(
         "strides downstream are never relied on",
-        "strides.py",
+        "graph/strides.py",
         "relies_on",
         'if same(new, old.meta["example_value"]):',
         "if True:",
@@ -436,7 +436,7 @@ SITES = [
     ),
     _f(
         "views that are copies now",
-        "strides.py",
+        "graph/strides.py",
         "_aliases_otherwise",
         "if bool(before) == bool(now):",
         "if True:",
@@ -445,7 +445,7 @@ SITES = [
     ),
     _f(
         "restride transposes back",
-        "strides.py",
+        "graph/strides.py",
         "restride",
         "back = [own.index(i) for i in range(len(own))]",
         "back = list(own)",
@@ -454,7 +454,7 @@ SITES = [
     ),
     _f(
         "keys_last moves nothing back",
-        "keys_last.py",
+        "spelling/keys_last.py",
         "_move_axis",
         "back = _call(graph, node, back_value, torch.transpose, node, dim, -1)",
         "back = node",

@@ -10,7 +10,7 @@ def _f(name: str, file: str, within: str | None, old: str, new: str, rule: str, 
 VIEWS = [
     _f(
         "swapped axes of transpose are left",
-        "views.py",
+        "graph/views.py",
         "_swapped",
         "order[i], order[j] = order[j], order[i]",
         "order[i], order[j] = order[i], order[j]",
@@ -19,7 +19,7 @@ VIEWS = [
     ),
     _f(
         "mT swaps the first two",
-        "views.py",
+        "graph/views.py",
         "_last_two",
         "_swapped(rank, -1, -2)",
         "_swapped(rank, 0, 1)",
@@ -28,7 +28,7 @@ VIEWS = [
     ),
     _f(
         "permute the other way round",
-        "views.py",
+        "graph/views.py",
         "_permuted",
         "tuple(dims[i] for i in PERMUTES[node.target](node, len(dims)))",
         "tuple(dims[PERMUTES[node.target](node, len(dims)).index(i)] for i in range(len(dims)))",
@@ -37,7 +37,7 @@ VIEWS = [
     ),
     _f(
         "unsqueeze one too early",
-        "views.py",
+        "graph/views.py",
         "_unsqueeze",
         "(*dims[:at], (), *dims[at:])",
         "(*dims[: max(at - 1, 0)], (), *dims[max(at - 1, 0) :])",
@@ -46,7 +46,7 @@ VIEWS = [
     ),
     _f(
         "repeat_interleave tiles",
-        "views.py",
+        "graph/views.py",
         "_repeat_interleave",
         "(*dims[at], Atom(axes.size_expr(times), broadcast=True))",
         "(Atom(axes.size_expr(times), broadcast=True), *dims[at])",
@@ -55,7 +55,7 @@ VIEWS = [
     ),
     _f(
         "repeat interleaves",
-        "views.py",
+        "graph/views.py",
         "_tiled",
         "(Atom(size, broadcast=True), *dim)",
         "(*dim, Atom(size, broadcast=True))",
@@ -64,7 +64,7 @@ VIEWS = [
     ),
     _f(
         "a slice is a view",
-        "views.py",
+        "graph/views.py",
         "_whole",
         "not same_shape or before.dtype",
         "before.dtype",
@@ -73,7 +73,7 @@ VIEWS = [
     ),
     _f(
         "a cast is a view",
-        "views.py",
+        "graph/views.py",
         "_whole",
         "before.dtype != after.dtype or ",
         "",
@@ -82,7 +82,7 @@ VIEWS = [
     ),
     _f(
         "scores may stop a gradient",
-        "match.py",
+        "matching/match.py",
         "_require_rewritable",
         "if stopped is not None:",
         "if False:",
@@ -91,7 +91,7 @@ VIEWS = [
     ),
     _f(
         "flip is a view",
-        "views.py",
+        "graph/views.py",
         None,
         "    aten.alias.default: _same,",
         "    aten.alias.default: _same,\n    aten.flip.default: _same,",
@@ -100,7 +100,7 @@ VIEWS = [
     ),
     _f(
         "split puts the inner part first",
-        "axes.py",
+        "graph/axes.py",
         "split",
         "self.parts = (Atom(outer, broadcast=self.broadcast), Atom(inner, broadcast=self.broadcast))",
         "self.parts = (Atom(inner, broadcast=self.broadcast), Atom(outer, broadcast=self.broadcast))",
@@ -109,7 +109,7 @@ VIEWS = [
     ),
     _f(
         "new axes of expand stand last",
-        "axes.py",
+        "graph/axes.py",
         "expand",
         "[()] * (len(sizes) - len(dims)) + list(dims)",
         "list(dims) + [()] * (len(sizes) - len(dims))",
@@ -118,7 +118,7 @@ VIEWS = [
     ),
     _f(
         "arrange drops the permutation",
-        "arrange.py",
+        "writing/arrange.py",
         "arrange",
         "if order != sorted(order):",
         "if order != sorted(order) and len(order) == 4:",
@@ -127,7 +127,7 @@ VIEWS = [
     ),
     _f(
         "arrange permutes backwards",
-        "arrange.py",
+        "writing/arrange.py",
         "_permutation",
         "args=(tuple(order),)",
         "args=(tuple(order.index(i) for i in range(len(order))),)",
@@ -136,7 +136,7 @@ VIEWS = [
     ),
     _f(
         "arrange broadcasts at the end",
-        "arrange.py",
+        "writing/arrange.py",
         "_insert_broadcasts",
         "ViewCall(function=torch.unsqueeze, args=(index,))",
         "ViewCall(function=torch.unsqueeze, args=(len(sizes) and index - 1,))",
@@ -145,7 +145,7 @@ VIEWS = [
     ),
     _f(
         "undone views of other axes",
-        "arrange.py",
+        "writing/arrange.py",
         "_undoes",
         "return first.args == second.args",
         "return True",
@@ -154,7 +154,7 @@ VIEWS = [
     ),
     _f(
         "unflatten is undone by any flatten",
-        "arrange.py",
+        "writing/arrange.py",
         "_undoes",
         "return bool(second.args == (dim, dim + len(sizes) - 1))",
         "return True",
@@ -166,7 +166,7 @@ VIEWS = [
 CONTRACTIONS = [
     _f(
         "einsum's left term twice",
-        "contraction.py",
+        "matching/contraction.py",
         "_einsum",
         "lhs_labels=left, rhs_labels=right",
         "lhs_labels=left, rhs_labels=tuple(sorted(right))",
@@ -175,7 +175,7 @@ CONTRACTIONS = [
     ),
     _f(
         "einsum's output sorted",
-        "contraction.py",
+        "matching/contraction.py",
         "_einsum",
         "out_labels=out)",
         "out_labels=tuple(sorted(out)))",
@@ -184,7 +184,7 @@ CONTRACTIONS = [
     ),
     _f(
         "baddbmm without beta",
-        "contraction.py",
+        "matching/contraction.py",
         "_with_addend",
         "beta=beta,",
         "beta=1.0,",
@@ -193,7 +193,7 @@ CONTRACTIONS = [
     ),
     _f(
         "baddbmm without alpha",
-        "contraction.py",
+        "matching/contraction.py",
         "_with_addend",
         "alpha=alpha,",
         "alpha=1.0,",
@@ -202,7 +202,7 @@ CONTRACTIONS = [
     ),
     _f(
         "baddbmm reads with beta 0",
-        "contraction.py",
+        "matching/contraction.py",
         "_with_addend",
         "addend if beta != 0 else None",
         "addend if beta != 0.5 else None",
@@ -211,7 +211,7 @@ CONTRACTIONS = [
     ),
     _f(
         "a label that is summed by itself",
-        "contraction.py",
+        "matching/contraction.py",
         "_einsum",
         "if (set(left) ^ set(right)) - set(out):",
         "if False:",
@@ -220,7 +220,7 @@ CONTRACTIONS = [
     ),
     _f(
         "matmul's rows and columns",
-        "contraction.py",
+        "matching/contraction.py",
         "_matmul",
         "rhs_labels=(*batch[rank - right :], d, n)",
         "rhs_labels=(*batch[rank - right :], n, d)",
@@ -229,7 +229,7 @@ CONTRACTIONS = [
     ),
     _f(
         "a product of the weights may add",
-        "patterns/weights_chain.py",
+        "matching/patterns/weights_chain.py",
         "_is_plain",
         "product.addend is None and product.alpha == 1.0",
         "True",
@@ -238,7 +238,7 @@ CONTRACTIONS = [
     ),
     _f(
         "a part of the weights is all of them",
-        "patterns/weights_chain.py",
+        "matching/patterns/weights_chain.py",
         "follow",
         'raise AxisError(f"{node.name} takes a part of the weights")',
         "pass",
@@ -247,7 +247,7 @@ CONTRACTIONS = [
     ),
     _f(
         "softmax over any free axis",
-        "patterns/score_chain.py",
+        "matching/patterns/score_chain.py",
         "softmax_axis",
         "key = axes.resolve(scores.dims[dim])",
         "key = axes.resolve(scores.dims[-1])",
