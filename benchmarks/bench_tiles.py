@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,15 +56,16 @@ def tile_of(words: str) -> Tile:
 
 def neighbours(tile: Tile, kernel: str) -> list[Tile]:
     """The tile, and those that differ from it in one number."""
-    others: list[dict[str, int | bool | None]] = [
-        *({"queries": size} for size in _SIZES if size in (tile.queries // 2, tile.queries * 2)),
-        *({"keys": size} for size in _SIZES if size in (tile.keys // 2, tile.keys * 2)),
-        {"warps": 4 if tile.warps == 8 else 8, "registers": None},
-        *({"stages": stages} for stages in _STAGES if abs(stages - tile.stages) == 1),
-        *({"registers": most} for most in _REGISTERS if tile.warps == 4 and most != tile.registers),
-        *([{"apart": not tile.apart}] if kernel == "dkv" else []),
+    vary = functools.partial(dataclasses.replace, tile)
+    return [
+        tile,
+        *(vary(queries=size) for size in _SIZES if size in (tile.queries // 2, tile.queries * 2)),
+        *(vary(keys=size) for size in _SIZES if size in (tile.keys // 2, tile.keys * 2)),
+        vary(warps=4 if tile.warps == 8 else 8, registers=None),
+        *(vary(stages=stages) for stages in _STAGES if abs(stages - tile.stages) == 1),
+        *(vary(registers=most) for most in _REGISTERS if tile.warps == 4 and most != tile.registers),
+        *([vary(apart=not tile.apart)] if kernel == "dkv" else []),
     ]
-    return [tile, *(dataclasses.replace(tile, **other) for other in others)]  # type: ignore[arg-type]
 
 
 def tiles_with(table: Tiles, kernel: str, tile: Tile) -> Tiles:

@@ -21,7 +21,7 @@ CACHE_VARIABLE = "ATTN_COMPILER_CACHE_REWRITES"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 #: Options that were taken out: what to do instead. An UnknownOption says it.
 GONE: Mapping[str, str] = {
-    "autotune": "It was taken out in 0.3.0: leave it out. The tiles of our Triton kernels come from a measured table.",
+    "autotune": "It is gone since 0.3.0: leave it out. The tiles of our Triton kernels come from a measured table.",
 }
 
 
@@ -162,7 +162,7 @@ def own_name(key: str) -> str | None:
     if name in OPTION_NAMES:
         return name
     if key.startswith(PREFIX) or name in GONE:
-        raise UnknownOption(option=key, ours=OPTION_NAMES, instead=GONE.get(name))
+        raise UnknownOption(option=key, ours=OPTION_NAMES, instead=GONE.get(name, ""))
     return None
 
 

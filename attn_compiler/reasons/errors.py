@@ -82,7 +82,7 @@ class UnknownOption(AttnCompilerError):
     option: str
     ours: tuple[str, ...]
     inductors: tuple[str, ...] = dataclasses.field(default=())
-    instead: str | None = None
+    instead: str = ""
 
     @property
     def nearest(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class UnknownOption(AttnCompilerError):
 
     @property
     def suggestion(self) -> str:
-        if self.instead is not None:
+        if self.instead:
             return self.instead
         if not self.nearest:
             return "No valid option has a similar name."

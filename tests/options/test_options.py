@@ -79,7 +79,7 @@ def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
 
 @pytest.mark.parametrize("key", ["autotune", "attn.autotune"])
 def test_an_option_that_is_gone_says_what_to_do(key: str) -> None:
-    with pytest.raises(UnknownOption, match=rf"no option '{key}'\. It was taken out in 0\.3\.0: leave it out\."):
+    with pytest.raises(UnknownOption, match=rf"no option '{key}'\. It is gone since 0\.3\.0: leave it out\."):
         split_options(None, {key: True}, NO_ENVIRONMENT)
 
 
