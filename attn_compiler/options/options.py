@@ -21,7 +21,7 @@ CACHE_VARIABLE = "ATTN_COMPILER_CACHE_REWRITES"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 #: Options that were taken out: what to do instead. An UnknownOption says it.
 GONE: Mapping[str, str] = {
-    "autotune": "It is gone since 0.3.0: leave it out. The tiles of our Triton kernels come from a measured table.",
+    "autotune": "It is gone since 0.3.0: leave it out. The tiles of our Triton kernels come from a table.",
 }
 
 
