@@ -282,8 +282,8 @@ class Problem:
         return [self.named[name] for name in self.plan.operands]
 
 
-def build(case: Case, *, device: str, dtype: torch.dtype, training: bool) -> Problem:
-    """The tensors of a case, the same ones for every call. Raises LookupError where the table has no tiles for it."""
+def build(case: Case, *, device: str, dtype: torch.dtype, training: bool, tiles: Tiles | None = None) -> Problem:
+    """The tensors of a case, the same ones for every call. tiles: others than the table's. Raises LookupError where it has none."""
     generator = torch.Generator(device=device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -299,7 +299,7 @@ def build(case: Case, *, device: str, dtype: torch.dtype, training: bool) -> Pro
     )
     given = _given(case, normal, device)
     spec = spec_of(case, q, k, v, training=training)
-    tiles = tile_table.tiles(spec, Target.current(device))
+    tiles = tiles or tile_table.tiles(spec, Target.current(device))
     plan = parts.of(spec)
     with torch.no_grad():
         operands = _operands(spec, q, k, v, given, tiles, device)
@@ -378,10 +378,6 @@ class EagerEmitter:
                 function: Any = node.target
                 return function, tuple(fx.map_arg(node.args, self.value))
         raise ValueError(f"no call of {name}")
-
-    def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
-        """None: the tiles of the table."""
-        return None
 
     def note(self, text: str) -> None:
         """Nobody reads it."""

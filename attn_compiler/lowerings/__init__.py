@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, TileTuner
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.choice.evidence import estimate, evidence
 from attn_compiler.lowerings.choice.flex import check as check_flex
 from attn_compiler.lowerings.choice.fp8_speed import check as check_fp8_speed
@@ -57,7 +57,6 @@ __all__ = [
     "order",
     "packaged_twin",
     "standing",
-    "tile_tuner",
 ]
 
 LOWERINGS: tuple[Lowering, ...] = (
@@ -95,14 +94,6 @@ def by_name(name: str) -> Lowering:
 def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:
     """What only building a lowering's kernels tells against a spec: that they failed before, or the lowering's own word."""
     return FAILURES.reasons(name, spec) or untried.reasons(name, target) or by_name(name).cannot_build(spec, target)
-
-
-def tile_tuner() -> TileTuner:
-    """What measures tiles on this machine's GPUs."""
-    # It imports Inductor.
-    from attn_compiler.lowerings.triton.autotune import Tuner
-
-    return Tuner.here()
 
 
 def packaged_twin(op: Any) -> Any:

@@ -118,26 +118,6 @@ class Tiles:
     grad_kv: Tile
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuned:
-    """tiles: the fastest, or the table's where nothing could be measured. note: what happened, for the report."""
-
-    tiles: Tiles
-    note: str
-
-
-class TileTuner(Protocol):
-    """Measures tiles while graphs are rewritten: of every spec of one compilation once."""
-
-    def unmeasurable(self, target: Target) -> str | None:
-        """Why no kernel can be measured on that machine; None if it can be."""
-        ...
-
-    def of(self, spec: AttentionSpec, target: Target, device: torch.device) -> Tuned | None:
-        """None where nothing can be measured."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SizeOf:
     """Where a symbolic size is at hand: an axis of a tensor's node, or a node that is the number itself (axis None)."""
@@ -207,10 +187,6 @@ class Emitter(NodeMaker, Protocol):
 
     def note(self, text: str) -> None:
         """Tell people something of the site: it stands in the report."""
-        ...
-
-    def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
-        """The Triton kernels' tiles that were measured for the spec; None unless the user asked for that, and it can be done there."""
         ...
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:

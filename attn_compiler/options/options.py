@@ -19,6 +19,10 @@ PREFIX = "attn."
 DUMP_DIR_VARIABLE = "ATTN_COMPILER_DUMP_DIR"
 CACHE_VARIABLE = "ATTN_COMPILER_CACHE_REWRITES"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+#: Options that were taken out: what to do instead. An UnknownOption says it.
+GONE: Mapping[str, str] = {
+    "autotune": "It is gone since 0.3.0: leave it out. The tiles of our Triton kernels come from a table.",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +39,6 @@ class Options:
         model's own on the real inputs, and the gradients in its first backward. VerificationMismatch if they differ. Beside
         context_parallel: masks, biases and outputs, with the attention over the whole sequence.
     inner: what compiles the rewritten graph. "aot_eager" and "eager" are for debugging and ignore Inductor's options.
-    autotune: measure the Triton kernels' tiles on each site's shape while compiling, and keep the fastest on disk. Else they come from a
-        table.
     fp8_recipe: run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py). Without it nothing does.
     unpad: leave padding out. Real tokens alone are computed, and what the graph gives is 0 at padding (docs/unpad.md).
     context_parallel: each rank has a part of every sequence. Attention is that of the whole (docs/context_parallel.md).
@@ -52,7 +54,6 @@ class Options:
     check_invariants: bool = field(default=True, metadata={"changes_code": False})
     verify: bool = field(default=False, metadata={"changes_code": False})
     inner: str = "inductor"
-    autotune: bool = False
     fp8_recipe: Fp8Recipe | None = None
     unpad: bool = False
     context_parallel: ContextParallel | None = None
@@ -66,7 +67,6 @@ class Options:
         _require(isinstance(self.check_invariants, bool), "check_invariants", "True or False", self.check_invariants)
         _require(isinstance(self.verify, bool), "verify", "True or False", self.verify)
         _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
-        _require(isinstance(self.autotune, bool), "autotune", "True or False", self.autotune)
         _require(isinstance(self.fp8_recipe, Fp8Recipe | None), "fp8_recipe", "a Fp8Recipe or None", self.fp8_recipe)
         _require(isinstance(self.unpad, bool), "unpad", "True or False", self.unpad)
         _require(
@@ -155,16 +155,15 @@ def split_options(
 
 
 def own_name(key: str) -> str | None:
-    """The field of Options that `key` means, None if it isn't ours. UnknownOption for "attn." and no such field."""
+    """The field of Options that `key` means, None if it isn't ours. UnknownOption for one that is gone, or "attn." and no such field."""
     if not isinstance(key, str):
         raise UnknownOption(option=str(key), ours=OPTION_NAMES)
-    if key in OPTION_NAMES:
-        return key
-    if not key.startswith(PREFIX):
-        return None
-    if key.removeprefix(PREFIX) not in OPTION_NAMES:
-        raise UnknownOption(option=key, ours=OPTION_NAMES)
-    return key.removeprefix(PREFIX)
+    name = key.removeprefix(PREFIX)
+    if name in OPTION_NAMES:
+        return name
+    if key.startswith(PREFIX) or name in GONE:
+        raise UnknownOption(option=key, ours=OPTION_NAMES, instead=GONE.get(name, ""))
+    return None
 
 
 def check_lowering_names(options: Options, known: Iterable[str]) -> None:

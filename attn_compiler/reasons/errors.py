@@ -70,7 +70,8 @@ def _rebuild(cls: type[AttnCompilerError], fields: Mapping[str, Any]) -> Any:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class UnknownOption(AttnCompilerError):
-    """A key of torch.compile's `options` that is neither ours nor Inductor's. ours, inductors: the valid names."""
+    """A key of torch.compile's `options` that is neither ours nor Inductor's. ours, inductors: the valid names. instead: of one that was
+    ours, what to do."""
 
     code = Code.UNKNOWN_OPTION
     message = (
@@ -81,6 +82,7 @@ class UnknownOption(AttnCompilerError):
     option: str
     ours: tuple[str, ...]
     inductors: tuple[str, ...] = dataclasses.field(default=())
+    instead: str = ""
 
     @property
     def nearest(self) -> tuple[str, ...]:
@@ -89,6 +91,8 @@ class UnknownOption(AttnCompilerError):
 
     @property
     def suggestion(self) -> str:
+        if self.instead:
+            return self.instead
         if not self.nearest:
             return "No valid option has a similar name."
         owners = (f"{name!r} ({'attn_compiler' if name in self.ours else 'Inductor'})" for name in self.nearest)

@@ -324,7 +324,8 @@ def test_forced_lowering_is_no_matter_where_there_is_no_attention(pipeline: Pipe
 
 def test_available_forced_lowering_is_no_error(pipeline: Pipeline) -> None:
     pipeline.report = _report_with_one_site()
-    _compile(torch.sin, lowering="sdpa", inner="eager")(torch.ones(1))
+    torch.testing.assert_close(_compile(torch.sin, lowering="sdpa", inner="eager")(torch.ones(1)), torch.ones(1).sin())
+    assert [found for found, _ in pipeline.published] == [pipeline.report]
 
 
 def test_inductors_options_without_inductor_are_told(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
@@ -340,5 +341,11 @@ def test_arguments_of_a_later_torch_compile_are_told(pipeline: Pipeline, caplog:
     assert "region" not in caplog.text
 
 
-def test_reset_is_there_for_dynamo() -> None:
-    backend_module.attn_compiler.reset()  # type: ignore[attr-defined]
+def test_dynamos_reset_frees_what_cuda_graphs_hold(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[str] = []
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch_inductor, "forget_cuda_graphs", lambda: freed.append("graphs"))
+    _compile(torch.sin, inner="eager")(torch.ones(1))
+    assert freed == []
+    torch._dynamo.reset()
+    assert freed == ["graphs"]

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from attn_compiler.lowerings.base import Lowering, Operands, Tiles
-from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.lowerings.base import Lowering, Operands
 from attn_compiler.spec.target import Target
 from tests.cases import Inputs
 
@@ -33,9 +32,6 @@ class GraphEmitter:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-    def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
-        return None
 
     def value(self, node: fx.Node) -> torch.Tensor:
         return node.meta["example_value"]

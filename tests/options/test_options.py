@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.options.options import DUMP_DIR_VARIABLE, OPTION_NAMES, Options, check_lowering_names, split_options
+from attn_compiler.options.options import (
+    DUMP_DIR_VARIABLE,
+    GONE,
+    OPTION_NAMES,
+    Options,
+    check_lowering_names,
+    split_options,
+)
 from attn_compiler.reasons.errors import InvalidOption, UnknownOption
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
 from attn_compiler.torch_private import inductor as torch_inductor
@@ -70,6 +77,16 @@ def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
     assert nearest in caught.value.nearest
 
 
+@pytest.mark.parametrize("key", ["autotune", "attn.autotune"])
+def test_an_option_that_is_gone_says_what_to_do(key: str) -> None:
+    with pytest.raises(UnknownOption, match=rf"no option '{key}'\. It is gone since 0\.3\.0: leave it out\."):
+        split_options(None, {key: True}, NO_ENVIRONMENT)
+
+
+def test_no_option_is_gone_and_there() -> None:
+    assert not GONE.keys() & {*OPTION_NAMES, *torch_inductor.inductor_option_names()}
+
+
 def test_inductors_option_with_our_prefix_is_unknown() -> None:
     with pytest.raises(UnknownOption):
         split_options(None, {"attn.max_autotune": True}, NO_ENVIRONMENT)
@@ -93,7 +110,6 @@ def test_key_that_is_no_string_is_unknown() -> None:
         ("check_invariants", None),
         ("verify", 1),
         ("inner", "inductr"),
-        ("autotune", 1),
         ("fp8_recipe", "current"),
         ("fp8_recipe", {"smooth_k": True}),
         ("fp8_recipe", Fp8Recipe),
@@ -168,7 +184,6 @@ def test_digest_differs_with_every_option_that_changes_code(cp: ContextParallel)
         {"lowerings": ("sdpa", "flex")},
         {"lowerings": ("flex", "sdpa")},
         {"inner": "eager"},
-        {"autotune": True},
         {"fp8_recipe": Fp8Recipe()},
         {"unpad": True},
         {"context_parallel": cp},

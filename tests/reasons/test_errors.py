@@ -55,6 +55,7 @@ EXAMPLES = [
     ),
     errors.CudnnRefused(said="No valid engine configs"),
     errors.ReportNotSaved(path="there/report.html", cause="there is no such directory"),
+    errors.UnknownOption(option="faster", ours=("strict", "dump_dir"), instead="It is gone: leave it out."),
 ]
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,8 +130,14 @@ def test_other_backends() -> None:
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_forgetting_cuda_graphs_needs_no_gpu() -> None:
+def test_cuda_graphs_are_forgotten_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees, freed = "torch._inductor.cudagraph_trees", list[str]()
+    monkeypatch.delitem(sys.modules, trees, raising=False)
     torch_inductor.forget_cuda_graphs()
+    assert trees not in sys.modules
+    monkeypatch.setitem(sys.modules, trees, SimpleNamespace(reset_cudagraph_trees=lambda: freed.append("trees")))
+    torch_inductor.forget_cuda_graphs()
+    assert freed == ["trees"]
 
 
 def test_the_cache_folder_is_inductors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

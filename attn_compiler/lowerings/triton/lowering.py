@@ -43,8 +43,7 @@ class TritonAttention(Lowering):
 
 
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-    measured = emitter.tuned(spec, emitter.value(operands.q).device)
-    tiles = measured or tile_table.tiles(spec, emitter.target)
+    tiles = tile_table.tiles(spec, emitter.target)
     further = part_tensors.emit(emitter, spec, operands, tiles)
     text = Call(spec=spec, tiles=tiles).to_text()
     return emitter.call(ops.leaf_op("triton", spec), operands.q, operands.k, operands.v, further, text)

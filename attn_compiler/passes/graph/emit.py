@@ -13,21 +13,17 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.lowerings.base import Tiles
 from attn_compiler.passes.graph import axes, mutation, regions
 from attn_compiler.passes.graph.axes import AxisError, Size
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.regions import Region
 from attn_compiler.passes.graph.values import EmittedValues
-from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing
 
 X = TypeVar("X")
 
-#: what `GraphBuilder.tuned` asks
-Tune = Callable[[AttentionSpec, torch.device], Tiles | None]
 #: what `GraphBuilder.buffer` asks, with the fake value
 MakeBuffer = Callable[[str, torch.Tensor], tuple[fx.Node, fx.Node]]
 #: what `GraphBuilder.loaded` asks for a tensor of another graph
@@ -175,7 +171,6 @@ class GraphBuilder:
         self._origin: fx.Node | None = None
         self._with_grad = False
         self._target: Target | None = None
-        self._tune: Tune | None = None
         self._note: Note | None = None
         self._buffers: MakeBuffer | None = None
         self._carry: Carry | None = None
@@ -198,9 +193,6 @@ class GraphBuilder:
         if self._note is not None:
             self._note(text)
 
-    def tuned(self, spec: AttentionSpec, device: torch.device) -> Tiles | None:
-        return None if self._tune is None else self._tune(spec, device)
-
     @contextlib.contextmanager
     def at(
         self,
@@ -208,7 +200,6 @@ class GraphBuilder:
         *,
         with_grad: bool,
         target: Target | None = None,
-        tune: Tune | None = None,
         note: Note | None = None,
         buffers: MakeBuffer | None = None,
         carry: Carry | None = None,
@@ -216,13 +207,13 @@ class GraphBuilder:
     ) -> Iterator[fx.Node]:
         """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
         self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
-        self._target, self._tune, self._note, self._buffers, self._carry = target, tune, note, buffers, carry
+        self._target, self._note, self._buffers, self._carry = target, note, buffers, carry
         self._keep, self.held = keep, []
         try:
             with self._graph.inserting_before(self._origin):
                 yield self._origin
         finally:
-            self._origin = self._place = self._target = self._tune = self._note = self._buffers = self._carry = None
+            self._origin = self._place = self._target = self._note = self._buffers = self._carry = None
             self._keep = None
 
     @contextlib.contextmanager

@@ -13,8 +13,6 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler.context_parallel.lockstep import Meeting
-from attn_compiler.lowerings import tile_tuner
-from attn_compiler.lowerings.base import TileTuner
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import axes, bodies, closed, library_ops, mirror, relevance
 from attn_compiler.passes.graph.calls import target_name
@@ -84,7 +82,6 @@ class Unit:
     current: the module whose site is being worked on, for messages.
     left_alone: why the whole graph is left as it is, if it is.
     targets: the machine, by device type; read when first needed.
-    tuner: measures tiles, with options.autotune; one for all units.
     calls: every call of this body, if all are understood.
     callees: the bodies that this graph calls.
     reader: reads elements of the mirror's tensors.
@@ -119,7 +116,6 @@ class Unit:
     current: str = ""
     left_alone: Reason | None = None
     targets: dict[str, Target] = field(default_factory=dict)
-    tuner: TileTuner | None = None
     calls: list[BodyCall] = field(default_factory=list)
     callees: list[tuple[BodyCall, Unit]] = field(default_factory=list)
     reader: Reader | None = None
@@ -205,14 +201,11 @@ def may_be_of_mask(value: object) -> bool:
 def units(graph_module: fx.GraphModule, options: Options, targets: dict[str, Target]) -> list[Unit]:
     """The graph module and every body nested in it that holds something like attention; callers before what they call."""
     targets = dict(targets)
-    tuner = tile_tuner() if options.autotune else None
     every: dict[fx.GraphModule, Unit] = {}
     for name, module in _bodies(graph_module, ""):
         mode = torch_tracing.fake_mode_of_values(examples(module))
         if mode is not None and module not in every:
-            every[module] = Unit(
-                graph_module=module, name=name, options=options, mode=mode, targets=targets, tuner=tuner
-            )
+            every[module] = Unit(graph_module=module, name=name, options=options, mode=mode, targets=targets)
     _connect(graph_module, every)
     found = _callers_first(list(every.values()))
     # Under context parallelism a graph without attention is looked at, too: it may mix positions.

@@ -2,7 +2,7 @@
 
 `verify` and `dump_dir` want the passes to run, so nothing is looked up with them.
 These graphs are not kept, and the report says why:
-- a graph without a key, or with measured tiles (`autotune`)
+- a graph without a key
 - a graph that padding is to be taken out of (`unpad`)
 - a graph that holds tensors from call to call (delayed FP8 scaling)
 - a graph in which something failed, or whose first choice could not be built
@@ -156,8 +156,6 @@ def begin(gm: fx.GraphModule, options: Options, border: Border, store: Store) ->
     """To be called before anything of the graph is rewritten."""
     memory = Remembered(gm=gm, border=border, store=store, options=options)
     with _unkeyed(memory):
-        if options.autotune:
-            raise Unkeyed("tiles are measured (autotune)")
         if options.unpad:
             raise Unkeyed("padding is taken out (unpad), by a graph that is more than edits of the model's")
         if options.is_context_parallel:

@@ -287,7 +287,6 @@ def _looked_at(unit: Unit, graph: fx.Graph) -> Unit:
         options=unit.options,
         mode=unit.mode,
         targets=unit.targets,
-        tuner=unit.tuner,
     )
     trial.lowerings = LEAVING_OUT
     made = trial.mirrored()

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import OF_CACHE, OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes, Tiles
+from attn_compiler.lowerings.base import OF_CACHE, OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes
 from attn_compiler.passes.graph import faults, gradients, program, saved, strides
 from attn_compiler.passes.graph.emit import GraphBuilder, Held
 from attn_compiler.passes.graph.mirror import Mirror
@@ -121,13 +121,12 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
     target = unit.target(site.spec.device)
-    tune = functools.partial(_tuned, unit, site)
     note, with_grad = site.notes.append, site.spec.needs_grad
     make, carry = functools.partial(buffers.make, unit, site), functools.partial(body_inputs.carry, unit)
     keep = saved.Keeping(unit=unit, mirror=mirror, match=site.match).why_loaded if with_grad else None
     before = len(builder.made)
     with builder.at(
-        site.match.out, with_grad=with_grad, target=target, tune=tune, note=note, buffers=make, carry=carry, keep=keep
+        site.match.out, with_grad=with_grad, target=target, note=note, buffers=make, carry=carry, keep=keep
     ) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
@@ -143,9 +142,6 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
         held, new = _settle(unit, site, builder, builder.made[before:], new)
         finished = [_finish_lse(mirror, site, builder, x) for x in lse]
     site.notes.extend(site.match.notes)
-    why_not = None if unit.tuner is None else unit.tuner.unmeasurable(target)
-    if why_not is not None:
-        site.notes.append(f"autotune has nothing to measure: {why_not}")
     return [new, *finished], held
 
 
@@ -162,15 +158,6 @@ def _emitted(site: Site, spec: AttentionSpec, builder: GraphBuilder, operands: O
     if site.match.lse is None:
         return (lowering.emit(builder, spec, operands),)
     return lowering.emit_with_lse(builder, spec, operands)
-
-
-def _tuned(unit: Unit, site: Site, spec: AttentionSpec, device: torch.device) -> Tiles | None:
-    """The tiles that were measured, and a note of them; None without options.autotune."""
-    found = None if unit.tuner is None else unit.tuner.of(spec, unit.target(spec.device), device)
-    if found is None:
-        return None
-    site.notes.append(found.note)
-    return found.tiles
 
 
 def _operands(

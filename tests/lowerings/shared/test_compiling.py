@@ -134,6 +134,7 @@ def test_what_fails_is_left_to_the_launch(triton_of_test: Triton, workers: Worke
 def test_nothing_is_waited_for_where_nothing_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_workers", None)
     compiling.wait_for(KERNEL)
+    assert compiling._workers is None
 
 
 def test_a_forked_process_has_threads_of_its_own(triton_of_test: Triton, workers: Workers) -> None:

@@ -30,7 +30,6 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lowering": ({"lowering": "math"}, {}),
     "lowerings": ({"lowerings": ("math",)}, {}),
     "inner": ({"inner": "eager"}, {}),
-    "autotune": ({"autotune": True}, {}),
 }
 
 

@@ -25,10 +25,6 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / FOLDER
 
 
-def test_measured_tiles_are_not_kept() -> None:
-    assert why_not(attention, *qkv(), autotune=True) == "tiles are measured (autotune)"
-
-
 def test_what_is_kept_from_call_to_call_is_not_kept_in_files() -> None:
     recipe = attn_compiler.Fp8Recipe(scaling=attn_compiler.DelayedScaling(amax_history_len=4))
     why = why_not(attention, *qkv(2, 3, 64, 32, dtype=torch.bfloat16), fp8_recipe=recipe, lowering="reference_fp8")

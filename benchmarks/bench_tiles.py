@@ -1,0 +1,208 @@
+"""On a GPU, each of our Triton kernels alone with one tile after another: the figures behind `lowerings/shared/tile_table.py`.
+
+    python -m benchmarks.bench_tiles --cases causal_d128_s8192 --kernels dkv --tiles "64x128 w8 s3" "32x64 w4 s3"
+
+Without --tiles those of the table are measured beside their neighbours, which differ in one number. All tiles of a kernel take turns, with
+the L2 cache overwritten before each call. TFLOP/s count allowed pairs: 4 · pairs · D forward, dq 1.5 times and dk and dv 2 times that.
+
+Adds rows to benchmarks/results/tiles_h200.csv, as a run of their own, and prints the fastest tile beside the table's. A tile that does
+not compile or fit is printed with the reason and has no row. Exits with 1 where none of a kernel's ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from attn_compiler.lowerings.base import Tile, Tiles
+from attn_compiler.lowerings.shared.failures import FAILURES, Caller
+from attn_compiler.lowerings.triton import launch
+from benchmarks import bench_kernels, harness, kernel_cases
+from benchmarks.bench_kernels import Timed
+from benchmarks.kernel_cases import Case, Problem
+
+RESULTS = Path(__file__).parent / "results" / "tiles_h200.csv"
+_WHERE = ("device", "torch", "triton", "cudnn", "date", "commit")
+_TILE = ("tile_queries", "tile_keys", "warps", "stages", "registers")
+COLUMNS = ("run", "case", "shape", *_TILE, "us_p50", "tflops", *_WHERE)
+
+#: as people know them -> their fields of `Tiles`, and what they multiply beside the forward
+KERNELS = {"forward": ("forward", 1.0), "dq": ("grad_q", 1.5), "dkv": ("grad_kv", 2.0)}
+
+_SIZES = (16, 32, 64, 128, 256)
+_STAGES = (1, 2, 3, 4)
+#: of a thread of four warps, so that four or three programs share a multiprocessor
+_REGISTERS = (None, 128, 168)
+_WORDS = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+)(?: r(\d+))?( apart)?")
+
+
+def tile_of(words: str) -> Tile:
+    """Inverse of `Tile.words`. Raises ValueError for anything else."""
+    found = _WORDS.fullmatch(words)
+    if found is None:
+        raise ValueError(f"{words!r} is no tile like '64x128 w8 s3', '64x64 w4 s3 r168' or '32x128 w8 s2 apart'")
+    queries, keys, warps, stages = (int(number) for number in found.groups()[:4])
+    registers = None if found[5] is None else int(found[5])
+    return Tile(queries=queries, keys=keys, warps=warps, stages=stages, registers=registers, apart=bool(found[6]))
+
+
+def neighbours(tile: Tile, kernel: str) -> list[Tile]:
+    """The tile, and those that differ from it in one number."""
+    vary = functools.partial(dataclasses.replace, tile)
+    return [
+        tile,
+        *(vary(queries=size) for size in _SIZES if size in (tile.queries // 2, tile.queries * 2)),
+        *(vary(keys=size) for size in _SIZES if size in (tile.keys // 2, tile.keys * 2)),
+        vary(warps=4 if tile.warps == 8 else 8, registers=None),
+        *(vary(stages=stages) for stages in _STAGES if abs(stages - tile.stages) == 1),
+        *(vary(registers=most) for most in _REGISTERS if tile.warps == 4 and most != tile.registers),
+        *([vary(apart=not tile.apart)] if kernel == "dkv" else []),
+    ]
+
+
+def tiles_with(table: Tiles, kernel: str, tile: Tile) -> Tiles:
+    """The table's but for this kernel's. Forward and dq visit the same lists of tiles, where there are any: one follows the other."""
+    if kernel == "dkv":
+        return dataclasses.replace(table, grad_kv=tile)
+    forward, grad_q = (
+        tile if KERNELS[kernel][0] == name else dataclasses.replace(other, queries=tile.queries, keys=tile.keys)
+        for name, other in (("forward", table.forward), ("grad_q", table.grad_q))
+    )
+    return dataclasses.replace(table, forward=forward, grad_q=grad_q)
+
+
+def alone(problem: Problem, kernel: str) -> Callable[[], object]:
+    """A call that runs one kernel. What it needs was run before. A launch that fails raises, and nothing else is timed in its place."""
+    q, k, v, operands, text = problem.q, problem.k, problem.v, problem.operands, problem.text
+    FAILURES.forget()
+    FAILURES.watch([text], Caller(lowering="triton", spec=problem.spec, strict=True))
+    if kernel == "forward":
+        return lambda: launch.forward(q, k, v, operands, text)
+    out, lse = launch.forward(q, k, v, operands, text)
+    grad_out = bench_kernels.gradient_of_out(problem)
+    shared = launch.begin_backward(grad_out, torch.zeros_like(lse), q, k, v, operands, out, lse, text)
+    return launch.single_gradients(shared)[KERNELS[kernel][0]]
+
+
+def measure(
+    case: Case, kernel: str, given: Sequence[Tile], *, device: str, dtype: torch.dtype, seconds: float
+) -> tuple[Tile, dict[Tile, float], dict[Tile, str]]:
+    """The table's tile; the median microseconds of each that ran; why the others did not. given: none for the table's neighbours."""
+    training = kernel != "forward"
+    table = kernel_cases.build(case, device=device, dtype=dtype, training=training).tiles
+    own: Tile = getattr(table, KERNELS[kernel][0])
+    sides: dict[Tile, Timed] = {}
+    unfit: dict[Tile, str] = {}
+    with torch.no_grad():
+        for tile in dict.fromkeys(given or neighbours(own, kernel)):
+            tiles = tiles_with(table, kernel, tile)
+            try:
+                run = alone(
+                    kernel_cases.build(case, device=device, dtype=dtype, training=training, tiles=tiles), kernel
+                )
+                run()
+            except Exception as failure:  # noqa: BLE001 (one that does not fit must not cost the others, and is printed)
+                unfit[tile] = bench_kernels.reason(failure, [])
+            else:
+                sides[tile] = _timed(run)
+        named = {tile.words: side for tile, side in sides.items()}
+        times = bench_kernels.interleave(named, device, seconds)
+    return own, {tile: harness.percentiles(times[tile.words])[1] for tile in sides}, unfit
+
+
+def _timed(run: Callable[[], object]) -> Timed:
+    def once(_: None) -> Sequence[torch.Tensor]:
+        run()
+        return ()
+
+    return Timed(prepare=lambda: None, run=once)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+def row(case: Case, kernel: str, tile: Tile, microseconds: float) -> dict[str, str]:
+    """What is written of one tile. The name of a pass each for dk and dv says so."""
+    numbers = (tile.queries, tile.keys, tile.warps, tile.stages, "" if tile.registers is None else tile.registers)
+    return {
+        "case": f"{kernel} {case.name}" + (" apart" if tile.apart else ""),
+        "shape": shape(case),
+        **{name: str(number) for name, number in zip(_TILE, numbers, strict=True)},
+        "us_p50": f"{microseconds:.1f}",
+        "tflops": f"{_speed(case, kernel, microseconds):.1f}",
+    }
+
+
+def shape(case: Case) -> str:
+    """For people: "B8 S2048 D128, H 32/8"."""
+    dims = f"{case.head_dim}" if case.head_dim == case.head_dim_v else f"{case.head_dim}/{case.head_dim_v}"
+    heads = f"{case.heads_q}" if case.heads_q == case.heads_kv else f"{case.heads_q}/{case.heads_kv}"
+    return f"B{case.batch} S{case.seqlen} D{dims}, H {heads}"
+
+
+def _speed(case: Case, kernel: str, microseconds: float) -> float:
+    return KERNELS[kernel][1] * case.flops("forward") / microseconds / 1e6
+
+
+def outcome(
+    case: Case, kernel: str, own: Tile, times: Mapping[Tile, float], unfit: Mapping[Tile, str]
+) -> Iterator[str]:
+    """Lines for people: the fastest, the table's, and what did not run."""
+    if times:
+        best = min(times, key=lambda tile: times[tile])
+        said = [f"{best.words}: {times[best]:.1f} µs, {_speed(case, kernel, times[best]):.0f} TF"]
+        if own in times and own != best:
+            said.append(f"the table's {own.words}: {times[own]:.1f} µs, {times[own] / times[best]:.3f} times as long")
+        elif own == best:
+            said.append("as in the table")
+        yield f"{kernel} {case.name}  {'; '.join(said)}"
+    for tile, why in unfit.items():
+        yield f"{kernel} {case.name}  {tile.words} does not run: {why}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what was asked for; 0 where a tile of each kernel ran."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cases", nargs="+", default=["*"], metavar="PATTERN", help="names, or patterns like 'causal*'"
+    )
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--tiles", nargs="+", default=[], type=tile_of, metavar="TILE", help="like '64x64 w4 s3 r168'")
+    parser.add_argument("--seconds", type=float, default=0.5, help="timing of all tiles of a kernel (%(default)s)")
+    parser.add_argument("--size", choices=("full", "small"), default="full", help="small: for a look at the script")
+    parser.add_argument("--device", default="cuda:0", help="on cpu, in float32, with TRITON_INTERPRET=1")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+    options = parser.parse_args(arguments)
+
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    known = bench_kernels.environment(options.device, options.commit)
+    file = harness.CsvFile(options.output, COLUMNS, append=True)
+    number = 1 + max((int(one["run"]) for one in file.rows), default=0)
+    where = {"run": str(number), **{name: known[name] for name in _WHERE}}
+    is_complete = True
+    for case in kernel_cases.CASES:
+        if not any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases):
+            continue
+        sized = case if options.size == "full" else case.small
+        for kernel in options.kernels:
+            own, times, unfit = measure(
+                sized, kernel, options.tiles, device=options.device, dtype=dtype, seconds=options.seconds
+            )
+            for tile, microseconds in times.items():
+                file.add({**row(sized, kernel, tile, microseconds), **where})
+            print(*outcome(sized, kernel, own, times, unfit), sep="\n", flush=True)
+            is_complete = is_complete and bool(times)
+    return 0 if is_complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
