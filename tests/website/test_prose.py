@@ -21,6 +21,7 @@ HELD = (
     "docs/codes.md",
     "docs/cudnn.md",
     "docs/debugging.md",
+    "docs/decode.md",
     "docs/export.md",
     "docs/fa4.md",
     "docs/fuzzing.md",
