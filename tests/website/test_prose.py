@@ -29,6 +29,7 @@ HELD = (
     "docs/launchers.md",
     "docs/launching.md",
     "docs/matching.md",
+    "docs/mla.md",
     "docs/numbers.md",
     "docs/policy.md",
     "docs/proving.md",
