@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import posixpath
+import re
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,41 @@ def test_what_is_copied_is_there() -> None:
     assert {path for path in found if not (ROOT / path).is_file()} == set()
     assert len({links.copy_of(path) for path in found}) == len(found)
     assert any(path.startswith("tests/") for path in found)
+
+
+def test_anchors_of_links_are_headings() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    assert [f"{page.name}: {target}#{anchor}" for page in pages for target, anchor in _lost(page)] == []
+
+
+def test_an_anchor_that_is_gone_is_seen(tmp_path: Path) -> None:
+    page, other = tmp_path / "page.md", tmp_path / "other.md"
+    other.write_text("# One\n\n```\n# two\n```\n\n## `three`, a [four](x.md) – five\n")
+    page.write_text(
+        "# Here\n\n[a](#here) [b](other.md#one) [c](other.md#two) [d](other.md#three-a-four-five) [e](#one)\n"
+    )
+    assert list(_lost(page)) == [("other.md", "two"), ("", "one")]
+
+
+def _lost(page: Path) -> Iterator[tuple[str, str]]:
+    """Links of a page with anchors that no heading of their page has. A page that is not there is test_docs.py's."""
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        led_to = page.parent / target if target else page
+        if led_to.suffix == ".md" and led_to.is_file() and anchor not in _anchors(led_to.read_text(encoding="utf-8")):
+            yield target, anchor
+
+
+def _anchors(markdown: str) -> set[str]:
+    """As the site makes them of headings."""
+    prose = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    given = re.findall(r'(?:id="|\{#)([\w-]+)', prose)
+    return {_slug(heading) for heading in re.findall(r"^#+ (.+)$", prose, re.MULTILINE)} | set(given)
+
+
+def _slug(heading: str) -> str:
+    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    plain = unicodedata.normalize("NFKD", words).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
 def _targets(here: str) -> list[tuple[str, str]]:

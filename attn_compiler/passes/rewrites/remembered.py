@@ -64,7 +64,7 @@ _CODEC = CODEC.beside(
     *border_records.PARTS,
     *(Report, report.SiteReport, report.MissReport),
     *(decisions.Reason, decisions.Refusal, decisions.Decision, decisions.Copy),
-    *(decisions.Evidence, decisions.Estimate),
+    *(decisions.Evidence, decisions.Estimate, decisions.Faster),
 )
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import attn_compiler
 from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Faster
 from attn_compiler.torch_private.store import FOLDER
 from tests.passes.rewrites.compiling import attention, compiled, is_again, masked, qkv, why_not
 
@@ -29,6 +30,18 @@ def test_what_is_kept_from_call_to_call_is_not_kept_in_files() -> None:
     recipe = attn_compiler.Fp8Recipe(scaling=attn_compiler.DelayedScaling(amax_history_len=4))
     why = why_not(attention, *qkv(2, 3, 64, 32, dtype=torch.bfloat16), fp8_recipe=recipe, lowering="reference_fp8")
     assert why == "the rewritten graph holds tensors that are kept from call to call"
+
+
+def test_what_would_be_faster_is_kept_with_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_compiler.passes.writing import select
+
+    found = Faster(lowering="cudnn", distribution="x", install="pip install x", speed=1.5, why="measured", since="2026")
+    with monkeypatch.context() as without_the_package:
+        without_the_package.setattr(select, "faster", lambda *_: found)
+        assert why_not(masked, *qkv()) is None
+    _, (seen,) = compiled(masked, *qkv())
+    assert seen.report.from_cache
+    assert [site.faster for site in seen.report.sites] == [found]
 
 
 def test_a_fault_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
