@@ -11,7 +11,7 @@ from attn_compiler import lowerings
 from attn_compiler.lowerings import LOWERINGS, by_name
 
 FOLDER = Path(lowerings.__file__).parent
-FLOORS = {"shared", "choice", "fp8"}
+FLOORS = {"graph_ops", "shared", "choice", "fp8"}
 
 
 def test_every_family_has_a_lowering_in_the_list() -> None:
