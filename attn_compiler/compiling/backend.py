@@ -329,14 +329,14 @@ class _Inner:
 
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
         # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
-        from attn_compiler.context_parallel import collectives as torch_collectives
+        from attn_compiler.context_parallel import collectives, halo_ops, merge_ops  # noqa: F401
         from attn_compiler.lowerings.graph_ops import rotary_tables
         from attn_compiler.lowerings.shared.ops import without_autograd
 
         def joint_pass(graph: fx.Graph) -> None:
             without_autograd(graph)
-            if self.options.is_context_parallel and self.options.context_parallel is not None:
-                torch_collectives.gather_again(graph, self.options.context_parallel.group_name)
+            if self.options.sequence_group is not None:
+                collectives.gather_again(graph, self.options.sequence_group)
             try:
                 with _step("keep tables of cosines and sines"):
                     rotary_tables.keep_tables(graph)
@@ -347,12 +347,12 @@ class _Inner:
         return self._compile(gm, example_inputs, key, joint_pass, self._last_pass())
 
     def _last_pass(self) -> torch_inductor.GraphPass | None:
-        cp = self.options.context_parallel
-        if not self.options.is_context_parallel or cp is None:
+        group = self.options.sequence_group
+        if group is None:
             return None
-        from attn_compiler.context_parallel import overlap as torch_overlap
+        from attn_compiler.context_parallel import overlap
 
-        return torch_overlap.passes(cp.group_name)
+        return overlap.passes(group)
 
     def _compile_ahead(self, graph: fx.Graph) -> None:
         if self.ahead is None:

@@ -17,16 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from attn_compiler.context_parallel import slots
 from attn_compiler.context_parallel.layout import joined, split
 from attn_compiler.reasons.errors import ContextParallelInput
-from attn_compiler.torch_private.meetings import (
-    RanksDisagree,
-    agree,
-    answers,
-    enter,
-    is_at_odds,
-    rank_of,
-    ranks_of,
-    say,
-)
+from attn_compiler.torch_private.meetings import rank_of
 from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 
 _COLLECTIVES = torch.ops._c10d_functional
@@ -217,14 +208,3 @@ gathered_piece = getattr(torch.ops, NAMESPACE).gathered_piece.default
 keys_of_slots = getattr(torch.ops, NAMESPACE).keys_of_slots.default
 same_on_ranks = getattr(torch.ops, NAMESPACE).same_on_ranks.default
 sequence_rank = getattr(torch.ops, NAMESPACE).sequence_rank.default
-
-__all__ = [
-    "RanksDisagree",
-    "agree",
-    "answers",
-    "enter",
-    "is_at_odds",
-    "rank_of",
-    "ranks_of",
-    "say",
-]

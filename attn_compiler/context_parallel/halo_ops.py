@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from attn_compiler.context_parallel.collectives import rank_of, sent_and_received
+from attn_compiler.context_parallel.collectives import sent_and_received
 from attn_compiler.context_parallel.halo import Halo, HaloPiece, of_rank
 from attn_compiler.context_parallel.layout import Layout
+from attn_compiler.torch_private.meetings import rank_of
 from attn_compiler.torch_private.op_library import NAMESPACE, register_helper
 
 #: of each rank

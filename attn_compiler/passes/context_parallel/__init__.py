@@ -14,7 +14,7 @@ import hashlib
 
 from torch import fx
 
-from attn_compiler.context_parallel import ContextParallel, collectives as torch_collectives
+from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.passes.context_parallel import (
     caches,
     choosing,
@@ -45,7 +45,7 @@ from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.matching import match
 from attn_compiler.passes.recovering import recover
 from attn_compiler.passes.writing import lower
-from attn_compiler.torch_private import frames as torch_frames
+from attn_compiler.torch_private import frames as torch_frames, meetings as torch_meetings
 
 #: what a user may name in ContextParallel(allow=...), besides ops
 GRAPH_BREAK = "graph_break"
@@ -124,7 +124,7 @@ def _rewritten(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str
         given,
         unit.sites,
         cp.allow,
-        torch_collectives.ranks_of(cp.group_name),
+        torch_meetings.ranks_of(cp.group_name),
         None if compared is None else compared.differing_axes,
     )
     others = [miss for miss in unit.misses if places.holds_still(miss.anchor)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from attn_compiler.context_parallel import ContextParallel, collectives as torch_collectives
+from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.passes.context_parallel import saying
 from attn_compiler.passes.context_parallel.refusing import CannotShard
@@ -17,7 +17,7 @@ from attn_compiler.passes.graph.unit import Unit, module_path, source_line
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import ContextParallelUnsupported, described
-from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.torch_private import compat as torch_compat, meetings as torch_meetings
 from attn_compiler.torch_private.meetings import TOLD
 
 #: seconds to wait until all ranks have compiled a graph: cold caches of one may take minutes
@@ -48,16 +48,16 @@ def together(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str],
     same = "\n".join([found.text, *saying.of_options(unit.options)])
     beside_of_call = TOLD + "\n".join(of_call)
     try:
-        torch_collectives.agree(cp.group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)
-    except torch_collectives.RanksDisagree as differ:
+        torch_meetings.agree(cp.group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)
+    except torch_meetings.RanksDisagree as differ:
         remedy = "give every rank a batch of the same shapes (ContextParallel.shard does), the same options and the same modes"
         error = _differing(mirror, differ, remedy, error)
     # Tensor parallelism: what fails for one share of the heads is not to leave the others in a collective.
     for group in beside:
         has_failed = "compiles" if error is None else "compiles\nan error"
         try:
-            torch_collectives.agree(group, subject, has_failed + beside_of_call, seconds=_PATIENCE)
-        except torch_collectives.RanksDisagree as differ:
+            torch_meetings.agree(group, subject, has_failed + beside_of_call, seconds=_PATIENCE)
+        except torch_meetings.RanksDisagree as differ:
             remedy = "the error is told on the rank that has it: heads that all ranks have as many of may help"
             error = error or _differing(mirror, differ, remedy, None)
     if error is not None:
@@ -73,7 +73,7 @@ def together(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str],
 
 
 def _differing(
-    mirror: Mirror, differ: torch_collectives.RanksDisagree, remedy: str, cause: Exception | None
+    mirror: Mirror, differ: torch_meetings.RanksDisagree, remedy: str, cause: Exception | None
 ) -> ContextParallelUnsupported:
     reason = Reason(
         code=Code.CONTEXT_PARALLEL_UNSUPPORTED,

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.torch_private import symbols as torch_symbols
 from attn_compiler.torch_private.op_library import NAMESPACE
 
@@ -56,13 +55,6 @@ def key_of_all(calls: Sequence[fx.Node], inputs: NodeInputs) -> Hashable:
     env: dict[fx.Node, Any] = {x: x.meta.get("example_value") for call in calls for x in call.all_input_nodes}
     env.update((call, Earlier(i)) for i, call in enumerate(calls))
     return tuple(key_of(call, env, inputs, lambda node, value: node) for call in calls)
-
-
-def writes(call: fx.Node) -> bool:
-    """Whether a call may write to what it is given, by its name."""
-    if isinstance(call.target, torch._ops.OpOverload):
-        return bool(call.target._schema.is_mutable)
-    return target_name(call).endswith("_") or "out" in call.kwargs
 
 
 def _is_pytorch(node: fx.Node) -> bool:

@@ -31,7 +31,7 @@ from attn_compiler.lowerings.base import GIVEN, PART
 from attn_compiler.passes.graph import bodies, closed, mutation
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.calls import target_name
-from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of_all, writes
+from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of_all
 from attn_compiler.passes.graph.mirror import Mirror, is_opaque
 from attn_compiler.passes.graph.site import Match, Operand
 from attn_compiler.passes.graph.unit import BodyCall, Unit
@@ -80,7 +80,7 @@ def run(
     alike need no other one; filled in."""
     inputs = NodeInputs()
     try:
-        key = None if known is None or any(map(writes, nodes)) else key_of_all(nodes, inputs)
+        key = None if known is None or any(map(bodies.writes, nodes)) else key_of_all(nodes, inputs)
     except Unknown:
         key = None
     if known is None or key is None:

@@ -15,8 +15,9 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from attn_compiler.passes.graph import bodies
 from attn_compiler.passes.graph.alike import FakeLike, FakeRecorder, Remaker
-from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of, writes
+from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of
 from attn_compiler.torch_private import tracing as torch_tracing
 
 
@@ -37,7 +38,7 @@ class EmittedValues:
 
     def of(self, call: fx.Node, env: Mapping[fx.Node, Any], run: Callable[[], Any], *, with_grad: bool) -> Any:
         """What run() gives, which runs the call with or without gradients. env: the values of its arguments."""
-        if writes(call):
+        if bodies.writes(call):
             return run()
         inputs = NodeInputs()
         try:

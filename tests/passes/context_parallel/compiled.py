@@ -73,7 +73,7 @@ def compile_and_run(
     """One call of the compiled model. length: positions of the rank. description: of ContextParallel."""
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
         # The other rank is not there.
-        patch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
+        patch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
         options = {"context_parallel": ContextParallel(mesh, **description), "inner": "eager"}
         compiled = torch.compile(Model(before, attend, after), backend="attn_compiler", options=options)
         found: torch.Tensor = compiled(torch.randn(BATCH, length, WIDTH), **(data or {}))

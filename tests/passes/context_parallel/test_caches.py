@@ -85,7 +85,7 @@ def _step(cache: Cache, length: int, *, held: int) -> None:
     """One call of a compiled model with a cache that holds some positions."""
     model = LlamaForCausalLM(_LLAMA).eval()
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
+        patch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
         ids = torch.randint(40, (2, held + length))
         if held:
             model(input_ids=ids[:, :held], past_key_values=cache)

@@ -25,7 +25,7 @@ def _unit(attend: Any, data: Data, **description: Any) -> Unit:
         return gm.forward
 
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
+        patch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
         cp = ContextParallel(mesh, **description)
         torch.compile(Model(None, attend, None), backend=backend)(torch.randn(BATCH, LENGTH, WIDTH), **data)
     (unit,) = found

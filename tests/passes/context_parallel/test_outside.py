@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 def _run(*layers: Layer, **description: Any) -> None:
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
+        patch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
         options = {"context_parallel": ContextParallel(mesh, **description), "inner": "eager"}
         for layer in layers:
             layer.compile(backend="attn_compiler", options=options, fullgraph=True)

@@ -36,7 +36,7 @@ def _unit(monkeypatch: pytest.MonkeyPatch, attend: Attend | None = None, *, size
         found.extend(rewrite(gm, options).units)
         return lambda *inputs: gm.graph.output_node().args[0] and [torch.zeros(BATCH, LENGTH, WIDTH)]
 
-    monkeypatch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
     torch._dynamo.reset()
     with fake_mesh(size) as mesh:
         cp = ContextParallel(mesh, **description)

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from attn_compiler import ContextParallel
-from attn_compiler.context_parallel import collectives as torch_collectives
-from attn_compiler.context_parallel.collectives import RanksDisagree
 from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.options.options import Options
 from attn_compiler.passes.context_parallel.refusing import CannotShard
@@ -17,8 +15,8 @@ from attn_compiler.passes.context_parallel.together import Said, together
 from attn_compiler.passes.graph import unit
 from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import tracing as torch_tracing
-from attn_compiler.torch_private.meetings import TOLD
+from attn_compiler.torch_private import meetings as torch_meetings, tracing as torch_tracing
+from attn_compiler.torch_private.meetings import TOLD, RanksDisagree
 from tests.meshes import fake_mesh
 from tests.passes.compiling import captured
 
@@ -38,7 +36,7 @@ def _together(
         if differs is not None:
             raise RanksDisagree(differs)
 
-    monkeypatch.setattr(torch_collectives, "agree", agree)
+    monkeypatch.setattr(torch_meetings, "agree", agree)
     gm, mirror = captured(lambda x: x.cos(), torch.randn(2, 8, 4))
     mode = torch_tracing.fake_mode_of_values(unit.examples(gm))
     assert mode is not None

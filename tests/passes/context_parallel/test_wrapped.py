@@ -46,7 +46,7 @@ def _run_on(mesh: DeviceMesh, after: OnMesh, data: Data, **description: Any) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         # The other ranks are not there.
-        patch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
+        patch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
         options = {"context_parallel": ContextParallel(mesh["cp"], **description), "inner": "eager"}
         compiled = torch.compile(Model(None, None, last), backend="attn_compiler", options=options, fullgraph=True)
         return compiled(torch.randn(BATCH, LENGTH, WIDTH), **data)

@@ -72,7 +72,7 @@ def graphs(
         return aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=parted)(gm, list(inputs))
 
     monkeypatch.setattr(torch_inductor, "compile_with_inductor", compile_with_inductor)
-    monkeypatch.setattr(context_parallel.torch_collectives, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
     torch._dynamo.reset()
     attn_compiler.reset()
     with fake_mesh(size) as mesh:
