@@ -49,7 +49,7 @@ def test_one_graph_serves_every_length_after_the_first(lowering: str | None, for
         assert chosen == lowering
         return
     assert others[0].evidence is not None
-    assert others[0].evidence.length == "any, chosen as for 4096"
+    assert others[0].evidence.length.startswith("any, chosen as for 4096")
     # No kernel of PyTorch's: they would read a mask for each pair, and take no sinks and no softcap.
     assert chosen != "untouched"
     assert form.name == "causal" or not chosen.startswith("sdpa_")
