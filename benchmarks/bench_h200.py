@@ -138,7 +138,10 @@ def _cut(arguments: Mapping[str, Any], valid: torch.Tensor | None) -> list[tuple
         length = int(whole * share)
         mask = arguments.get("attention_mask")
         keeps = slice(whole - length, None) if mask is not None and not bool(mask[:, 0].all()) else slice(0, length)
-        tensors = {name: x[:, keeps] if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        # As a collator makes them: Dynamo asks again for each length whether rows lie apart.
+        tensors = {
+            name: x[:, keeps].contiguous() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
+        }
         found.append((tensors, None if valid is None else valid[:, keeps]))
     return found
 
@@ -218,6 +221,7 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
     try:
         case = measured.case(way.size, way.device)
         steps = compiled(case, measured.forced, way.device, lock)
+        every = compare.chosen(attn_compiler.reports())["lowerings"]
         row = compare.chosen(_last_reports(case)) | {"compile_s": f"{time.monotonic() - begun:.1f}"}
         row |= {"graphs": str(len(attn_compiler.reports()))}
         forget(case, way.device)
@@ -232,7 +236,7 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
         missing = "does not support an attention implementation" in str(error)
         failed = None if missing else {"failure": failure(error)}
         return lambda: failed
-    return functools.partial(_finish, case, steps, row, way)
+    return functools.partial(_finish, case, steps, row, way, every)
 
 
 def _last_reports(case: Case) -> Sequence[attn_compiler.Report]:
@@ -247,6 +251,8 @@ def compiled(case: Case, forced: str, device: str, lock: AbstractContextManager[
     What was compiled is kept on disk, so another try takes little time.
     """
     options = {"lowering": forced} if forced not in ("", NOTHING) else None
+    # Both sides count against the limit of the one model.
+    torch._dynamo.config.recompile_limit = 64
     for wait in WAITS:
         try:
             return compare.compile_both(case, options)
@@ -258,11 +264,13 @@ def compiled(case: Case, forced: str, device: str, lock: AbstractContextManager[
         return compare.compile_both(case, options)
 
 
-def _finish(case: Case, steps: Mapping[str, Step], row: dict[str, str], way: Way) -> dict[str, str]:
-    """The rest of a row. Results are compared here where there was no memory for that while others were compiled."""
+def _finish(case: Case, steps: Mapping[str, Step], row: dict[str, str], way: Way, lowerings: str) -> dict[str, str]:
+    """The rest of a row. lowerings: of all graphs, each of which serves some of the lengths.
+
+    Results are compared here where there was no memory for that while others were compiled."""
     try:
         row |= harness.timing_columns(harness.interleave(steps, way.device, seconds=way.seconds))
-        row |= kernel_columns(steps, row["lowerings"]) if way.device != "cpu" else {}
+        row |= kernel_columns(steps, lowerings) if way.device != "cpu" else {}
         if row["numerics"] == compare.NO_MEMORY:
             row |= compare.checked(case, steps[BACKEND])
     except Exception as error:  # noqa: BLE001 (as above)
