@@ -49,13 +49,17 @@ def on_gpus() -> dict[tuple[Release, Release, str], set[str]]:
         for row in _rows(path.name)
         if row.get("device", "").startswith("NVIDIA ") and row.get("torch") and not row.get("failure")
     ]
-    # Not every benchmark writes Triton's version: rows without it are of the one that other rows of that torch name.
-    brought = {_release(row["torch"]): _release(row["triton"]) for _, row in rows if row.get("triton")}
+    # Not every benchmark writes Triton's version: rows without it are of the one that most rows of that torch name.
+    named = collections.Counter(
+        (_release(row["torch"]), _release(row["triton"])) for _, row in rows if row.get("triton")
+    )
+    brought = dict(pair for pair, _ in reversed(named.most_common()))
     found: dict[tuple[Release, Release, str], set[str]] = collections.defaultdict(set)
     for file, row in rows:
         torch = _release(row["torch"])
+        triton = _release(row["triton"]) if row.get("triton") else brought[torch]
         for lowering in _lowerings_of(file, row):
-            found[torch, brought[torch], lowering].add(row["device"].split()[1])
+            found[torch, triton, lowering].add(row["device"].split()[1])
     return found
 
 

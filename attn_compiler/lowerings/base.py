@@ -247,6 +247,10 @@ class Lowering(Protocol):
         """What the kernel needs of the strides of q, k and v."""
         ...
 
+    def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
+        """Whether `emit` heeds `spec.mask.means`, in the forward and backward."""
+        return False
+
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         """Insert the computation; returns the node of the output, logical (B, Hq, Sq, Dv), in any strides and in q's dtype."""
         ...

@@ -351,6 +351,8 @@ class MaskSpec:
     reason: why the tensor could not be read; None if it was. added: of one that was read, why it may mask and nobody knows.
     own_rows: what a query without keys gets is known to the model alone: by the numbers of its tensor ("numbers"), or by all that it does
         ("model"). None: any lowering's rows can be completed.
+    means: a kernel is asked to give a query without keys the mean of v, and q, k and v the gradients that come of it where a number was
+        added to all of its scores. False: 0, and nodes complete the row.
     out_of_reach: tensors and sizes that `kinds` read and a lowering can't get. They are another graph's, exist only inside one call,
         or hold something else by then.
     """
@@ -362,6 +364,7 @@ class MaskSpec:
     out_of_reach: tuple[str, ...] = ()
     own_rows: Literal["numbers", "model"] | None = field(default=None, metadata=UNSAID)
     added: str | None = field(default=None, metadata=UNSAID)
+    means: bool = field(default=False, metadata=UNSAID)
 
     @property
     def flagged(self) -> Causal | None:

@@ -70,6 +70,7 @@ class Prepared:
             band=self.plan.band,
             change=score.pointwise,
             dropout_p=score.dropout_p,
+            means=self.call.spec.mask.means,
         )
 
     def present(self, name: str) -> str | None:

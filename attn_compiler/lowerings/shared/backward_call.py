@@ -110,6 +110,10 @@ class BackwardByKernels(BackwardBody):
         with on(given.q.device):
             shared = self.begin(*given)
             further = self.run(shared)
+            if shared.prepared.call.spec.mask.means:
+                from attn_compiler.lowerings.shared import keyless_launch
+
+                keyless_launch.add_gradients(shared)
             self._keep(shared)
         grads = shared.tensors
         return grads["GradQ"], grads["GradK"], grads["GradV"], further

@@ -8,6 +8,7 @@ Triton does not.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Attention:
     scale, change: as in ScoreSpec.
     band: of `kernel_plan.Plan`.
     dropout_p: the share of weights that is dropped.
+    means: as in MaskSpec.
     """
 
     q: Tensor
@@ -47,6 +49,7 @@ class Attention:
     band: Band | None = None
     change: Pointwise | None = None
     dropout_p: float = 0.0
+    means: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,8 @@ class Gradients:
 
 
 def forward(given: Attention) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in the compute dtype. A row without any allowed key (and without a sink) gives 0 and -inf."""
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in the compute dtype. A row without any allowed key (and without a sink) gives
+    0, or with `means` the mean of v, and -inf."""
     outs, lses = [], []
     whole = _Whole(given)
     for part in whole.parts():
@@ -73,7 +77,11 @@ def forward(given: Attention) -> tuple[Tensor, Tensor]:
         lse = torch.logsumexp(terms, -1)
         outs.append(part.dropped(part.weights(logits, lse)) @ part.values(allowed))
         lses.append(lse)
-    return torch.cat(outs, 2), torch.cat(lses, 2)
+    out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
+    if given.means:
+        mean = given.v.to(whole.dtype).mean(2, keepdim=True)
+        out = torch.where((lse == -torch.inf)[..., None], _of_heads(mean, given.q.shape[1]), out)
+    return out, lse
 
 
 def backward(given: Attention, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> Gradients:
@@ -96,7 +104,27 @@ def backward(given: Attention, grad_out: Tensor, grad_lse: Tensor, out: Tensor, 
         grad_k = grad_k + _folded(of_scores.transpose(-1, -2) @ part.queries(allowed), heads_kv)
         grad_v = grad_v + _folded(part.dropped(weights).transpose(-1, -2) @ grad, heads_kv)
         part.add_gradients(further, of_logits, row_lse, delta)
-    return Gradients(q=torch.cat(grad_q, 2), k=grad_k, v=grad_v, further=further)
+    found = Gradients(q=torch.cat(grad_q, 2), k=grad_k, v=grad_v, further=further)
+    return _with_means(given, found, grad_out.to(dtype), lse) if given.means else found
+
+
+def _with_means(given: Attention, found: Gradients, grad_out: Tensor, lse: Tensor) -> Gradients:
+    """What comes back through the means of v, too (keyless_gradient.py has the formulas)."""
+    heads_q, heads_kv, count = given.q.shape[1], given.k.shape[1], given.k.shape[2]
+    q, k, v = (x.to(grad_out.dtype) for x in (given.q, given.k, given.v))
+    grad = torch.where((lse == -torch.inf)[..., None], grad_out / count, 0.0)
+    of_v = found.v + _folded(grad, heads_kv).sum(2, keepdim=True)
+    apart = v - v.mean(2, keepdim=True)
+    of_pairs = given.scale * apart.transpose(2, 3) @ k
+    of_rows = given.scale * _folded(grad.transpose(2, 3) @ q, heads_kv)
+    return dataclasses.replace(
+        found, q=found.q + grad @ _of_heads(of_pairs, heads_q), k=found.k + apart @ of_rows, v=of_v
+    )
+
+
+def _of_heads(x: Tensor, heads_q: int) -> Tensor:
+    """(B, Hkv, ...) -> (B, Hq, ...)."""
+    return x.repeat_interleave(heads_q // x.shape[1], 1)
 
 
 class _Whole:

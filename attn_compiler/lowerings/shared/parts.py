@@ -104,6 +104,11 @@ def of(spec: AttentionSpec) -> Plan:
     )
 
 
+def leaves_out(spec: AttentionSpec) -> bool:
+    """Whether pairs that the mask leaves out are left out, and no number is added to their scores: a row without any has an lse of -inf."""
+    return not of(spec).bias
+
+
 def with_band_as_rows(found: Parts) -> Parts:
     """The same, with the band as an interval of each query; for kernels that know of no band."""
     if found.band is None:

@@ -13,6 +13,7 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.shared import kernel_limits, ops, part_tensors, tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.parts import leaves_out
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
@@ -34,6 +35,9 @@ class TritonAttention(Lowering):
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return kernel_limits.DEMAND
+
+    def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
+        return leaves_out(spec)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)

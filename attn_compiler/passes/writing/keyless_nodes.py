@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -10,10 +11,12 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index, Test, on_nodes
 from attn_compiler.index_expr.on_nodes import Names, size_of
+from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Emitter, Operands, SizeOf
 from attn_compiler.passes.recovering import kinds
 from attn_compiler.passes.recovering.keyless import Keyless
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 
 aten = torch.ops.aten
 
@@ -29,10 +32,37 @@ _AXES = {"b": 0, "h": 1, "q": 2, "k": 3}
 _FAR = 2**62
 
 
+def asked_for(spec: AttentionSpec, keyless: Keyless | None, lowering: str, target: Target) -> AttentionSpec:
+    """The spec that a lowering is to serve. It says so where its own kernels give rows without keys what they are: where q and k get a
+    gradient from them. Nodes cost less where v alone does (benchmarks/results/keyless_cost_h200.csv).
+    """
+    if keyless is None or keyless.numbers is not None or keyless.own is not None or spec.mask.own_rows is not None:
+        return spec
+    if not _is_through(spec, keyless) or spec.lse != "unread" or not by_name(lowering).gives_means(spec, target):
+        return spec
+    return dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, means=True))
+
+
+def tell(emitter: Emitter, spec: AttentionSpec, keyless: Keyless) -> None:
+    """Note what rows without keys are."""
+    emitter.note(NOTE if keyless.numbers is None else NOTE_NUMBERS)
+    if keyless.numbers is not None or not (keyless.through and spec.needs_grad):
+        return
+    if spec.score.pointwise is not None:
+        emitter.note(NOTE_CHANGED)
+    elif spec.score.bias is not None and spec.score.bias.requires_grad:
+        emitter.note(NOTE_BIAS)
+
+
+def _is_through(spec: AttentionSpec, keyless: Keyless) -> bool:
+    """Whether q and k get a gradient from rows without keys."""
+    return keyless.through and spec.needs_grad and spec.score.pointwise is None
+
+
 def completed(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Operands, out: fx.Node) -> fx.Node:
     """The kernel's output (B, Hq, Sq, Dv), with the model's own rows where a query has no key."""
     has_keys = _shared(emitter, spec, keyless, operands)
-    emitter.note(NOTE if keyless.numbers is None else NOTE_NUMBERS)
+    tell(emitter, spec, keyless)
     rows = _mean(emitter, spec, keyless, operands, out) if keyless.numbers is None else _weighed(
         emitter, spec, keyless.numbers, operands, out
     )  # fmt: skip
@@ -169,12 +199,8 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
     dtype = emitter.value(out).dtype
     wide = dtype if dtype == torch.float64 else torch.float32
     mean = emitter.call(torch.mean, operands.v, 2, keepdim=True, dtype=wide)
-    if keyless.through and spec.needs_grad and spec.score.pointwise is not None:
-        emitter.note(NOTE_CHANGED)
-    if not (keyless.through and spec.needs_grad) or spec.score.pointwise is not None:
+    if not _is_through(spec, keyless):
         return _for_each_head(emitter, spec, _cast(emitter, mean, dtype))
-    if spec.score.bias is not None and spec.score.bias.requires_grad:
-        emitter.note(NOTE_BIAS)
     nothing = emitter.call(
         torch.ops.attn_compiler.keyless_gradient.default, operands.q, operands.k, operands.v, spec.score.scale
     )

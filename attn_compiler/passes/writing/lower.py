@@ -130,9 +130,12 @@ def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tup
     ) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
+        spec = keyless_nodes.asked_for(site.spec, site.keyless, site.decision.lowering, target)
         with builder.without_autocast():
-            out, *lse = _emitted(site, site.spec, builder, operands)
-        if site.keyless is not None and site.decision.lowering in OF_CACHE:
+            out, *lse = _emitted(site, spec, builder, operands)
+        if site.keyless is not None and spec.mask.means:
+            keyless_nodes.tell(builder, spec, site.keyless)
+        elif site.keyless is not None and site.decision.lowering in OF_CACHE:
             note(keyless_nodes.NOTE_OF_CACHE)
         elif site.keyless is not None and not _has_own_rows(site, site.spec):
             with builder.without_autocast():
