@@ -349,12 +349,9 @@ class MaskSpec:
     flag: why the first kind, a causal one, is to be applied by itself; None if none is.
     dense: the model's own tensor. A lowering may apply its kinds in its place.
     reason: why the tensor could not be read; None if it was. added: of one that was read, why it may mask and nobody knows.
-    own_rows: what a query without keys gets is known to the model alone: by the numbers of its tensor ("numbers"), or by all that it does
-        ("model"). None: any lowering's rows can be completed.
-    means: a kernel is asked to give a query without keys the mean of v, and q, k and v the gradients that come of it where a number was
-        added to all of its scores. False: 0, and nodes complete the row.
-    out_of_reach: tensors and sizes that `kinds` read and a lowering can't get. They are another graph's, exist only inside one call,
-        or hold something else by then.
+    own_rows: the model alone knows what a query without keys gets: by its tensor's numbers, or all that it does. None: nodes can say.
+    means: a kernel gives a query without keys the mean of v, with the gradients that an added number leaves to q and k; else nodes do.
+    out_of_reach: tensors and sizes that `kinds` read and a lowering can't get: of another graph, of one call, or written to by then.
     """
 
     kinds: tuple[MaskKind, ...] = ()
