@@ -1,4 +1,4 @@
-"""A decoder with multi-head latent attention in plain PyTorch, written as transformers 5.23 writes it: the latent is cached, and k and v
+"""A decoder with multi-head latent attention in plain PyTorch, written as transformers 5.24 writes it: the latent is cached, and k and v
 are made of the whole cache in each step. Of its own, since older releases cache k and v."""
 
 from __future__ import annotations
