@@ -59,7 +59,7 @@ def made() -> Iterator[list[str]]:
 
     def watched(self: fragments.Fragments, node: fx.Node, *others: Any) -> fragments.NodeCall | None:
         found = call(self, node, *others)
-        if found is not None and found.fragment is not None:
+        if found is not None and found.fragment is not None and not found.is_untraced:
             targets.append(str(node.target))
         return found
 
