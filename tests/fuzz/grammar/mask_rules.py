@@ -63,11 +63,11 @@ def masks_known(draft: Draft) -> None:
     bands = tuple(f"({band}) | (j == 0)" for band in ("(i - j).abs() < 2", "(i >= j) & (i - j < 3)"))
     condition = draft.pick("i >= j", "i >= j", "j < 2", "j <= i // 2", *bands)
     draft.add(f"c = ({condition}).expand(n, m).clone()")
-    for number in range(draft.number(2, 3)):
+    for number in range(draft.pick(2, 3, 3)):
         if number:
             # Its first key is for all queries; a write to say so would be one that is seen.
             written = tuple(f"{write}; x.data[:, 0] = True" for write in _UNCOUNTED)
-            is_written = number == 1 or draft.maybe()
+            is_written = number == 1 or draft.maybe(3)
             draft.add(f'apart("{draft.pick(*written, *_LAID_OTHERWISE) if is_written else "x.sum()"}", c)')
         draft.add(f"o{number} = F.scaled_dot_product_attention(q, k, v, attn_mask=c)")
         draft.outputs.append(f"o{number}")
