@@ -6,6 +6,7 @@ The programs are those of `tests/fuzz/ranks.py`, which the code as it is runs ri
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 import time
@@ -25,6 +26,8 @@ def outcomes(fault: Fault, programs: list[ranks.Program]) -> list[str]:
     """As ranks.outcomes, with the fault in this process. What a program raises is wrong, too. Raises RuntimeError where it is in no
     function."""
     importlib.import_module(fault.module)
+    # What was imported before a fork is looked for, too.
+    gc.unfreeze()
     if not swap(fault):
         raise RuntimeError(f"{fault.name} can't be put into a package that is imported")
     found = []
