@@ -2,10 +2,13 @@
 
     python -m benchmarks.bench_compile_cost
     python -m benchmarks.bench_compile_cost --models llama gemma3 deepseek_v3 t5 bert --passes-alone --output passes.csv
+    python -m benchmarks.bench_compile_cost --models llama bert --passes-alone --sizes known automatic dynamic --scenarios train_padded
 
 Cold is a compilation with empty caches. Warm repeats it with filled ones, as a second start of the same program would: what our passes
 made is done again, and so is most of what Inductor made. With --passes-alone nothing is compiled after our passes: a row has
 the round of three that took the least CPU time, once with the passes run ("none") and once with what they made done again ("kept").
+--sizes: of what is compiled. "automatic" is the second length of a model, which Dynamo makes a symbol; "dynamic" is a first one under
+`dynamic=True`, where the batch and each float that a module holds are symbols, too.
 Widths are tiny, since what passes cost goes by nodes.
 Writes benchmarks/results/compile_cost.csv. Exits with 1 where a share is above its limit.
 """
@@ -42,6 +45,7 @@ COLUMNS = (
     "model",
     "layers",
     "scenario",
+    "sizes",
     "caches",
     "implementation",
     "total_seconds",
@@ -118,12 +122,18 @@ MODELS: dict[str, Callable[[int, str], torch.nn.Module]] = {
 }
 
 
+#: by what a model is compiled with: what torch.compile is told of sizes
+SIZES = {"known": False, "automatic": None, "dynamic": True}
+#: of the first call, and of the second where that is the one that is measured
+LENGTHS = (64, 48)
+
+
 def measure(
-    name: str, layers: int, scenario: str, implementation: str, *, alone: bool, cached: bool = True
+    name: str, layers: int, scenario: str, implementation: str, sizes: str, *, alone: bool, cached: bool = True
 ) -> dict[str, str]:
     """One compilation: the first call's seconds less a later call's, and our passes' own seconds from the reports.
 
-    alone: nothing is compiled after our passes, so there is no whole to have a share in.
+    sizes: a key of SIZES. alone: nothing is compiled after our passes, so there is no whole to have a share in.
     cached: what the passes make is kept, and looked up.
     """
     torch.compiler.reset()
@@ -131,14 +141,15 @@ def measure(
     # Inductor raises it, and it is part of the key of what is kept: a second start of a program has it as the first one had.
     sys.setrecursionlimit(_RECURSION_LIMIT)
     torch.manual_seed(0)
-    training = SCENARIOS[scenario].training
+    training, padded = SCENARIOS[scenario].training, SCENARIOS[scenario].padded
     model = MODELS[name](layers, implementation).train(training)
     options = {"inner": "eager" if alone else "inductor", "cache_rewrites": cached}
-    compiled = torch.compile(model, backend=harness.BACKEND, options=options)
-    ids: dict[str, Any] = {"input_ids": torch.arange(64)[None, :]}
-    if name not in ("t5", "bert"):
-        ids["use_cache"] = False
-    step = harness.make_step(compiled, ids, training=training)
+    compiled = torch.compile(model, backend=harness.BACKEND, options=options, dynamic=SIZES[sizes])
+    steps = [harness.make_step(compiled, _inputs(name, length, padded=padded), training=training) for length in LENGTHS]
+    if sizes == "automatic":
+        _seconds(steps.pop(0))
+        attn_compiler.reset()
+    step = steps[0]
     with _cpu_seconds_of_passes() as cpu:
         first, later = (_seconds(step) for _ in range(2))
     by_pass = Counter[str]()
@@ -149,6 +160,7 @@ def measure(
         "model": name,
         "layers": str(layers),
         "scenario": scenario,
+        "sizes": sizes,
         "implementation": implementation,
         "total_seconds": "" if alone else f"{total:.2f}",
         "passes_seconds": f"{passes:.3f}",
@@ -158,9 +170,19 @@ def measure(
     }
 
 
-def passes_alone(name: str, layers: int, scenario: str, implementation: str) -> list[dict[str, str]]:
+def _inputs(name: str, length: int, *, padded: bool) -> dict[str, Any]:
+    """Two rows; padded: the second is a quarter shorter."""
+    ids = torch.arange(2 * length).view(2, length)
+    inputs: dict[str, Any] = {"input_ids": ids} if name in ("t5", "bert") else {"input_ids": ids, "use_cache": False}
+    if padded:
+        inputs["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.arange(length * 3 // 4, length), 0)
+        inputs["attention_mask"][0] = 1
+    return inputs
+
+
+def passes_alone(name: str, layers: int, scenario: str, implementation: str, sizes: str) -> list[dict[str, str]]:
     """The shortest of some rounds with the passes, and of some that find what they made: what else a machine does only adds to them."""
-    case = (name, layers, scenario, implementation)
+    case = (name, layers, scenario, implementation, sizes)
     with _own_caches():
         ran = [measure(*case, alone=True, cached=False) for _ in range(ROUNDS)]
         # The first one fills the cache.
@@ -179,11 +201,11 @@ def _own_caches() -> Iterator[None]:
         yield
 
 
-def with_caches(name: str, layers: int, scenario: str, implementation: str) -> list[dict[str, str]]:
+def with_caches(name: str, layers: int, scenario: str, implementation: str, sizes: str) -> list[dict[str, str]]:
     """A cold compilation, and a warm one after it."""
     with _own_caches():
         return [
-            {**measure(name, layers, scenario, implementation, alone=False), "caches": state}
+            {**measure(name, layers, scenario, implementation, sizes, alone=False), "caches": state}
             for state in ("cold", "warm")
         ]
 
@@ -218,6 +240,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--implementations", nargs="+", default=["sdpa", "eager"])
     parser.add_argument("--scenarios", nargs="+", default=["prefill", "train"])
+    parser.add_argument("--sizes", nargs="+", default=["known"], choices=list(SIZES))
     parser.add_argument("--passes-alone", action="store_true")
     parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -230,11 +253,12 @@ def main() -> int:
     for name in options.models:
         for implementation in options.implementations:
             for scenario in options.scenarios:
-                case = (name, options.layers, scenario, implementation)
-                for row in passes_alone(*case) if options.passes_alone else with_caches(*case):
-                    file.add({**row, **where})
-                    print(_line(row), flush=True)
-                    too_dear |= bool(row["share"]) and float(row["share"]) > MAX_SHARE[row["caches"]]
+                for sizes in options.sizes:
+                    case = (name, options.layers, scenario, implementation, sizes)
+                    for row in passes_alone(*case) if options.passes_alone else with_caches(*case):
+                        file.add({**row, **where})
+                        print(_line(row), flush=True)
+                        too_dear |= bool(row["share"]) and float(row["share"]) > MAX_SHARE[row["caches"]]
     print("a share is above its limit" if too_dear else "every share is within its limit")
     return int(too_dear)
 
@@ -242,7 +266,8 @@ def main() -> int:
 def _line(row: dict[str, str]) -> str:
     whole = f" of {row['total_seconds']} s, {float(row['share']):.1%}" if row["share"] else " s"
     what = (
-        f"{row['layers']} layers of {row['model']}, {row['implementation']}, {row['scenario']}, {row['caches']} caches"
+        f"{row['layers']} layers of {row['model']}, {row['implementation']}, {row['scenario']}, "
+        f"{row['sizes']} sizes, {row['caches']} caches"
     )
     return f"{what}: {row['passes_seconds']}{whole} ({row['by_pass']})"
 

@@ -52,7 +52,7 @@ class Names:
     """What an expression's names stand for. indices: int64 tensors that broadcast against each other, on `device`.
 
     sizes: numbers, or nodes of them. tensors: what loads read, on `device`. within: how large the indices are; where an index of a load
-    is known to be within its tensor by that, it is not clamped.
+    is known to be within its tensor by that, it is not clamped. counted: from 0 to how many an index counts, with symbolic numbers, too.
     """
 
     device: torch.device
@@ -60,6 +60,7 @@ class Names:
     sizes: Mapping[str, int | fx.Node] = field(default_factory=dict)
     tensors: Mapping[str, fx.Node] = field(default_factory=dict)
     within: Ranges = field(default_factory=dict)
+    counted: Mapping[str, int | torch.SymInt] = field(default_factory=dict)
 
 
 def size_of(emitter: NodeMaker, node: fx.Node, axis: int) -> int | fx.Node:
@@ -185,6 +186,10 @@ class _Nodes:
 
     def _inside(self, tensor: fx.Node, dim: int, index: Expr) -> fx.Node:
         position = self._as(self.tensor(self.value(index), "int"), torch.int64)
+        # Symbolic numbers are the same if they are spelled the same: comparing them would ask for a guard.
+        own = str(self.emitter.value(tensor).shape[dim])
+        if isinstance(index, Index) and str(self.names.counted.get(index.name)) == own:
+            return position
         size = size_of(self.emitter, tensor, dim)
         if isinstance(size, int):
             low, high = bounds(index, self.names.within)

@@ -59,6 +59,25 @@ def of_inputs(size: torch.SymInt) -> tuple[sympy.Expr, int] | None:
     return (expr, env._version_counter) if expr.free_symbols <= env.backed_var_to_val.keys() else None
 
 
+#: stands for a number whose name does not matter
+_ANY = sympy.Symbol("any")
+
+
+def of_float(number: torch.SymFloat) -> tuple[str, ...] | None:
+    """What a float that Dynamo made symbolic is in this call, its range, and what guards of by now ask of it, whatever its name is. None
+    where it is computed from others."""
+    if not isinstance(number.node, sym_node.SymNode):
+        return None
+    env, expr = env_of(number), number.node.expr
+    if expr.is_number:
+        return (float(expr).hex(),)
+    if expr not in env.backed_var_to_val:
+        return None
+    asked = (guard.expr for guard in env.guards)
+    about_it = (str(expr_of.xreplace({expr: _ANY})) for expr_of in asked if expr in expr_of.free_symbols)
+    return float(env.backed_var_to_val[expr]).hex(), str(env.var_to_range.get(expr)), *about_it
+
+
 def range_of(size: int | torch.SymInt) -> tuple[int, int | None]:
     """The least and the most that a size can be by the guards of by now; None: no end. Adds no guard."""
     if not isinstance(size, torch.SymInt):

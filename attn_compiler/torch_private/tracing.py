@@ -191,6 +191,11 @@ def current_fake(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if mode is None else mode.from_tensor(tensor)
 
 
+def is_in_autocast() -> bool:
+    """Whether autocast is on for any device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
 def untraced(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """A fake tensor, or a view of one, made without a trace of it."""
     with disable_proxy_modes_tracing(), torch.no_grad():
@@ -217,7 +222,7 @@ def track_node(value: torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBo
     with beside_modes(value.fake_mode):
         # Like PyTorch's own value of a node: without a gradient, and not changed where the tensor is transposed in place.
         node.meta["val"] = fake(value.fake_mode, value, value.fake_device).requires_grad_(False)
-        _track_sizes(value, node, tracer)
+        track_sizes(value, node, tracer)
     stand_for(value, node, tracer)
 
 
@@ -226,8 +231,8 @@ def _is_strided(tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided
 
 
-def _track_sizes(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
-    """Let nodes that ask a tensor for its symbolic sizes stand for them, where somebody asks."""
+def track_sizes(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
+    """Let nodes that ask a tensor for its symbolic sizes stand for them, where somebody asks. To be called within `beside_modes`."""
     aten = torch.ops.aten
     sizes: list[tuple[Any, tuple[Any, ...], int | torch.SymInt]]
     sizes = [(aten.sym_size.int, (node, i), size) for i, size in enumerate(tensor.shape)]

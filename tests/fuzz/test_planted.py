@@ -10,7 +10,7 @@ import pytest
 
 from tests import fresh
 from tests.fuzz.environment import variables
-from tests.fuzz.planted import FAULTS, DoesNotApply, Fault
+from tests.fuzz.planted import FAULTS, DoesNotApply, Fault, sharing
 from tests.fuzz.planted.fault import PACKAGE
 
 #: the name of a fault -> the rule whose programs find it at once
@@ -27,7 +27,7 @@ print(json.dumps({job.name: told for job, told in crew.events(jobs, limits) if i
 """
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[f.name for f in FAULTS])
+@pytest.mark.parametrize("fault", [*FAULTS, *sharing.ALL], ids=[f.name for f in (*FAULTS, *sharing.ALL)])
 def test_it_still_applies(fault: Fault) -> None:
     """Where this fails, the code was changed: bring the fault up to date, or take it out."""
     ast.parse(fault.source())
@@ -37,7 +37,7 @@ def test_it_still_applies(fault: Fault) -> None:
 
 def test_names_are_different() -> None:
     assert len(FAULTS) >= 100
-    assert max(Counter(f.name for f in FAULTS).values()) == 1
+    assert max(Counter(f.name for f in (*FAULTS, *sharing.ALL)).values()) == 1
 
 
 def test_what_does_not_apply_is_named() -> None:

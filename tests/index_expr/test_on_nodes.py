@@ -116,3 +116,13 @@ def test_a_compiler_knows_the_shape_of_what_is_read(at: tuple[Expr, ...]) -> Non
     assert value.meta["example_value"].shape == found.shape
     k = torch.arange(2)[None]
     assert torch.equal(found, table[tuple(k if isinstance(i, Index) else i.value for i in at)])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("size", "clamps"), [(8, False), (7, True)], ids=["of the dimension", "another"])
+def test_an_index_that_counts_a_dimension_is_within_it(size: int, clamps: bool) -> None:
+    bench = Bench(k=torch.arange(size), x=torch.arange(8.0))
+    nodes = {"k": bench.nodes["k"]}
+    names = Names(device=CPU, indices=nodes, tensors={"x": bench.nodes["x"]}, counted={"k": size})
+    (value,) = bench.run([bench.call(on_nodes.emit, Load("x", (Index("k"),), "float"), names)])
+    assert value.tolist() == list(range(size))
+    assert any(node.target is torch.clamp for node in bench.nodes["k"].graph.nodes) == clamps

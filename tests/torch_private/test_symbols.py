@@ -129,3 +129,31 @@ def test_a_float_of_fixed_sizes_is_a_number_and_no_other_one_is() -> None:
     torch.compile(lambda x: x.sin() * x.shape[0] * x.shape[1], backend=backend, dynamic=True)(x)
     assert found == [(None, None), (None, 0.25)]
     assert [torch_symbols.constant(x) for x in (0.5, 2, "0.5")] == [0.5, 2.0, None]
+
+
+def test_floats_are_told_apart_by_value_and_guards_and_not_by_name() -> None:
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        values = [torch_compat.fake_value(node) for node in gm.graph.nodes]
+        a, b, c, *_ = [value for value in values if isinstance(value, torch.SymFloat)]
+        env = torch_symbols.env_of(a)
+        asked = len(env.guards)
+        found.append([torch_symbols.of_float(number) for number in (a, b, c, a * b)])
+        assert len(env.guards) == asked
+        assert bool(a > 0.25)
+        found.append([torch_symbols.of_float(number) for number in (a, b)])
+        assert bool(b > 0.25)
+        found.append([torch_symbols.of_float(number) for number in (a, b)])
+        assert torch_symbols.fixed(a) == 0.5
+        found.append([torch_symbols.of_float(a)])
+        return gm.forward
+
+    x = torch.randn(4)
+    torch.compile(lambda x, a, b, c: x * a + x * b * c, backend=backend, dynamic=True)(x, 0.5, 0.5, 0.75)
+    (a, b, c, product), (asked, not_asked), (both, alike), (fixed,) = found
+    assert a == b != c
+    assert product is None
+    assert asked != not_asked == b
+    assert both == alike
+    assert fixed == ((0.5).hex(),)

@@ -130,13 +130,17 @@ class FakeBuilder(Generic[X]):
     def __init__(self, mirror: Mirror, mode: FakeTensorMode) -> None:
         self._mirror = mirror
         self._mode = mode
+        self._values = EmittedValues(mode)
 
     def leaf(self, node: fx.Node) -> Any:
         return example(self._mirror, node)
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with torch_tracing.running_in(self._mode), torch.no_grad():
-            return function(*args, **kwargs)
+        def run() -> Any:
+            with torch_tracing.running_in(self._mode), torch.no_grad():
+                return function(*args, **kwargs)
+
+        return self._values.of_values(function, args, kwargs, run)
 
     def value(self, x: Any) -> torch.Tensor:
         tensor: torch.Tensor = x

@@ -24,11 +24,13 @@ class Unknown(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class NodeInputs:
-    """What tensors a Dynamo node is given, in the order of its arguments. holders: one of those in each memory."""
+    """What tensors a Dynamo node is given, in the order of its arguments. holders: one of those in each memory. floats: the nodes that
+    stand for symbolic ones."""
 
     values: list[Any] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     holders: list[torch.Tensor] = field(default_factory=list)
+    floats: list[fx.Node] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,9 @@ class Earlier:
     index: int
 
 
-#: the node that stands for a tensor, which is the value of a node that is an argument; None if it is not told apart by what is seen of it
-Stands = Callable[[fx.Node, torch.Tensor], fx.Node | None]
+#: the node that stands for a tensor or a symbolic float, which is the value of a node that is an argument; None if it is not told apart by
+#: what is seen of it
+Stands = Callable[[fx.Node, torch.Tensor | torch.SymFloat], fx.Node | None]
 
 
 def key_of(node: fx.Node, env: Mapping[fx.Node, Any], inputs: NodeInputs, stands: Stands) -> Hashable:
@@ -95,6 +98,8 @@ def _input_key(given: fx.Node, value: Any, inputs: NodeInputs, stands: Stands) -
         return value
     if isinstance(value, torch.SymInt):
         return number(value)
+    if isinstance(value, torch.SymFloat):
+        return _float_key(given, value, inputs, stands)
     if not isinstance(value, FakeTensor):
         raise Unknown
     node = stands(given, value)
@@ -109,6 +114,16 @@ def _input_key(given: fx.Node, value: Any, inputs: NodeInputs, stands: Stands) -
         inputs.values.append(value)
         inputs.nodes.append(node)
     return key
+
+
+def _float_key(given: fx.Node, value: torch.SymFloat, inputs: NodeInputs, stands: Stands) -> Hashable:
+    """Layers have each a float of their own, such as the probability of their dropout: what counts is which of a call's floats are one."""
+    told, node = torch_symbols.of_float(value), stands(given, value)
+    if told is None or node is None:
+        raise Unknown
+    if node not in inputs.floats:
+        inputs.floats.append(node)
+    return torch.SymFloat, inputs.floats.index(node), told
 
 
 def _memory(value: torch.Tensor, inputs: NodeInputs) -> int:

@@ -21,15 +21,22 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
-from attn_compiler.passes.graph import bodies, mutation
+from attn_compiler.passes.graph import bodies, mutation, whole_calls
 from attn_compiler.passes.graph.alike import FakeLike, FakeRecorder, Remaker
 from attn_compiler.passes.graph.fragment_keys import NodeInputs, Stands, Unknown, key_of
-from attn_compiler.torch_private import tracing as torch_tracing
+from attn_compiler.torch_private import symbols as torch_symbols, tracing as torch_tracing
 
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """In a template: the node of an input, or of a step; inputs come first. Nodes of symbolic numbers stand there themselves."""
+    """In a template: the node of an input, or of a step; inputs come first. Nodes of symbolic sizes stand there themselves."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Float:
+    """In a template: the node of a symbolic float among the inputs."""
 
     index: int
 
@@ -68,12 +75,16 @@ class _Fragment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCall:
-    """A Dynamo node with what it is given. fragment: what equal ones were traced to; None where that is not known."""
+    """A Dynamo node with what it is given. fragment: what equal ones were traced to, or what is known without that; None where it is not
+    known. is_new: it is to be kept what this one is traced to. is_untraced: nothing stands for the sizes of the result yet. asked: the
+    guards before it."""
 
     key: Hashable
     inputs: NodeInputs
     fragment: _Fragment | None
-    is_new: bool
+    is_new: bool = False
+    is_untraced: bool = False
+    asked: int = 0
 
 
 class Fragments:
@@ -89,15 +100,18 @@ class Fragments:
             return None
         inputs = NodeInputs()
         try:
-            key = (key_of(node, env, inputs, _standing(tracer)), torch.is_grad_enabled(), state)
+            told = key_of(node, env, inputs, _standing(tracer))
         except Unknown:
             return None
-        if key not in self._known:
-            return NodeCall(key=key, inputs=inputs, fragment=None, is_new=True)
-        fragment = self._known[key]
+        key = told, torch.is_grad_enabled(), state
+        is_new = key not in self._known
+        fragment = _of_whole(node, env, inputs, told, tracer) if is_new else self._known[key]
         if fragment is not None and any(r.requires_grad for r in fragment.results) and self._is_written(node):
-            fragment = None
-        return NodeCall(key=key, inputs=inputs, fragment=fragment, is_new=False)
+            return NodeCall(key=key, inputs=inputs, fragment=None, is_new=is_new)
+        if is_new and fragment is not None:
+            self._known[key] = fragment
+            return NodeCall(key=key, inputs=inputs, fragment=fragment, is_untraced=True)
+        return NodeCall(key=key, inputs=inputs, fragment=fragment, is_new=is_new, asked=_asked(inputs))
 
     def _is_written(self, node: fx.Node) -> bool:
         """Whether the result is written to: autograd refuses that of a tensor that was made by nothing, as those made again are."""
@@ -108,20 +122,25 @@ class Fragments:
     def keep(self, call: NodeCall, result: Any, made: Sequence[fx.Node], tracer: Any) -> None:
         """Remember what a call was traced to: its value and its nodes."""
         try:
-            self._known[call.key] = _recorded(call.inputs, result, made, tracer)
+            # What was asked of a float of this call was not asked of another one's.
+            is_kept = call.asked == _asked(call.inputs)
+            self._known[call.key] = _recorded(call.inputs, result, made, tracer) if is_kept else None
         except Unknown:
             self._known[call.key] = None
+
+
+def _asked(inputs: NodeInputs) -> int:
+    """How many guards there are, where a call has symbolic floats."""
+    return len(torch_symbols.guards(torch_symbols.env_of(inputs.floats[0].meta["val"]))) if inputs.floats else 0
 
 
 def _standing(tracer: Any) -> Stands:
     """What stands for a tensor in a trace. A tensor that is known to hold certain numbers may lead to others than one that is not."""
 
-    def stands(_: fx.Node, value: torch.Tensor) -> fx.Node | None:
-        return (
-            None
-            if torch_tracing.traced_constant(value, tracer) is not None
-            else torch_tracing.traced_node(value, tracer)
-        )
+    def stands(_: fx.Node, value: torch.Tensor | torch.SymFloat) -> fx.Node | None:
+        if isinstance(value, torch.Tensor) and torch_tracing.traced_constant(value, tracer) is not None:
+            return None
+        return torch_tracing.traced_node(value, tracer)
 
     return stands
 
@@ -140,6 +159,45 @@ def _written(graph: fx.Graph) -> set[Any] | None:
     return found
 
 
+# ---- what need not be traced --------------------------------------------------------------------------------------
+
+
+def _of_whole(
+    node: fx.Node, env: dict[fx.Node, Any], inputs: NodeInputs, key: Hashable, tracer: Any
+) -> _Fragment | None:
+    """That of a call which is one op: Dynamo's value of it, made of tensors that are as those of the mirror."""
+    value = node.meta.get("example_value")
+    found = whole_calls.read(node, env)
+    if found is None or not isinstance(value, FakeTensor) or value.constant is not None:
+        return None
+    given = {x: x.meta.get("example_value") for x in node.all_input_nodes}
+    recorder = FakeRecorder(inputs.holders)
+    try:
+        if key_of(node, given, NodeInputs(), lambda x, _: x) != key:
+            return None
+        with torch_tracing.beside_modes(value.fake_mode), torch.no_grad():
+            like = recorder.made(value)
+    except Unknown:
+        return None
+    if like.memory < len(inputs.holders):
+        return None
+
+    def ref(x: fx.Node) -> Any:
+        return _Ref(next(i for i, known in enumerate(inputs.values) if known is env[x]))
+
+    args, kwargs = map_arg((found.args, found.kwargs), ref)
+    name = torch_tracing.name_of(found.op, tracer)
+    step = _Step(target=found.op, args=args, kwargs=kwargs, name=name, value=like, sequence=None)
+    wants = torch.is_grad_enabled() and value.is_floating_point() and any(x.requires_grad for x in inputs.values)
+    return _Fragment(
+        mode=value.fake_mode,
+        steps=(step,),
+        results=(_Result(input=None, step=0, requires_grad=wants),),
+        spec=pytree.tree_structure(value),
+        moved=(),
+    )
+
+
 # ---- what was traced, as data -------------------------------------------------------------------------------------
 
 
@@ -155,7 +213,7 @@ def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: 
     asked = {made[x.step]: leaf for leaf, x in zip(leaves, results, strict=True) if x.input is None}
     recorder = FakeRecorder(inputs.holders)
     with torch_tracing.beside_modes(mode), torch.no_grad():
-        steps = tuple(_step(node, asked, places, recorder, tracer) for node in made)
+        steps = tuple(_step(node, asked, places, inputs.floats, recorder, tracer) for node in made)
     moved = []
     for i, (value, before) in enumerate(zip(inputs.values, inputs.nodes, strict=True)):
         after = torch_tracing.traced_node(value, tracer)
@@ -178,6 +236,7 @@ def _step(
     node: fx.Node,
     asked: dict[fx.Node, torch.Tensor],
     places: dict[fx.Node, int],
+    floats: list[fx.Node],
     recorder: FakeRecorder,
     tracer: Any,
 ) -> _Step:
@@ -190,16 +249,20 @@ def _step(
     found = tuple(map(recorder.made, value if isinstance(value, (tuple, list)) else (value,)))
     return _Step(
         target=target,
-        args=_template(node.args, places),
-        kwargs=_template(node.kwargs, places),
+        args=_template(node.args, places, floats),
+        kwargs=_template(node.kwargs, places, floats),
         name=torch_tracing.name_of(target, tracer),
         value=found if is_sequence else found[0],
         sequence=type(value) if is_sequence else None,
     )
 
 
-def _template(arguments: Any, places: dict[fx.Node, int]) -> Any:
+def _template(arguments: Any, places: dict[fx.Node, int], floats: list[fx.Node]) -> Any:
     def ref(node: fx.Node) -> Any:
+        if node in floats:
+            return _Float(floats.index(node))
+        if floats and isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymBool)):
+            raise Unknown  # computed from them
         return node if _is_number(node) else _Ref(_place(node, places))
 
     return map_arg(arguments, ref)
@@ -239,7 +302,7 @@ def made_again(call: NodeCall, tracer: Any) -> tuple[Any, list[fx.Node]]:
         maker = Remaker(fragment.mode, inputs.holders)
         for step in fragment.steps:
             node = torch_tracing.add_node(
-                tracer, step.target, _filled(step.args, nodes), _filled(step.kwargs, nodes), step.name
+                tracer, step.target, _filled(step.args, nodes, inputs), _filled(step.kwargs, nodes, inputs), step.name
             )
             node.meta["val"] = _value(step, maker)
             nodes.append(node)
@@ -252,14 +315,18 @@ def made_again(call: NodeCall, tracer: Any) -> tuple[Any, list[fx.Node]]:
             # A tensor of its own: what changes its shape in place later changes no value of the mirror.
             value = torch_tracing.fake(fragment.mode, like, like.fake_device).requires_grad_(result.requires_grad)
             torch_tracing.stand_for(value, made[result.step], tracer)
+            if call.is_untraced:
+                torch_tracing.track_sizes(value, made[result.step], tracer)
             results.append(value)
         for i, place in fragment.moved:
             torch_tracing.stand_for(inputs.values[i], made[place], tracer)
     return pytree.tree_unflatten(results, fragment.spec), made
 
 
-def _filled(template: Any, nodes: list[fx.Node]) -> Any:
+def _filled(template: Any, nodes: list[fx.Node], inputs: NodeInputs) -> Any:
     def node(x: Any) -> Any:
+        if type(x) is _Float:
+            return inputs.floats[x.index]
         return nodes[x.index] if type(x) is _Ref else x
 
     return map_aggregate(template, node)

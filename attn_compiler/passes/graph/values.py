@@ -1,4 +1,4 @@
-"""The fake values of calls that are written into a graph: what alike calls give is computed once.
+"""The fake values of calls that are written into a graph, or only tried: what alike calls give is computed once.
 
 A site emits the same calls for each layer, on tensors that agree in all that a call can see (fragment_keys.py). PyTorch computes what comes
 out of a call in tenths of a millisecond, of symbolic sizes in milliseconds.
@@ -51,6 +51,20 @@ class EmittedValues:
             return value
         found = self._known[key]
         return run() if found is None else self._again(inputs, found)
+
+    def of_values(self, function: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """As `of`, without gradients, for a call on values that no graph has."""
+        graph, env = fx.Graph(), dict[fx.Node, Any]()
+
+        def node(x: Any) -> Any:
+            if not isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat)):
+                return x
+            made = next((known for known, value in env.items() if value is x), None) or graph.placeholder("given")
+            env[made] = x
+            return made
+
+        given = pytree.tree_map(node, (args, kwargs))
+        return self.of(graph.call_function(function, *given), env, run, with_grad=False)
 
     def _recorded(self, inputs: NodeInputs, value: Any) -> _Found | None:
         leaves, spec = pytree.tree_flatten(value)

@@ -175,8 +175,15 @@ class _Places:
         return functools.reduce(lambda y, _: self._emitter.call(torch.unsqueeze, y, 0), range(missing), x)
 
     def _size(self, axis: int) -> int | fx.Node:
-        node, own = (self._operands.k, 2) if axis == _AXES["k"] else (self._operands.q, axis)
-        return size_of(self._emitter, node, own)
+        return size_of(self._emitter, *self._sized(axis))
+
+    def _sized(self, axis: int) -> tuple[fx.Node, int]:
+        """What has the size of an axis of the site, and where."""
+        return (self._operands.k, 2) if axis == _AXES["k"] else (self._operands.q, axis)
+
+    def _counted(self, axis: int) -> int | torch.SymInt:
+        node, own = self._sized(axis)
+        return self._emitter.value(node).shape[own]
 
     def _names(self, x: Expr) -> Names:
         indices = {name: self.index(name) for name in _AXES if ix.mentions(x, Index(name))}
@@ -185,7 +192,8 @@ class _Places:
             name: self._given(self._operands.sizes[name]) if name in self._operands.sizes else self._size(own[name])
             for name in ix.sizes(x)
         }
-        return Names(device=self._device, indices=indices, sizes=sizes, tensors=self._operands.loads)
+        counted = {name: self._counted(_AXES[name]) for name in indices}
+        return Names(device=self._device, indices=indices, sizes=sizes, tensors=self._operands.loads, counted=counted)
 
     def _given(self, size: SizeOf) -> fx.Node:
         return size.node if size.axis is None else self._emitter.call(aten.sym_size.int, size.node, size.axis)

@@ -32,14 +32,17 @@ def masks_written(draft: Draft) -> None:
             operands.write_later(draft)
 
 
-#: of a mask (n, m) in memory, by which it is written or comes to mean another one; PyTorch counts none of them as a write
+#: of a mask (n, m) in memory, by which it comes to lie otherwise; PyTorch counts none of them as a write, nor is its memory written to
+_LAID_OTHERWISE = (
+    "x.data = x.data.mT if x.shape[0] == x.shape[1] else x.data.flip(1)",
+    "x.data = x.data.mT if x.shape[0] == x.shape[1] else x.data.flip(1)",
+    "x.data = x.data.flip(0)",
+)
+#: the same, by which it is written or comes to mean another one, and may leave no key
 _UNCOUNTED = (
     "x.data.logical_not_()",
     "x.data[:, 1::2] = False",
     "x.data.fill_(False)",
-    "x.data = x.data.mT if x.shape[0] == x.shape[1] else x.data.flip(1)",
-    "x.data = x.data.mT if x.shape[0] == x.shape[1] else x.data.flip(1)",
-    "x.data = x.data.flip(0)",
     "x.data.as_strided_(x.shape, x.stride()).logical_not_()",
     "x.untyped_storage().fill_(0)",
     "x.numpy()[:, 1:] = False",
@@ -56,13 +59,16 @@ def masks_known(draft: Draft) -> None:
     conditions.positions(draft)
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
-    condition = draft.pick("i >= j", "(i - j).abs() < 2", "(i >= j) & (i - j < 3)", "j <= i // 2", "j < 2")
-    draft.add(f"c = (({condition}) | (j == 0)).expand(n, m).clone()")
-    for number in range(draft.number(2, 3)):
+    # A band leaves no key to queries behind the last one. No kernel knows a band with a key more by its meaning.
+    bands = tuple(f"({band}) | (j == 0)" for band in ("(i - j).abs() < 2", "(i >= j) & (i - j < 3)"))
+    condition = draft.pick("i >= j", "i >= j", "j < 2", "j <= i // 2", *bands)
+    draft.add(f"c = ({condition}).expand(n, m).clone()")
+    for number in range(draft.pick(2, 3, 3)):
         if number:
-            write = draft.pick(*_UNCOUNTED) if number == 1 or draft.maybe() else "x.sum()"
-            first = "" if write == "x.sum()" else "; x.data[:, 0] = True"
-            draft.add(f'apart("{write}{first}", c)')
+            # Its first key is for all queries; a write to say so would be one that is seen.
+            written = tuple(f"{write}; x.data[:, 0] = True" for write in _UNCOUNTED)
+            is_written = number == 1 or draft.maybe(3)
+            draft.add(f'apart("{draft.pick(*written, *_LAID_OTHERWISE) if is_written else "x.sum()"}", c)')
         draft.add(f"o{number} = F.scaled_dot_product_attention(q, k, v, attn_mask=c)")
         draft.outputs.append(f"o{number}")
 

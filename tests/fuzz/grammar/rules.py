@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests.fuzz.grammar import mask_rules, operand_rules, region_rules, score_rules
+from tests.fuzz.grammar import keyless_rules, mask_rules, operand_rules, region_rules, score_rules
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.program import Program
 
@@ -73,6 +73,7 @@ RULES: dict[str, Rule] = {
     "masks written": mask_rules.masks_written,
     "mask kinds": mask_rules.mask_kinds,
     "masks known": mask_rules.masks_known,
+    "rows without keys": keyless_rules.rows_without_keys,
     "masks made": mask_rules.masks_made,
     "masks partly written": mask_rules.masks_partly_written,
     "mask tensors": mask_rules.mask_tensors,

@@ -1,8 +1,16 @@
 """Planted faults: changes of our own code that make some result wrong. The fuzzer has to find them (python -m tests.fuzz.recall)."""
 
-from tests.fuzz.planted import borders, expressions, lowering, reading, sites, views
+from tests.fuzz.planted import borders, expressions, keyless, lowering, reading, sites, views
 from tests.fuzz.planted.fault import KERNELS, DoesNotApply, Fault, plant, swap
 
-FAULTS: tuple[Fault, ...] = (*views.ALL, *sites.ALL, *reading.ALL, *expressions.ALL, *lowering.ALL, *borders.ALL)
+FAULTS: tuple[Fault, ...] = (
+    *views.ALL,
+    *sites.ALL,
+    *reading.ALL,
+    *expressions.ALL,
+    *lowering.ALL,
+    *borders.ALL,
+    *keyless.ALL,
+)
 
 __all__ = ["FAULTS", "KERNELS", "DoesNotApply", "Fault", "plant", "swap"]

@@ -75,3 +75,48 @@ def test_rows_say_that_nothing_was_measured() -> None:
     assert found is not None
     assert not found.measured
     assert found.why.startswith("not measured here: by pairs and bytes")
+
+
+#: Seconds. Kernels that differ by less differ by less than one of them takes to be launched.
+_A_LAUNCH = 10e-6
+#: models whose proved masks stay tensors -> (batch, heads, queries, keys, head dim), and whether the model itself puts the mask into a bias
+#: for each pair; else padding hides keys from one query
+_DENSE_STILL = {
+    "DeBERTa v3": ((8, 12, 512, 512, 64), True),
+    "DeBERTa v3, longer": ((8, 12, 1024, 1024, 64), True),
+    "Wav2Vec2-BERT": ((4, 16, 512, 512, 64), True),
+    "Parakeet": ((4, 8, 250, 250, 128), True),
+    "SigLIP 2, pooling": ((8, 12, 1, 256, 64), False),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("sm", MACHINES)
+@pytest.mark.parametrize("model", _DENSE_STILL)
+def test_a_mask_that_stays_a_tensor_costs_no_more_than_a_launch(model: str, sm: int, training: bool) -> None:
+    """Each kernel reads the bias, with the mask in it. Of one query the numbers are few beside the keys."""
+    (batch, heads, queries, keys, head_dim), is_bias = _DENSE_STILL[model]
+    sizes: dict[str, Any] = {
+        "batch": batch,
+        "heads": heads,
+        "heads_kv": heads,
+        "seqlen_q": queries,
+        "seqlen_kv": keys,
+        "head_dim": head_dim,
+        "needs_grad": training,
+    }
+    if is_bias:
+        spec = make_spec(changes=(bias(batch, heads, queries, keys, requires_grad=training),), **sizes)
+    else:
+        spec = make_spec(mask=dense(batch, 1, 1, keys), **sizes)
+    target = Target.fake(sm=sm)
+    names = [name for name in ("triton", *PYTORCHS) if not by_name(name).why_not(spec, target)]
+    found = decide(spec, target, Options()).lowering
+    if found == "decode":
+        # It reads no more of each key than they do, and the model says nothing of it.
+        assert queries == 1
+        return
+    taken, least = (cost.seconds(name, spec, target) for name in (found, cost.cheapest(names, spec, target) or ""))
+    assert taken is not None
+    assert least is not None
+    assert taken <= 1.001 * least + _A_LAUNCH

@@ -21,7 +21,9 @@ Tensor = torch.Tensor
 LAYERS = 3
 
 
-def _modules(function: Callable[..., Any], inputs: Sequence[Any]) -> list[fx.GraphModule]:
+def _modules(
+    function: Callable[..., Any], inputs: Sequence[Any], *, dynamic: bool | None = None
+) -> list[fx.GraphModule]:
     """The graph that Dynamo captures, and every body in it whose inputs are known."""
     found: list[fx.GraphModule] = []
 
@@ -33,7 +35,7 @@ def _modules(function: Callable[..., Any], inputs: Sequence[Any]) -> list[fx.Gra
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
     return found
 
 
@@ -59,7 +61,7 @@ def made() -> Iterator[list[str]]:
 
     def watched(self: fragments.Fragments, node: fx.Node, *others: Any) -> fragments.NodeCall | None:
         found = call(self, node, *others)
-        if found is not None and found.fragment is not None:
+        if found is not None and found.fragment is not None and not found.is_untraced:
             targets.append(str(node.target))
         return found
 
@@ -280,3 +282,45 @@ def test_a_call_that_may_change_what_others_do_ends_what_is_known(made: list[str
 
     _check(graph())
     assert not made
+
+
+class _Layer(nn.Module):
+    """With numbers of its own, as a layer has a probability of its dropout."""
+
+    def __init__(self, dropped: float, factor: float) -> None:
+        super().__init__()
+        self.dropped, self.factor = dropped, factor
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, w).unflatten(-1, (2, 4)).transpose(1, 2) for w in weight.chunk(3))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropped).transpose(1, 2).flatten(-2)
+        return F.dropout(out * self.factor, self.dropped, training=True)
+
+
+class _Model(nn.Module):
+    def __init__(self, numbers: Sequence[tuple[float, float]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(*each) for each in numbers)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, weight)
+        return x
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("numbers", "again"),
+    [([(0.1, 3.0)] * 3, 2), ([(0.1, 3.0), (0.2, 3.0), (0.1, 5.0)], 1)],
+    ids=["of one value", "of several"],
+)
+def test_symbolic_floats_are_those_of_the_layer(
+    numbers: list[tuple[float, float]], again: int, training: bool, made: list[str]
+) -> None:
+    x, weight = torch.randn(2, 6, 8), torch.randn(24, 8, requires_grad=training)
+    with torch.set_grad_enabled(training):
+        (graph_module,) = _modules(_Model(numbers), [x, weight], dynamic=True)
+    values = [node.meta.get("example_value") for node in graph_module.graph.nodes]
+    assert any(isinstance(value, torch.SymFloat) for value in values)
+    # In the mirror that leaves out nothing and in the other.
+    assert sum("scaled_dot_product" in name for name in made) == 2 * again

@@ -109,3 +109,27 @@ def test_what_writes_and_what_gives_its_input_is_run_each_time() -> None:
         assert runs(torch.ops.aten.add_.Tensor, x, 1) is x
         assert runs(torch.Tensor.contiguous, x) is x
     assert runs.ran == 6
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["known", "symbolic"])
+def test_values_without_a_graph_are_made_once(static: bool) -> None:
+    values, x = EmittedValues(MODE), _input(static=static)
+    others = (_input(static=static), torch.transpose(x, 0, 1).contiguous())
+    ran = 0
+
+    def made(*given: Any) -> Any:
+        def run() -> Any:
+            nonlocal ran
+            ran += 1
+            with torch_tracing.running_in(MODE), torch.no_grad():
+                return torch.broadcast_tensors(*given)[0].clone()
+
+        return values.of_values(torch.broadcast_tensors, given, {}, run)
+
+    first, second = made(x), made(others[0])
+    assert ran == 1
+    assert _told(first) == _told(second)
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+    # A tensor that is given twice is told from two, and other strides from these.
+    made(x, x), made(x, others[0]), made(others[1])
+    assert ran == 4
