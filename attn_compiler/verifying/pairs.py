@@ -16,11 +16,11 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
 from attn_compiler.index_expr.on_tensors import evaluate_on
 from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.arrange import arrange, simplified
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Match, Site, Term
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
-from attn_compiler.passes.writing.arrange import arrange, simplified
 from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.verifying.values import Key, NoValueError, Values
 

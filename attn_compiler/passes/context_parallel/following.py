@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +95,7 @@ class Following:
         self,
         mirror: Mirror,
         given: Mapping[fx.Node, Input],
-        sites: list[Site],
+        sites: Sequence[Site],
         allowed: tuple[str, ...],
         ranks: frozenset[int] = frozenset(),
         differing: Callable[[fx.Node], frozenset[int]] | None = None,

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import axes, mutation
+from attn_compiler.passes.graph.arrange import Recipe, arrange, simplified
 from attn_compiler.passes.graph.axes import Dim
 from attn_compiler.passes.graph.emit import Builder
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Latent, Match, Operand, Projection, Term
-from attn_compiler.passes.writing.arrange import Recipe, arrange, simplified
 from attn_compiler.torch_private import symbols as torch_symbols
 
 X = TypeVar("X")

@@ -15,7 +15,6 @@ from torch import fx
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims, resolve
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.passes.recovering.keyless import Keyless
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
 from attn_compiler.spec.attention import AttentionSpec
@@ -257,6 +256,26 @@ class Match:
     def outputs(self) -> tuple[fx.Node, ...]:
         """What others read: the output, and the logsumexp where that is read."""
         return (self.out,) if self.lse is None else (self.out, self.lse)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keyless:
+    """What a row without keys is.
+
+    allowed: whether a pair takes part; None if the site's tensor says it alone.
+    numbers: what stands where such a row's scores were, over (b, h, q, k), whose softmax weighs the keys; None: all weigh alike.
+    highest: the highest number that masks.
+    through: the scores have a gradient there, since the number was added to them.
+    own: why only the model's own numbers, added as they are, say what the row is; None if the above does.
+
+    Ranks that share a sequence leave such a row 0, and say so: the mean would be one over all ranks.
+    """
+
+    allowed: Expr | None
+    highest: float
+    numbers: Expr | None = None
+    through: bool = False
+    own: str | None = None
 
 
 @dataclass(kw_only=True, eq=False)

@@ -32,7 +32,7 @@ def indices(match: Match, dims: Dims) -> tuple[Expr, ...]:
 
 
 def ranges(match: Match, longer: Mapping[int, int]) -> Ranges:
-    """The largest value of each index, where its size is a plain one. longer: as in `Unit.longer`."""
+    """The largest value of each index, where its size is a plain one. longer: as in `Readers.longer`."""
     found: dict[str, Linear] = {}
     for name, group in _groups(match):
         size = reading.size(axes.dim_size(group))

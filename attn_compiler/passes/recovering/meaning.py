@@ -23,9 +23,9 @@ from attn_compiler.passes.graph.axes import Dim
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.passes.graph.site import Match, Term
+from attn_compiler.passes.graph.site import Keyless, Match, Term
 from attn_compiler.passes.recovering import added, elements, keyless, kinds, reading, score_kinds, unproved
-from attn_compiler.passes.recovering.keyless import Keyless, MaskStep
+from attn_compiler.passes.recovering.keyless import MaskStep
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.spelling import fills
 from attn_compiler.spec import added_scores, masks

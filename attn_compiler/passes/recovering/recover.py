@@ -18,13 +18,12 @@ from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.emit import FakeBuilder
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.program import Tensors
-from attn_compiler.passes.graph.site import Latent, Match, Miss, Operand, Site, Term
-from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.passes.matching import packing
-from attn_compiler.passes.recovering import latent, meaning, reach, reading, stored, upcasts
-from attn_compiler.passes.recovering.keyless import Keyless
+from attn_compiler.passes.graph.site import Keyless, Latent, Match, Miss, Operand, Site, Term
+from attn_compiler.passes.graph.unit import FoundSites, Unit
+from attn_compiler.passes.recovering import latent, meaning, packing, reach, stored, upcasts
 from attn_compiler.passes.recovering.meaning import Meaning
 from attn_compiler.passes.recovering.reading import Reader
+from attn_compiler.passes.recovering.reading.readers import Readers
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import AttnCompilerWarning
@@ -42,26 +41,27 @@ COMES_IN = (
 _REPRODUCE = "compile with options={'strict': True}, which raises it"
 
 
-def run(unit: Unit, mirror: Mirror) -> None:
-    """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
-    kept = []
+def run(unit: Unit, mirror: Mirror, found: FoundSites, readers: Readers) -> FoundSites:
+    """Every site with its spec. A site whose operands can't be arranged becomes a miss."""
+    kept: list[Site] = []
+    misses = list(found.misses)
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
-    reader, latents = reading.of_unit(unit), latent.Finder(mirror)
+    reader, latents = readers.of(unit), latent.Finder(mirror)
     unreadable: dict[str, list[str]] = {}
-    for site in unit.sites:
-        unit.current = site.module
+    for site in found.sites:
+        unit.log.current = site.module
         reason: Reason | None = None
-        with faults.confined(unit, "recover", site.module) as attempt:
+        with faults.confined(unit.log, "recover", site.module) as attempt:
             reason = _described(unit, mirror, site, builder, reader, latents, unreadable)
         reason = attempt.reason or reason
         if reason is None:
             kept.append(site)
         else:
-            unit.misses.append(_miss(site, reason))
-    unit.sites = kept
-    unit.unread.extend(unreadable)
+            misses.append(_miss(site, reason))
+    unit.log.unread.extend(unreadable)
     for cause, modules in unreadable.items():
         _warn(cause, modules)
+    return dataclasses.replace(found, sites=tuple(kept), misses=tuple(misses))
 
 
 def _warn(cause: str, modules: list[str]) -> None:

@@ -14,7 +14,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index
 from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.recovering.keyless import Keyless
+from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.reasons.errors import ContextParallelUnsupported
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.scores import Sinks, Softcap, Unusual
