@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 
 from attn_compiler.lowerings import LOWERINGS
+from attn_compiler.passes.graph.site import Match
+from attn_compiler.passes.graph.unit import Unit
 from tests import imports
 
 PACKAGE = "attn_compiler.lowerings"
@@ -82,6 +85,12 @@ def test_folders_have_few_rooms_and_arrows(folder: str, most_rooms: int, most_ar
 def test_no_rooms_import_each_other(folder: str) -> None:
     """Late and type-only imports count."""
     assert imports.circles(imports.rooms(imports.reading_graph(), folder)) == []
+
+
+@pytest.mark.parametrize(("kind", "most"), [(Unit, 10), (Match, 20)])
+def test_what_steps_work_on_has_few_fields(kind: type, most: int) -> None:
+    """Fields are grouped by the step that makes them."""
+    assert len(dataclasses.fields(kind)) <= most
 
 
 def test_the_door_of_the_passes_does_no_work() -> None:

@@ -129,7 +129,7 @@ def why_not(mirror: Mirror, site: Site, spec: AttentionSpec, cp: ContextParallel
             return f"the {name} are not read as the cache gives them: (batch, heads, positions, width)"
         if not _is_unwritten(mirror, node, match.out):
             return "the cache is written to between what it gives and the attention"
-    if not isinstance(spec.seqlen_kv, int) or (match.is_causal and not isinstance(spec.seqlen_q, int)):
+    if not isinstance(spec.seqlen_kv, int) or (match.scores.is_causal and not isinstance(spec.seqlen_q, int)):
         return f"how many positions there are is not known when the graph is compiled: {spec.seqlen_q} and {spec.seqlen_kv}"
     return _changed(site, spec)
 
@@ -144,7 +144,7 @@ def _changed(site: Site, spec: AttentionSpec) -> str | None:
         return "its weights are read"
     if keyless.shuts_queries_out(site.keyless):
         return "queries that a mask shuts out get the mean of v"
-    if site.match.limits:
+    if site.match.scores.limits:
         return "scores are clamped"
     if spec.stored is not None or spec.latent is not None:
         return "keys and values are made of what the cache holds"
@@ -159,8 +159,8 @@ def _given(operand: Operand) -> fx.Node | None:
 
 def _is_as_given(match: Match, operand: Operand) -> bool:
     """Whether the root's axes are batch, heads, positions and width, one by one."""
-    width = match.head_dim_qk if operand is match.k else match.head_dim_v
-    return program.is_arranged(operand, (match.batch, match.heads_kv, match.key, width))
+    width = match.axes.head_dim_qk if operand is match.k else match.axes.head_dim_v
+    return program.is_arranged(operand, (match.axes.batch, match.axes.heads_kv, match.axes.key, width))
 
 
 def _is_unwritten(mirror: Mirror, given: fx.Node, at: fx.Node) -> bool:
@@ -212,7 +212,7 @@ def _mask(
     if mask is not None and value(mask).shape[3] != 1:
         whole = mask
         mask = builder.once(("of slots", whole, at), lambda: call(torch.index_select, whole, 3, at))
-    if not match.is_causal:
+    if not match.scores.is_causal:
         return mask
     queries = call(torch.arange, value(q).shape[2], device=device)
     causal = call(torch.le, call(torch.Tensor.view, at, (1, 1, 1, -1)), call(torch.Tensor.view, queries, (1, 1, -1, 1)))

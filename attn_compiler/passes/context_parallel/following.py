@@ -240,10 +240,10 @@ class Following:
     def _of_site(self, node: fx.Node, site: Site) -> Place | Mixes:
         """An attention's output has the positions of its queries."""
         match = site.match
-        found = self.sequence_of(match.q.node, match.q.dims, match.query)
+        found = self.sequence_of(match.q.node, match.q.dims, match.axes.query)
         if found is None:
             return Place(dims=axes.fresh(axes.shape_exprs(node.meta["val"])))
-        query = axes.resolve(match.query)
+        query = axes.resolve(match.axes.query)
         known: dict[Atom, Atom] = {}
         dims: list[tuple[Atom, ...]] = []
         for dim in match.out_dims:

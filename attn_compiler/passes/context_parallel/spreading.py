@@ -250,9 +250,9 @@ def _check_found(unit: Unit, found: FoundSites, others: list[Miss]) -> None:
 def _is_shared(places: Following, site: Site, cp: ContextParallel) -> bool:
     """Whether the keys of a site are on several ranks. Raises CannotShard where that is not known, or not what the rewrite is for."""
     found = site.match
-    of_q = places.sequence_of(found.q.node, found.q.dims, found.query)
-    of_k = places.sequence_of(found.k.node, found.k.dims, found.key)
-    of_v = places.sequence_of(found.v.node, found.v.dims, found.key)
+    of_q = places.sequence_of(found.q.node, found.q.dims, found.axes.query)
+    of_k = places.sequence_of(found.k.node, found.k.dims, found.axes.key)
+    of_v = places.sequence_of(found.v.node, found.v.dims, found.axes.key)
     if of_k is not of_v:
         raise CannotShard("keys and values are parts of one sequence", "they are not", at=found.out)
     if of_k is None and _is_on_all_ranks(places, site, cp, is_q_too=of_q is None):
@@ -282,7 +282,9 @@ def _is_on_all_ranks(places: Following, site: Site, cp: ContextParallel, *, is_q
     if not all(node is not None and (node in named or following.is_state(node)) for node in given):
         return False
     # As many of the model's own keys as the rank has positions: the model takes as many as there are.
-    return bool(named) or (not is_q_too and axes.dim_size(site.match.key) not in {atom.size for atom in places.atoms})
+    return bool(named) or (
+        not is_q_too and axes.dim_size(site.match.axes.key) not in {atom.size for atom in places.atoms}
+    )
 
 
 def _check_outputs(mirror: Mirror, places: Following) -> None:

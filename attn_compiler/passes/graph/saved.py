@@ -30,7 +30,7 @@ from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.gradient_runs import GradientRun, run
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Match, Operand
+from attn_compiler.passes.graph.site import KeptOutputs, Match, Operand
 from attn_compiler.passes.graph.unit import BodyCall, Unit
 from attn_compiler.passes.graph.ways import Storages, memory_of
 from attn_compiler.reasons.decisions import Copy
@@ -124,14 +124,20 @@ def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
     keeping = Keeping(unit=unit, mirror=mirror, match=match)
     for operand in operands(match):
         operand.kept = keeping.why(operand.root)
-    match.out_kept = keeping.why(match.out)
-    match.lse_kept = None if match.lse is None else keeping.why(match.lse)
+    lse = None if match.lse is None else keeping.why(match.lse.node)
+    match.kept = KeptOutputs(out=keeping.why(match.out), lse=lse)
 
 
 def operands(match: Match) -> list[Operand]:
     """Every operand of a site, those of masks, biases and sinks too."""
-    terms = [term.operand for term in (*match.additive, *match.allowed)]
-    return [match.q, match.k, match.v, *terms, *([match.sinks] if isinstance(match.sinks, Operand) else [])]
+    terms = [term.operand for term in match.scores.terms]
+    return [
+        match.q,
+        match.k,
+        match.v,
+        *terms,
+        *([match.scores.sinks] if isinstance(match.scores.sinks, Operand) else []),
+    ]
 
 
 def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | None:

@@ -55,7 +55,7 @@ def shape(match: Match, along: str) -> tuple[int | str, ...]:
 
 
 def _groups(match: Match) -> tuple[tuple[str, Dim], ...]:
-    return (("b", match.batch), ("h", match.heads), ("q", match.query), ("k", match.key))
+    return (("b", match.axes.batch), ("h", match.axes.heads), ("q", match.axes.query), ("k", match.axes.key))
 
 
 def _long(dim: Dim) -> Dim:

@@ -109,7 +109,7 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder, targets:
 
 def _erase_expanded(site: Site, graph: fx.Graph) -> None:
     """Erase what makes k and v of a latent, where nothing reads them any more. Writes in place keep it alive otherwise."""
-    latent = site.match.latent
+    latent = site.match.reads.latent
     if not isinstance(latent, Latent) or any(user not in latent.made_for for n in latent.made_for for user in n.users):
         return
     for node in reversed(graph.nodes):
@@ -200,8 +200,8 @@ def _finish_lse(mirror: Mirror, site: Site, builder: GraphBuilder, lse: fx.Node)
     if match.lse is None:
         raise ValueError(f"nothing reads the lse of the site at {site.module}")
     new = program.restore_lse(match, builder, lse)
-    new = _as_was(mirror, site, builder, new, match.lse, builder.leaf(match.lse), "lse")
-    return new if match.lse_kept is None else _handed_on(site, builder, new, match.lse_kept, "lse")
+    new = _as_was(mirror, site, builder, new, match.lse.node, builder.leaf(match.lse.node), "lse")
+    return new if match.kept.lse is None else _handed_on(site, builder, new, match.kept.lse, "lse")
 
 
 def _as_was(
@@ -226,7 +226,7 @@ def _settle(
     unit: Unit, site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: fx.Node
 ) -> tuple[list[_Held], fx.Node]:
     """The copies that the site reads, with whether its kernel saves them, and the output, as a copy where the kernel saves that."""
-    why = site.match.out_kept
+    why = site.match.kept.out
     given = {copy.node for copy in builder.held if saved.is_given_to_kernel(copy.node)}
     # Running costs milliseconds: not where it is seen that kernels are given all the copies.
     ran = (
@@ -251,7 +251,7 @@ def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str, name: 
 
 def _brings_gradient(mirror: Mirror, site: Site) -> bool:
     """Whether something that the kernel reads carries a gradient: the model may have stopped it on the way, or all around."""
-    factors = (factor.node for factor in site.match.factors)
+    factors = (factor.node for factor in site.match.scores.factors)
     return any(gradients.known(mirror, node) for node in (*program.sources(site.match), *factors))
 
 

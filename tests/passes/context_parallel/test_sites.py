@@ -26,7 +26,8 @@ SHUT_OUT = Keyless(allowed=ix.compare("<=", Index("q"), ix.ZERO), highest=-1e9)
 
 
 def _site(**changed: Any) -> Any:
-    match = SimpleNamespace(out="out", limits=changed.pop("limits", ()), query=())
+    scores, axes = SimpleNamespace(limits=changed.pop("limits", ())), SimpleNamespace(query=())
+    match = SimpleNamespace(out="out", scores=scores, axes=axes)
     return SimpleNamespace(match=match, keyless=changed.pop("keyless", None))
 
 
