@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 
 from attn_compiler.lowerings import LOWERINGS
+from attn_compiler.passes.graph.site import Match
+from attn_compiler.passes.graph.unit import Unit
 from tests import imports
 
 PACKAGE = "attn_compiler.lowerings"
@@ -78,8 +81,21 @@ def test_folders_have_few_rooms_and_arrows(folder: str, most_rooms: int, most_ar
     assert sum(map(len, rooms.values())) <= most_arrows
 
 
-def test_no_rooms_of_the_package_import_each_other() -> None:
-    assert imports.circles(imports.rooms(imports.reading_graph(), "attn_compiler")) == []
+@pytest.mark.parametrize("folder", ["attn_compiler", "attn_compiler.passes", "attn_compiler.passes.graph"])
+def test_no_rooms_import_each_other(folder: str) -> None:
+    """Late and type-only imports count."""
+    assert imports.circles(imports.rooms(imports.reading_graph(), folder)) == []
+
+
+@pytest.mark.parametrize(("kind", "most"), [(Unit, 10), (Match, 20)])
+def test_what_steps_work_on_has_few_fields(kind: type, most: int) -> None:
+    """Fields are grouped by the step that makes them."""
+    assert len(dataclasses.fields(kind)) <= most
+
+
+def test_the_door_of_the_passes_does_no_work() -> None:
+    body = ast.parse((imports.ROOT / "attn_compiler/passes/__init__.py").read_text()).body
+    assert {type(statement) for statement in body} == {ast.Expr, ast.ImportFrom, ast.Assign}
 
 
 def test_every_family_has_a_lowering_and_tests(graph: imports.Graph) -> None:

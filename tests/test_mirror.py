@@ -57,7 +57,7 @@ def test_a_file_without_tests_is_seen() -> None:
         "spec/masks.py",
         "nothing.py",
         "__main__.py",
-        "passes/__init__.py",
+        "verifying/__init__.py",
         "reporting/page/__init__.py",
         "code_pages/nothing.py",
     ]
@@ -66,7 +66,7 @@ def test_a_file_without_tests_is_seen() -> None:
 
 def test_a_package_that_defines_nothing_needs_no_tests() -> None:
     found = {file.as_posix() for file in _files()}
-    assert "passes/__init__.py" in found
+    assert "verifying/__init__.py" in found
     assert "reporting/page/__init__.py" not in found
 
 

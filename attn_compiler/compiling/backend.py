@@ -38,7 +38,7 @@ from attn_compiler.torch_private.unpadding import PackedCode, Unpadded
 if TYPE_CHECKING:
     from attn_compiler.lowerings.shared.ahead import Ahead, NotCompiled
     from attn_compiler.passes import Rewritten
-    from attn_compiler.passes.unpad.outcome import Packed
+    from attn_compiler.passes.graph.padding_outcome import Packed
     from attn_compiler.verifying.plan import CheckPlan
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def _compile_with(
             return _compile_with(gm, example_inputs, own, patches, name, **given)
         report = dataclasses.replace(report, kernels=built.seconds)
     _publish(report, own)
-    meetings = [one for unit in rewritten.units for one in unit.meetings]
+    meetings = rewritten.meetings
     known = () if is_recorded else rewritten.known
     return lockstep.in_step(meanings.telling(checked(compiled, plan), known, rewritten.read), meetings)
 

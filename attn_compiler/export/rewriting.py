@@ -70,7 +70,7 @@ def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | 
         raise
     except Exception as error:  # noqa: BLE001 (it is told, and raised with strict=True)
         failure = _told(error, own)
-        failed = summary.of_failure(gm, [], {}, failure)
+        failed = summary.of_failure(gm, {}, {}, failure)
         report = failed if report is None else summary.taken_back(report, described(error), failure)
     publish(report, own)
     return made or torch_export.with_graph(program, torch_export.copied_graph(program), {})
@@ -130,8 +130,8 @@ def _made(program: ExportedProgram, read: Readable, rewritten: Rewritten, mode: 
     put_back(read)
     renamed = {}
     for unit in rewritten.units:
-        for site in unit.sites:
-            old, new = unit.mirrored().dynamo_node(site.match.out), site.new_out
+        for site in unit.found.sites:
+            old, new = unit.mirrored.dynamo_node(site.match.out), site.new_out
             if old is not None and new is not None:
                 renamed[old.name] = replaced.get(new, new).name
     for module in torch_compat.graph_modules(read.graph_module):

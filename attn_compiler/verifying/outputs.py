@@ -82,7 +82,7 @@ def _require_exact(node: fx.Node) -> None:
 
 def projections(site: Site) -> tuple[fx.Node, ...]:
     """What the model makes k and v by, if the lowering reads what they are made of: k and v are rounded on the way that it leaves out."""
-    latent = site.match.latent
+    latent = site.match.reads.latent
     if site.decision is None or site.decision.lowering not in OF_LATENT or not isinstance(latent, Latent):
         return ()
     return latent.k.made, latent.v.made
@@ -263,7 +263,7 @@ def spread(site: Site, rows: torch.Tensor | None, values: Values) -> torch.Tenso
         return None
     match = site.match
     batch, heads, seqlen_q, _ = pairs.shape(match, values)
-    head_dim = values.size(axes.dim_size(match.head_dim_v))
+    head_dim = values.size(axes.dim_size(match.axes.head_dim_v))
     found = rows.expand(batch, heads, seqlen_q, head_dim)
     kept: torch.Tensor = program.restore(match, RealBuilder(values), found)
     return kept

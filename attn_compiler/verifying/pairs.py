@@ -16,11 +16,11 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
 from attn_compiler.index_expr.on_tensors import evaluate_on
 from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.arrange import arrange, simplified
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Match, Site, Term
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
-from attn_compiler.passes.writing.arrange import arrange, simplified
 from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.verifying.values import Key, NoValueError, Values
 
@@ -116,7 +116,10 @@ def _tensor(values: Values, version: Version) -> torch.Tensor:
 
 def shape(match: Match, values: Values) -> tuple[int, ...]:
     """(B, Hq, Sq, Skv) as numbers."""
-    return tuple(values.size(axes.dim_size(dim)) for dim in (match.batch, match.heads, match.query, match.key))
+    return tuple(
+        values.size(axes.dim_size(dim))
+        for dim in (match.axes.batch, match.axes.heads, match.axes.query, match.axes.key)
+    )
 
 
 def own(site: Site, values: Values) -> list[Own]:
@@ -131,7 +134,12 @@ def _arranged(match: Match, term: Term, values: Values) -> torch.Tensor:
     reads = {atom: atom for atom in axes.flat(operand.dims)}
     try:
         recipe = simplified(
-            arrange(operand.dims, reads, (match.batch, match.heads, match.query, match.key), broadcast=True)
+            arrange(
+                operand.dims,
+                reads,
+                (match.axes.batch, match.axes.heads, match.axes.query, match.axes.key),
+                broadcast=True,
+            )
         )
     except AxisError as error:
         raise NoValueError(f"{operand.node.name} can't be brought into (b, h, q, k): {error}") from error

@@ -12,11 +12,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from attn_compiler.passes import Rewritten
-from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.graph import axes, mutation
+from attn_compiler.passes.graph.first_look import FirstLook, SharedGraph
+from attn_compiler.passes.graph.padding_outcome import Packed
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.passes.unpad.outcome import Packed
 from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
 from attn_compiler.verifying import comparing, masks, outputs, pairs, scores, shared, site_gradients
 from attn_compiler.verifying.copies import copied_module
@@ -85,12 +85,12 @@ class CheckPlan:
 
 def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
     """The plan for one graph that was rewritten and is about to be given away; None if it holds no site."""
-    if rewritten.failed or not any(unit.sites for unit in rewritten.units):
+    if rewritten.failed or not any(unit.found.sites for unit in rewritten.units):
         return None
     if rewritten.packed is not None:
         return _of_packed(gm, rewritten, rewritten.packed)
     graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
-    graphs |= {u.graph_module: u.first_look.original for u in rewritten.units if u.first_look is not None}
+    graphs |= {u.graph_module: look.original for u in rewritten.units if (look := _look(u)) is not None}
     # A graph without attention is as it was; masks of the bodies that it calls may have been read in it.
     units = _with_callers(rewritten.units)
     for unit in units:
@@ -104,10 +104,10 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
         body.given |= _given(unit, of_units)
     bodies = {graph: body for (_, graph), body in zip(found, made, strict=True)}
     mirrors = {body.mirror.graph: body for body in made}
-    ranks = next((Ranks.of(unit.first_look) for unit in units if unit.first_look is not None), None)
+    ranks = next((Ranks.of(look) for unit in units if (look := _look(unit)) is not None), None)
     checks: list[Check] = []
     for (unit, _), body in zip(found, made, strict=True):
-        look = unit.first_look
+        look = _look(unit)
         checks += _checks(unit, body) if look is None or ranks is None else _checks_of_ranks(look, body, ranks)
     plan = CheckPlan(
         graph=rewritten.report.graph,
@@ -158,21 +158,26 @@ def _with_callers(units: Sequence[Unit]) -> list[Unit]:
         unit = waiting.pop(0)
         if unit not in found:
             found[unit] = None
-            waiting.extend(call.unit for call in unit.calls)
+            waiting.extend(call.unit for call in unit.place.calls)
     return list(found)
+
+
+def _look(unit: Unit) -> FirstLook | None:
+    """Of a graph that was rewritten for ranks, what was found before."""
+    return unit.outcome.first_look if isinstance(unit.outcome, SharedGraph) else None
 
 
 def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
     if unit.mirror is None:
         raise ValueError("a unit without a mirror has nothing to check")
-    look = unit.first_look
+    look = _look(unit)
     if look is not None and look.final is not None:
         body = Body(index=index, original=_kept(original, look.final), rewritten=look.final, mirror=look.mirror)
         body.outs.update({new: old for old, new in look.outs.items()})
         return body
     rewritten = torch_compat.copied_graph(unit.graph)
     body = Body(index=index, original=_kept(original, rewritten), rewritten=rewritten, mirror=unit.mirror)
-    for site in unit.sites:
+    for site in unit.found.sites:
         old = unit.mirror.dynamo_node(site.match.out)
         if site.new_out is not None and old is not None:
             body.outs[site.new_out.name] = old.name
@@ -181,10 +186,12 @@ def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
 
 def _given(unit: Unit, bodies: Mapping[Unit, Body]) -> dict[str, Key]:
     """Nothing writes to what is passed on once its body is called: it holds the same whenever it is read."""
-    above = bodies.get(unit.calls[0].unit) if unit.given else None
+    above = bodies.get(unit.place.calls[0].unit) if unit.written.given else None
     if above is None:
         return {}
-    return {node.name: Key(above.index, of.name) for node, of in unit.given.items() if of.name in above.original}
+    return {
+        node.name: Key(above.index, of.name) for node, of in unit.written.given.items() if of.name in above.original
+    }
 
 
 def _kept(original: fx.Graph, rewritten: fx.Graph) -> frozenset[str]:
@@ -204,7 +211,7 @@ def _says(node: fx.Node) -> tuple[object, ...]:
 def _checks(unit: Unit, body: Body) -> list[Check]:
     by_name = {node.name: node for node in body.rewritten.nodes}
     found = []
-    for site in unit.sites:
+    for site in unit.found.sites:
         found += _of_scores(site, body)
         new_out = by_name.get(site.new_out.name) if site.new_out is not None else None
         found.append(Check(subject="output", site=site, body=body, new_out=new_out))

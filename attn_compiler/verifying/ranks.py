@@ -15,7 +15,7 @@ import torch
 
 from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.context_parallel.layout import Layout
-from attn_compiler.passes.context_parallel.first_look import FirstLook
+from attn_compiler.passes.graph.first_look import FirstLook
 from attn_compiler.reasons.errors import VerificationMismatch, described
 from attn_compiler.torch_private import meetings as torch_meetings
 

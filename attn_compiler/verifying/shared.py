@@ -53,7 +53,7 @@ def needs(of: SharedSite, values: Values) -> set[Key]:
     """What has to be recorded for `check`. Raises NoValueError where it can't be."""
     site = of.site
     found = outputs.exact_needs(site, of.body, values) | values.rewritten_needs(of.body, of.new_out)
-    for node in (*program.sources(site.match), *(factor.node for factor in site.match.factors)):
+    for node in (*program.sources(site.match), *(factor.node for factor in site.match.scores.factors)):
         found |= values.needs(node)
     for version in (*_mask_loads(of).values(), *_score_loads(of).values()):
         found |= of.whole.needs(version, values) | values.needs(version.node, values.when(version))

@@ -26,7 +26,7 @@ _SECONDS = 280
 #: what a first compilation imports of this package
 _IMPORTED_LATE = (
     "attn_compiler.compiling.backend",
-    "attn_compiler.passes.pipeline",
+    "attn_compiler.passes.pipeline.rooms",
     "attn_compiler.reporting.publishing",
     "attn_compiler.context_parallel.collectives",
     "attn_compiler.lowerings.shared.ahead",

@@ -58,7 +58,7 @@ class Recovered:
 
     def sizes(self) -> tuple[int, ...]:
         """(B, Hq, Sq, Skv) of this run."""
-        groups = (self.match.batch, self.match.heads, self.match.query, self.match.key)
+        groups = (self.match.axes.batch, self.match.axes.heads, self.match.axes.query, self.match.axes.key)
         return tuple(self._number(axes.dim_size(group)) for group in groups)
 
     def worst(self) -> float:
@@ -86,10 +86,10 @@ class Recovered:
     def original(self) -> Tensor:
         """The same of the tensors that the model added or masked with."""
         out = torch.zeros(self.sizes())
-        for term in self.match.additive:
+        for term in self.match.scores.additive:
             added = self._dense(term).float() * term.weight
             out = torch.where(added <= MASKED, -torch.inf, out + added)
-        for term in self.match.allowed:
+        for term in self.match.scores.allowed:
             allowed = self._dense(term)
             out = torch.where(~allowed if term.inverted else allowed, out, -torch.inf)
         return out

@@ -115,7 +115,7 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
 
 
 def test_a_file_that_is_gone_is_seen() -> None:
-    named = _named("`passes/pipeline.py`, `passes/gone.py`, `a.b`, `FAMILY/takes.py`, `{a,b}/c.py` and `spec/`")
+    named = _named("`passes/pipeline/steps.py`, `passes/gone.py`, `a.b`, `FAMILY/takes.py`, `{a,b}/c.py` and `spec/`")
     assert [path for path in named if not _is_there(path)] == ["passes/gone.py"]
 
 

@@ -18,9 +18,10 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.passes.context_parallel import wrapped
 from attn_compiler.passes.context_parallel.following import Input, tensor_of
 from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.graph import mirroring
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror, opaque
-from attn_compiler.passes.graph.unit import Unit, examples
+from attn_compiler.passes.graph.unit import Unit, UnitPlace, examples
 from attn_compiler.passes.spelling import checkpoints, plain_calls
 from attn_compiler.reasons.errors import described
 from attn_compiler.torch_private import frames as torch_frames, symbols as torch_symbols, tracing as torch_tracing
@@ -121,11 +122,11 @@ def _whole_mirror(unit: Unit, cp: ContextParallel, given: Mapping[fx.Node, Input
     mode = torch_tracing.fake_mode_of_values(examples(gm))
     if mode is None:
         raise NotComparable("it takes no tensors")
-    other = Unit(graph_module=gm, name=unit.name, options=unit.options, mode=mode)
+    other = Unit.of(gm, unit.options, UnitPlace(name=unit.name, mode=mode))
     try:
         with torch_tracing.tracing_in(mode):
-            plain_calls.spell_out(other)
-            return other.mirrored()
+            other.spelling = plain_calls.spell_out(other)
+            return mirroring.of(other, is_asked_for_all=True)
     except Exception as error:
         raise NotComparable(described(error)) from error
 

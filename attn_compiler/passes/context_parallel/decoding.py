@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,14 +17,13 @@ from torch import fx
 
 from attn_compiler.context_parallel import ContextParallel, collectives as torch_collectives, merge_ops as torch_merges
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
-from attn_compiler.passes.context_parallel import first_look
-from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.graph import mutation, program
+from attn_compiler.passes.graph import first_look, mutation, program
 from attn_compiler.passes.graph.emit import GraphBuilder
+from attn_compiler.passes.graph.first_look import FirstLook
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Match, Operand, Site
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.recovering import keyless, recover
 from attn_compiler.passes.writing import lower
 from attn_compiler.spec.attention import AttentionSpec
@@ -47,14 +47,19 @@ def shares_cache(graph: fx.Graph) -> bool:
     return any(node.target is torch_collectives.keys_of_slots for node in graph.nodes)
 
 
-def rewrite(unit: Unit, mirror: Mirror, cp: ContextParallel) -> SlotOutcome:
-    """Let each site that can read this rank's slots, and merge. The graph has to be looked at again if any does."""
+def rewrite(
+    unit: Unit, mirror: Mirror, sites: Sequence[Site], cp: ContextParallel
+) -> tuple[SlotOutcome, FirstLook | None]:
+    """Let each site that can read this rank's slots, and merge. The graph has to be matched again if any does.
+
+    Gives the graph as it was, too, with options.verify.
+    """
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     layout = GraphLayout(size=cp.size, group=cp.group_name, is_balanced=False)
     found, rewritten = SlotOutcome(), {}
-    look = _look(unit, mirror, cp) if unit.options.verify else None
-    for site in first_look.in_order(mirror, unit.sites):
-        unit.current = site.module
+    look = _look(unit, mirror, sites, cp) if unit.options.verify else None
+    for site in first_look.in_order(mirror, sites):
+        unit.log.current = site.module
         if site.spec is None:
             raise ValueError(f"the site at {site.module} has no spec")
         why = why_not(mirror, site, site.spec, cp)
@@ -75,15 +80,37 @@ def rewrite(unit: Unit, mirror: Mirror, cp: ContextParallel) -> SlotOutcome:
         if node.target is torch_collectives.keys_of_slots and not node.users:
             unit.graph.erase_node(node)
     unit.graph_module.recompile()
-    if look is not None and rewritten:
-        unit.first_look = dataclasses.replace(look, rewritten=rewritten)
-    return found
+    return found, None if look is None or not rewritten else dataclasses.replace(look, rewritten=rewritten)
 
 
-def _look(unit: Unit, mirror: Mirror, cp: ContextParallel) -> FirstLook:
-    sites = tuple(first_look.in_order(mirror, unit.sites))
-    original = first_look.copied(unit.graph)
-    return FirstLook(cp=cp, beside=(), mirror=mirror, original=original, sites=sites, axes={}, has_whole=True)
+def _look(unit: Unit, mirror: Mirror, sites: Sequence[Site], cp: ContextParallel) -> FirstLook:
+    return FirstLook(
+        cp=cp,
+        beside=(),
+        mirror=mirror,
+        original=first_look.copied(unit.graph),
+        sites=tuple(first_look.in_order(mirror, sites)),
+        axes={},
+        has_whole=True,
+    )
+
+
+def note_decoding(found: FoundSites, outcome: SlotOutcome, size: int) -> None:
+    """Say of each site what ranks send for it, or why it still gathers."""
+    for site in found.sites:
+        if site.module in outcome.sent:
+            sent = outcome.sent[site.module]
+            how_much = "what it has" if sent is None else amount(sent)
+            said = f"each of {size} ranks attends to the keys that it keeps, and sends {how_much} in each call"
+        else:
+            why = outcome.kept.get(site.module, "of unknown origin")
+            said = f"keys of a cache that ranks share are gathered in each call: {why}"
+        site.notes.append(f"context parallel: {said}")
+
+
+def amount(sent: int) -> str:
+    """Bytes in words."""
+    return f"{sent / 2**20:.1f} MiB" if sent >= 2**20 else f"{sent} bytes"
 
 
 # ---- why a site still gathers --------------------------------------------------------------------------------------------
@@ -102,7 +129,7 @@ def why_not(mirror: Mirror, site: Site, spec: AttentionSpec, cp: ContextParallel
             return f"the {name} are not read as the cache gives them: (batch, heads, positions, width)"
         if not _is_unwritten(mirror, node, match.out):
             return "the cache is written to between what it gives and the attention"
-    if not isinstance(spec.seqlen_kv, int) or (match.is_causal and not isinstance(spec.seqlen_q, int)):
+    if not isinstance(spec.seqlen_kv, int) or (match.scores.is_causal and not isinstance(spec.seqlen_q, int)):
         return f"how many positions there are is not known when the graph is compiled: {spec.seqlen_q} and {spec.seqlen_kv}"
     return _changed(site, spec)
 
@@ -117,7 +144,7 @@ def _changed(site: Site, spec: AttentionSpec) -> str | None:
         return "its weights are read"
     if keyless.shuts_queries_out(site.keyless):
         return "queries that a mask shuts out get the mean of v"
-    if site.match.limits:
+    if site.match.scores.limits:
         return "scores are clamped"
     if spec.stored is not None or spec.latent is not None:
         return "keys and values are made of what the cache holds"
@@ -132,8 +159,8 @@ def _given(operand: Operand) -> fx.Node | None:
 
 def _is_as_given(match: Match, operand: Operand) -> bool:
     """Whether the root's axes are batch, heads, positions and width, one by one."""
-    width = match.head_dim_qk if operand is match.k else match.head_dim_v
-    return program.is_arranged(operand, (match.batch, match.heads_kv, match.key, width))
+    width = match.axes.head_dim_qk if operand is match.k else match.axes.head_dim_v
+    return program.is_arranged(operand, (match.axes.batch, match.axes.heads_kv, match.axes.key, width))
 
 
 def _is_unwritten(mirror: Mirror, given: fx.Node, at: fx.Node) -> bool:
@@ -185,7 +212,7 @@ def _mask(
     if mask is not None and value(mask).shape[3] != 1:
         whole = mask
         mask = builder.once(("of slots", whole, at), lambda: call(torch.index_select, whole, 3, at))
-    if not match.is_causal:
+    if not match.scores.is_causal:
         return mask
     queries = call(torch.arange, value(q).shape[2], device=device)
     causal = call(torch.le, call(torch.Tensor.view, at, (1, 1, 1, -1)), call(torch.Tensor.view, queries, (1, 1, -1, 1)))

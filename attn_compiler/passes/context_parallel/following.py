@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +95,7 @@ class Following:
         self,
         mirror: Mirror,
         given: Mapping[fx.Node, Input],
-        sites: list[Site],
+        sites: Sequence[Site],
         allowed: tuple[str, ...],
         ranks: frozenset[int] = frozenset(),
         differing: Callable[[fx.Node], frozenset[int]] | None = None,
@@ -240,10 +240,10 @@ class Following:
     def _of_site(self, node: fx.Node, site: Site) -> Place | Mixes:
         """An attention's output has the positions of its queries."""
         match = site.match
-        found = self.sequence_of(match.q.node, match.q.dims, match.query)
+        found = self.sequence_of(match.q.node, match.q.dims, match.axes.query)
         if found is None:
             return Place(dims=axes.fresh(axes.shape_exprs(node.meta["val"])))
-        query = axes.resolve(match.query)
+        query = axes.resolve(match.axes.query)
         known: dict[Atom, Atom] = {}
         dims: list[tuple[Atom, ...]] = []
         for dim in match.out_dims:

@@ -62,7 +62,7 @@ def check(site: Site, spec: AttentionSpec) -> None:
     unknown = [change.words for change in spec.score.changes if not _is_known(change)]
     if unknown or (spec.score.bias is not None and not spec.score.proved):
         raise CannotShard(rule, f"the scores are changed: {spec.score.words}", at=at)
-    if site.match.limits:
+    if site.match.scores.limits:
         raise CannotShard(rule, "scores are clamped", at=at)
     if spec.score.dropout_p:
         remedy = "set the model's attention dropout to 0"
@@ -85,7 +85,7 @@ def check(site: Site, spec: AttentionSpec) -> None:
 
 def check_scale(site: Site, spec: AttentionSpec) -> None:
     """Raise CannotShard for a scale that may come from the rank's own length."""
-    length = int(axes.dim_size(site.match.query))
+    length = int(axes.dim_size(site.match.axes.query))
     width = spec.q.shape[-1]
     wide = math.sqrt(width) if isinstance(width, int) else 1.0
     if any(is_of_length(spec.score.scale * factor, length) for factor in (1.0, wide)):
@@ -215,7 +215,7 @@ class PlacedScores:
         return call(torch.Tensor.view, count, shape)
 
     def _loaded(self, x: Expr, name: str, loads: Mapping[str, Version]) -> fx.Node:
-        whole = self.wholes.of(loads[name], name, int(axes.dim_size(self.site.match.query)))
+        whole = self.wholes.of(loads[name], name, int(axes.dim_size(self.site.match.axes.query)))
         shape = self.builder.value(whole).shape
         own = loads[name].node.meta["val"].shape
         within = self._within()
@@ -242,7 +242,7 @@ class PlacedScores:
 
     def _within(self) -> ix.Ranges:
         match = self.site.match
-        length = int(axes.dim_size(match.query))
+        length = int(axes.dim_size(match.axes.query))
         return elements.ranges(match, {length: length * self.size})
 
 

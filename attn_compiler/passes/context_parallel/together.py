@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -32,10 +32,19 @@ class Said:
     exchanges: bool
 
 
-def together(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str], rewrite: Callable[[], Said]) -> None:
-    """Rewrite a graph on all ranks, or raise on all of them. beside: groups of ranks that have other heads."""
+def together(
+    unit: Unit,
+    mirror: Mirror,
+    cp: ContextParallel,
+    beside: Sequence[str],
+    of_call: Sequence[str],
+    rewrite: Callable[[], Said],
+) -> tuple[Meeting, ...]:
+    """Rewrite a graph on all ranks, or raise on all of them. Gives where they meet before each call.
+
+    beside: groups of ranks that have other heads. of_call: what tells this call apart (saying.py).
+    """
     error: Exception | None = None
-    of_call = saying.of_call(unit.graph)
     try:
         found = rewrite()
     except CannotShard as cannot:
@@ -62,14 +71,12 @@ def together(unit: Unit, mirror: Mirror, cp: ContextParallel, beside: list[str],
             error = error or _differing(mirror, differ, remedy, None)
     if error is not None:
         raise error
-    if found.exchanges:
-        code, runs = (
-            hashlib.sha256(same.encode()).hexdigest()[:16],
-            f"runs {subject}, which it has\n{same}{beside_of_call}",
-        )
-        # Shares of heads may differ, so their graphs have no name in common.
-        named = [(cp.group_name, code), *((group, "a share of the heads") for group in beside)]
-        unit.meetings = tuple(Meeting(group=group, code=name, told=runs) for group, name in named)
+    if not found.exchanges:
+        return ()
+    code, runs = hashlib.sha256(same.encode()).hexdigest()[:16], f"runs {subject}, which it has\n{same}{beside_of_call}"
+    # Shares of heads may differ, so their graphs have no name in common.
+    named = [(cp.group_name, code), *((group, "a share of the heads") for group in beside)]
+    return tuple(Meeting(group=group, code=name, told=runs) for group, name in named)
 
 
 def _differing(

@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import REPRODUCE, AttnCompilerWarning, PassFailed, described, shortened
@@ -26,6 +25,24 @@ class Fault:
     cause: str
 
 
+@dataclass(kw_only=True, eq=False)
+class Log:
+    """What is noted of one graph while the steps work on it.
+
+    strict: a fault is raised.
+    current: the module whose site is being worked on, for messages.
+    faults: what cost one of the sites.
+    unread: what failed in reading masks, which stay tensors (recover.py).
+    left_alone: why the whole graph is left as it is, if it is.
+    """
+
+    strict: bool
+    current: str = ""
+    faults: list[Fault] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    left_alone: Reason | None = None
+
+
 @dataclass(kw_only=True, slots=True)
 class Attempt:
     """What became of the block of `confined`. reason: None if it went through."""
@@ -34,8 +51,8 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def confined(unit: Unit, pass_name: str, site: str) -> Iterator[Attempt]:
-    """What the block raises is noted with the unit and given as a reason; with options.strict it is a PassFailed.
+def confined(log: Log, pass_name: str, site: str) -> Iterator[Attempt]:
+    """What the block raises is noted in the log and given as a reason; where that is strict it is a PassFailed.
 
     The block has to leave no trace when it raises. What makes Dynamo start over passes through.
     """
@@ -47,9 +64,9 @@ def confined(unit: Unit, pass_name: str, site: str) -> Iterator[Attempt]:
         if torch_compat.starts_over(error) or isinstance(error, PassFailed):
             raise
         cause = described(error)
-        if unit.options.strict:
+        if log.strict:
             raise failed(pass_name, site, error) from error
-        unit.faults.append(Fault(pass_name=pass_name, site=site, cause=cause))
+        log.faults.append(Fault(pass_name=pass_name, site=site, cause=cause))
         attempt.reason = Reason(
             code=Code.FAULT,
             rule=f"the pass {pass_name!r} works on it without an exception",
@@ -63,10 +80,10 @@ def failed(pass_name: str, site: str, error: Exception) -> PassFailed:
     return PassFailed(pass_name=pass_name, site=site, cause=described(error), reproduce=REPRODUCE)
 
 
-def warned(units: Iterable[Unit]) -> tuple[str, ...]:
+def warned(logs: Iterable[Log]) -> tuple[str, ...]:
     """Warn once for each distinct fault, wherever it was met, and return what was said."""
     places: dict[tuple[str, str], list[str]] = {}
-    for fault in (fault for unit in units for fault in unit.faults):
+    for fault in (fault for log in logs for fault in log.faults):
         places.setdefault((fault.pass_name, fault.cause), []).append(fault.site)
     texts = tuple(_words(name, cause, sites) for (name, cause), sites in places.items())
     for text in texts:

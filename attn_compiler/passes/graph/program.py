@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import axes, mutation
+from attn_compiler.passes.graph.arrange import Recipe, arrange, simplified
 from attn_compiler.passes.graph.axes import Dim
 from attn_compiler.passes.graph.emit import Builder
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Latent, Match, Operand, Projection, Term
-from attn_compiler.passes.writing.arrange import Recipe, arrange, simplified
 from attn_compiler.torch_private import symbols as torch_symbols
 
 X = TypeVar("X")
@@ -61,9 +61,11 @@ def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
     dtype: that of the product q kᵀ. The product with v may run in a wider one, which v then keeps: lowerings refuse two dtypes.
     """
     dtype_v = torch.promote_types(dtype, _dtype_of(match.out))
-    q = _operand(mirror, match, builder, "q", (match.batch, match.heads, match.query, match.head_dim_qk), dtype)
-    k = _operand(mirror, match, builder, "k", (match.batch, match.heads_kv, match.key, match.head_dim_qk), dtype)
-    v = _operand(mirror, match, builder, "v", (match.batch, match.heads_kv, match.key, match.head_dim_v), dtype_v)
+    site, of_keys = match.axes, (match.axes.batch, match.axes.heads_kv, match.axes.key)
+    of_q = (site.batch, site.heads, site.query, site.head_dim_qk)
+    q = _operand(mirror, match, builder, "q", match.q, of_q, dtype)
+    k = _operand(mirror, match, builder, "k", match.k, (*of_keys, site.head_dim_qk), dtype)
+    v = _operand(mirror, match, builder, "v", match.v, (*of_keys, site.head_dim_v), dtype_v)
     return Tensors(
         # A factor that wants a gradient saves q: after what is kept of it.
         q=_factored(match, builder, q),
@@ -78,7 +80,7 @@ def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
 
 def restore(match: Match, builder: Builder[X], out: X) -> X:
     """The kernel's output (B, Hq, Sq, Dv) with the dimensions that the model expects."""
-    kernel_dims = (match.batch, match.heads, match.query, match.head_dim_v)
+    kernel_dims = (match.axes.batch, match.axes.heads, match.axes.query, match.axes.head_dim_v)
     atoms = {a: a for a in axes.flat(kernel_dims)}
     recipe = simplified(arrange(kernel_dims, atoms, match.out_dims, broadcast=False))
     return _run(match, builder, recipe, out)
@@ -86,15 +88,17 @@ def restore(match: Match, builder: Builder[X], out: X) -> X:
 
 def restore_lse(match: Match, builder: Builder[X], lse: X) -> X:
     """The kernel's logsumexp (B, Hq, Sq) with the dimensions that the model expects."""
-    kernel_dims = (match.batch, match.heads, match.query)
+    kernel_dims = (match.axes.batch, match.axes.heads, match.axes.query)
     atoms = {a: a for a in axes.flat(kernel_dims)}
-    recipe = simplified(arrange(kernel_dims, atoms, match.lse_dims, broadcast=False))
+    if match.lse is None:
+        raise ValueError("nothing reads the logsumexp of the site")
+    recipe = simplified(arrange(kernel_dims, atoms, match.lse.dims, broadcast=False))
     return _run(match, builder, recipe, lse)
 
 
 def _run(match: Match, builder: Builder[X], recipe: Recipe, x: X) -> X:
     known = [match.q.root, match.k.root, match.v.root]
-    known += [t.operand.root for t in (*match.additive, *match.allowed)]
+    known += [t.operand.root for t in match.scores.terms]
     result: X = recipe.run(x, builder.call, lambda size: builder.size(size, known))
     return result
 
@@ -111,10 +115,15 @@ def is_arranged(operand: Operand, target: tuple[Dim, ...]) -> bool:
 
 
 def _operand(
-    mirror: Mirror, match: Match, builder: Builder[X], name: str, target: tuple[Dim, ...], dtype: torch.dtype | None
+    mirror: Mirror,
+    match: Match,
+    builder: Builder[X],
+    name: str,
+    operand: Operand,
+    target: tuple[Dim, ...],
+    dtype: torch.dtype | None,
 ) -> X:
     """q, k, v or the sinks, of what is to be kept a copy unless the dtype makes one."""
-    operand: Operand = getattr(match, name)
     root = builder.leaf(operand.root)
     x = cast(builder, _arranged(match, builder, operand, target, root), dtype)
     if operand.kept is None or not _shares_memory(builder, operand, x):
@@ -146,7 +155,7 @@ def _dtype_of(node: fx.Node) -> torch.dtype:
 def _factored(match: Match, builder: Builder[X], q: X) -> X:
     """Scales that are known at run time only are multiplied on q, in its own dtype."""
     dtype = builder.value(q).dtype
-    for factor in match.factors:
+    for factor in match.scores.factors:
         by = builder.leaf(factor.node) if factor.operand is None else _over_queries(match, builder, factor.operand)
         q = builder.call(operator.truediv if factor.divide else operator.mul, q, by)
     return cast(builder, q, dtype)
@@ -154,14 +163,14 @@ def _factored(match: Match, builder: Builder[X], q: X) -> X:
 
 def _over_queries(match: Match, builder: Builder[X], operand: Operand) -> X:
     """A tensor that broadcasts to (B, Hq, Sq, 1): no number of a site's factor depends on the key."""
-    target = (match.batch, match.heads, match.query, ())
+    target = (match.axes.batch, match.axes.heads, match.axes.query, ())
     recipe = simplified(arrange(operand.root_dims, operand.reads, target, broadcast=True))
     return _run(match, builder, recipe, builder.leaf(operand.root))
 
 
 def _mask(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> X | None:
     """One tensor of everything that is added or masked, shared by all sites that mean the same."""
-    terms = (*match.additive, *match.allowed)
+    terms = match.scores.terms
     if not terms:
         return None
     identity = (dtype, *_identity(mirror, match))
@@ -182,13 +191,13 @@ def _identity(mirror: Mirror, match: Match) -> tuple[object, ...]:
             t.along,
             _recipe(match, t).text,
         )
-        for adds, terms in ((True, match.additive), (False, match.allowed))
+        for adds, terms in ((True, match.scores.additive), (False, match.scores.allowed))
         for t in terms
     )
 
 
 def _recipe(match: Match, term: Term) -> Recipe:
-    target = (match.batch, match.heads, match.query, match.key)
+    target = (match.axes.batch, match.axes.heads, match.axes.query, match.axes.key)
     return simplified(arrange(term.operand.root_dims, term.operand.reads, target, broadcast=True))
 
 
@@ -203,13 +212,13 @@ def _over_pairs(match: Match, builder: Builder[X], term: Term) -> X:
 
 def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
     total = keep = None
-    for term in match.additive:
+    for term in match.scores.additive:
         x = _over_pairs(match, builder, term)
         # A truth value that is added counts as 0 or 1; a kernel would take it for a mask.
         x = x if builder.value(x).is_floating_point() else builder.call(torch.Tensor.to, x, dtype)
         x = _weighted(builder, x, term)
         total = x if total is None else builder.call(operator.add, total, x)
-    for term in match.allowed:
+    for term in match.scores.allowed:
         c = _over_pairs(match, builder, term)
         c = builder.call(torch.logical_not, c) if term.inverted else c
         keep = c if keep is None else builder.call(torch.logical_and, keep, c)
@@ -239,34 +248,34 @@ def _is_exact_in_every_dtype(weight: float) -> bool:
 
 def _sinks(mirror: Mirror, match: Match, builder: Builder[X]) -> X | None:
     """(Hq,): the sink logits, which vary along the heads only."""
-    if match.sinks is None:
+    if match.scores.sinks is None:
         return None
-    if isinstance(match.sinks, float):
-        heads = builder.size(axes.dim_size(match.heads), [match.q.root])
+    if isinstance(match.scores.sinks, float):
+        heads = builder.size(axes.dim_size(match.axes.heads), [match.q.root])
         device = match.q.root.meta["val"].device
-        return builder.call(torch.full, (heads,), match.sinks, dtype=torch.float32, device=device)
-    return _operand(mirror, match, builder, "sinks", (match.heads,), None)
+        return builder.call(torch.full, (heads,), match.scores.sinks, dtype=torch.float32, device=device)
+    return _operand(mirror, match, builder, "sinks", match.scores.sinks, (match.axes.heads,), None)
 
 
 def _stored(match: Match, builder: Builder[X]) -> StoredTensors[X] | None:
-    if match.stored is None:
+    if match.reads.stored is None:
         return None
-    k, v = match.stored
-    of_both = (match.batch, match.heads_kv, match.key)
+    k, v = match.reads.stored
+    of_both = (match.axes.batch, match.axes.heads_kv, match.axes.key)
     scales = (None if x.scale is None else cast(builder, builder.leaf(x.scale), torch.float32) for x in (k, v))
     return StoredTensors(
-        k=_arranged(match, builder, k.operand, (*of_both, match.head_dim_qk), builder.leaf(k.operand.root)),
-        v=_arranged(match, builder, v.operand, (*of_both, match.head_dim_v), builder.leaf(v.operand.root)),
+        k=_arranged(match, builder, k.operand, (*of_both, match.axes.head_dim_qk), builder.leaf(k.operand.root)),
+        v=_arranged(match, builder, v.operand, (*of_both, match.axes.head_dim_v), builder.leaf(v.operand.root)),
         k_scale=next(scales),
         v_scale=next(scales),
     )
 
 
 def _latent(match: Match, builder: Builder[X]) -> LatentTensors[X] | None:
-    found = match.latent
+    found = match.reads.latent
     if not isinstance(found, Latent):
         return None
-    of_both = (match.batch, (), match.key)
+    of_both = (match.axes.batch, (), match.axes.key)
     latent, rope = (
         None if x is None else _arranged(match, builder, x, (*of_both, last), builder.leaf(x.root))
         for x, last in ((found.latent, found.rank), (found.rope, found.rope_dim))
@@ -284,8 +293,8 @@ def _rows(builder: Builder[X], of: Projection) -> X:
 
 def sources(match: Match) -> list[fx.Node]:
     """Every mirror node that the kernel's operands are read from."""
-    terms = [t.operand.root for t in (*match.additive, *match.allowed)]
-    sinks = [match.sinks.root] if isinstance(match.sinks, Operand) else []
-    factors = [factor.operand.root for factor in match.factors if factor.operand is not None]
-    latent = match.latent.sources if isinstance(match.latent, Latent) else ()
+    terms = [t.operand.root for t in match.scores.terms]
+    sinks = [match.scores.sinks.root] if isinstance(match.scores.sinks, Operand) else []
+    factors = [factor.operand.root for factor in match.scores.factors if factor.operand is not None]
+    latent = match.reads.latent.sources if isinstance(match.reads.latent, Latent) else ()
     return [match.q.root, match.k.root, match.v.root, *terms, *sinks, *factors, *latent]

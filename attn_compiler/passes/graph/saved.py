@@ -17,29 +17,24 @@ the same, and the site is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from attn_compiler.lowerings.base import GIVEN, PART
-from attn_compiler.passes.graph import bodies, closed, mutation
+from attn_compiler.lowerings.base import PART
+from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.calls import target_name
-from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of_all
-from attn_compiler.passes.graph.mirror import Mirror, is_opaque
-from attn_compiler.passes.graph.site import Match, Operand
+from attn_compiler.passes.graph.gradient_runs import GradientRun, run
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import KeptOutputs, Match, Operand
 from attn_compiler.passes.graph.unit import BodyCall, Unit
+from attn_compiler.passes.graph.ways import Storages, memory_of
 from attn_compiler.reasons.decisions import Copy
-from attn_compiler.torch_private import tracing as torch_tracing
 from attn_compiler.torch_private.op_library import NAMESPACE
-
-Storages = set[StorageWeakRef]
 
 #: calls whose body is run again in the backward, from its inputs: what is made inside is not saved
 _RUN_AGAIN = frozenset({"tag_activation_checkpoint"})
@@ -53,104 +48,14 @@ class Danger:
     by_user: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GradientRun:
-    """What came of running some Dynamo nodes with gradients. own: whether autograd saved the memory of each. saved: that of others."""
-
-    own: dict[fx.Node, bool]
-    saved: Storages
-
-    def saves(self, node: fx.Node) -> bool:
-        """Whether the memory of a node is saved: of its value in the run, or of its own where it was not run."""
-        return self.own[node] if node in self.own else bool(_memory(node) & self.saved)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlikeRun:
-    """A run as it is for all nodes that are alike. own: by their order. inputs: the places of those whose memory is saved."""
-
-    own: tuple[bool, ...]
-    inputs: tuple[int, ...]
-
-
-def run(
-    nodes: Sequence[fx.Node], mode: FakeTensorMode, known: dict[Hashable, AlikeRun] | None = None
-) -> GradientRun | None:
-    """Run Dynamo nodes, in the order of their graph, on fake values. None if that can't be done. known: earlier runs, where nodes that are
-    alike need no other one; filled in."""
-    inputs = NodeInputs()
-    try:
-        key = None if known is None or any(map(bodies.writes, nodes)) else key_of_all(nodes, inputs)
-    except Unknown:
-        key = None
-    if known is None or key is None:
-        return _run(nodes, mode)
-    if key in known:
-        alike = known[key]
-        saved = mutation.storages_of([inputs.holders[i] for i in alike.inputs])
-        return GradientRun(own=dict(zip(nodes, alike.own, strict=True)), saved=saved)
-    found = _run(nodes, mode)
-    if found is not None:
-        is_saved = (bool(mutation.storages_of(holder) & found.saved) for holder in inputs.holders)
-        places = tuple(i for i, saves in enumerate(is_saved) if saves)
-        known[key] = AlikeRun(own=tuple(found.own[node] for node in nodes), inputs=places)
-    return found
-
-
-def _run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> GradientRun | None:
-    values: dict[fx.Node, Any] = {}
-
-    def value(node: fx.Node) -> Any:
-        return values[node] if node in values else node.meta.get("example_value")
-
-    def run_all() -> None:
-        for node in nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            if node.op == "call_method":
-                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-    if any(n.op not in ("call_function", "call_method") or is_opaque(n) or closed.is_closed(n) for n in nodes):
-        return None
-    try:
-        with torch_tracing.running_in(mode), torch.enable_grad():
-            by_name = torch_tracing.saved_for_backward(run_all)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
-        return None
-    saved = mutation.storages_of(by_name)
-    saved |= _handed_on(values, saved)
-    return GradientRun(own={n: bool(mutation.storages_of(x) & saved) for n, x in values.items()}, saved=saved)
-
-
-def _handed_on(values: dict[fx.Node, Any], saved: Storages) -> Storages:
-    """The memory of outputs that are saved by another name: an op that hands on what it is given saves that, and compiled code is
-    without the op (ops.without_autograd)."""
-    found: Storages = set()
-    for node, results in values.items():
-        given = _handed(node)
-        for result, operand in zip(results if given else (), given, strict=False):
-            if mutation.storages_of(values.get(operand, operand.meta.get("example_value"))) & saved:
-                found |= mutation.storages_of(result)
-    return found
-
-
-def _handed(node: fx.Node) -> list[fx.Node]:
-    """What an op hands on as its outputs, in their order; none for other nodes."""
-    if getattr(node.target, "namespace", None) != NAMESPACE or not target_name(node).endswith(GIVEN):
-        return []
-    handed: Any = node.args[3]
-    return list(handed)
-
-
 def is_given_to_kernel(node: fx.Node) -> bool:
     """Whether a kernel is given the memory of a Dynamo node, as it is or through views: kernels save all their operands."""
-    memory, queue, seen = _memory(node), [node], {node}
+    memory, queue, seen = memory_of(node), [node], {node}
     while queue:
         for user in queue.pop().users.keys() - seen:
             if _is_kernel(user):
                 return True
-            if _memory(user) & memory:
+            if memory_of(user) & memory:
                 seen.add(user)
                 queue.append(user)
     return False
@@ -167,56 +72,6 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 @dataclass(kw_only=True, eq=False)
-class Ways:
-    """By which ways a graph's memory is reached from its Dynamo nodes, worked out once a graph, before it is rewritten.
-
-    returned: what it gives back. given: its inputs. parameters: those of them that are parameters. writers: its nodes that write, with
-    the memory that they write to, in order.
-    """
-
-    graph: fx.Graph
-
-    @cached_property
-    def returned(self) -> Storages:
-        (output,) = self.graph.find_nodes(op="output")
-        return set().union(*map(_memory, output.all_input_nodes))
-
-    @cached_property
-    def inputs(self) -> list[Storages]:
-        return [_memory(node) for node in self.graph.find_nodes(op="placeholder")]
-
-    @cached_property
-    def given(self) -> Storages:
-        return set().union(*self.inputs)
-
-    @cached_property
-    def parameters(self) -> Storages:
-        inputs = self.graph.find_nodes(op="placeholder")
-        return set().union(*(_memory(n) for n in inputs if isinstance(n.meta.get("example_value"), torch.nn.Parameter)))
-
-    @cached_property
-    def writers(self) -> dict[fx.Node, Storages]:
-        found = {node: bodies.writes(node) for node in self.graph.nodes}
-        return {node: set().union(*map(_memory, written)) for node, written in found.items() if written}
-
-    @cached_property
-    def written(self) -> Storages:
-        return set().union(*self.writers.values())
-
-    @cached_property
-    def taken_as_data(self) -> Storages:
-        """What the graph takes `.data` of: autograd does not see writes through that."""
-        return set().union(*(_memory(n) for n in self.graph.nodes if target_name(n) == "_get_data_attr"))
-
-
-def ways(unit: Unit) -> Ways:
-    """Those of a unit's graph as Dynamo made it."""
-    if unit.ways is None:
-        unit.ways = Ways(graph=unit.graph)
-    return unit.ways
-
-
-@dataclass(kw_only=True, eq=False)
 class Keeping:
     """The rule, for one site that is differentiated."""
 
@@ -229,17 +84,17 @@ class Keeping:
         """The model's own computation of the site, from the first product to the output."""
         owners = {self.mirror.owner(node) for node in self.match.covered}
         nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
-        return run(nodes, self.unit.mode, self.unit.runs)
+        return run(nodes, self.unit.mode, self.unit.memory.runs)
 
     @cached_property
     def _read(self) -> Storages:
         """The memory that the site's nodes work with."""
         nodes = {m for n in self.match.covered for m in (n, *n.all_input_nodes)}
-        return set().union(*(_memory(self.mirror.dynamo_node(n)) for n in nodes))
+        return set().union(*(memory_of(self.mirror.dynamo_node(n)) for n in nodes))
 
     def _is_saved(self, dynamo: fx.Node) -> bool:
         """Whether the model's own autograd saves the memory of a Dynamo node at the site."""
-        return bool(_memory(dynamo) & self._read) and self._model is not None and self._model.saves(dynamo)
+        return bool(memory_of(dynamo) & self._read) and self._model is not None and self._model.saves(dynamo)
 
     def why(self, node: fx.Node) -> str | None:
         """Why a kernel that saves the tensor of this mirror node has to save a copy; None if it need not.
@@ -252,7 +107,7 @@ class Keeping:
             return None
         if not self._is_saved(dynamo):
             return danger.why
-        if not danger.by_user and _memory(dynamo) & ways(self.unit).taken_as_data:
+        if not danger.by_user and memory_of(dynamo) & self.unit.memory.ways.taken_as_data:
             raise AxisError(f"{node.name} is written to through .data after the model's autograd saved it")
         return None if danger.by_user else danger.why
 
@@ -269,14 +124,20 @@ def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
     keeping = Keeping(unit=unit, mirror=mirror, match=match)
     for operand in operands(match):
         operand.kept = keeping.why(operand.root)
-    match.out_kept = keeping.why(match.out)
-    match.lse_kept = None if match.lse is None else keeping.why(match.lse)
+    lse = None if match.lse is None else keeping.why(match.lse.node)
+    match.kept = KeptOutputs(out=keeping.why(match.out), lse=lse)
 
 
 def operands(match: Match) -> list[Operand]:
     """Every operand of a site, those of masks, biases and sinks too."""
-    terms = [term.operand for term in (*match.additive, *match.allowed)]
-    return [match.q, match.k, match.v, *terms, *([match.sinks] if isinstance(match.sinks, Operand) else [])]
+    terms = [term.operand for term in match.scores.terms]
+    return [
+        match.q,
+        match.k,
+        match.v,
+        *terms,
+        *([match.scores.sinks] if isinstance(match.scores.sinks, Operand) else []),
+    ]
 
 
 def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | None:
@@ -286,13 +147,13 @@ def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | 
     if writer is not None:
         return Danger(why=f"{writer.name} writes to it afterwards")
     is_written = any(mine & written for _, written in mirror.writers)
-    return _from_outside(unit, _memory(mirror.dynamo_node(node)), is_written=is_written)
+    return _from_outside(unit, memory_of(mirror.dynamo_node(node)), is_written=is_written)
 
 
 def written_by_user(unit: Unit, node: fx.Node) -> str | None:
     """Who may write to the memory of a Dynamo node outside of the graph; None if nobody."""
-    memory = _memory(node)
-    danger = _from_outside(unit, memory, is_written=bool(memory & ways(unit).written))
+    memory = memory_of(node)
+    danger = _from_outside(unit, memory, is_written=bool(memory & unit.memory.ways.written))
     return None if danger is None else danger.why
 
 
@@ -306,7 +167,7 @@ def copy(operand: str, node: fx.Node, why: str) -> Copy:
 
 def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger | None:
     """Who may write to this memory of a graph from outside of it. is_written: nodes of the graph do."""
-    reached = ways(unit)
+    reached = unit.memory.ways
     is_output = bool(reached.returned & memory)
     if not unit.is_body:
         if is_output:
@@ -317,9 +178,9 @@ def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger |
     inputs = [i for i, given in enumerate(reached.inputs) if given & memory]
     if not inputs and not is_output:
         return None
-    if not unit.calls:
+    if not unit.place.calls:
         return Danger(why="it goes in or out of a graph whose calls are not followed")
-    found = (_by_caller(call, inputs, is_output=is_output) for call in unit.calls)
+    found = (_by_caller(call, inputs, is_output=is_output) for call in unit.place.calls)
     return next((danger for danger in found if danger is not None), None)
 
 
@@ -327,16 +188,11 @@ def _by_caller(call: BodyCall, inputs: Iterable[int], *, is_output: bool) -> Dan
     """Who may write to inputs of a body, or to what it gives back, once this call of it is done."""
     given = [call.node.args[call.first + i] for i in inputs]
     nodes = [*(x for x in given if isinstance(x, fx.Node)), *([call.node] if is_output else [])]
-    memory: Storages = set().union(*map(_memory, nodes))
-    reached = ways(call.unit)
+    memory: Storages = set().union(*map(memory_of, nodes))
+    reached = call.unit.memory.ways
     writer = next((n for n, written in reached.writers.items() if call.node < n and written & memory), None)
     if writer is not None:
         return Danger(why=f"{writer.name} writes to it after the call")
     if target_name(call.node) in _RUN_AGAIN:
         return None
     return _from_outside(call.unit, memory, is_written=bool(reached.written & memory))
-
-
-def _memory(node: fx.Node | None) -> Storages:
-    """The storages behind Dynamo's value of a node."""
-    return set() if node is None else mutation.storages_of(node.meta.get("example_value"))

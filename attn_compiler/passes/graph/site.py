@@ -15,7 +15,6 @@ from torch import fx
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims, resolve
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.passes.recovering.keyless import Keyless
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
 from attn_compiler.spec.attention import AttentionSpec
@@ -178,16 +177,23 @@ class Latent:
         return (self.latent.root, *rope, *dict.fromkeys((self.k.weight, self.v.weight)))
 
 
-@dataclass(kw_only=True, eq=False)
-class Match:
-    """What a pattern recognised, in nodes of the mirror.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteAxes:
+    """What the site's atoms mean; settled when the site is matched."""
 
-    pattern: the pattern's name.
-    anchor: the node that matching began with.
-    first, out: where the model's computation begins and ends.
-    out_dims: what the output's dimensions mean in the site's atoms.
-    q, k, v: the operands.
-    batch, heads, heads_kv, query, key, head_dim_qk, head_dim_v: the site's axes.
+    batch: Dim
+    heads: Dim
+    heads_kv: Dim
+    query: Dim
+    key: Dim
+    head_dim_qk: Dim
+    head_dim_v: Dim
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteScores:
+    """What becomes of the scores: as a pattern read it, and then as recover left it.
+
     scale: the factor on the scores that is known now.
     factors: further factors, which are known at run time only.
     is_causal: query q uses keys up to q.
@@ -197,21 +203,82 @@ class Match:
     limits: clamps on the scores.
     sinks: one logit a head that joins the softmax and is dropped after it; a number that is that of every head.
     dropout_p: the share of weights that is dropped.
-    covered: the nodes from `first` to `out`. The scores live nowhere else, so the site alone is concerned by writes to them.
-    returns_weights: as in AttentionSpec.
     masks_weights: a masked weight is set to zero once more, so a query without keys gets 0, whatever masked scores are filled with.
-    decomposed: as in AttentionSpec.
     softmax_dtype: the dtype that the model's softmax runs in.
+    """
+
+    scale: float = 1.0
+    factors: tuple[Factor, ...] = ()
+    is_causal: bool = False
+    changes: tuple[ScoreChange, ...] = ()
+    additive: tuple[Term, ...] = ()
+    allowed: tuple[Term, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    sinks: Operand | float | None = None
+    dropout_p: float = 0.0
+    masks_weights: bool = False
+    softmax_dtype: str = "float32"
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """All tensors that join the scores."""
+        return (*self.additive, *self.allowed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadLse:
+    """The logsumexp of a site, where something reads it.
+
+    node: where it is read.
+    dims: what its dimensions mean in the site's atoms.
+    is_part: what comes back for it is minus delta (merging.py).
+    """
+
+    node: fx.Node
+    dims: Dims
+    is_part: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteReads:
+    """What a kernel can read instead of q, k and v as the model makes them; found by recover.
+
     narrow: the dtype of q and k if they are read above a cast to the one that the model multiplies them in (upcasts.py).
     stored: k and v, if a cache in FP8 holds both.
     latent: what k and v are linear maps of, or why they are not, where they are nearly (latent.py).
-    out_kept: why a kernel that saves its output has to hand on a copy (saved.py).
-    lse: where the logsumexp is read; None where nothing reads it.
-    lse_dims: what its dimensions mean in the site's atoms.
-    lse_kept: as `out_kept`, of the logsumexp.
-    is_part: what comes back for the logsumexp is minus delta (merging.py).
+    """
+
+    narrow: torch.dtype | None = None
+    stored: tuple[Stored, Stored] | None = None
+    latent: Latent | Reason | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptOutputs:
+    """Why a kernel that saves an output has to hand on a copy; None where it need not (saved.py)."""
+
+    out: str | None = None
+    lse: str | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Match:
+    """What a pattern recognised, in nodes of the mirror.
+
+    pattern: the pattern's name.
+    anchor: the node that matching began with.
+    first, out: where the model's computation begins and ends.
+    out_dims: what the output's dimensions mean in the site's atoms.
+    q, k, v: the operands.
+    axes: the site's axes.
+    scores: what becomes of the scores.
+    covered: the nodes from `first` to `out`. The scores live nowhere else, so the site alone is concerned by writes to them.
+    returns_weights: as in AttentionSpec.
+    decomposed: as in AttentionSpec.
+    lse: the logsumexp; None where nothing reads it.
+    reads: what kernels can read instead.
+    kept: which outputs need copies.
     notes: what else is said of the site in the report.
-    texts: of the leaf ops that compute the site; set by lower.
     """
 
     pattern: str
@@ -222,41 +289,40 @@ class Match:
     q: Operand
     k: Operand
     v: Operand
-    batch: Dim
-    heads: Dim
-    heads_kv: Dim
-    query: Dim
-    key: Dim
-    head_dim_qk: Dim
-    head_dim_v: Dim
-    scale: float = 1.0
-    factors: tuple[Factor, ...] = ()
-    is_causal: bool = False
-    changes: tuple[ScoreChange, ...] = ()
-    additive: tuple[Term, ...] = ()
-    allowed: tuple[Term, ...] = ()
-    limits: tuple[Limit, ...] = ()
-    sinks: Operand | float | None = None
-    dropout_p: float = 0.0
+    axes: SiteAxes
+    scores: SiteScores
     covered: frozenset[fx.Node] = frozenset()
     returns_weights: bool = False
-    masks_weights: bool = False
     decomposed: bool = False
-    softmax_dtype: str = "float32"
-    narrow: torch.dtype | None = None
-    stored: tuple[Stored, Stored] | None = None
-    latent: Latent | Reason | None = None
-    out_kept: str | None = None
-    lse: fx.Node | None = None
-    lse_dims: Dims = ()
-    lse_kept: str | None = None
-    is_part: bool = False
+    lse: ReadLse | None = None
+    reads: SiteReads = field(default_factory=SiteReads)
+    kept: KeptOutputs = KeptOutputs()
     notes: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         """What others read: the output, and the logsumexp where that is read."""
-        return (self.out,) if self.lse is None else (self.out, self.lse)
+        return (self.out,) if self.lse is None else (self.out, self.lse.node)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keyless:
+    """What a row without keys is.
+
+    allowed: whether a pair takes part; None if the site's tensor says it alone.
+    numbers: what stands where such a row's scores were, over (b, h, q, k), whose softmax weighs the keys; None: all weigh alike.
+    highest: the highest number that masks.
+    through: the scores have a gradient there, since the number was added to them.
+    own: why only the model's own numbers, added as they are, say what the row is; None if the above does.
+
+    Ranks that share a sequence leave such a row 0, and say so: the mean would be one over all ranks.
+    """
+
+    allowed: Expr | None
+    highest: float
+    numbers: Expr | None = None
+    through: bool = False
+    own: str | None = None
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,30 +6,25 @@ import os
 import re
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.options.options import Options
-from attn_compiler.passes.graph import axes, bodies, closed, library_ops, mirror, relevance
+from attn_compiler.passes.graph import bodies, closed, library_ops
 from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.faults import Log
+from attn_compiler.passes.graph.first_look import SharedGraph
+from attn_compiler.passes.graph.gradient_runs import AlikeRun
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
 from attn_compiler.passes.graph.site import Miss, Site
+from attn_compiler.passes.graph.spelling import Spelling
+from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.reasons.decisions import Reason
-from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
-from attn_compiler.torch_private.meanings import Known
-
-if TYPE_CHECKING:
-    from attn_compiler.passes.context_parallel.first_look import FirstLook
-    from attn_compiler.passes.graph.faults import Fault
-    from attn_compiler.passes.graph.saved import AlikeRun, Ways
-    from attn_compiler.passes.recovering.reading import Reader
-    from attn_compiler.passes.spelling.flex import Spelled
-    from attn_compiler.passes.unpad.outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,88 +56,112 @@ class Buffer:
     inputs: tuple[fx.Node, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitPlace:
+    """Where a graph stands among the others of a compilation; made by the step units.
+
+    name: "" for the outermost graph, else the path of the body.
+    mode: of the graph's fake tensors.
+    calls: every call of this body, if all are understood.
+    callees: the bodies that this graph calls.
+    in_autocast: this body, or one around it, is run with autocast that no node of its own enters: an exported program's.
+    """
+
+    name: str
+    mode: FakeTensorMode
+    calls: list[BodyCall] = field(default_factory=list)
+    callees: list[tuple[BodyCall, Unit]] = field(default_factory=list)
+    in_autocast: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GraphMemory:
+    """ways: how the graph's memory is reached from outside, as Dynamo made the graph. runs: what autograd saves of calls that are alike."""
+
+    ways: Ways
+    runs: dict[Hashable, AlikeRun] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoundSites:
+    """What was found in a graph: by match, and after it by recover, which gives sites their specs.
+
+    untried: calls that no pattern was tried on, for what they are given.
+    """
+
+    sites: tuple[Site, ...] = ()
+    misses: tuple[Miss, ...] = ()
+    untried: Mapping[fx.Node, Reason] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Written:
+    """What kernels need beside their operands; filled by lower, attempt by attempt.
+
+    buffers: what the sites keep from call to call (buffers.py).
+    given: the further inputs of a body, each with what its call gives for it (body_inputs.py).
+    """
+
+    buffers: list[Buffer] = field(default_factory=list)
+    given: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
 @dataclass(kw_only=True, eq=False)
 class Unit:
-    """One graph on its way through the passes: the graph that Dynamo made, or a body that it calls.
+    """One graph on its way through the steps: the graph that Dynamo made, or a body that it calls.
 
-    A graph without attention that calls a body with one is a unit too. It goes through no pass, and has a mirror only if a mask of the
+    A graph without attention that calls a body with one is a unit too. No step works on it, and it has a mirror only if a mask of the
     body was followed there.
 
     graph_module: what is rewritten.
-    name: "" for the graph itself, else the path of the body.
     options: the user's.
-    mode: of the graph's fake tensors.
-    mirror: the graph in ATen ops; set by mirror.
-    expanded: the calls that were spelled out; set by expand.
-    moved: the softmaxes whose axis was moved; set by expand.
-    local: calls on local tensors that took the place of calls on DTensors, each with what is to be said of it; set by expand.
-    spelled: FlexAttention's and libraries' calls that are spelled out beside them; set by expand, and given back in the end.
-    sites, misses: what was found; set by match, and completed by the passes after it.
-    untried: calls that no pattern was tried on, for what they are given; set by expand and match.
-    current: the module whose site is being worked on, for messages.
-    left_alone: why the whole graph is left as it is, if it is.
-    targets: the machine, by device type; read when first needed.
-    calls: every call of this body, if all are understood.
-    callees: the bodies that this graph calls.
-    reader: reads elements of the mirror's tensors.
-    buffers: what the sites keep (buffers.py).
-    given: the further inputs of a body, each with what its call gives for it (body_inputs.py).
-    faults: what cost one of the sites (faults.py).
-    unread: what failed in reading masks, which stay tensors (recover.py).
-    ways: how the graph's memory is reached from outside (saved.py).
-    runs: what autograd saves of calls that are alike (saved.py).
-    in_autocast: this body, or one around it, is run with autocast that no node of its own enters: an exported program's.
-    relied_on: inputs of which something had to be known, and what (reading/borders.py).
-    unpadded: what became of the padding, with options.unpad (unpad/).
-    is_looked_at_again: its attentions were rewritten for the whole sequence, and are matched once more (context_parallel/).
-    first_look: what was found before they were rewritten, with options.verify.
-    meetings: where its ranks meet before each call, if it was rewritten for a sequence that they share.
-    longer: sizes that stand for larger ones, if ranks share a sequence: what is said of an index along them has to hold up to these.
-    lowerings: the only ones that may serve the sites; None: whichever options allow.
+    place: among the graphs of the compilation.
+    memory: who reaches the graph's tensors.
+    log: what is noted while it is worked on.
+    spelling: what its calls were spelled out as.
+    mirror: the graph in ATen ops.
+    found: its attentions.
+    outcome: what became of its padding or of its part of a sequence, where the user asked for either.
+    written: what its kernels need beside operands.
     """
 
     graph_module: fx.GraphModule
-    name: str
     options: Options
-    mode: FakeTensorMode
+    place: UnitPlace
+    memory: GraphMemory
+    log: Log
+    spelling: Spelling = field(default_factory=Spelling)
     mirror: Mirror | None = None
-    expanded: list[str] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)
-    local: dict[fx.Node, str] = field(default_factory=dict)
-    spelled: list[Spelled] = field(default_factory=list)
-    sites: list[Site] = field(default_factory=list)
-    misses: list[Miss] = field(default_factory=list)
-    untried: dict[fx.Node, Reason] = field(default_factory=dict)
-    current: str = ""
-    left_alone: Reason | None = None
-    targets: dict[str, Target] = field(default_factory=dict)
-    calls: list[BodyCall] = field(default_factory=list)
-    callees: list[tuple[BodyCall, Unit]] = field(default_factory=list)
-    reader: Reader | None = None
-    buffers: list[Buffer] = field(default_factory=list)
-    given: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    ways: Ways | None = None
-    runs: dict[Hashable, AlikeRun] = field(default_factory=dict)
-    relied_on: dict[fx.Node, Known] = field(default_factory=dict)
-    unpadded: Outcome | None = None
-    lowerings: tuple[str, ...] | None = None
-    in_autocast: bool = False
-    is_looked_at_again: bool = False
-    first_look: FirstLook | None = None
-    meetings: tuple[Meeting, ...] = ()
-    longer: Mapping[int, int] = field(default_factory=dict)
+    found: FoundSites = field(default_factory=FoundSites)
+    outcome: SharedGraph | Packed | KeptGraph | None = None
+    written: Written = field(default_factory=Written)
 
-    def target(self, device: str) -> Target:
-        """The machine that a site on this device type will run on."""
-        if device not in self.targets:
-            self.targets[device] = Target.current(device)
-        return self.targets[device]
+    @classmethod
+    def of(cls, graph_module: fx.GraphModule, options: Options, place: UnitPlace) -> Unit:
+        """A graph that nothing was done to."""
+        memory = GraphMemory(ways=Ways(graph=graph_module.graph))
+        return cls(
+            graph_module=graph_module, options=options, place=place, memory=memory, log=Log(strict=options.strict)
+        )
 
     @property
     def graph(self) -> fx.Graph:
         return self.graph_module.graph
+
+    @property
+    def mirrored(self) -> Mirror:
+        """The mirror, after the step that makes it."""
+        if self.mirror is None:
+            raise ValueError(f"{self.name or 'the graph'} has no mirror")
+        return self.mirror
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def mode(self) -> FakeTensorMode:
+        return self.place.mode
 
     @property
     def is_body(self) -> bool:
@@ -152,60 +171,18 @@ class Unit:
     @property
     def is_rewritten(self) -> bool:
         """Whether the graph is no longer as it came."""
-        return bool(self.expanded or self.moved or self.local or self.spelled) or any(
-            site.new_out is not None for site in self.sites
-        )
-
-    def mirrored(self) -> Mirror:
-        """The unit's mirror, made if there is none yet."""
-        if self.mirror is None:
-            masks = [*self._masks_passed_on(), *(handed_on(self.graph) if not self.is_body else ())]
-            blocks = [one.blocks for one in self.spelled if one.blocks is not None]
-            masks += [one.dense for one in blocks if one.dense is not None]
-            # What is skipped has no meaning, and packing and context parallelism ask each op for its own.
-            is_asked_for_all = self.options.unpad and self.unpadded is None and self.lowerings is None
-            is_asked_for_all = is_asked_for_all or (self.options.is_context_parallel and not self.is_looked_at_again)
-            skipped = frozenset() if is_asked_for_all else relevance.skippable(self.graph, is_anchor_like, masks)
-            with torch_tracing.tracing_in(self.mode):
-                self.mirror = mirror.build(self.graph_module, skipped)
-        return self.mirror
-
-    def _masks_passed_on(self) -> list[fx.Node]:
-        """What this graph gives to bodies that may make a mask of it."""
-        found = []
-        for call, body in self.callees:
-            wanted = relevance.mask_inputs(body.graph, is_anchor_like, body._masks_passed_on())
-            inputs = bodies.placeholders(body.graph_module)
-            found += [call.node.args[call.first + i] for i, node in enumerate(inputs) if node in wanted]
-        return [x for x in found if isinstance(x, fx.Node)]
+        return self.spelling.is_any or any(site.new_out is not None for site in self.found.sites)
 
 
-def handed_on(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph gives back that may be a mask of another one, or what such a mask is made of."""
-    return [node for node in graph.output_node().all_input_nodes if may_be_of_mask(node.meta.get("example_value"))]
-
-
-def may_be_of_mask(value: object) -> bool:
-    """Positions, truth values, or numbers for each query and key that are the same for all heads; without a gradient."""
-    if not isinstance(value, torch.Tensor) or value.requires_grad or closed.holds_closed(value):
-        return False
-    if not value.is_floating_point():
-        return value.dim() > 0 and not value.is_complex()
-    if value.dim() < 2:
-        return False
-    is_square = axes.size_expr(value.shape[-1]) == axes.size_expr(value.shape[-2])
-    is_one = value.dim() > 2 and axes.size_expr(value.shape[-3]) == axes.ONE
-    return is_one if value.dim() > 2 else is_square
-
-
-def units(graph_module: fx.GraphModule, options: Options, targets: dict[str, Target]) -> list[Unit]:
+def units(graph_module: fx.GraphModule, options: Options) -> list[Unit]:
     """The graph module and every body nested in it that holds something like attention; callers before what they call."""
-    targets = dict(targets)
     every: dict[fx.GraphModule, Unit] = {}
+    in_autocast = _run_in_autocast(graph_module)
     for name, module in _bodies(graph_module, ""):
         mode = torch_tracing.fake_mode_of_values(examples(module))
         if mode is not None and module not in every:
-            every[module] = Unit(graph_module=module, name=name, options=options, mode=mode, targets=targets)
+            place = UnitPlace(name=name, mode=mode, in_autocast=module in in_autocast)
+            every[module] = Unit.of(module, options, place)
     _connect(graph_module, every)
     found = _callers_first(list(every.values()))
     # Under context parallelism a graph without attention is looked at, too: it may mix positions.
@@ -231,23 +208,24 @@ def _connect(root: fx.GraphModule, every: dict[fx.GraphModule, Unit]) -> None:
         for call in [n for n in module.graph.nodes if n.op == "call_function"]:
             for body in bodies.bodies(call):
                 first = bodies.first_argument(call, body)
-                if target_name(call) == "wrap_with_autocast":
-                    _enter_autocast(every, body)
                 if body not in every or module not in every or first is None:
                     closed.add(body)
                 else:
-                    every[body].calls.append(BodyCall(unit=every[module], node=call, first=first))
+                    every[body].place.calls.append(BodyCall(unit=every[module], node=call, first=first))
     for body in closed & every.keys():
-        every[body].calls.clear()
+        every[body].place.calls.clear()
     for unit in every.values():
-        for call in unit.calls:
-            call.unit.callees.append((call, unit))
+        for call in unit.place.calls:
+            call.unit.place.callees.append((call, unit))
 
 
-def _enter_autocast(every: dict[fx.GraphModule, Unit], body: fx.GraphModule) -> None:
-    for module in torch_compat.graph_modules(body):
-        if module in every:
-            every[module].in_autocast = True
+def _run_in_autocast(root: fx.GraphModule) -> set[fx.GraphModule]:
+    """The bodies that a call runs with autocast, and those inside of them."""
+    calls = [
+        node for module in torch_compat.graph_modules(root) for node in module.graph.nodes if node.op == "call_function"
+    ]
+    run = [body for call in calls if target_name(call) == "wrap_with_autocast" for body in bodies.bodies(call)]
+    return {module for body in run for module in torch_compat.graph_modules(body)}
 
 
 def _callers_first(found: list[Unit]) -> list[Unit]:
@@ -255,7 +233,7 @@ def _callers_first(found: list[Unit]) -> list[Unit]:
     ordered: list[Unit] = []
     rest = found
     while rest:
-        free = next((u for u in rest if all(call.unit in ordered for call in u.calls)), rest[0])
+        free = next((u for u in rest if all(call.unit in ordered for call in u.place.calls)), rest[0])
         ordered.append(free)
         rest = [unit for unit in rest if unit is not free]
     return ordered

@@ -10,31 +10,34 @@ from torch import fx
 from attn_compiler.passes.graph import closed, faults, gradients, mutation, program, regions
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Match, Miss, Refused, Site
-from attn_compiler.passes.graph.unit import Unit, is_anchor_like, module_path, source_line, tensor_kind
+from attn_compiler.passes.graph.spelling import Spelling
+from attn_compiler.passes.graph.unit import FoundSites, Unit, is_anchor_like, module_path, source_line, tensor_kind
 from attn_compiler.passes.matching import nested_calls, routers
 from attn_compiler.passes.matching.patterns import PATTERNS, Pattern
-from attn_compiler.passes.recovering import flex_blocks, reading
-from attn_compiler.passes.spelling.flex import Spelled
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 
 _ON_PLAIN = "call attention on plain tensors, such as the local ones of a DTensor (x.to_local())"
 
 
-def run(unit: Unit, mirror: Mirror) -> None:
-    """Fill in unit.sites, unit.misses and unit.untried, in graph order."""
+def run(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
+    """Sites, misses, and what no pattern is tried on, in graph order."""
+    untried = dict(spelling.left)
     for node in unit.graph.nodes:
         if is_anchor_like(node) and closed.is_closed(node):
-            unit.untried.setdefault(node, _closed(node))
+            untried.setdefault(node, _closed(node))
     scopes = regions.of(unit.graph)
-    of_flex = _spelled_out(unit, mirror)
+    spelled_out = {node: one for one in spelling.calls for node in one.nodes}
+    sites: list[Site] = []
+    misses: list[Miss] = []
     for anchor in mirror.graph.nodes:
         patterns = [p for p in PATTERNS if anchor.target in p.anchors]
-        spelled = of_flex.get(mirror.owner(anchor))
-        if not patterns or (spelled is not None and spelled.call in unit.untried):
+        owner = mirror.owner(anchor)
+        spelled = None if owner is None else spelled_out.get(owner)
+        if not patterns or (spelled is not None and spelled.call in untried):
             continue
         found: Site | Miss | None = None
-        with faults.confined(unit, "match", _module(mirror, anchor)) as attempt:
+        with faults.confined(unit.log, "match", _module(mirror, anchor)) as attempt:
             found = _match(mirror, anchor, patterns, scopes)
         if attempt.reason is not None:
             names = ", ".join(pattern.name for pattern in patterns)
@@ -42,28 +45,12 @@ def run(unit: Unit, mirror: Mirror) -> None:
         if isinstance(found, Site):
             if spelled is not None:
                 found.match = dataclasses.replace(found.match, pattern=spelled.pattern, decomposed=False)
-            found.notes.extend(_said_of(unit, mirror, anchor))
-            unit.sites.append(found)
+            if owner is not None and owner in spelling.local:
+                found.notes.append(spelling.local[owner])
+            sites.append(found)
         elif found is not None and not routers.is_choice(mirror, anchor):
-            unit.misses.append(found)
-
-
-def _said_of(unit: Unit, mirror: Mirror, anchor: fx.Node) -> list[str]:
-    owner = mirror.owner(anchor)
-    return [unit.local[owner]] if owner in unit.local else []
-
-
-def _spelled_out(unit: Unit, mirror: Mirror) -> dict[fx.Node | None, Spelled]:
-    """By Dynamo node, what belongs to a call of FlexAttention's. Calls whose blocks may not be those of their mask_mod are left alone."""
-    for one in unit.spelled:
-        if one.blocks is None or one.allowed is None:
-            continue
-        with faults.confined(unit, "match", module_path(one.call)) as attempt:
-            reason = flex_blocks.differs(one.blocks, one.allowed, mirror, reading.of_unit(unit))
-        reason = attempt.reason or reason
-        if reason is not None:
-            unit.untried[one.call] = reason
-    return {node: one for one in unit.spelled for node in one.nodes}
+            misses.append(found)
+    return FoundSites(sites=tuple(sites), misses=tuple(misses), untried=untried)
 
 
 def _match(

@@ -7,10 +7,10 @@ from attn_compiler.passes.graph.unit import BodyCall, Unit, module_path
 
 def modules(unit: Unit, module: str) -> tuple[str, ...]:
     """The path of a module of a unit in each of its runs, in their order. module: its path in the first one, which is what was traced."""
-    if not unit.calls:
+    if not unit.place.calls:
         return (module,)
-    first = module_path(unit.calls[0].node)
-    return tuple(path for call in unit.calls for path in modules(call.unit, _at(call, module, first)))
+    first = module_path(unit.place.calls[0].node)
+    return tuple(path for call in unit.place.calls for path in modules(call.unit, _at(call, module, first)))
 
 
 def _at(call: BodyCall, module: str, first: str) -> str:

@@ -17,11 +17,13 @@ from attn_compiler.index_expr import Expr
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import faults, mutation
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.saved import Ways
-from attn_compiler.passes.graph.unit import Unit, handed_on, may_be_of_mask
+from attn_compiler.passes.graph.mirroring import handed_on, may_be_of_mask
+from attn_compiler.passes.graph.unit import Unit, UnitPlace
+from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.passes.recovering import reading
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.recovering.reading.borders import GraphRow, Made, known_of
+from attn_compiler.passes.recovering.reading.readers import Readers
 from attn_compiler.torch_private import frames as torch_frames, meanings, tracing as torch_tracing
 from attn_compiler.torch_private.meanings import Known
 
@@ -37,21 +39,22 @@ class Border:
     root: Unit | None
     row: GraphRow
     place: int
+    readers: Readers
     read: tuple[int, ...] = ()
 
 
-def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options) -> Border:
+def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options, readers: Readers) -> Border:
     """To be called before anything of the graph is rewritten."""
     row = torch_frames.of_compilation(GraphRow)
     root = next((unit for unit in _with_callers(units) if unit.graph_module is gm), None)
     gives = [node.meta["example_value"] for node in handed_on(gm.graph)]
     mode = torch_tracing.fake_mode_of_values(gives) if root is None else None
     if mode is not None:
-        root = Unit(graph_module=gm, name="", options=options, mode=mode)
+        root = Unit.of(gm, options, UnitPlace(name="", mode=mode))
     ways = Ways(graph=gm.graph)
     if gives or row.made or meanings.are_any():
         row.written.append(set(ways.written))
-    return Border(root=root, row=row, place=len(row.written) - 1, read=tuple(_read(ways)))
+    return Border(root=root, row=row, place=len(row.written) - 1, readers=readers, read=tuple(_read(ways)))
 
 
 def _read(ways: Ways) -> Iterator[int]:
@@ -63,7 +66,7 @@ def _read(ways: Ways) -> Iterator[int]:
 def _with_callers(units: Iterable[Unit]) -> Iterator[Unit]:
     for unit in units:
         yield unit
-        yield from _with_callers(call.unit for call in unit.calls)
+        yield from _with_callers(call.unit for call in unit.place.calls)
 
 
 def crossed(border: Border) -> tuple[tuple[int, Known], ...]:
@@ -72,10 +75,10 @@ def crossed(border: Border) -> tuple[tuple[int, Known], ...]:
     if root is None:
         return ()
     told: list[tuple[int, Known]] = []
-    if root.left_alone is None and (root.mirror is not None or not root.is_rewritten):
-        with faults.confined(root, "borders", "what the graph gives back"), torch_tracing.tracing_in(root.mode):
+    if root.log.left_alone is None and (root.mirror is not None or not root.is_rewritten):
+        with faults.confined(root.log, "borders", "what the graph gives back"), torch_tracing.tracing_in(root.mode):
             told += _told(border, root)
-    for placeholder, known in root.relied_on.items():
+    for placeholder, known in border.readers.relied_on.get(root, {}).items():
         torch_frames.guard_known(placeholder, known)
     return tuple(told)
 
@@ -83,8 +86,8 @@ def crossed(border: Border) -> tuple[tuple[int, Known], ...]:
 def _told(border: Border, root: Unit) -> Iterator[tuple[int, Known]]:
     if not handed_on(root.graph):
         return
-    mirror, reader = root.mirrored(), reading.of_unit(root)
-    for place, node, example in _outputs(mirror):
+    reader = border.readers.of(root)
+    for place, node, example in _outputs(reader.mirror):
         try:
             element = _element(reader, node)
         except Unreadable:

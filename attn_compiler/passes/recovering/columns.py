@@ -110,7 +110,7 @@ def _at(match: Match, operand: Operand, head_dim: Dim) -> At | None:
 
 def _with_next(position: Expr, atoms: list[Any], match: Match, head_dim: Dim) -> Expr | None:
     """The position among the axes before, and along the next one, whose atoms are taken off the list."""
-    groups = ((BATCH, match.batch), (HEAD, match.heads_kv), (KEY, match.key), (HEAD_DIM, head_dim))
+    groups = ((BATCH, match.axes.batch), (HEAD, match.axes.heads_kv), (KEY, match.axes.key), (HEAD_DIM, head_dim))
     for index, group in groups:
         own = [atom for atom in axes.resolve(group) if atom.size != axes.ONE]
         size = reading.size(axes.dim_size(group))

@@ -32,7 +32,7 @@ def indices(match: Match, dims: Dims) -> tuple[Expr, ...]:
 
 
 def ranges(match: Match, longer: Mapping[int, int]) -> Ranges:
-    """The largest value of each index, where its size is a plain one. longer: as in `Unit.longer`."""
+    """The largest value of each index, where its size is a plain one. longer: as in `Readers.longer`."""
     found: dict[str, Linear] = {}
     for name, group in _groups(match):
         size = reading.size(axes.dim_size(group))
@@ -55,7 +55,7 @@ def shape(match: Match, along: str) -> tuple[int | str, ...]:
 
 
 def _groups(match: Match) -> tuple[tuple[str, Dim], ...]:
-    return (("b", match.batch), ("h", match.heads), ("q", match.query), ("k", match.key))
+    return (("b", match.axes.batch), ("h", match.axes.heads), ("q", match.axes.query), ("k", match.axes.key))
 
 
 def _long(dim: Dim) -> Dim:

@@ -18,6 +18,7 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Linear, Load, Ranges, Size, Test
+from attn_compiler.passes.graph.site import Keyless
 
 Q, K = Index("q"), Index("k")
 
@@ -51,26 +52,6 @@ class MaskStep:
         if self.added is not None:
             found |= {a + b for a in self.fills for b in self.fills}
         return tuple(sorted(found))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Keyless:
-    """What a row without keys is.
-
-    allowed: whether a pair takes part; None if the site's tensor says it alone.
-    numbers: what stands where such a row's scores were, over (b, h, q, k), whose softmax weighs the keys; None: all weigh alike.
-    highest: the highest number that masks.
-    through: the scores have a gradient there, since the number was added to them.
-    own: why only the model's own numbers, added as they are, say what the row is; None if the above does.
-
-    Ranks that share a sequence leave such a row 0, and say so: the mean would be one over all ranks.
-    """
-
-    allowed: Expr | None
-    highest: float
-    numbers: Expr | None = None
-    through: bool = False
-    own: str | None = None
 
 
 def shuts_queries_out(keyless: Keyless | None) -> bool:

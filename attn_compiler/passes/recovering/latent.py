@@ -66,11 +66,11 @@ class Finder:
 
         As many queries as keys are a prompt or a training step, in which k and v are new.
         """
-        if axes.same_size(axes.dim_size(match.query), axes.dim_size(match.key)):
+        if axes.same_size(axes.dim_size(match.axes.query), axes.dim_size(match.axes.key)):
             return None
-        if match.factors and any(factor.operand is None for factor in match.factors):
+        if match.scores.factors and any(factor.operand is None for factor in match.scores.factors):
             return None
-        runs = self._columns.runs(match, match.v, match.head_dim_v)
+        runs = self._columns.runs(match, match.v, match.axes.head_dim_v)
         made = columns.made_by(self._mirror, runs[0].of) if runs is not None and len(runs) == 1 else None
         if runs is None or made is None:
             return None
@@ -110,9 +110,9 @@ class Finder:
     # ---- all of it ------------------------------------------------------------------------------------------------
 
     def _of(self, match: Match, of_v: ColumnRun, linear: _Linear) -> Latent:
-        if not axes.same_size(axes.dim_size(match.heads), axes.dim_size(match.heads_kv)):
+        if not axes.same_size(axes.dim_size(match.axes.heads), axes.dim_size(match.axes.heads_kv)):
             raise _No("heads of k and v are shared by heads of q")
-        runs = self._columns.runs(match, match.k, match.head_dim_qk)
+        runs = self._columns.runs(match, match.k, match.axes.head_dim_qk)
         if runs is None or len(runs) > 2:
             raise _No("what k's dims are made of can't be said")
         own, shared = self._parted(runs, linear)
@@ -205,7 +205,7 @@ class Finder:
 
     def _projection(self, match: Match, linear: _Linear, run: ColumnRun) -> Projection:
         """Raises _No where the columns are not cut into heads one after the other."""
-        heads, column = axes.dim_size(match.heads), ix.linear(run.at[-1])
+        heads, column = axes.dim_size(match.axes.heads), ix.linear(run.at[-1])
         rows = axes.shape_exprs(linear.weight.meta["val"])[0]
         factors = dict(column.terms)
         is_cut = factors.keys() <= {HEAD, HEAD_DIM} and factors.get(HEAD_DIM, 0 if run.size > 1 else 1) == 1
@@ -236,14 +236,14 @@ class Finder:
 
     def _operand(self, match: Match, node: fx.Node, used: fx.Node, place: tuple[Expr, ...], last: Dim) -> Operand:
         """A tensor whose dimensions are the site's batch and keys, each once, of size one, and the last one."""
-        by_index: dict[Expr, Dim] = {BATCH: match.batch, KEY: match.key, ix.ZERO: ()}
+        by_index: dict[Expr, Dim] = {BATCH: match.axes.batch, KEY: match.axes.key, ix.ZERO: ()}
         sizes = axes.shape_exprs(node.meta["val"])
         own = [by_index.get(index) for index in place]
         if any(dim is None for dim in own) or any(place.count(index) > 1 for index in (BATCH, KEY)):
             raise _No("the latent's axes are not the batch and the keys")
         dims = (*(dim for dim in own if dim is not None), last)
         root_dims = axes.fresh(sizes)
-        for index, group in ((BATCH, match.batch), (KEY, match.key)):
+        for index, group in ((BATCH, match.axes.batch), (KEY, match.axes.key)):
             if index not in place and axes.dim_size(group) != axes.ONE:
                 raise _No("the latent's axes are not the batch and the keys")
         return Operand(node=node, used=used, dims=dims, root=node, root_dims=root_dims, reads=pairs(root_dims, dims))
@@ -260,7 +260,7 @@ def _comes_of_linear(node: fx.Node) -> bool:
 
 def _beside_keys(match: Match) -> list[fx.Node]:
     """What the attention reads beside q, k and v: masks and biases."""
-    return [term.operand.root for term in (*match.additive, *match.allowed)]
+    return [term.operand.root for term in match.scores.terms]
 
 
 def _indices(at: tuple[Expr, ...]) -> frozenset[str]:

@@ -23,9 +23,9 @@ from attn_compiler.passes.graph.axes import Dim
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.passes.graph.site import Match, Term
+from attn_compiler.passes.graph.site import Keyless, Match, Term
 from attn_compiler.passes.recovering import added, elements, keyless, kinds, reading, score_kinds, unproved
-from attn_compiler.passes.recovering.keyless import Keyless, MaskStep
+from attn_compiler.passes.recovering.keyless import MaskStep
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.spelling import fills
 from attn_compiler.spec import added_scores, masks
@@ -80,9 +80,9 @@ class Meaning:
 def of(mirror: Mirror, match: Match, reader: Reader) -> Meaning:
     """Read what joins the scores of a match. That never fails: what can't be read comes back with its reason."""
     read = _Read(mirror, match, reader)
-    for term in match.additive:
+    for term in match.scores.additive:
         read.add(term)
-    for term in match.allowed:
+    for term in match.scores.allowed:
         read.mask(term)
     return read.meaning()
 
@@ -91,8 +91,8 @@ def unread(match: Match, reason: str) -> Meaning:
     """What is said of a match where nothing could be read."""
     return Meaning(
         reason=reason,
-        along=tuple(term.along for term in (*match.additive, *match.allowed)),
-        unusual=fills.unusual(match, {term.fill for term in match.allowed}, Reach()),
+        along=tuple(term.along for term in match.scores.terms),
+        unusual=fills.unusual(match, {term.fill for term in match.scores.allowed}, Reach()),
     )
 
 
@@ -170,7 +170,7 @@ class _Read:
 
     def meaning(self) -> Meaning:
         condition = ix.apply("and", *self._conditions)
-        seqlen_q, seqlen_kv = _length(self._match.query), _length(self._match.key)
+        seqlen_q, seqlen_kv = _length(self._match.axes.query), _length(self._match.axes.key)
         found: tuple[MaskKind, ...] = ()
         reason = next(iter(self._unread_masks), None) or self._why_not(condition)
         if reason is None and (seqlen_q is None or seqlen_kv is None):
@@ -200,20 +200,20 @@ class _Read:
 
     def _keyless(self) -> Keyless | None:
         """What a row without keys is. A sink joins its softmax and takes all the weight; weights that are set to zero are 0."""
-        if self._match.sinks is not None or self._match.masks_weights:
+        if self._match.scores.sinks is not None or self._match.scores.masks_weights:
             return None
         steps = [step for _, step in sorted(self._steps, key=operator.itemgetter(0))]
-        if self._match.is_causal:
+        if self._match.scores.is_causal:
             diagonal = ix.compare("<=", kinds.K, kinds.Q)
             steps.append(MaskStep(allowed=diagonal, fills=frozenset({-math.inf}), replaces=True))
-        low = max((limit.low for limit in self._match.limits), default=-math.inf)
+        low = max((limit.low for limit in self._match.scores.limits), default=-math.inf)
         dtype = self._dtype or torch.float32
         # Kernels of SDPA add the mask in float32.
         dtype = dtype if self._match.decomposed else torch.promote_types(dtype, torch.float32)
         return keyless.of(steps, dtype, self._ranges, square=self._is_square(), low=low)
 
     def _is_square(self) -> bool:
-        return axes.same_size(axes.dim_size(self._match.query), axes.dim_size(self._match.key))
+        return axes.same_size(axes.dim_size(self._match.axes.query), axes.dim_size(self._match.axes.key))
 
     def _known(self, x: Expr, term: Term) -> Ranges:
         """Ranges of the indices and sizes in x, but not of what it loads."""

@@ -18,13 +18,12 @@ from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.emit import FakeBuilder
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.program import Tensors
-from attn_compiler.passes.graph.site import Latent, Match, Miss, Operand, Site, Term
-from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.passes.matching import packing
-from attn_compiler.passes.recovering import latent, meaning, reach, reading, stored, upcasts
-from attn_compiler.passes.recovering.keyless import Keyless
+from attn_compiler.passes.graph.site import Keyless, Latent, Match, Miss, Operand, Site, SiteReads, Term
+from attn_compiler.passes.graph.unit import FoundSites, Unit
+from attn_compiler.passes.recovering import latent, meaning, packing, reach, stored, upcasts
 from attn_compiler.passes.recovering.meaning import Meaning
 from attn_compiler.passes.recovering.reading import Reader
+from attn_compiler.passes.recovering.reading.readers import Readers
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import AttnCompilerWarning
@@ -42,26 +41,27 @@ COMES_IN = (
 _REPRODUCE = "compile with options={'strict': True}, which raises it"
 
 
-def run(unit: Unit, mirror: Mirror) -> None:
-    """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
-    kept = []
+def run(unit: Unit, mirror: Mirror, found: FoundSites, readers: Readers) -> FoundSites:
+    """Every site with its spec. A site whose operands can't be arranged becomes a miss."""
+    kept: list[Site] = []
+    misses = list(found.misses)
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
-    reader, latents = reading.of_unit(unit), latent.Finder(mirror)
+    reader, latents = readers.of(unit), latent.Finder(mirror)
     unreadable: dict[str, list[str]] = {}
-    for site in unit.sites:
-        unit.current = site.module
+    for site in found.sites:
+        unit.log.current = site.module
         reason: Reason | None = None
-        with faults.confined(unit, "recover", site.module) as attempt:
+        with faults.confined(unit.log, "recover", site.module) as attempt:
             reason = _described(unit, mirror, site, builder, reader, latents, unreadable)
         reason = attempt.reason or reason
         if reason is None:
             kept.append(site)
         else:
-            unit.misses.append(_miss(site, reason))
-    unit.sites = kept
-    unit.unread.extend(unreadable)
+            misses.append(_miss(site, reason))
+    unit.log.unread.extend(unreadable)
     for cause, modules in unreadable.items():
         _warn(cause, modules)
+    return dataclasses.replace(found, sites=tuple(kept), misses=tuple(misses))
 
 
 def _warn(cause: str, modules: list[str]) -> None:
@@ -100,9 +100,9 @@ def _miss(site: Site, reason: Reason) -> Miss:
 
 
 def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
-    """The dtype that a kernel gets q and k in: the one that the model multiplies them in (autocast included), or that of `Match.narrow`."""
-    if match.narrow is not None:
-        return match.narrow
+    """The dtype that a kernel gets q and k in: that of the model's product (autocast included), or that of `SiteReads.narrow`."""
+    if match.reads.narrow is not None:
+        return match.reads.narrow
     value = match.first.meta["val"]
     dtype: torch.dtype = value.dtype
     return dtype
@@ -127,15 +127,14 @@ def _describe(
     bias = needs_grad and _wants_bias_gradient(mirror, match)
     if needs_grad:
         saved.settle(unit, mirror, match)
-    site.added, site.allowed = match.additive, match.allowed
+    site.added, site.allowed = match.scores.additive, match.scores.allowed
     proved = _read(unit, mirror, site, reader, unreadable)
     _prove(match, proved, bias)
     site.condition, site.loads, site.score_loads = proved.condition, reader.tensors, proved.tensors
     site.keyless = proved.keyless
     if not needs_grad:
-        match.narrow = upcasts.read_through(mirror, match)
-        match.stored = stored.find(mirror, match)
-    match.latent = latents.find(match)
+        match.reads = SiteReads(narrow=upcasts.read_through(mirror, match), stored=stored.find(mirror, match))
+    match.reads = dataclasses.replace(match.reads, latent=latents.find(match))
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
     spec = AttentionSpec(
@@ -153,7 +152,7 @@ def _describe(
         decomposed=match.decomposed,
         stored=_stored_spec(match, tensors),
         latent=_latent_spec(match, tensors),
-        no_latent=match.latent if isinstance(match.latent, Reason) else None,
+        no_latent=match.reads.latent if isinstance(match.reads.latent, Reason) else None,
         lse=_lse_use(mirror, match),
         ranges=_ranges(tensors.q.shape[2], tensors.k.shape[2]),
     )
@@ -173,7 +172,7 @@ def _why_not_completed(match: Match, spec: AttentionSpec, keyless: Keyless) -> s
         return "the numbers that mask are out of reach"
     if not (keyless.through and spec.needs_grad):
         return None
-    if keyless.numbers is not None or match.limits:
+    if keyless.numbers is not None or match.scores.limits:
         return "the scores have a gradient where all are masked"
     return None
 
@@ -181,15 +180,15 @@ def _why_not_completed(match: Match, spec: AttentionSpec, keyless: Keyless) -> s
 def is_added_up(match: Match, spec: AttentionSpec) -> bool:
     """Whether all that masks is in one tensor of numbers, which are added as the model adds them."""
     tensor = spec.mask.dense or spec.score.bias
-    return tensor is not None and tensor.dtype != "bool" and not match.allowed and not match.limits
+    return tensor is not None and tensor.dtype != "bool" and not match.scores.allowed and not match.scores.limits
 
 
 def _lse_use(mirror: Mirror, match: Match) -> LseUse:
     if match.lse is None:
         return "unread"
-    if not emit.example(mirror, match.lse).requires_grad:
+    if not emit.example(mirror, match.lse.node).requires_grad:
         return "read"
-    return "merged" if match.is_part else "differentiated"
+    return "merged" if match.lse.is_part else "differentiated"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -221,9 +220,9 @@ def _tensor_spec(value: torch.Tensor, root: torch.Tensor) -> TensorSpec:
 
 
 def _stored_spec(match: Match, tensors: Tensors[torch.Tensor]) -> StoredSpec | None:
-    if match.stored is None or tensors.stored is None:
+    if match.reads.stored is None or tensors.stored is None:
         return None
-    k, v = match.stored
+    k, v = match.reads.stored
     return StoredSpec(
         k=_tensor_spec(tensors.stored.k, tensors.stored.k),
         v=_tensor_spec(tensors.stored.v, tensors.stored.v),
@@ -233,7 +232,7 @@ def _stored_spec(match: Match, tensors: Tensors[torch.Tensor]) -> StoredSpec | N
 
 
 def _latent_spec(match: Match, tensors: Tensors[torch.Tensor]) -> LatentSpec | None:
-    found, made = match.latent, tensors.latent
+    found, made = match.reads.latent, tensors.latent
     if not isinstance(found, Latent) or made is None:
         return None
     return LatentSpec(
@@ -245,19 +244,19 @@ def _latent_spec(match: Match, tensors: Tensors[torch.Tensor]) -> LatentSpec | N
 
 
 def _wants_bias_gradient(mirror: Mirror, match: Match) -> bool:
-    return any(emit.example(mirror, t.operand.root).requires_grad for t in match.additive)
+    return any(emit.example(mirror, t.operand.root).requires_grad for t in match.scores.additive)
 
 
 def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: dict[str, list[str]]) -> Meaning:
     """What is masked and added means, with a note for what was left out of it. An exception costs this mask alone: it stays dense."""
     match = site.match
-    is_masked = bool(match.additive or match.allowed)
+    is_masked = bool(match.scores.terms)
     try:
         proved = meaning.of(mirror, match, reader)
         if proved.reason is not None and not unit.is_body and _masks_come_in(mirror, match):
             match.notes = (*match.notes, COMES_IN)
         if is_masked and proved.reason is None:
-            match.notes = (*match.notes, *packing.notes((*match.additive, *match.allowed), reader, proved.words))
+            match.notes = (*match.notes, *packing.notes(match.scores.terms, reader, proved.words))
     except Exception as error:  # Whatever breaks in reading a mask, its tensor is at hand.
         if unit.options.strict:
             raise
@@ -269,8 +268,9 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
 
 def _masks_come_in(mirror: Mirror, match: Match) -> bool:
     """Whether an input is used as a mask. An added input counts if it has no gradient and is the same for all heads, as masks are."""
-    return any(_comes_in(mirror, term) for term in match.allowed) or any(
-        _comes_in(mirror, term) and _is_like_a_mask(emit.example(mirror, term.operand.root)) for term in match.additive
+    return any(_comes_in(mirror, term) for term in match.scores.allowed) or any(
+        _comes_in(mirror, term) and _is_like_a_mask(emit.example(mirror, term.operand.root))
+        for term in match.scores.additive
     )
 
 
@@ -288,27 +288,31 @@ def _prove(match: Match, proved: Meaning, bias: bool) -> None:
 
     bias: something that is added wants a gradient, so its tensor stays whatever it is.
     """
-    match.changes = (*match.changes, *(scores.Unusual(what=what) for what in proved.unusual))
-    if bias or not (match.additive or match.allowed):
+    changes = (*match.scores.changes, *(scores.Unusual(what=what) for what in proved.unusual))
+    match.scores = dataclasses.replace(match.scores, changes=changes)
+    if bias or not match.scores.terms:
         return
     along = iter(proved.along)
-    match.additive = tuple(dataclasses.replace(term, along=next(along)) for term in match.additive)
-    match.allowed = tuple(dataclasses.replace(term, along=next(along)) for term in match.allowed)
-    square = axes.same_size(axes.dim_size(match.query), axes.dim_size(match.key))
+    match.scores = dataclasses.replace(
+        match.scores,
+        additive=tuple(dataclasses.replace(term, along=next(along)) for term in match.scores.additive),
+        allowed=tuple(dataclasses.replace(term, along=next(along)) for term in match.scores.allowed),
+    )
+    square = axes.same_size(axes.dim_size(match.axes.query), axes.dim_size(match.axes.key))
     if proved.is_everything or (proved.is_causal_only and square):
-        match.is_causal = match.is_causal or proved.is_causal_only
-        match.additive, match.allowed = (), ()
+        is_causal = match.scores.is_causal or proved.is_causal_only
+        match.scores = dataclasses.replace(match.scores, is_causal=is_causal, additive=(), allowed=())
         match.notes = (*match.notes, f"the mask tensor is not needed: it is {proved.words}")
 
 
 def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool) -> masks.MaskSpec:
     dense = None
     if tensors.mask is not None and not bias:
-        terms = len(match.additive) + len(match.allowed)
+        terms = len(match.scores.additive) + len(match.scores.allowed)
         dense = masks.Dense(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype), terms=terms)
     added = proved.added if dense is not None else None
     spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason, added=added)
-    if not match.is_causal:
+    if not match.scores.is_causal:
         return spec
     if tensors.mask is None and proved.kinds:
         return dataclasses.replace(spec, flag=masks.Flag.READ)
@@ -318,17 +322,17 @@ def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bi
 def _score_spec(
     mirror: Mirror, match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bias: bool
 ) -> scores.ScoreSpec:
-    changes = list(match.changes)
+    changes = list(match.scores.changes)
     if tensors.mask is not None and bias:
         changes.append(scores.DenseBias(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype)))
-    if match.sinks is not None:
-        root = match.sinks.root if isinstance(match.sinks, Operand) else None
+    if match.scores.sinks is not None:
+        root = match.scores.sinks.root if isinstance(match.scores.sinks, Operand) else None
         changes.append(scores.Sinks(requires_grad=root is not None and emit.example(mirror, root).requires_grad))
     return scores.ScoreSpec(
-        scale=match.scale,
-        runtime_scale=bool(match.factors),
+        scale=match.scores.scale,
+        runtime_scale=bool(match.scores.factors),
         changes=tuple(changes),
-        dropout_p=match.dropout_p,
-        softmax_dtype=match.softmax_dtype,
+        dropout_p=match.scores.dropout_p,
+        softmax_dtype=match.scores.softmax_dtype,
         proved=proved.scores,
     )

@@ -8,6 +8,8 @@ half precision is not faster.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attn_compiler.passes.graph.axes import AxisError
@@ -26,18 +28,20 @@ def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
         _is_on_cpu(match.out)
         or narrow not in HALVES
         or _dtype(match.first) != torch.float32
-        or match.softmax_dtype != "float32"
+        or match.scores.softmax_dtype != "float32"
     ):
         return None
     # q is multiplied by a factor that is a tensor, and the result is rounded to q's dtype. A bias is cast to that dtype, too.
-    if match.factors or any(_dtype(term.operand.root) not in (narrow, torch.bool) for term in match.additive):
+    if match.scores.factors or any(
+        _dtype(term.operand.root) not in (narrow, torch.bool) for term in match.scores.additive
+    ):
         return None
     with_casts = match.q, match.k
     try:
         (match.q, q_factor), (match.k, k_factor) = (_above_cast(mirror, match, operand) for operand in with_casts)
         if {_dtype(match.q.root), _dtype(match.k.root)} == {narrow}:
             _settle(match)
-            match.scale *= q_factor * k_factor
+            match.scores = replace(match.scores, scale=match.scores.scale * q_factor * k_factor)
             match.notes = (*match.notes, NOTE)
             return narrow
     except AxisError:
@@ -49,7 +53,7 @@ def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
 
 
 def _settle(match: Match) -> None:
-    terms = [term.operand for term in (*match.additive, *match.allowed)]
+    terms = [term.operand for term in match.scores.terms]
     operands.settle([match.q, match.k, match.v, *terms])
 
 

@@ -24,10 +24,9 @@ from torch import fx
 from attn_compiler import lowerings
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.passes.recovering import border_records
-from attn_compiler.passes.recovering.border_records import Crossing
 from attn_compiler.passes.recovering.borders import Border
-from attn_compiler.passes.rewrites import key, record
+from attn_compiler.passes.rewrites import border_records, key, record
+from attn_compiler.passes.rewrites.border_records import Crossing
 from attn_compiler.passes.rewrites.key import Keyed
 from attn_compiler.passes.rewrites.record import Edit
 from attn_compiler.passes.rewrites.refusing import Unkeyed
@@ -129,7 +128,7 @@ class Remembered:
         with _unkeyed(self):
             if self.keyed is None:
                 raise Unkeyed(self.why_not or "it has no key")
-            if told.faults or told.failure or any(unit.unread for unit in units):
+            if told.faults or told.failure or any(unit.log.unread for unit in units):
                 raise Unkeyed("something failed, and may not fail again")
             unbuilt = {r.lowering for site in told.sites for r in site.decision.refusals if r.when_built}
             if unbuilt:

@@ -29,8 +29,8 @@ _LOWEST = frozenset(torch.finfo(d).min for d in EVERY)
 
 def of_scores(match: Match) -> float:
     """How large the scores of a match get before anything is added."""
-    change = pointwise(match.changes)
-    return PRODUCT * abs(match.scale) if change is None else change.most
+    change = pointwise(match.scores.changes)
+    return PRODUCT * abs(match.scores.scale) if change is None else change.most
 
 
 def shuts_out(fills: Iterable[float], added: Reach, scores: float) -> bool:
@@ -53,11 +53,11 @@ def unusual(match: Match, fills: Iterable[float], added: Reach) -> tuple[str, ..
     fills: of everything that masks, each of which shuts out by itself. added: all else that is added, together.
     """
     found, scores = set(fills), of_scores(match)
-    lows = [limit.low for limit in match.limits]
+    lows = [limit.low for limit in match.scores.limits]
     risen = {max(fill, *lows) for fill in found} if lows else found
     beside = f"scores up to {scores:g}"
     beside += f" and {added.low:g} … {added.high:g} that is added" if added != Reach() else ""
     numbers = ", ".join(f"{fill:g}" for fill in sorted(risen))
     undone = [] if shuts_out(risen, added, scores) else [f"masks by {numbers} beside {beside}"]
-    passed = [limit for limit in match.limits if not limit.is_idle(added.low - scores, added.high + scores)]
+    passed = [limit for limit in match.scores.limits if not limit.is_idle(added.low - scores, added.high + scores)]
     return (*undone, *(f"a clamp to {limit.low:g} … {limit.high:g} of {beside}" for limit in passed))

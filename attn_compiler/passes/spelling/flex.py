@@ -18,14 +18,13 @@ from torch import fx
 
 from attn_compiler.passes.graph import bodies, closed, regions, relevance
 from attn_compiler.passes.graph.calls import Trying, target_name, untried
-from attn_compiler.passes.recovering import flex_blocks
-from attn_compiler.passes.recovering.flex_blocks import Blocks
-from attn_compiler.passes.spelling import expand, flex_sinks
+from attn_compiler.passes.graph.spelling import FLEX, Blocks, Spelled
+from attn_compiler.passes.spelling import expand, flex_blocks, flex_sinks
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing
 
-NAME = "flex attention"
+NAME = FLEX
 OPERATION = "flex_attention"
 
 #: kernel options that change nothing but Flex's own outputs for its backward, and what FlexAttention gives if nobody says anything
@@ -38,32 +37,6 @@ _DEFAULTS: Mapping[str, object] = {
     "WRITE_DQ": True,
 }
 _OUTPUTS = ("the attention", "logsumexp", "max_scores")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Spelled:
-    """One call that was spelled out: FlexAttention's, or that of a library's kernel (library_calls.py).
-
-    call: the call. It stays in the graph for as long as it is not known whether a kernel takes its place.
-    own: the call's output in the model.
-    product: the attention, spelled out. It is erased where a kernel took its place.
-    out: the same with the strides that the call gives it.
-    nodes: everything that was made for it.
-    allowed: mask_mod of every score; of a library's call None.
-    blocks: what its block mask says beside mask_mod; of a library's call None.
-    pattern: the name of the match.
-    kernel: of a library's call that an autograd.Function makes, the node in the body.
-    """
-
-    call: fx.Node
-    own: fx.Node
-    product: fx.Node
-    out: fx.Node
-    nodes: tuple[fx.Node, ...]
-    allowed: fx.Node | None = None
-    blocks: Blocks | None = None
-    pattern: str = NAME
-    kernel: fx.Node | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

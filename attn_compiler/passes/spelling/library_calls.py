@@ -30,8 +30,9 @@ from attn_compiler.passes.graph import (
 )
 from attn_compiler.passes.graph.calls import Trying, untried
 from attn_compiler.passes.graph.library_ops import OPS
+from attn_compiler.passes.graph.spelling import Spelled
 from attn_compiler.passes.spelling import expand, library_gradients
-from attn_compiler.passes.spelling.flex import Found, Spelled
+from attn_compiler.passes.spelling.flex import Found
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing

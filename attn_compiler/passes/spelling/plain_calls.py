@@ -1,30 +1,65 @@
-"""Calls that stand for others, spelled out beside them: what every graph goes through before it is mirrored."""
+"""Calls that stand for others, spelled out beside them: the steps that a graph goes through before it is mirrored.
+
+Each takes what the steps before it did, and gives that with its own part. What fails at one call leaves that call as it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from torch import fx
 
 from attn_compiler.passes.graph import faults
+from attn_compiler.passes.graph.calls import Trying
+from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.unit import Unit, module_path
 from attn_compiler.passes.spelling import dtensors, expand, flex, keys_last, library_calls
 
 
-def spell_out(unit: Unit) -> None:
-    """Fills what the unit knows of calls that were expanded, moved, or left as they are."""
+def expanded(unit: Unit, spelling: Spelling) -> Spelling:
+    """Calls that hide an attention, such as F.multi_head_attention_forward, are what they compute."""
+    return replace(spelling, expanded=tuple(expand.run(unit.graph_module, _trying(unit))))
 
+
+def on_local_tensors(unit: Unit, spelling: Spelling) -> Spelling:
+    """Calls on DTensors are calls on their local tensors."""
+    found = dtensors.run(unit.graph_module, unit.mode, _trying(unit))
+    return replace(spelling.leaving(found.left), local=found.local)
+
+
+def of_flex(unit: Unit, spelling: Spelling) -> Spelling:
+    """Beside FlexAttention's calls stands what they compute."""
+    found = flex.run(unit.graph_module, _trying(unit))
+    return replace(spelling.leaving(found.left), calls=(*spelling.calls, *found.spelled))
+
+
+def of_libraries(unit: Unit, spelling: Spelling) -> Spelling:
+    """Beside calls of libraries' kernels stands what they compute."""
+    found = library_calls.run(unit.graph_module, _trying(unit))
+    return replace(spelling.leaving(found.left), calls=(*spelling.calls, *found.spelled))
+
+
+def with_keys_last(unit: Unit, spelling: Spelling) -> Spelling:
+    """Softmaxes run over the last axis."""
+    return replace(spelling, moved=tuple(keys_last.run(unit.graph_module, unit.mode, _trying(unit))))
+
+
+def given_back(unit: Unit, spelling: Spelling) -> None:
+    """Leave of each call that was spelled out beside itself either the call, or what took its place."""
+    flex.give_back(unit.graph_module, spelling.calls)
+
+
+def spell_out(unit: Unit) -> Spelling:
+    """All of these steps, for a graph that goes through no others."""
+    found = Spelling()
+    for step in (expanded, on_local_tensors, of_flex, of_libraries, with_keys_last):
+        found = step(unit, found)
+    return found
+
+
+def _trying(unit: Unit) -> Trying:
     def trying(call: fx.Node) -> contextlib.AbstractContextManager[object]:
-        return faults.confined(unit, "expand", module_path(call))
+        return faults.confined(unit.log, "expand", module_path(call))
 
-    unit.expanded = expand.run(unit.graph_module, trying)
-    shared = dtensors.run(unit.graph_module, unit.mode, trying)
-    unit.local.update(shared.local)
-    unit.untried.update(shared.left)
-    found = flex.run(unit.graph_module, trying)
-    unit.spelled.extend(found.spelled)
-    unit.untried.update(found.left)
-    of_libraries = library_calls.run(unit.graph_module, trying)
-    unit.spelled.extend(of_libraries.spelled)
-    unit.untried.update(of_libraries.left)
-    unit.moved = keys_last.run(unit.graph_module, unit.mode, trying)
+    return trying

@@ -32,7 +32,7 @@ def why_not(unit: Unit) -> str | None:
 def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Node, fx.Node]:
     """The node of a buffer, and of what it held before the call. To be used at the site. value: fake."""
     path = unit.name.split(".") if unit.is_body else []
-    attribute = "_".join((_PREFIX, *path, str(len(unit.buffers))))
+    attribute = "_".join((_PREFIX, *path, str(len(unit.written.buffers))))
     if unit.is_body:
         node, held = (body_inputs.add(unit, f"{attribute}{suffix}", value) for suffix in ("", "_held"))
         inputs: tuple[fx.Node, ...] = (node, held)
@@ -44,32 +44,34 @@ def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Nod
     origin = None if unit.mirror is None else unit.mirror.owner(site.match.out)
     meta = {} if origin is None else {name: origin.meta.get(name) for name in _META}
     label = f"{site.module}/{name}"
-    unit.buffers.append(Buffer(name=attribute, label=label, value=value, site=site, origin=meta, inputs=inputs))
+    unit.written.buffers.append(Buffer(name=attribute, label=label, value=value, site=site, origin=meta, inputs=inputs))
     return node, held
 
 
 def install(root: fx.GraphModule, units: Sequence[Unit]) -> None:
     """Give the root what its sites and those of bodies keep, where bodies' calls can hand it to them: what other graphs keep for the same
     module already, or zeros. With any buffers, another module than this one gets code of its own."""
-    if any(unit.buffers for unit in units):
+    if any(unit.written.buffers for unit in units):
         torch_frames.guard_modules()
-    every = [(unit, buffer) for unit in units for buffer in unit.buffers]
+    every = [(unit, buffer) for unit in units for buffer in unit.written.buffers]
     times: Counter[Hashable] = Counter()
     homes = [_home(buffer, times) for _, buffer in every]
     tensors = [_known(buffer, home) for (_, buffer), home in zip(every, homes, strict=True)]
     for (unit, buffer), home, known in zip(every, homes, tensors, strict=True):
         torch_compat.add_buffer(root, buffer.name, _new(buffer, home) if known is None else known)
         if unit.is_body:
-            with root.graph.inserting_before(unit.calls[0].node):
-                unit.given |= dict(zip(buffer.inputs, _read(root.graph, buffer.name, buffer.value), strict=True))
+            with root.graph.inserting_before(unit.place.calls[0].node):
+                unit.written.given.update(
+                    dict(zip(buffer.inputs, _read(root.graph, buffer.name, buffer.value), strict=True))
+                )
 
 
 def forget(unit: Unit, kept: int) -> None:
     """Nothing that sites asked for after the first `kept` buffers is wanted; their nodes are erased already."""
-    for buffer in unit.buffers[kept:]:
+    for buffer in unit.written.buffers[kept:]:
         if not unit.is_body:
             torch_compat.remove_buffer(unit.graph_module, buffer.name)
-    del unit.buffers[kept:]
+    del unit.written.buffers[kept:]
 
 
 def _known(buffer: Buffer, home: fp8_state.Home | None) -> torch.Tensor | None:
@@ -117,7 +119,7 @@ def _lines(stack_trace: str) -> tuple[tuple[str, str], ...]:
 
 def discard(root: fx.GraphModule, units: Iterable[Unit]) -> None:
     """Nothing was rewritten after all."""
-    for buffer in (buffer for unit in units for buffer in unit.buffers):
+    for buffer in (buffer for unit in units for buffer in unit.written.buffers):
         torch_compat.remove_buffer(root, buffer.name)
 
 

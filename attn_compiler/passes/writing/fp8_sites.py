@@ -7,7 +7,7 @@ import fnmatch
 import warnings
 
 from attn_compiler.lowerings.base import FP8, check_fp8_inputs
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.matching import repeats
 from attn_compiler.passes.writing import buffers
 from attn_compiler.reasons.errors import AttnCompilerWarning, shortened
@@ -16,14 +16,14 @@ from attn_compiler.reporting.report import Report
 from attn_compiler.spec.fp8_recipe import DelayedScaling, Fp8Recipe
 
 
-def apply(unit: Unit) -> None:
+def run(unit: Unit, found: FoundSites) -> None:
     """Put the recipe into the specs of a unit's sites, and say of the others why it is not there."""
     recipe, options = unit.options.fp8_recipe, unit.options
     if recipe is None:
         return
     asked = options.lowerings if options.lowering is None else (options.lowering,)
     no_buffers = buffers.why_not(unit) if isinstance(recipe.scaling, DelayedScaling) else None
-    for site in unit.sites:
+    for site in found.sites:
         # Layers that share one body are all in FP8, or none of them is.
         excluding = map(recipe.excluding, repeats.modules(unit, site.module))
         pattern = next((pattern for pattern in excluding if pattern is not None), None)

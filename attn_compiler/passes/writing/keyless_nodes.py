@@ -13,8 +13,8 @@ from attn_compiler.index_expr import Expr, Index, Test, on_nodes
 from attn_compiler.index_expr.on_nodes import Names, size_of
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Emitter, Operands, SizeOf
+from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.passes.recovering import kinds
-from attn_compiler.passes.recovering.keyless import Keyless
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 

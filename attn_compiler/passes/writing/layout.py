@@ -9,20 +9,19 @@ import torch
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import UNTOUCHED, LayoutDemand
 from attn_compiler.passes.graph import faults
-from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.writing.select import leave_alone
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 
 
-def run(unit: Unit, mirror: Mirror) -> None:
+def run(unit: Unit, found: FoundSites) -> None:
     """Fill in the copies of every site that is going to be lowered."""
-    for site in unit.sites:
+    for site in found.sites:
         if site.spec is None or site.decision is None or site.decision.lowering == UNTOUCHED:
             continue
-        unit.current = site.module
-        with faults.confined(unit, "layout", site.module) as attempt:
+        unit.log.current = site.module
+        with faults.confined(unit.log, "layout", site.module) as attempt:
             demand = by_name(site.decision.lowering).demand(site.spec)
             site.copies.extend(needed(site.spec, demand))
         if attempt.reason is not None:

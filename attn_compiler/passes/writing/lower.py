@@ -7,7 +7,7 @@ where nothing else reads them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,33 +15,34 @@ from torch import fx
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import OF_CACHE, OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes
-from attn_compiler.passes.graph import faults, gradients, program, saved, strides
+from attn_compiler.passes.graph import faults, gradient_runs, gradients, program, saved, strides
 from attn_compiler.passes.graph.emit import GraphBuilder, Held
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Site
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.recovering import body_inputs, reach, recover
 from attn_compiler.passes.writing import buffers, keyless_nodes
 from attn_compiler.passes.writing.select import leave_alone
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import op_library, snapshots as torch_snapshots, symbols as torch_symbols
 
 
-def run(unit: Unit, mirror: Mirror) -> None:
+def run(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> None:
     """Lower every site that has a lowering, then recompile.
 
     In the order of the outputs: what sites share is made before the first of them, and kernels stand where outputs stood.
     """
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     held: list[_Held] = []
-    for site in sorted(unit.sites, key=lambda site: mirror.order(site.match.out)):
-        unit.current = site.module
+    for site in sorted(found.sites, key=lambda site: mirror.order(site.match.out)):
+        unit.log.current = site.module
         if site.decision is not None and site.decision.lowering != UNTOUCHED:
-            held += _try(unit, mirror, site, builder)
+            held += _try(unit, mirror, site, builder, targets)
     _leave_out(held)
-    builder.erase_unused([site.new_out for site in unit.sites if site.new_out is not None])
-    for site in unit.sites:
+    builder.erase_unused([site.new_out for site in found.sites if site.new_out is not None])
+    for site in found.sites:
         _erase_expanded(site, unit.graph)
     _report(held, unit.graph)
     unit.graph_module.recompile()
@@ -80,15 +81,15 @@ def _report(held: list[_Held], graph: fx.Graph) -> None:
                 one.site.copies.append(copy)
 
 
-def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[_Held]:
+def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder, targets: Mapping[str, Target]) -> list[_Held]:
     """Lower one site, or leave it, and everything that was made for it, as if it had not been tried. Gives the copies that it reads.
 
     All that may fail comes before the first edit of what was there; until then there is nothing but new nodes to take back.
     """
-    notes, copies, num_buffers = list(site.notes), list(site.copies), len(unit.buffers)
+    notes, copies, num_buffers = list(site.notes), list(site.copies), len(unit.written.buffers)
     taken_back = torch_snapshots.taken_back_on_error(unit.graph_module)
-    with faults.confined(unit, "lower", site.module) as attempt, taken_back:
-        new, held = _lower(unit, mirror, site, builder)
+    with faults.confined(unit.log, "lower", site.module) as attempt, taken_back:
+        new, held = _lower(unit, mirror, site, builder, targets)
         old = [builder.leaf(output) for output in site.match.outputs]
         gone = unread(mirror, site, old)
     if attempt.reason is not None:
@@ -108,7 +109,7 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> list[
 
 def _erase_expanded(site: Site, graph: fx.Graph) -> None:
     """Erase what makes k and v of a latent, where nothing reads them any more. Writes in place keep it alive otherwise."""
-    latent = site.match.latent
+    latent = site.match.reads.latent
     if not isinstance(latent, Latent) or any(user not in latent.made_for for n in latent.made_for for user in n.users):
         return
     for node in reversed(graph.nodes):
@@ -116,11 +117,13 @@ def _erase_expanded(site: Site, graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _lower(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder) -> tuple[list[fx.Node], list[_Held]]:
+def _lower(
+    unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder, targets: Mapping[str, Target]
+) -> tuple[list[fx.Node], list[_Held]]:
     """What takes the place of the site's outputs, which nothing reads yet, and the copies that it reads."""
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
-    target = unit.target(site.spec.device)
+    target = targets[site.spec.device]
     note, with_grad = site.notes.append, site.spec.needs_grad
     make, carry = functools.partial(buffers.make, unit, site), functools.partial(body_inputs.carry, unit)
     keep = saved.Keeping(unit=unit, mirror=mirror, match=site.match).why_loaded if with_grad else None
@@ -197,8 +200,8 @@ def _finish_lse(mirror: Mirror, site: Site, builder: GraphBuilder, lse: fx.Node)
     if match.lse is None:
         raise ValueError(f"nothing reads the lse of the site at {site.module}")
     new = program.restore_lse(match, builder, lse)
-    new = _as_was(mirror, site, builder, new, match.lse, builder.leaf(match.lse), "lse")
-    return new if match.lse_kept is None else _handed_on(site, builder, new, match.lse_kept, "lse")
+    new = _as_was(mirror, site, builder, new, match.lse.node, builder.leaf(match.lse.node), "lse")
+    return new if match.kept.lse is None else _handed_on(site, builder, new, match.kept.lse, "lse")
 
 
 def _as_was(
@@ -223,10 +226,14 @@ def _settle(
     unit: Unit, site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: fx.Node
 ) -> tuple[list[_Held], fx.Node]:
     """The copies that the site reads, with whether its kernel saves them, and the output, as a copy where the kernel saves that."""
-    why = site.match.out_kept
+    why = site.match.kept.out
     given = {copy.node for copy in builder.held if saved.is_given_to_kernel(copy.node)}
     # Running costs milliseconds: not where it is seen that kernels are given all the copies.
-    ran = saved.run(emitted, unit.mode, unit.runs) if why is not None or len(given) < len(builder.held) else None
+    ran = (
+        gradient_runs.run(emitted, unit.mode, unit.memory.runs)
+        if why is not None or len(given) < len(builder.held)
+        else None
+    )
     held = [
         _Held(site=site, copy=copy, is_saved=copy.node in given or ran is None or ran.saves(copy.node))
         for copy in builder.held
@@ -244,7 +251,7 @@ def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str, name: 
 
 def _brings_gradient(mirror: Mirror, site: Site) -> bool:
     """Whether something that the kernel reads carries a gradient: the model may have stopped it on the way, or all around."""
-    factors = (factor.node for factor in site.match.factors)
+    factors = (factor.node for factor in site.match.scores.factors)
     return any(gradients.known(mirror, node) for node in (*program.sources(site.match), *factors))
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 from attn_compiler import lowerings
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8, UNTOUCHED
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import faults
-from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.spelling import flex, library_calls
-from attn_compiler.passes.writing import fp8_sites
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Faster, Reason, Refusal
 from attn_compiler.reasons.errors import LoweringUnavailable
@@ -23,28 +21,27 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
 
-def run(unit: Unit, mirror: Mirror) -> None:
-    """Give every site its decision."""
-    fp8_sites.apply(unit)
-    options = unit.options if unit.lowerings is None else _among(unit.options, unit.lowerings)
+def run(unit: Unit, found: FoundSites, targets: Mapping[str, Target], among: tuple[str, ...] | None = None) -> None:
+    """Give every site its decision. targets: by device type. among: the only lowerings that may serve; None: whichever options allow."""
+    options = unit.options if among is None else _among(unit.options, among)
     decided: dict[tuple[AttentionSpec, bool], Decision] = {}
     with_packages: dict[tuple[AttentionSpec, bool], Faster | None] = {}
-    for site in unit.sites:
-        unit.current = site.module
-        with faults.confined(unit, "select", site.module) as attempt:
+    for site in found.sites:
+        unit.log.current = site.module
+        with faults.confined(unit.log, "select", site.module) as attempt:
             spec = site.spec
             if spec is None:
                 raise ValueError(f"the site at {site.module} has no spec")
             of_flex = site.match.pattern in (flex.NAME, library_calls.NAME)
             if (spec, of_flex) not in decided:
-                decided[spec, of_flex] = decide(spec, unit.target(spec.device), options, of_flex)
+                decided[spec, of_flex] = decide(spec, targets[spec.device], options, of_flex)
             site.decision = decided[spec, of_flex]
             if not _is_named(options):
-                site.evidence = lowerings.evidence(spec, unit.target(spec.device))
+                site.evidence = lowerings.evidence(spec, targets[spec.device])
                 if (spec, of_flex) not in with_packages:
-                    with_packages[spec, of_flex] = faster(spec, unit.target(spec.device), site.decision)
+                    with_packages[spec, of_flex] = faster(spec, targets[spec.device], site.decision)
                 site.faster = with_packages[spec, of_flex]
-            site.estimate = lowerings.estimate(spec, unit.target(spec.device), site.decision.lowering)
+            site.estimate = lowerings.estimate(spec, targets[spec.device], site.decision.lowering)
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import fx
 
@@ -12,12 +12,12 @@ from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes.graph import autograd_functions, opaque_calls
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
 from attn_compiler.passes.graph.site import Miss, Site
 from attn_compiler.passes.graph.unit import Unit, is_anchor_like, module_path, source_line
 from attn_compiler.passes.matching import repeats
 from attn_compiler.passes.recovering.recover import COMES_IN
 from attn_compiler.passes.spelling import flex
-from attn_compiler.passes.unpad.outcome import KeptGraph
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.reasons.errors import REPRODUCE, described
@@ -30,7 +30,8 @@ from attn_compiler.torch_private import compat as torch_compat
 def report(
     gm: fx.GraphModule,
     units: list[Unit],
-    seconds: dict[str, float],
+    targets: Mapping[str, Target],
+    seconds: Mapping[str, float],
     *,
     faults: tuple[str, ...] = (),
     unseen: Iterable[MissReport] = (),
@@ -38,8 +39,8 @@ def report(
     """The report of one graph handed to the backend. faults: what was warned of. unseen: misses that no pattern started from."""
     return Report(
         graph=torch_compat.graph_name(),
-        target=_target(gm, units),
-        untried=tuple(sorted({said for target in _targets(gm, units) for said in tried.on(target)})),
+        target=_target(gm, targets),
+        untried=tuple(sorted({said for target in _targets(gm, targets) for said in tried.on(target)})),
         sites=tuple(_site_rows(units)),
         misses=(*_miss_rows(units), *_chosen_rows(gm, units), *unseen),
         seconds=tuple(seconds.items()),
@@ -50,7 +51,7 @@ def report(
 
 def _unpad(units: list[Unit]) -> UnpadReport | None:
     """Of the graph itself, or of the first body that has attention."""
-    outcome = next((unit.unpadded for unit in units if unit.unpadded is not None), None)
+    outcome = next((unit.outcome for unit in units if isinstance(unit.outcome, KeptGraph | Packed)), None)
     if outcome is None:
         return None
     if isinstance(outcome, KeptGraph):
@@ -58,10 +59,10 @@ def _unpad(units: list[Unit]) -> UnpadReport | None:
     return UnpadReport(zeroed=outcome.zeroed, facts=outcome.facts, notes=outcome.notes, steps=outcome.steps)
 
 
-def of_failure(gm: fx.GraphModule, units: list[Unit], seconds: dict[str, float], failure: str) -> Report:
+def of_failure(gm: fx.GraphModule, targets: Mapping[str, Target], seconds: Mapping[str, float], failure: str) -> Report:
     """The report of a graph of which nothing was rewritten after all: no site is claimed."""
     try:
-        target = _target(gm, units)
+        target = _target(gm, targets)
     except Exception as error:  # noqa: BLE001 (it may be what failed in the first place, and the report has to say so)
         target = f"not known ({described(error)})"
     return Report(graph=torch_compat.graph_name(), target=target, seconds=tuple(seconds.items()), failure=failure)
@@ -98,19 +99,19 @@ def _given_up(decision: Decision, reason: Reason) -> Decision:
     return Decision(lowering=UNTOUCHED, refusals=(*decision.refusals, refused))
 
 
-def _target(gm: fx.GraphModule, units: list[Unit]) -> str:
-    return "; ".join(sorted({target.words for target in _targets(gm, units)}))
+def _target(gm: fx.GraphModule, targets: Mapping[str, Target]) -> str:
+    return "; ".join(sorted({target.words for target in _targets(gm, targets)}))
 
 
-def _targets(gm: fx.GraphModule, units: list[Unit]) -> set[Target]:
-    used = {target for unit in units for target in unit.targets.values()}
-    return used or {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
+def _targets(gm: fx.GraphModule, targets: Mapping[str, Target]) -> set[Target]:
+    """targets: those that decisions were made for."""
+    return set(targets.values()) or {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
 
 
 def _site_rows(units: list[Unit]) -> list[SiteReport]:
     rows: dict[object, list[tuple[Unit, Site]]] = {}
     for unit in units:
-        for site in unit.sites:
+        for site in unit.found.sites:
             rows.setdefault(_row_key(site), []).append((unit, site))
     return [_row(found) for found in rows.values()]
 
@@ -144,11 +145,11 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
     rows: list[MissReport] = []
     inside = _inside(units)
     for unit in units:
-        if unit.left_alone is not None:
-            rows.extend(_left_alone(unit, unit.left_alone))
+        if unit.log.left_alone is not None:
+            rows.extend(_left_alone(unit, unit.log.left_alone))
         rows.extend(_untried_rows(unit, inside))
         grouped: dict[tuple[str, ...], list[Miss]] = {}
-        for miss in unit.misses:
+        for miss in unit.found.misses:
             grouped.setdefault(_miss_key(miss), []).append(miss)
         rows.extend(_miss_row(unit, unit.mirror, misses) for misses in grouped.values() if unit.mirror is not None)
     return rows
@@ -189,8 +190,8 @@ def _chosen_rows(gm: fx.GraphModule, units: list[Unit]) -> list[MissReport]:
     nodes = [
         node for module in torch_compat.graph_modules(gm) for node in module.graph.nodes if node.op == "call_function"
     ]
-    spelled = [one.call for unit in units for one in unit.spelled]
-    told = {*_inside(units), *spelled, *(node for unit in units for node in unit.untried)}
+    spelled = [one.call for unit in units for one in unit.spelling.calls]
+    told = {*_inside(units), *spelled, *(node for unit in units for node in unit.found.untried)}
     found: dict[str, list[fx.Node]] = {}
     for node in nodes:
         name = flex.OPERATION if flex.is_call(node) else opaque_calls.name_of(node)
@@ -212,18 +213,18 @@ def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:
 
 def _inside(units: list[Unit]) -> set[fx.Node | None]:
     """Kernels in the bodies of autograd.Functions that were tried."""
-    spelled = {one.kernel for unit in units for one in unit.spelled}
-    return spelled | {autograd_functions.kernel_of(node) for unit in units for node in unit.untried}
+    spelled = {one.kernel for unit in units for one in unit.spelling.calls}
+    return spelled | {autograd_functions.kernel_of(node) for unit in units for node in unit.found.untried}
 
 
 def _untried_rows(unit: Unit, inside: Collection[fx.Node | None]) -> list[MissReport]:
     """A row for all calls of one name that were not tried for one reason. inside: kernels of what has a row itself."""
     grouped: dict[tuple[str, ...], list[fx.Node]] = {}
-    for node, reason in unit.untried.items():
+    for node, reason in unit.found.untried.items():
         if node in inside:
             continue
         grouped.setdefault((_called(node), *_alike(reason)), []).append(node)
-    return [_untried(nodes, _called(nodes[0]), unit.untried[nodes[0]]) for nodes in grouped.values()]
+    return [_untried(nodes, _called(nodes[0]), unit.found.untried[nodes[0]]) for nodes in grouped.values()]
 
 
 def _called(node: fx.Node) -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.reasons.errors import VerifyFailed
 from attn_compiler.torch_private import symbols as torch_symbols
 
 
-def run(unit: Unit, mirror: Mirror) -> None:
+def run(unit: Unit, found: FoundSites) -> None:
     """Raise VerifyFailed if the graph is malformed, or a site's value changed in shape, dtype or device."""
-    if unit.first_look is not None:
-        unit.first_look = unit.first_look.last(unit.graph, mirror, unit.sites)
     if not unit.options.check_invariants:
         return
     try:
@@ -27,7 +24,7 @@ def run(unit: Unit, mirror: Mirror) -> None:
             invariant="every node is defined before it is used",
             observed=str(error),
         ) from error
-    for site in unit.sites:
+    for site in found.sites:
         if site.new_out is not None:
             _check_output(site, site.new_out)
 

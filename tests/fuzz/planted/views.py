@@ -118,7 +118,7 @@ VIEWS = [
     ),
     _f(
         "arrange drops the permutation",
-        "writing/arrange.py",
+        "graph/arrange.py",
         "arrange",
         "if order != sorted(order):",
         "if order != sorted(order) and len(order) == 4:",
@@ -127,7 +127,7 @@ VIEWS = [
     ),
     _f(
         "arrange permutes backwards",
-        "writing/arrange.py",
+        "graph/arrange.py",
         "_permutation",
         "args=(tuple(order),)",
         "args=(tuple(order.index(i) for i in range(len(order))),)",
@@ -136,7 +136,7 @@ VIEWS = [
     ),
     _f(
         "arrange broadcasts at the end",
-        "writing/arrange.py",
+        "graph/arrange.py",
         "_insert_broadcasts",
         "ViewCall(function=torch.unsqueeze, args=(index,))",
         "ViewCall(function=torch.unsqueeze, args=(len(sizes) and index - 1,))",
@@ -145,7 +145,7 @@ VIEWS = [
     ),
     _f(
         "undone views of other axes",
-        "writing/arrange.py",
+        "graph/arrange.py",
         "_undoes",
         "return first.args == second.args",
         "return True",
@@ -154,7 +154,7 @@ VIEWS = [
     ),
     _f(
         "unflatten is undone by any flatten",
-        "writing/arrange.py",
+        "graph/arrange.py",
         "_undoes",
         "return bool(second.args == (dim, dim + len(sizes) - 1))",
         "return True",

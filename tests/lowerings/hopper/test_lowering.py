@@ -15,7 +15,7 @@ from attn_compiler.lowerings.hopper.lowering import HopperAttention, backward_of
 from attn_compiler.lowerings.hopper.plan import blocks_of
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.passes.graph import saved
+from attn_compiler.passes.graph import gradient_runs
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.attention import LseUse
 from attn_compiler.spec.target import Target
@@ -208,7 +208,7 @@ def test_the_output_counts_as_saved() -> None:
         out = HOPPER.emit(emitter, spec, Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
         other = emitter.call(torch.neg, out)
     emitted = [node for node in graph.nodes if node.op == "call_function"]
-    ran = saved.run(emitted, mode)
+    ran = gradient_runs.run(emitted, mode)
     assert ran is not None
     assert ran.saves(out)
     assert not ran.saves(other)

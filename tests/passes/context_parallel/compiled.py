@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
 from attn_compiler import ContextParallel
-from attn_compiler.passes import context_parallel
+from attn_compiler.torch_private import meetings as torch_meetings
 from tests.meshes import fake_mesh
 
 #: positions of a rank, sequences, width, heads
@@ -68,12 +68,15 @@ def compile_and_run(
     after: Before | None = None,
     data: Data | None = None,
     length: int = LENGTH,
+    said: list[str] | None = None,
     **description: Any,
 ) -> torch.Tensor:
-    """One call of the compiled model. length: positions of the rank. description: of ContextParallel."""
+    """One call of the compiled model. length: positions of the rank. said: filled with what it tells the other rank. description: of
+    ContextParallel."""
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
         # The other rank is not there.
-        patch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
+        told = [] if said is None else said
+        patch.setattr(torch_meetings, "agree", lambda _, __, text, **___: told.append(text))
         options = {"context_parallel": ContextParallel(mesh, **description), "inner": "eager"}
         compiled = torch.compile(Model(before, attend, after), backend="attn_compiler", options=options)
         found: torch.Tensor = compiled(torch.randn(BATCH, length, WIDTH), **(data or {}))

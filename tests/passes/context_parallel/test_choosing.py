@@ -21,7 +21,7 @@ CPU, HOPPER = Target.fake(device="cpu"), Target.fake()
 
 
 def _site(**changed: Any) -> Any:
-    match = SimpleNamespace(out="out", limits=(), query=())
+    match = SimpleNamespace(out="out", scores=SimpleNamespace(limits=()), axes=SimpleNamespace(query=()))
     given = {"condition": None, "loads": {}, "score_loads": {}} | changed
     return SimpleNamespace(match=match, keyless=None, **given)
 

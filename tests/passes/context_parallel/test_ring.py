@@ -15,10 +15,11 @@ from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
 from attn_compiler.lowerings.graph_ops.merging import merged_parts, whole_of_parts
 from attn_compiler.options.options import Options
-from attn_compiler.passes import context_parallel, rewrite
+from attn_compiler.passes import rewrite
 from attn_compiler.passes.context_parallel import ring
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.torch_private import meetings as torch_meetings
 from tests.lowerings.emitting import GraphEmitter
 from tests.meshes import fake_mesh
 from tests.passes.context_parallel.compiled import BATCH, HEADS, LENGTH, WIDTH, Attend, Data, Model
@@ -36,7 +37,7 @@ def _unit(monkeypatch: pytest.MonkeyPatch, attend: Attend | None = None, *, size
         found.extend(rewrite(gm, options).units)
         return lambda *inputs: gm.graph.output_node().args[0] and [torch.zeros(BATCH, LENGTH, WIDTH)]
 
-    monkeypatch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(torch_meetings, "agree", lambda *_, **__: None)
     torch._dynamo.reset()
     with fake_mesh(size) as mesh:
         cp = ContextParallel(mesh, **description)
@@ -71,13 +72,13 @@ def test_one_exchange_and_a_gather_for_each_rank(
     unit = _unit(monkeypatch, attend, method="ring", load_balance=order)
     assert _count(unit, torch_collectives.exchanged_pieces) == 1
     assert _count(unit, torch_collectives.gathered_piece) == 3
-    assert _count(unit, attention_with_lse) == len(unit.sites) == parts
+    assert _count(unit, attention_with_lse) == len(unit.found.sites) == parts
     assert _count(unit, merged_parts) == parts - 1
     assert _count(unit, whole_of_parts) == 1
-    assert {site.spec.lse for site in unit.sites if site.spec is not None} == {"merged"}
-    assert all("ring over 3 ranks" in site.notes[0] for site in unit.sites)
+    assert {site.spec.lse for site in unit.found.sites if site.spec is not None} == {"merged"}
+    assert all("ring over 3 ranks" in site.notes[0] for site in unit.found.sites)
     # Each sends a third to two others, and two others a third of three.
-    assert f"a rank sends {BYTES // 3 * 2 * 4} bytes" in unit.sites[0].notes[0]
+    assert f"a rank sends {BYTES // 3 * 2 * 4} bytes" in unit.found.sites[0].notes[0]
 
 
 def test_a_gather_begins_before_the_attention_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,18 +92,18 @@ def test_auto_takes_a_ring_where_gathered_keys_are_too_many(monkeypatch: pytest.
     """Three ranks share out no two heads."""
     assert HEADS % 3
     limit = 3 * BYTES
-    assert "all_gather over" in _unit(monkeypatch, gather_limit=limit).sites[0].notes[0]
-    (note, *_) = _unit(monkeypatch, gather_limit=limit - 1).sites[0].notes
+    assert "all_gather over" in _unit(monkeypatch, gather_limit=limit).found.sites[0].notes[0]
+    (note, *_) = _unit(monkeypatch, gather_limit=limit - 1).found.sites[0].notes
     assert "ring over" in note
     assert note.endswith(f"keys and values of all ranks would be {limit} bytes, more than gather_limit")
-    assert "all_to_all over" in _unit(monkeypatch, size=2, gather_limit=0).sites[0].notes[0]
+    assert "all_to_all over" in _unit(monkeypatch, size=2, gather_limit=0).found.sites[0].notes[0]
     # Who asks for it is told no reason.
-    assert "gather_limit" not in _unit(monkeypatch, method="ring", gather_limit=0).sites[0].notes[0]
+    assert "gather_limit" not in _unit(monkeypatch, method="ring", gather_limit=0).found.sites[0].notes[0]
 
 
 def test_a_halo_that_is_less_takes_the_place_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     unit = _unit(monkeypatch, _window, method="ring", load_balance=None)
-    assert "halo of 3 positions before each chunk" in unit.sites[0].notes[0]
+    assert "halo of 3 positions before each chunk" in unit.found.sites[0].notes[0]
     assert _count(unit, torch_collectives.gathered_piece) == 0
 
 

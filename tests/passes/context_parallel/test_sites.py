@@ -14,7 +14,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index
 from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.recovering.keyless import Keyless
+from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.reasons.errors import ContextParallelUnsupported
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.scores import Sinks, Softcap, Unusual
@@ -26,7 +26,8 @@ SHUT_OUT = Keyless(allowed=ix.compare("<=", Index("q"), ix.ZERO), highest=-1e9)
 
 
 def _site(**changed: Any) -> Any:
-    match = SimpleNamespace(out="out", limits=changed.pop("limits", ()), query=())
+    scores, axes = SimpleNamespace(limits=changed.pop("limits", ())), SimpleNamespace(query=())
+    match = SimpleNamespace(out="out", scores=scores, axes=axes)
     return SimpleNamespace(match=match, keyless=changed.pop("keyless", None))
 
 

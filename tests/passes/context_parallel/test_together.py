@@ -10,10 +10,11 @@ import torch
 from attn_compiler import ContextParallel
 from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.options.options import Options
+from attn_compiler.passes.context_parallel import saying
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.together import Said, together
 from attn_compiler.passes.graph import unit
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.unit import Unit, UnitPlace
 from attn_compiler.reasons.errors import ContextParallelUnsupported
 from attn_compiler.torch_private import meetings as torch_meetings, tracing as torch_tracing
 from attn_compiler.torch_private.meetings import TOLD, RanksDisagree
@@ -42,9 +43,10 @@ def _together(
     assert mode is not None
     with fake_mesh(2) as mesh:
         cp = ContextParallel(mesh)
-        found = Unit(graph_module=gm, name="", options=Options(context_parallel=cp), mode=mode)
-        together(found, mirror, cp, [] if beside is None else [beside], rewrite)
-    return said, found.meetings
+        found = Unit.of(gm, Options(context_parallel=cp), UnitPlace(name="", mode=mode))
+        call = saying.of_call(gm.graph)
+        meetings = together(found, mirror, cp, [] if beside is None else [beside], call, rewrite)
+    return said, meetings
 
 
 def _fails(error: Exception) -> Callable[[], Said]:

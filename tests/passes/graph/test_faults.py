@@ -15,10 +15,10 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 import attn_compiler
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
-from attn_compiler.passes import pipeline
 from attn_compiler.passes.graph import faults, mutation, program, strides
 from attn_compiler.passes.graph.unit import module_path
 from attn_compiler.passes.matching import match
+from attn_compiler.passes.pipeline import steps as pipeline
 from attn_compiler.passes.recovering import reach, recover
 from attn_compiler.passes.spelling import expand, keys_last
 from attn_compiler.passes.writing import lower, select
@@ -256,9 +256,9 @@ def test_faults_deep_inside_of_lowering(depth: str, monkeypatch: pytest.MonkeyPa
     home = {"program": program, "strides": strides, "mutation": mutation}[module]
     run_lower, sites = lower._lower, []
 
-    def count(unit: Any, mirror: Any, site: Any, builder: Any) -> Any:
+    def count(unit: Any, mirror: Any, site: Any, *rest: Any) -> Any:
         sites.append(site)
-        return run_lower(unit, mirror, site, builder)
+        return run_lower(unit, mirror, site, *rest)
 
     monkeypatch.setattr(lower, "_lower", count)
     _raising(monkeypatch, home, name, lambda *_: len(sites) == 3)
@@ -371,11 +371,11 @@ def test_the_text_of_a_fault_names_the_line_of_ours() -> None:
     from attn_compiler.reasons.errors import described
 
     try:
-        pipeline.check_contracts((dataclasses.replace(pipeline.PIPELINE[-1]),))
+        pipeline.check_contracts(pipeline.PIPELINE[-1:])
     except ValueError as error:
         text = described(error)
-    assert text.startswith("ValueError: the pass 'verify' needs")
-    assert "(pipeline.py:" in text
+    assert text.startswith("ValueError: the pass 'keep' needs")
+    assert "(step.py:" in text
     assert faults.failed("match", "layer", ValueError("a\n  b")).cause == "ValueError: a b"
 
 
@@ -384,10 +384,11 @@ def test_a_pass_that_fails_for_one_graph_leaves_the_others(name: str, monkeypatc
     """Two bodies of checkpoints, of which one can't even be traced."""
 
     def broken(run: Callable[..., None]) -> Callable[..., None]:
-        def fail(unit: Any, mirror: Any) -> None:
-            run(unit, mirror)
+        def fail(work: Any, unit: Any) -> Any:
+            said = run(work, unit)
             if unit.name == "wrap_body_0":
                 raise KeyError("not today")
+            return said
 
         return fail
 

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import unit
 from attn_compiler.passes.recovering import recover
-from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat
 from tests.passes.compiling import CPU_FLASH, Compiled, captured, compiled
 
@@ -191,7 +190,7 @@ def test_branches_of_cond() -> None:
 
 def _units(function: Callable[..., Any], *args: Any) -> list[unit.Unit]:
     gm, _ = captured(function, *args)
-    return unit.units(gm, Options(), {})
+    return unit.units(gm, Options())
 
 
 def test_a_graph_without_attention_is_no_unit() -> None:
@@ -223,14 +222,6 @@ def test_bodies_are_named_by_their_path_and_come_once() -> None:
 
     found = _units(function, torch.randn(Q, requires_grad=True))
     assert [u.name for u in found] == ["", "wrap_body_0"]
-
-
-def test_target_is_read_once_a_device_and_shared() -> None:
-    fake = Target.fake()
-    gm, _ = captured(lambda x: sdpa(x, x, x), torch.randn(Q))
-    (found,) = unit.units(gm, Options(), {"cuda": fake})
-    assert found.target("cuda") is fake
-    assert found.target("cpu") is found.target("cpu")
 
 
 @pytest.mark.parametrize(
@@ -368,7 +359,7 @@ def test_a_dtensor_of_a_sharded_sequence_is_left_alone() -> None:
 
 def _units(function: Callable[..., Tensor], *inputs: Tensor) -> list[unit.Unit]:
     gm, _ = captured(function, *inputs)
-    return unit.units(gm, Options(), {})
+    return unit.units(gm, Options())
 
 
 def test_a_body_knows_its_call_and_the_caller_is_no_unit_without_attention() -> None:
@@ -376,10 +367,10 @@ def test_a_body_knows_its_call_and_the_caller_is_no_unit_without_attention() -> 
         return checkpoint(lambda q, m: sdpa(q, q, q, attn_mask=m), q.sin(), mask > 0, use_reentrant=False)
 
     (body,) = _units(function, torch.randn(Q, requires_grad=True), torch.randn(S, S))
-    (call,) = body.calls
+    (call,) = body.place.calls
     assert call.unit.name == ""
     assert call.unit.mirror is None
-    assert [target for _, target in call.unit.callees] == [body]
+    assert [target for _, target in call.unit.place.callees] == [body]
     assert call.node.args[call.first].meta["example_value"].shape in (Q, (S, S))
 
 
@@ -390,7 +381,7 @@ def test_a_body_that_is_called_in_a_way_not_looked_into_has_no_calls() -> None:
     with torch.no_grad():
         bodies = _units(function, torch.randn(Q))
     assert len(bodies) == 2
-    assert all(body.calls == [] for body in bodies)
+    assert all(body.place.calls == [] for body in bodies)
 
 
 def test_callers_come_before_what_they_call() -> None:
@@ -401,18 +392,12 @@ def test_callers_come_before_what_they_call() -> None:
         return sdpa(q, q, checkpoint(layer, q, use_reentrant=False))
 
     found = _units(function, torch.randn(Q, requires_grad=True))
-    assert [len(body.calls) for body in found] == [0, 1, 1]
+    assert [len(body.place.calls) for body in found] == [0, 1, 1]
     for body in found:
-        assert all(found.index(call.unit) < found.index(body) for call in body.calls)
+        assert all(found.index(call.unit) < found.index(body) for call in body.place.calls)
 
 
-def test_what_a_bodys_mask_is_made_of_is_not_skipped_in_the_caller() -> None:
-    def function(q: Tensor, mask: Tensor) -> Tensor:
-        shifted = mask + 1
-        beside = (q * 2 + 1).exp()
-        return checkpoint(lambda q, m, x: sdpa(q, q, q, attn_mask=m) + x, q, shifted > 0, beside, use_reentrant=False)
-
-    (body,) = _units(function, torch.randn(Q, requires_grad=True), torch.randn(S, S))
-    targets = [node.target for node in body.calls[0].unit.mirrored().graph.nodes]
-    assert torch.ops.aten.add.Tensor in targets
-    assert torch.ops.aten.exp.default not in targets
+def test_what_is_asked_of_a_graph_without_a_mirror_is_an_error() -> None:
+    (found,) = _units(lambda x: sdpa(x, x, x), torch.randn(Q))
+    with pytest.raises(ValueError, match="the graph has no mirror"):
+        _ = found.mirrored

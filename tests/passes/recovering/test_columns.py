@@ -32,7 +32,7 @@ def _runs(make: Make, width: int, *, dynamic: bool = False) -> tuple[list[Column
         keys = [mark(x, [S]) for x in keys]
     mirror, match = matched(function, torch.randn(B, H, 1, width), *keys)
     found = Columns(mirror)
-    return found.runs(match, match.k, match.head_dim_qk), found
+    return found.runs(match, match.k, match.axes.head_dim_qk), found
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def test_what_made_a_tensor_is_a_node_only_while_nothing_writes_to_it() -> None:
 
     mirror, match = matched(function, torch.randn(B, H, 1, D), torch.randn(B, H, S, 6), torch.randn(D, 6))
     reader = Columns(mirror)
-    of_k, of_v = reader.runs(match, match.k, match.head_dim_qk), reader.runs(match, match.v, match.head_dim_v)
+    of_k, of_v = reader.runs(match, match.k, match.axes.head_dim_qk), reader.runs(match, match.v, match.axes.head_dim_v)
     assert of_k is not None
     assert of_v is not None
     made = columns.made_by(mirror, of_k[0].of)

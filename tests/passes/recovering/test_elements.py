@@ -28,7 +28,7 @@ def _only(function: Callable[..., Any], *inputs: Tensor) -> Recovered:
 
 
 def _texts(found: Recovered) -> list[str]:
-    (term,) = found.match.additive
+    (term,) = found.match.scores.additive
     return [ix.text(i) for i in elements.indices(found.match, term.operand.dims)]
 
 
@@ -65,7 +65,7 @@ def test_ranges_and_shape() -> None:
     ((size, factor),) = ranges["q"].terms
     assert isinstance(size, Size)
     assert (factor, ranges["q"].const, ranges["k"]) == (1, -1, ranges["q"])
-    (term,) = found.match.additive
+    (term,) = found.match.scores.additive
     assert elements.varies_along(found.match, term.operand) == "h"
     assert elements.shape(found.match, "h") == (1, H, 1, 1)
     assert elements.shape(found.match, "hq") == (1, H, size.name, 1)
@@ -76,7 +76,7 @@ def test_a_dimension_that_is_none_of_the_scores_is_unreadable() -> None:
         lambda q, m: F.scaled_dot_product_attention(q, q, q, m), torch.randn(B, H, S, D), torch.randn(H, 1, S)
     )
     with pytest.raises(Unreadable):
-        elements.indices(found.match, (found.match.head_dim_qk,))
+        elements.indices(found.match, (found.match.axes.head_dim_qk,))
 
 
 @pytest.mark.parametrize("sizes", [(3,), (4,), (4, 3)], ids=["inner", "outer", "both"])

@@ -9,8 +9,9 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.passes.recovering import keyless
-from attn_compiler.passes.recovering.keyless import Keyless, MaskStep
+from attn_compiler.passes.recovering.keyless import MaskStep
 
 LOWEST = torch.finfo(torch.float32).min
 B, Q, K = map(Index, "bqk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attn_compiler
-from attn_compiler.passes import pipeline
-from attn_compiler.passes.pipeline import Pass
+from attn_compiler.passes.pipeline import steps
 from attn_compiler.passes.rewrites.refusing import Unkeyed
 from attn_compiler.passes.rewrites.sizes import SymbolSizes
 from attn_compiler.torch_private import symbols as torch_symbols
@@ -91,16 +91,17 @@ def test_sizes_that_are_numbers_are_another_graph() -> None:
 @pytest.fixture
 def asking() -> Iterator[None]:
     """The first pass asks whether a length is more than 30, as passes ask for what they can't know."""
-    first = pipeline.PIPELINE[0]
+    place, first = next((i, step) for i, step in enumerate(steps.PIPELINE) if step.on == "unit")
 
-    def run(unit: Any, mirror: Any) -> None:
+    def run(work: Any, unit: Any) -> Any:
         values = [node.meta.get("example_value") for node in unit.graph_module.graph.find_nodes(op="placeholder")]
         q = next(value for value in values if isinstance(value, Tensor))
         bool(q.shape[2] > 30)
-        first.run(unit, mirror)
+        return first.run(work, unit)
 
-    step = Pass(name=first.name, run=run, needs=first.needs, gives=first.gives, rewrites=first.rewrites)
-    with mock.patch.object(pipeline, "PIPELINE", (step, *pipeline.PIPELINE[1:])):
+    every = list(steps.PIPELINE)
+    every[place] = dataclasses.replace(first, run=run)
+    with mock.patch.object(steps, "PIPELINE", tuple(every)):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from attn_compiler import passes
-from attn_compiler.passes import pipeline
-from attn_compiler.passes.pipeline import Pass
+from attn_compiler.passes.pipeline import steps
+from attn_compiler.passes.pipeline.step import PipelineStep
 from attn_compiler.reporting.report import Report
 from attn_compiler.torch_private import compat as torch_compat, symbols as torch_symbols, tracing as torch_tracing
 
@@ -38,12 +39,12 @@ def watched() -> Iterator[list[Seen]]:
     ran: list[str] = []
     rewrite = passes.rewrite
 
-    def noting(step: Pass) -> Pass:
-        def run(unit: Any, mirror: Any) -> None:
+    def noting(step: PipelineStep) -> PipelineStep:
+        def run(*given: Any) -> Any:
             ran.append(step.name)
-            step.run(unit, mirror)
+            return step.run(*given)
 
-        return Pass(name=step.name, run=run, needs=step.needs, gives=step.gives, rewrites=step.rewrites)
+        return dataclasses.replace(step, run=run) if step.on == "unit" else step
 
     def watching(gm: fx.GraphModule, *args: Any, **named: Any) -> passes.Rewritten:
         ran.clear()
@@ -62,7 +63,7 @@ def watched() -> Iterator[list[Seen]]:
 
     with (
         mock.patch.object(passes, "rewrite", watching),
-        mock.patch.object(pipeline, "PIPELINE", tuple(map(noting, pipeline.PIPELINE))),
+        mock.patch.object(steps, "PIPELINE", tuple(map(noting, steps.PIPELINE))),
     ):
         yield found
 

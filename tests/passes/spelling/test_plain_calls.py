@@ -9,7 +9,7 @@ from torch import nn
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import unit
 from attn_compiler.passes.graph.calls import target_name
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.unit import Unit, UnitPlace
 from attn_compiler.passes.spelling import plain_calls
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.compiling import captured
@@ -19,15 +19,16 @@ def _unit(function: object, *args: object) -> Unit:
     gm, _ = captured(function, *args)  # type: ignore[arg-type]
     mode = torch_tracing.fake_mode_of_values(unit.examples(gm))
     assert mode is not None
-    return Unit(graph_module=gm, name="", options=Options(), mode=mode)
+    return Unit.of(gm, Options(), UnitPlace(name="", mode=mode))
 
 
 def test_a_module_of_attention_becomes_plain_calls() -> None:
     attention = nn.MultiheadAttention(16, 2, batch_first=True)
     found = _unit(lambda x: attention(x, x, x, need_weights=False)[0], torch.randn(2, 5, 16))
     with torch_tracing.tracing_in(found.mode):
-        plain_calls.spell_out(found)
-    assert found.expanded
+        made = plain_calls.spell_out(found)
+    assert made.expanded
+    assert made.is_any
     calls = {target_name(node) for node in found.graph.nodes if node.op == "call_function"}
     assert "scaled_dot_product_attention" in calls
     assert "multi_head_attention_forward" not in calls
@@ -38,6 +39,7 @@ def test_plain_calls_stay() -> None:
     found = _unit(lambda q: F.scaled_dot_product_attention(q, q, q), q)
     before = found.graph_module.code
     with torch_tracing.tracing_in(found.mode):
-        plain_calls.spell_out(found)
+        made = plain_calls.spell_out(found)
     assert found.graph_module.code == before
-    assert [*found.expanded, *found.spelled, *found.untried, *found.moved] == []
+    assert [*made.expanded, *made.calls, *made.left, *made.moved] == []
+    assert not made.is_any

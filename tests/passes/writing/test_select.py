@@ -15,7 +15,9 @@ from attn_compiler import lowerings
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.options.options import Options
+from attn_compiler.passes.graph.faults import Log
 from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.graph.unit import FoundSites
 from attn_compiler.passes.writing import select
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
@@ -144,10 +146,8 @@ def _site(options: Options) -> Site:
     site = Site(match=types.SimpleNamespace(pattern="sdpa call"), module="attn")  # type: ignore[arg-type]
     size = dataclasses.replace(TENSOR, shape=(8, 16, 8192, 128))
     site.spec = dataclasses.replace(SPEC, q=size, k=size, v=size, mask=MaskSpec(kinds=(Causal(),), flag=Flag.CALLED))
-    unit = types.SimpleNamespace(
-        sites=[site], options=options, lowerings=None, target=lambda _: Target.fake(), current="", graph=None
-    )
-    select.run(unit, None)  # type: ignore[arg-type]
+    unit = types.SimpleNamespace(options=options, log=Log(strict=True))
+    select.run(unit, FoundSites(sites=(site,)), {SPEC.device: Target.fake()})  # type: ignore[arg-type]
     return site
 
 

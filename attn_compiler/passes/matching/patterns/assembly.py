@@ -6,14 +6,26 @@ from typing import Any
 
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims
-from attn_compiler.passes.graph.site import Match, Operand
+from attn_compiler.passes.graph.site import Match, Operand, SiteAxes, SiteScores
 from attn_compiler.passes.matching import operands
 
 
-def assemble(*, batch_dims: Dims, q: Operand, k: Operand, v: Operand, **parts: Any) -> Match:
+def assemble(
+    *,
+    batch_dims: Dims,
+    query: Dim,
+    key: Dim,
+    head_dim_qk: Dim,
+    head_dim_v: Dim,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    scores: SiteScores,
+    **parts: Any,
+) -> Match:
     """A Match from a pattern's findings. batch_dims: the batch and head axes of the scores, outermost first."""
-    terms = [t.operand for t in (*parts.get("additive", ()), *parts.get("allowed", ()))]
-    factors = [factor.operand for factor in parts.get("factors", ()) if factor.operand is not None]
+    terms = [t.operand for t in scores.terms]
+    factors = [factor.operand for factor in scores.factors if factor.operand is not None]
     operands.settle([q, k, v, *terms, *factors])
     atoms = axes.flat(batch_dims)
     shared = _shared_tail(atoms, k, v)
@@ -22,9 +34,16 @@ def assemble(*, batch_dims: Dims, q: Operand, k: Operand, v: Operand, **parts: A
         q=q,
         k=k,
         v=v,
-        batch=atoms[:start],
-        heads=atoms[start:],
-        heads_kv=atoms[start : len(atoms) - shared],
+        axes=SiteAxes(
+            batch=atoms[:start],
+            heads=atoms[start:],
+            heads_kv=atoms[start : len(atoms) - shared],
+            query=query,
+            key=key,
+            head_dim_qk=head_dim_qk,
+            head_dim_v=head_dim_v,
+        ),
+        scores=scores,
         **parts,
     )
     match.notes = (*match.notes, *_notes(match))
@@ -54,9 +73,9 @@ def _first_head(atoms: Dim, shared: int) -> int:
 
 def _notes(match: Match) -> list[str]:
     notes = []
-    grouped = len(match.heads_kv) < len(match.heads)
+    grouped = len(match.axes.heads_kv) < len(match.axes.heads)
     if grouped and (_repeated(match.k) or _repeated(match.v)):
-        group = axes.dim_size(match.heads) / axes.dim_size(match.heads_kv)
+        group = axes.dim_size(match.axes.heads) / axes.dim_size(match.axes.heads_kv)
         notes.append(f"K/V read without their {group}-fold repetition")
     return notes
 

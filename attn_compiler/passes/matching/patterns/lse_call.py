@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import NoReturn
 
 from torch import fx
@@ -10,7 +11,7 @@ from torch import fx
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
 from attn_compiler.passes.graph import views
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Match, Refused
+from attn_compiler.passes.graph.site import Match, ReadLse, Refused
 from attn_compiler.passes.matching.patterns import sdpa_call
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.scores import Softcap
@@ -26,12 +27,12 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
     found = sdpa_call.match_call(mirror, call)
     cap = views.argument(anchor, "softcap")
     if isinstance(cap, (int, float)):
-        found.changes = (Softcap(cap=float(cap)),)
+        found.scores = replace(found.scores, changes=(Softcap(cap=float(cap)),))
     if mirror.readers(lse):
         _check_order(mirror, anchor, out, lse)
-        found.lse, found.lse_dims = lse, found.out_dims[:-1]
+        is_part = bool(views.argument(anchor, "is_part"))
+        found.lse = ReadLse(node=lse, dims=found.out_dims[:-1], is_part=is_part)
         found.covered |= {lse}
-        found.is_part = bool(views.argument(anchor, "is_part"))
     return found
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from attn_compiler.passes.graph import axes, constants, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Factor, Match, Refused, Term
+from attn_compiler.passes.graph.site import Factor, Match, Refused, SiteScores, Term
 from attn_compiler.passes.matching import operands
 from attn_compiler.passes.matching.patterns import assembly
 from attn_compiler.reasons.codes import Code
@@ -103,12 +103,14 @@ def _match(mirror: Mirror, call: SdpaCall, q: fx.Node, k: fx.Node, v: fx.Node) -
         key=(key,),
         head_dim_qk=(d_qk,),
         head_dim_v=(d_v,),
-        scale=scale * q_factor * k_factor,
-        factors=factors,
-        is_causal=bool(views.argument(anchor, "is_causal")),
-        additive=(mask,) if mask is not None and not boolean else (),
-        allowed=(mask,) if mask is not None and boolean else (),
-        dropout_p=float(_number(views.argument(anchor, "dropout_p", 0.0), anchor)),
+        scores=SiteScores(
+            scale=scale * q_factor * k_factor,
+            factors=factors,
+            is_causal=bool(views.argument(anchor, "is_causal")),
+            additive=(mask,) if mask is not None and not boolean else (),
+            allowed=(mask,) if mask is not None and boolean else (),
+            dropout_p=float(_number(views.argument(anchor, "dropout_p", 0.0), anchor)),
+        ),
         covered=frozenset({anchor, call.out}),
     )
 

@@ -13,7 +13,7 @@ from torch import fx
 from attn_compiler.passes.graph import axes, gradients, mutation, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, Term
+from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteScores, Term
 from attn_compiler.passes.matching import contraction, operands
 from attn_compiler.passes.matching.contraction import Contraction
 from attn_compiler.passes.matching.patterns import assembly, score_chain, score_steps, weights_chain
@@ -116,17 +116,19 @@ def _match(
         key=key,
         head_dim_qk=tuple(a for label in product.contracted for a in meaning[label]),
         head_dim_v=d_v,
-        scale=scale,
-        factors=tuple(_factor(mirror, scaled, key, weighted) for scaled in scores.factors),
-        changes=tuple(scores.changes),
-        additive=tuple(_term(mirror, t, weighted) for t in added),
-        allowed=tuple(_term(mirror, t, weighted) for t in (*scores.keeps, *masking)),
-        limits=tuple(scores.limits),
-        sinks=_sinks(mirror, scores, weighted),
-        dropout_p=weights_chain.dropout(way),
+        scores=SiteScores(
+            scale=scale,
+            factors=tuple(_factor(mirror, scaled, key, weighted) for scaled in scores.factors),
+            changes=tuple(scores.changes),
+            additive=tuple(_term(mirror, t, weighted) for t in added),
+            allowed=tuple(_term(mirror, t, weighted) for t in (*scores.keeps, *masking)),
+            limits=tuple(scores.limits),
+            sinks=_sinks(mirror, scores, weighted),
+            dropout_p=weights_chain.dropout(way),
+            masks_weights=weights_chain.are_masked(way),
+            softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
+        ),
         returns_weights=way.is_read,
-        masks_weights=weights_chain.are_masked(way),
-        softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
         covered=frozenset({product.node, *(s.node for s in steps), anchor, *way.nodes, weighted.node}),
     )
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -21,14 +20,12 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Ranges, Test
 from attn_compiler.index_expr.changing import throughout
 from attn_compiler.passes.graph import axes, mutation
+from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.recovering.reading.converting import kind_of_dtype
 from attn_compiler.passes.recovering.reading.core import At, Reader
 from attn_compiler.passes.recovering.reading.nodes import fake, size
 from attn_compiler.torch_private import frames as torch_frames, meanings
 from attn_compiler.torch_private.meanings import Known
-
-if TYPE_CHECKING:
-    from attn_compiler.passes.graph.unit import Unit
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,12 +63,13 @@ class GraphRow:
 
 
 class BorderInputs:
-    """unit: whose graph's inputs are read. relied_on: those of which something had to be known, with what that was; to be guarded."""
+    """unit: whose graph's inputs are read. relied_on: filled with those of which something had to be known, and what; to be guarded."""
 
     are_of_body = False
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, relied_on: dict[fx.Node, Known]) -> None:
         self._unit = unit
+        self._relied_on = relied_on
         self._known: dict[fx.Node, Expr | None] = {}
 
     def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -100,7 +98,7 @@ class BorderInputs:
             return None
         if not torch_frames.may_rely_on(dynamo, known):
             return None
-        self._unit.relied_on[dynamo] = known
+        self._relied_on[dynamo] = known
         return known.element
 
     def _here(self, x: Expr, reader: Reader, node: fx.Node, at: At) -> Expr:

@@ -117,7 +117,7 @@ class Reader:
     `tensors[name].node.graph` is that mirror's graph. not_followed: those names that are inputs of a body, and could not be.
     too_large: those names whose tensors were not looked into because the formula would be too large, each with how large.
     budget: what reading one element may take; what takes more is Unreadable.
-    longer: sizes of axes that indices are taken to run further along than the tensors do, and how far (`Unit.longer`).
+    longer: sizes of axes that indices are taken to run further along than the tensors do, and how far (`Readers.longer`).
 
     An expression says what a tensor holds at a certain place of the graph: an op reads what its inputs hold when it runs, through
     views too. What was written to a tensor since it was made is read where the write says it, and is a load else.

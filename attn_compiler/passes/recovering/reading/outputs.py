@@ -29,7 +29,7 @@ class BodyOutputs:
         if given is None or given.target is not operator.getitem or _may_be_an_input(node):
             return None
         call, position = given.args
-        body = next((body for known, body in self._unit.callees if known.node is call), None)
+        body = next((body for known, body in self._unit.place.callees if known.node is call), None)
         if body is None or not isinstance(position, int) or not _can_be_read(body):
             return None
         below = self._reader_of(body)
@@ -58,7 +58,7 @@ def _may_be_an_input(node: fx.Node) -> bool:
 def _can_be_read(body: Unit) -> bool:
     """A body that is called once, whose mirror is made already or is nobody else's to make."""
     ready = body.mirror is not None or not any(map(is_anchor_like, body.graph.nodes))
-    return ready and len(body.calls) == 1 and unsupported_tensor(body.graph_module) is None
+    return ready and len(body.place.calls) == 1 and unsupported_tensor(body.graph_module) is None
 
 
 def _output(mirror: Mirror, position: int) -> fx.Node | None:

@@ -8,7 +8,7 @@ import torch
 
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.axes import Atom, Dim
-from attn_compiler.passes.graph.site import Match, Operand
+from attn_compiler.passes.graph.site import Match, Operand, SiteScores
 from attn_compiler.passes.matching.patterns import assembly
 from tests.passes.compiling import captured
 
@@ -46,6 +46,7 @@ def _assemble(
         key=(key,),
         head_dim_qk=(d_qk,),
         head_dim_v=(d_v,),
+        scores=SiteScores(),
     )
 
 
@@ -74,9 +75,9 @@ def test_roles_of_the_batch_axes(
 ) -> None:
     atoms = [Atom(sympy.sympify(size)) for size in sizes]
     match = _assemble(atoms, [atoms[i] for i in shared])
-    assert _sizes(match.batch) == batch
-    assert _sizes(match.heads) == heads
-    assert _sizes(match.heads_kv) == heads_kv
+    assert _sizes(match.axes.batch) == batch
+    assert _sizes(match.axes.heads) == heads
+    assert _sizes(match.axes.heads_kv) == heads_kv
 
 
 def test_repetition_that_is_left_out_is_noted() -> None:
@@ -121,7 +122,8 @@ def test_a_split_that_one_operand_brings_reaches_all() -> None:
         key=(key,),
         head_dim_qk=(d,),
         head_dim_v=(d,),
+        scores=SiteScores(),
     )
-    assert _sizes(match.heads) == [2, 3]
-    assert _sizes(match.heads_kv) == [2]
-    assert all(match.q.varies_along(atom) for atom in match.heads)
+    assert _sizes(match.axes.heads) == [2, 3]
+    assert _sizes(match.axes.heads_kv) == [2]
+    assert all(match.q.varies_along(atom) for atom in match.axes.heads)

@@ -286,9 +286,9 @@ def test_a_match_names_both_outputs() -> None:
     found, match = matched(plain, *inputs(grad=False))
     assert match.pattern == lse_call.NAME
     assert match.lse is not None
-    assert match.outputs == (match.out, match.lse)
-    assert match.lse_dims == match.out_dims[:-1]
-    assert not match.is_part
-    assert found.dynamo_node(match.lse) is not None
+    assert match.outputs == (match.out, match.lse.node)
+    assert match.lse.dims == match.out_dims[:-1]
+    assert not match.lse.is_part
+    assert found.dynamo_node(match.lse.node) is not None
     _, unread = matched(lambda q, k, v: plain(q, k, v)[0], *inputs(grad=False))
     assert unread.outputs == (unread.out,)

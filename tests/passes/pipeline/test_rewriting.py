@@ -18,13 +18,15 @@ import attn_compiler
 from attn_compiler import passes
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.options.options import Options
-from attn_compiler.passes import pipeline, run_pipeline
-from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes import run_pipeline
 from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.matching import match
-from attn_compiler.passes.pipeline import PIPELINE, Pass
+from attn_compiler.passes.pipeline import rewriting, steps
+from attn_compiler.passes.pipeline.step import PipelineStep
+from attn_compiler.passes.pipeline.steps import PIPELINE
+from attn_compiler.passes.pipeline.work import Work
 from attn_compiler.passes.recovering import recover
-from attn_compiler.passes.writing import lower
+from attn_compiler.passes.writing import lower, select
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
 from attn_compiler.spec.target import Target
 from tests.passes.compiling import CPU_FLASH, captured, compiled
@@ -44,15 +46,15 @@ def _q() -> Tensor:
 def _break(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The pass of that name does its work, then fails."""
 
-    def broken(run: Callable[[Unit, Mirror], None]) -> Callable[[Unit, Mirror], None]:
-        def fail(unit: Unit, mirror: Mirror) -> None:
-            run(unit, mirror)
+    def broken(run: Callable[..., object]) -> Callable[..., None]:
+        def fail(*given: object) -> None:
+            run(*given)
             raise KeyError(f"broken {name}")
 
         return fail
 
-    steps = (dataclasses.replace(s, run=broken(s.run)) if s.name == name else s for s in PIPELINE)
-    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+    changed = (dataclasses.replace(s, run=broken(s.run)) if s.name == name else s for s in PIPELINE)
+    monkeypatch.setattr(steps, "PIPELINE", tuple(changed))
 
 
 NAMES = [step.name for step in PIPELINE]
@@ -154,18 +156,19 @@ def test_targets_for_tests_decide_instead_of_this_machine() -> None:
 def test_every_pass_is_timed() -> None:
     run = compiled(lambda q: sdpa(q, q, q))
     run(_q())
-    assert [name for name, _ in run.report.seconds] == NAMES
+    assert [name for name, _ in run.report.seconds] == [step.name for step in PIPELINE if step.on == "unit"]
     assert all(seconds > 0.0 for _, seconds in run.report.seconds)
 
 
 def test_a_new_pass_needs_only_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def count(unit: Unit, mirror: Mirror) -> None:
-        seen.extend(site.match.pattern for site in unit.sites)
+    def count(_: Work, unit: Unit) -> None:
+        seen.extend(site.match.pattern for site in unit.found.sites)
 
-    extra = Pass(name="count", run=count, needs=frozenset({"sites"}), gives=frozenset())
-    monkeypatch.setattr(pipeline, "PIPELINE", (*PIPELINE, extra))
+    extra = PipelineStep(name="count", run=count, needs=("match",))
+    after = [step.name for step in PIPELINE].index("verify") + 1
+    monkeypatch.setattr(steps, "PIPELINE", (*PIPELINE[:after], extra, *PIPELINE[after:]))
     compiled(lambda q: sdpa(q, q, q))(_q())
     assert seen == ["sdpa call"]
 
@@ -253,16 +256,20 @@ def test_public_reports_hold_the_report() -> None:
     assert attn_compiler.reports()[-1] is run.report
 
 
-def test_passes_are_what_the_pipeline_names() -> None:
-    by_name = {step.name: step.run for step in PIPELINE}
-    assert by_name["match"] is match.run
-    assert by_name["recover"] is recover.run
-    assert by_name["lower"] is lower.run
-    assert {step.name for step in PIPELINE if step.rewrites} == {
-        "expand",
-        "context_parallel",
-        "lower",
-        "give_back",
+def test_steps_are_what_the_pipeline_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name, module in (("match", match), ("recover", recover), ("select", select), ("lower", lower)):
+
+        def noted(*given: Any, _name: str = name, _run: Callable[..., Any] = module.run) -> Any:
+            ran.append(_name)
+            return _run(*given)
+
+        monkeypatch.setattr(module, "run", noted)
+    compiled(lambda q: sdpa(q, q, q))(_q())
+    assert ran == [step.name for step in PIPELINE if step.name in ran] == ["match", "recover", "select", "lower"]
+    assert {step.name for step in PIPELINE if step.costs_all} == {
+        *("plain", "lengths", "expand", "dtensors", "flex", "library_calls", "keys_last"),
+        *("context_parallel", "agree", "lower", "give_back"),
     }
 
 
@@ -308,7 +315,7 @@ def test_pythons_collector_is_as_it_was_after_the_passes(enabled: bool) -> None:
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        with mock.patch.object(passes, "_rewrite", failing), pytest.warns(AttnCompilerWarning, match="planted"):
+        with mock.patch.object(rewriting, "_run", failing), pytest.warns(AttnCompilerWarning, match="planted"):
             passes.rewrite(fx.symbolic_trace(lambda x: x), Options())
         assert (gc.isenabled(), during) == (enabled, [False])
     finally:

@@ -1,10 +1,11 @@
-"""The pipeline's contracts: what each pass needs, and what those before it give."""
+"""The pipeline keeps its contracts, and names everything that is done to a graph."""
 
 from __future__ import annotations
 
 import pytest
 
-from attn_compiler.passes.pipeline import PIPELINE, check_contracts
+from attn_compiler.passes.pipeline.step import check_contracts
+from attn_compiler.passes.pipeline.steps import PIPELINE
 
 
 def test_pipeline_keeps_its_contracts() -> None:
@@ -22,5 +23,15 @@ def test_a_pass_that_comes_too_early_is_refused(position: int) -> None:
 
 def test_a_pass_that_is_missing_is_named_by_what_it_gives() -> None:
     without = tuple(step for step in PIPELINE if step.name != "select")
-    with pytest.raises(ValueError, match="decisions"):
+    with pytest.raises(ValueError, match="select"):
         check_contracts(without)
+
+
+def test_steps_on_units_stand_in_one_row() -> None:
+    on = [step.on for step in PIPELINE]
+    first, last = on.index("unit"), len(on) - on[::-1].index("unit")
+    assert set(on[first:last]) == {"unit"}
+
+
+def test_options_that_rewrite_a_graph_go_on_from_its_mirror() -> None:
+    assert {step.name for step in PIPELINE if "mirror" in step.leads} == {"context_parallel", "unpad"}

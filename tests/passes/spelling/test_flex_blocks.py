@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from attn_compiler.passes.recovering import flex_blocks
-from attn_compiler.passes.spelling import flex
+from attn_compiler.passes.graph.spelling import Blocks
+from attn_compiler.passes.spelling import flex, flex_blocks
 from attn_compiler.reasons.decisions import Reason
 from tests.passes.compiling import captured
 
@@ -22,7 +22,7 @@ def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
-def _found(make: Callable[[Tensor], BlockMask | None], length: int = 200) -> flex_blocks.Blocks | Reason:
+def _found(make: Callable[[Tensor], BlockMask | None], length: int = 200) -> Blocks | Reason:
     def function(x: Tensor) -> Any:
         return flex_attention(x, x, x, block_mask=make(x))
 
@@ -35,14 +35,14 @@ def _found(make: Callable[[Tensor], BlockMask | None], length: int = 200) -> fle
 @pytest.mark.parametrize("size", [128, (64, 32)])
 def test_the_dense_mask_that_pytorch_made_them_of(length: int, size: Any) -> None:
     found = _found(lambda x: create_block_mask(_causal, 2, None, length, length, x.device, BLOCK_SIZE=size), length)
-    assert isinstance(found, flex_blocks.Blocks)
+    assert isinstance(found, Blocks)
     assert isinstance(found.dense, fx.Node)
     assert found.dense.meta["example_value"].shape == (2, 1, length, length)
 
 
 def test_no_block_mask_is_one_block() -> None:
     found = _found(lambda _: None)
-    assert isinstance(found, flex_blocks.Blocks)
+    assert isinstance(found, Blocks)
     assert found.dense is None
 
 

@@ -1,30 +1,26 @@
-"""The block mask of a FlexAttention call: whether its blocks are those of its mask_mod.
+"""The block mask of a FlexAttention call: the dense mask that its blocks were made of.
 
 Flex's kernel leaves out the blocks that the block mask does not list, and asks mask_mod only in those listed as partial. So it computes
 what mask_mod says only if the lists were made of mask_mod. They were if PyTorch's `create_block_mask` ran in the same graph on a dense
-mask that reads as mask_mod does. Lists that come in from outside could be any.
+mask that reads as mask_mod does (recovering/block_masks.py). Lists that come in from outside could be any.
 The lists of queries, which the backward alone reads, are not looked at: PyTorch makes them of the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.passes.graph.calls import argument, target_name
-from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.recovering.reading import Reader, Unreadable
+from attn_compiler.passes.graph.spelling import Blocks
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import symbols as torch_symbols
 
-_RULE = "the block mask is shown to be made of its mask_mod"
-_REMEDY = (
+RULE = "the block mask is shown to be made of its mask_mod"
+REMEDY = (
     "call create_block_mask(mask_mod, …) inside the compiled function, with the sizes of q and k; compile a Hugging Face model by "
     "attn_compiler.integrations.transformers.compile_model, or load it with attn_implementation='sdpa'"
 )
@@ -32,16 +28,6 @@ _REMEDY = (
 #: the last three of a block mask's parts, and the first ones
 _BLOCK_SIZES = slice(-3, -1)
 _LISTS = slice(2, 6)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Blocks:
-    """What the blocks of a block mask were made of.
-
-    dense: a mask over (B or 1, H or 1, Sq, Skv). None: there is one block, which is all.
-    """
-
-    dense: fx.Node | None = None
 
 
 class _OtherwiseError(Exception):
@@ -58,48 +44,16 @@ def find(call: fx.Node) -> Blocks | Reason:
             return Blocks()
         dense = _made_of(lists, sizes)
     except _OtherwiseError as met:
-        return Reason(code=Code.FLEX_BLOCK_MASK, rule=_RULE, observed=str(met), remedy=_REMEDY)
+        return Reason(code=Code.FLEX_BLOCK_MASK, rule=RULE, observed=str(met), remedy=REMEDY)
     wanted, found = (q.shape[2], k.shape[2]), _value(dense).shape[2:]
     if not all(torch_symbols.statically_known(a == b) for a, b in zip(wanted, found, strict=True)):
         return Reason(
             code=Code.FLEX_BLOCK_MASK,
-            rule=_RULE,
+            rule=RULE,
             observed=f"it was made for {tuple(found)} and is used for {wanted}",
-            remedy=_REMEDY,
+            remedy=REMEDY,
         )
     return Blocks(dense=dense)
-
-
-def differs(blocks: Blocks, allowed: fx.Node, mirror: Mirror, reader: Reader) -> Reason | None:
-    """Why it is not known that the blocks are those of mask_mod, if so. allowed: mask_mod of every score, a Dynamo node."""
-    if blocks.dense is None:
-        return None
-    dense, mod = (_in_mirror(mirror, node) for node in (blocks.dense, allowed))
-    if dense is None or mod is None:
-        return Reason(
-            code=Code.FLEX_BLOCK_MASK, rule=_RULE, observed=f"{blocks.dense.name} can't be looked into", remedy=_REMEDY
-        )
-    try:
-        of_blocks, of_mod = _element(reader, dense, _value(blocks.dense)), _element(reader, mod, _value(allowed))
-    except Unreadable as unreadable:
-        return Reason(code=Code.FLEX_BLOCK_MASK, rule=_RULE, observed=str(unreadable), remedy=_REMEDY)
-    if of_blocks != of_mod:
-        observed = f"its blocks are those of {ix.text(of_blocks)}, its mask_mod is {ix.text(of_mod)}"
-        return Reason(code=Code.FLEX_BLOCK_MASK, rule=_RULE, observed=observed, remedy=_REMEDY)
-    return None
-
-
-def _element(reader: Reader, node: fx.Node, value: torch.Tensor) -> Expr:
-    """The element at (b, h, q, k), where an axis of size one has only its first."""
-    at = tuple(
-        Const(0) if torch_symbols.statically_known(size == 1) else Index(name)
-        for name, size in zip("bhqk", value.shape, strict=True)
-    )
-    return reader.read_at(len(reader.mirror.graph.nodes), node, at)
-
-
-def _in_mirror(mirror: Mirror, dynamo: fx.Node) -> fx.Node | None:
-    return next((node for node in mirror.owned(dynamo) if mirror.dynamo_node(node) is dynamo), None)
 
 
 def _value(node: fx.Node) -> torch.Tensor:

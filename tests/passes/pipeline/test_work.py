@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from torch import fx
 
-from attn_compiler.passes.graph.work import Work, located, timed
+from attn_compiler.options.options import Options
+from attn_compiler.passes.pipeline.work import Work, located, timed
 from attn_compiler.reasons.errors import PassFailed, UnknownOption
 
 
 def test_seconds_of_a_part_are_added_up() -> None:
-    work = Work()
+    work = Work(gm=fx.symbolic_trace(lambda x: x), options=Options())
     work.seconds["match"] = 1.0
     with timed("match", work.seconds):
         pass

@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 
 from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.arrange import Recipe, ViewCall, arrange, simplified
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
-from attn_compiler.passes.writing.arrange import Recipe, ViewCall, arrange, simplified
 from tests.passes.view_chains import Chain, chains, followed
 
 

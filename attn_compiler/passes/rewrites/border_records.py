@@ -70,7 +70,7 @@ def taken(
 ) -> Crossing:
     """What was told and relied on. known: what `crossed` gave. nodes, values: of the graph as Dynamo made it. Raises Unkeyed."""
     made = [] if border.root is None else [made for made in border.row.made if made.graph == border.place]
-    relied_on = {} if border.root is None else border.root.relied_on
+    relied_on = {} if border.root is None else border.readers.relied_on.get(border.root, {})
     return Crossing(
         in_row=tuple(_told(one, values) for one in made),
         known=tuple(known),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from attn_compiler.context_parallel import ContextParallel
+from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.torch_private import compat as torch_compat
@@ -64,6 +65,22 @@ class FirstLook:
     def _name(self, site: Site) -> str:
         old = self.mirror.dynamo_node(site.match.out)
         return "" if old is None else old.name
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedGraph:
+    """A graph that was rewritten for a sequence, or a cache, that ranks share.
+
+    first_look: what was found before, with options.verify. meetings: where its ranks meet before each call.
+    """
+
+    first_look: FirstLook | None = None
+    meetings: tuple[Meeting, ...] = ()
+
+    def last(self, graph: fx.Graph, mirror: Mirror, sites: Sequence[Site]) -> SharedGraph:
+        """As `FirstLook.last`."""
+        look = None if self.first_look is None else self.first_look.last(graph, mirror, sites)
+        return dataclasses.replace(self, first_look=look)
 
 
 def in_order(mirror: Mirror, sites: Sequence[Site]) -> list[Site]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_compiler.passes.recovering import border_records
 from attn_compiler.passes.recovering.borders import Border
 from attn_compiler.passes.recovering.reading.borders import GraphRow, Made
+from attn_compiler.passes.rewrites import border_records
 from attn_compiler.passes.rewrites.refusing import Unkeyed
 from attn_compiler.torch_private import frames as torch_frames
 from tests.passes.border_masks import attend, causal, padded, window
@@ -140,6 +140,6 @@ def test_buckets_tell_each_other(writes: bool) -> None:
 
 def test_what_is_not_among_the_graphs_values_is_not_kept() -> None:
     row = GraphRow(made=[Made(example=torch.ones(1), element=None, loads={}, graph=0)])  # type: ignore[arg-type]
-    border = Border(root=SimpleNamespace(relied_on={}), row=row, place=0)  # type: ignore[arg-type]
+    border = Border(root=object(), row=row, place=0, readers=SimpleNamespace(relied_on={}))  # type: ignore[arg-type]
     with pytest.raises(Unkeyed, match="not found among its values"):
         border_records.taken(border, (), [], [torch.ones(1)])

@@ -11,8 +11,10 @@ from torch import fx
 
 from attn_compiler import ContextParallel
 from attn_compiler.options.options import Options
-from attn_compiler.passes import context_parallel, rewrite
+from attn_compiler.passes import rewrite
+from attn_compiler.passes.graph.first_look import SharedGraph
 from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.torch_private import meetings as torch_meetings
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model, causal, fresh_mesh
 
 
@@ -25,7 +27,7 @@ def _unit(attend: Any, data: Data, **description: Any) -> Unit:
         return gm.forward
 
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_parallel.torch_meetings, "agree", lambda *_, **__: None)
+        patch.setattr(torch_meetings, "agree", lambda *_, **__: None)
         cp = ContextParallel(mesh, **description)
         torch.compile(Model(None, attend, None), backend=backend)(torch.randn(BATCH, LENGTH, WIDTH), **data)
     (unit,) = found
@@ -41,10 +43,11 @@ def _of_text(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, da
 @pytest.mark.parametrize("method", ["all_gather", "all_to_all", "ring"])
 def test_a_site_of_the_model_s_own_graph_knows_what_took_its_place(method: str) -> None:
     unit = _unit(None, {}, method=method)
-    look = unit.first_look
+    assert isinstance(unit.outcome, SharedGraph)
+    look = unit.outcome.first_look
     assert look is not None
     (site,) = look.sites
-    assert site not in unit.sites
+    assert site not in unit.found.sites
     assert site.spec is not None
     assert (site.spec.seqlen_q, site.spec.mask.is_causal) == (LENGTH, True)
     assert list(look.axes.values()) == [1]
@@ -57,6 +60,7 @@ def test_a_site_of_the_model_s_own_graph_knows_what_took_its_place(method: str) 
 
 def test_a_site_whose_keys_every_rank_has_was_not_rewritten() -> None:
     unit = _unit(_of_text, {"text": torch.randn(BATCH, 7, WIDTH)}, replicated=("text",))
-    look = unit.first_look
+    assert isinstance(unit.outcome, SharedGraph)
+    look = unit.outcome.first_look
     assert look is not None
     assert [look.is_shared(site) for site in look.sites] == [False, True]

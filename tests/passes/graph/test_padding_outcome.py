@@ -9,8 +9,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attn_compiler.passes.unpad import outcome
-from attn_compiler.passes.unpad.outcome import Packed
+from attn_compiler.passes.graph import padding_outcome as outcome
+from attn_compiler.passes.graph.padding_outcome import Packed
 
 
 def _packed(mode: FakeTensorMode | None = None, **changed: Any) -> Packed:

@@ -1,0 +1,370 @@
+"""Every attention of a graph anew, for the whole sequence that ranks share or for the cache that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from attn_compiler.context_parallel import ContextParallel
+from attn_compiler.passes.context_parallel import (
+    caches,
+    choosing,
+    decoding,
+    following,
+    outside,
+    ring,
+    saying,
+    sites,
+    wrapped,
+)
+from attn_compiler.passes.context_parallel.compared import NotComparable, compare
+from attn_compiler.passes.context_parallel.decoding import SlotOutcome, note_decoding
+from attn_compiler.passes.context_parallel.following import Following, Input
+from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.numbers import LENGTH
+from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes
+from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.sites import RewrittenSite
+from attn_compiler.passes.context_parallel.spread import SequenceRewrite, SlotRewrite, Spread
+from attn_compiler.passes.context_parallel.together import told
+from attn_compiler.passes.context_parallel.whole import Wholes
+from attn_compiler.passes.graph import axes, first_look
+from attn_compiler.passes.graph.emit import GraphBuilder
+from attn_compiler.passes.graph.first_look import FirstLook
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Miss, Site
+from attn_compiler.passes.graph.unit import FoundSites, Unit
+from attn_compiler.passes.writing import lower
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import frames as torch_frames, meetings as torch_meetings
+
+#: what a user may name in ContextParallel(allow=...), besides ops
+GRAPH_BREAK = "graph_break"
+
+
+def asked(unit: Unit) -> ContextParallel | None:
+    """What the user gave, if there is more than one rank, and each has a part of the sequence.
+
+    A graph that takes keys out of a cache which ranks share is none such: each rank is given all new tokens, and the cache gives all keys.
+    """
+    found = unit.options.context_parallel
+    return None if found is None or found.size == 1 or decoding.shares_cache(unit.graph) else found
+
+
+def longer(unit: Unit) -> dict[int, int]:
+    """By how many positions a rank has, how many there are. Raises ContextParallelUnsupported."""
+    cp = asked(unit)
+    if cp is None:
+        return {}
+    try:
+        lengths = {one.length for one in following.inputs(unit.graph, cp.replicated).values()}
+    except CannotShard as cannot:
+        raise told(None, None, cannot.reason) from None
+    return {length: length * cp.size for length in lengths}
+
+
+def check_not_left(unit: Unit) -> None:
+    """Raise ContextParallelUnsupported if the passes left the graph alone."""
+    if asked(unit) is not None and unit.log.left_alone is not None:
+        raise told(unit.mirror, None, unit.log.left_alone)
+
+
+def spread(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> Spread | None:
+    """Rewrite every attention of the graph; None where ranks have nothing to agree on.
+
+    What can't be rewritten, or mixes positions beside attention, is an error, which is raised when all ranks know of it.
+    """
+    cp = asked(unit)
+    if cp is not None:
+        # As the graph came: the rewrite may fail halfway.
+        beside = _groups_beside(unit, cp)
+        rewrite = functools.partial(_rewritten, unit, mirror, found, targets, cp, beside)
+        return _tried(unit, mirror, cp, beside, rewrite)
+    given = unit.options.context_parallel
+    if not decoding.shares_cache(unit.graph):
+        return None
+    if given is None or given.size == 1:
+        note_decoding(found, SlotOutcome(kept={site.module: decoding.NO_OPTION for site in found.sites}), 1)
+        return None
+    return _tried(unit, mirror, given, [], functools.partial(_decoding, unit, mirror, found, given))
+
+
+def _tried(
+    unit: Unit,
+    mirror: Mirror,
+    cp: ContextParallel,
+    beside: Sequence[str],
+    rewrite: Callable[[], SequenceRewrite | SlotRewrite],
+) -> Spread:
+    before = Spread(cp=cp, beside=tuple(beside), mirror=mirror, call=tuple(saying.of_call(unit.graph)))
+    try:
+        return dataclasses.replace(before, rewrite=rewrite())
+    except Exception as error:  # noqa: BLE001 (the others are not to wait for a rank that has failed: agreeing.py raises it)
+        return dataclasses.replace(before, error=error)
+
+
+def _decoding(unit: Unit, mirror: Mirror, found: FoundSites, cp: ContextParallel) -> SlotRewrite:
+    outcome, look = decoding.rewrite(unit, mirror, found.sites, cp)
+    return SlotRewrite(sites=len(found.sites), misses=len(found.misses), look=look, outcome=outcome)
+
+
+def _groups_beside(unit: Unit, cp: ContextParallel) -> list[str]:
+    """Of the ranks that have the same part of the sequence, and other heads."""
+    try:
+        given = following.inputs(unit.graph, cp.replicated)
+    except CannotShard:
+        # It is told by `_rewritten`, and depends on sizes alone.
+        return []
+    return [group for group in wrapped.groups(unit.graph, given) if group != cp.group_name]
+
+
+def _rewritten(
+    unit: Unit,
+    mirror: Mirror,
+    found: FoundSites,
+    targets: Mapping[str, Target],
+    cp: ContextParallel,
+    beside: Sequence[str],
+) -> SequenceRewrite:
+    if not unit.is_body:
+        _check_frame(unit, cp)
+    given = following.inputs(unit.graph, cp.replicated)
+    compared, by_value = None, ""
+    difference: CannotShard | None = None
+    if not unit.is_body and LENGTH not in cp.allow:
+        try:
+            compared = compare(unit, mirror, cp, given)
+        except CannotShard as cannot:
+            # What is known to be wrong of a part by itself is told first.
+            difference = cannot
+        except NotComparable as error:
+            by_value = f"; numbers of the length were looked for by their values alone: {error}"
+    places = Following(
+        mirror,
+        given,
+        found.sites,
+        cp.allow,
+        torch_meetings.ranks_of(cp.group_name),
+        None if compared is None else compared.differing_axes,
+    )
+    others = [miss for miss in found.misses if places.holds_still(miss.anchor)]
+    _check_found(unit, found, others)
+    for site in found.sites:
+        caches.check(mirror, site, cp.replicated)
+    shared = [site for site in found.sites if _is_shared(places, site, cp)]
+    _check_outputs(mirror, places)
+    look = _look(unit, mirror, found, cp, beside, given) if unit.options.verify else None
+    done = _rewrite_sites(unit, mirror, targets, cp, given, shared)
+    if difference is not None:
+        raise difference
+    parts = {one.old: one.site.parts for one in done}
+    if look is not None:
+        look = dataclasses.replace(look, rewritten={one.old: one.new for one in done}, parts=parts)
+    return SequenceRewrite(
+        sites=len(found.sites) - len(shared) + sum(parts.values()),
+        misses=len(others),
+        look=look,
+        shared=len(shared),
+        lengths=tuple(sorted({one.length for one in given.values()})),
+        done={one.module: one.site for one in done},
+        by_value=by_value,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Done:
+    """module: of the site. old: the name of its output. new: what takes that one's place."""
+
+    module: str
+    old: str
+    new: fx.Node
+    site: RewrittenSite
+
+
+def _look(
+    unit: Unit,
+    mirror: Mirror,
+    found: FoundSites,
+    cp: ContextParallel,
+    beside: Sequence[str],
+    given: Mapping[fx.Node, Input],
+) -> FirstLook:
+    return FirstLook(
+        cp=cp,
+        beside=tuple(beside),
+        mirror=mirror,
+        original=first_look.copied(unit.graph),
+        sites=tuple(first_look.in_order(mirror, found.sites)),
+        axes={node.name: one.axis for node, one in given.items()},
+    )
+
+
+def _check_frame(unit: Unit, cp: ContextParallel) -> None:
+    """Nothing of the model runs outside of graphs, now or after some more lengths."""
+    if torch_frames.is_cut_into_buckets():
+        raise CannotShard(
+            "the compiled function is one graph: what masks an attention, and where the sequence is, is known in it",
+            "parts of one, which the buckets of DistributedDataParallel cut",
+            remedy="set torch._dynamo.config.optimize_ddp = False",
+        )
+    if GRAPH_BREAK not in cp.allow and not torch_frames.is_whole(unit.graph_module):
+        raise CannotShard(
+            "the compiled function is one graph: what runs between two of them is not looked at",
+            "a graph break",
+            remedy="compile with fullgraph=True, which tells where it is, or each layer by itself; if what runs there is right for a part "
+            f"of the sequence, give ContextParallel(..., allow=({GRAPH_BREAK!r},))",
+        )
+    if torch_frames.is_last_recompilation():
+        raise CannotShard(
+            "a function that was compiled as often as torch._dynamo.config.recompile_limit says would run without a compiler",
+            "the last time",
+            remedy="raise that limit, or pad batches to fewer lengths; with fullgraph=True PyTorch itself raises there",
+        )
+
+
+def _check_found(unit: Unit, found: FoundSites, others: list[Miss]) -> None:
+    """Whatever looks like attention was understood. others: what computes each position by itself, and so is none (a router)."""
+    rule = "every attention of the graph is understood"
+    for miss in (miss for miss in found.misses if miss not in others):
+        raise CannotShard(rule, str(miss.reason), at=miss.anchor)
+    for call, reason in found.untried.items():
+        raise CannotShard(rule, f"{call.name}: {reason}", at=None)
+    if unit.spelling.calls:
+        raise CannotShard(
+            rule, "FlexAttention or a library's kernel", remedy='load the model with attn_implementation="sdpa"'
+        )
+    if unit.is_body or unit.place.callees:
+        raise CannotShard(
+            "attention stands in the graph itself, or in a checkpoint",
+            "it is in the body of a higher-order call, such as a checkpoint in a checkpoint",
+            remedy="compile each layer by itself, and call the compiled layers there",
+        )
+    if unit.options.fp8_recipe is not None:
+        raise CannotShard("attention runs in the model's own dtype", "an fp8_recipe is given")
+
+
+def _is_shared(places: Following, site: Site, cp: ContextParallel) -> bool:
+    """Whether the keys of a site are on several ranks. Raises CannotShard where that is not known, or not what the rewrite is for."""
+    found = site.match
+    of_q = places.sequence_of(found.q.node, found.q.dims, found.axes.query)
+    of_k = places.sequence_of(found.k.node, found.k.dims, found.axes.key)
+    of_v = places.sequence_of(found.v.node, found.v.dims, found.axes.key)
+    if of_k is not of_v:
+        raise CannotShard("keys and values are parts of one sequence", "they are not", at=found.out)
+    if of_k is None and _is_on_all_ranks(places, site, cp, is_q_too=of_q is None):
+        return False
+    if of_q is None or of_q is not of_k:
+        raise CannotShard(
+            "queries and keys are parts of one sequence",
+            "queries of none" if of_q is None else "keys of another one, or of none",
+            at=found.out,
+            remedy="give the model input_ids, inputs_embeds or hidden states of (batch, positions, width); name inputs that every rank has "
+            "as a whole in ContextParallel(replicated=...)",
+        )
+    return True
+
+
+def _is_on_all_ranks(places: Following, site: Site, cp: ContextParallel, *, is_q_too: bool) -> bool:
+    """Whether k and v are of the model itself, or of what the user says that every rank has. is_q_too: and q."""
+    seen: set[fx.Node] = set()
+    left = [site.match.k.node, site.match.v.node, *([site.match.q.node] if is_q_too else [])]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+    given = {places.mirror.dynamo_node(node) for node in seen if node.op == "placeholder"}
+    named = [node for node in given if node is not None and following.is_named(node, cp.replicated)]
+    if not all(node is not None and (node in named or following.is_state(node)) for node in given):
+        return False
+    # As many of the model's own keys as the rank has positions: the model takes as many as there are.
+    return bool(named) or (
+        not is_q_too and axes.dim_size(site.match.axes.key) not in {atom.size for atom in places.atoms}
+    )
+
+
+def _check_outputs(mirror: Mirror, places: Following) -> None:
+    """What the graph gives back, and what it writes, has one place for each of the rank's positions."""
+    for writer, _ in mirror.writers:
+        found = places.places.get(writer)
+        if isinstance(found, Mixes):
+            raise following.refused(found)
+        if places.is_counted(writer):
+            raise _counted(writer)
+    for node in mirror.graph.output_node().all_input_nodes:
+        found = places.places[node]
+        if isinstance(found, Mixes):
+            raise following.refused(found)
+        if places.looks_like_part(node):
+            raise CannotShard(
+                "what a graph gives back for each of the rank's positions is made of the sequence",
+                f"{node.name} was not, and another graph would take it for a part of the sequence",
+                at=node,
+                remedy=GIVE_POSITIONS,
+            )
+        if places.is_counted(node):
+            raise _counted(node)
+
+
+def _counted(node: fx.Node) -> CannotShard:
+    return CannotShard(
+        "what a graph gives back or keeps does not depend on how many positions a rank has",
+        f"{node.name} was made of that number",
+        at=node,
+        remedy=GIVE_POSITIONS,
+    )
+
+
+def _rewrite_sites(
+    unit: Unit,
+    mirror: Mirror,
+    targets: Mapping[str, Target],
+    cp: ContextParallel,
+    given: dict[fx.Node, Input],
+    shared: list[Site],
+) -> list[_Done]:
+    are_chance = LENGTH in cp.allow
+    layout = GraphLayout(size=cp.size, group=cp.group_name, is_balanced=cp.is_balanced)
+    builder = GraphBuilder(unit.graph, mirror, unit.mode)
+    wholes = Wholes(builder, mirror, layout, given, are_chance=are_chance)
+    done: list[_Done] = []
+    for site in first_look.in_order(mirror, shared):
+        unit.log.current = site.module
+        if site.spec is None:
+            raise ValueError(f"the site at {site.module} has no spec")
+        sites.check(site, site.spec)
+        if not are_chance:
+            sites.check_scale(site, site.spec)
+        if outside.WINDOW not in cp.allow and isinstance(site.spec.seqlen_q, int):
+            outside.check_window(mirror, site, site.spec.seqlen_q * cp.size)
+        if cp.packed:
+            outside.check_documents(site, wholes)
+        if cp.is_balanced and isinstance(site.spec.seqlen_q, int) and site.spec.seqlen_q % 2:
+            raise CannotShard(
+                "a rank has two chunks of the sequence",
+                f"{site.spec.seqlen_q} positions",
+                at=site.match.out,
+                remedy="cut batches by ContextParallel.shard",
+            )
+        chosen = choosing.choice(site, site.spec, cp, layout, targets[site.spec.device])
+        is_ring = chosen.method == "ring" and sites.halo_of(site, site.spec, layout, "ring") is None
+        with builder.at(site.match.out, with_grad=site.spec.needs_grad) as old:
+            with builder.without_autocast():
+                if is_ring:
+                    out, one = ring.rewrite(mirror, site, builder, layout, wholes)
+                else:
+                    out, one = sites.rewrite(mirror, site, builder, layout, wholes, chosen.method)
+            new = lower.finish(mirror, site, builder, out, old)
+        one = dataclasses.replace(one, why=chosen.why, leaves_zero=site.keyless is not None)
+        done.append(_Done(module=site.module, old=old.name, new=new, site=one))
+        unread = lower.unread(mirror, site, [builder.leaf(site.match.out)])
+        builder.replace(builder.leaf(site.match.out), new)
+        for node in unread:
+            unit.graph.erase_node(node)
+    builder.erase_unused([])
+    unit.graph_module.recompile()
+    return done

@@ -1,0 +1,76 @@
+"""What a graph's calls were spelled out as, before it is mirrored: data of the room spelling/, which all steps after it read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from attn_compiler.reasons.decisions import Reason
+
+#: the pattern of a FlexAttention call
+FLEX = "flex attention"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blocks:
+    """What the blocks of a block mask were made of.
+
+    dense: a mask over (B or 1, H or 1, Sq, Skv). None: there is one block, which is all.
+    """
+
+    dense: fx.Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spelled:
+    """One call that was spelled out: FlexAttention's, or that of a library's kernel (library_calls.py).
+
+    call: the call. It stays in the graph for as long as it is not known whether a kernel takes its place.
+    own: the call's output in the model.
+    product: the attention, spelled out. It is erased where a kernel took its place.
+    out: the same with the strides that the call gives it.
+    nodes: everything that was made for it.
+    allowed: mask_mod of every score; of a library's call None.
+    blocks: what its block mask says beside mask_mod; of a library's call None.
+    pattern: the name of the match.
+    kernel: of a library's call that an autograd.Function makes, the node in the body.
+    """
+
+    call: fx.Node
+    own: fx.Node
+    product: fx.Node
+    out: fx.Node
+    nodes: tuple[fx.Node, ...]
+    allowed: fx.Node | None = None
+    blocks: Blocks | None = None
+    pattern: str = FLEX
+    kernel: fx.Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spelling:
+    """Of one graph.
+
+    expanded: the calls that were spelled out for good.
+    moved: the softmaxes whose axis was moved.
+    local: calls on local tensors that took the place of calls on DTensors, each with what is to be said of it.
+    calls: FlexAttention's and libraries' calls that are spelled out beside them, and given back in the end.
+    left: calls that no pattern is tried on, each with the reason.
+    """
+
+    expanded: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    local: Mapping[fx.Node, str] = field(default_factory=dict)
+    calls: tuple[Spelled, ...] = ()
+    left: Mapping[fx.Node, Reason] = field(default_factory=dict)
+
+    def leaving(self, left: Mapping[fx.Node, Reason]) -> Spelling:
+        """With further calls that no pattern is tried on."""
+        return replace(self, left={**self.left, **left}) if left else self
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the graph is no longer as it came."""
+        return bool(self.expanded or self.moved or self.local or self.calls)

@@ -1,0 +1,131 @@
+"""What the backend asks for: one graph rewritten in place with the bodies nested in it, and what was done, whatever fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from attn_compiler.context_parallel.lockstep import Meeting
+from attn_compiler.options.options import Options
+from attn_compiler.passes.graph.first_look import SharedGraph
+from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.pipeline import running
+from attn_compiler.passes.pipeline.work import Work
+from attn_compiler.reasons.errors import AttnCompilerWarning
+from attn_compiler.reporting.report import Report
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import collector, compat as torch_compat, inductor as torch_inductor
+from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private.snapshots import Snapshot
+from attn_compiler.torch_private.store import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewritten:
+    """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten. snapshot: how the graph
+    came; None if it is still so. It shares its graphs with `originals`. known: what is known of the graph's outputs, by their places.
+    read: the places of inputs that may be known, and that the graph reads and does not write to.
+    """
+
+    report: Report
+    units: tuple[Unit, ...]
+    originals: tuple[fx.Graph, ...]
+    failed: bool
+    snapshot: Snapshot | None = None
+    known: tuple[tuple[int, Known], ...] = ()
+    read: tuple[int, ...] = ()
+
+    @property
+    def packed(self) -> Packed | None:
+        """The packed graph, where padding was taken out."""
+        return next((unit.outcome for unit in self.units if isinstance(unit.outcome, Packed)), None)
+
+    @property
+    def meetings(self) -> tuple[Meeting, ...]:
+        """Where the ranks of a graph meet before each call."""
+        return tuple(
+            one for unit in self.units if isinstance(unit.outcome, SharedGraph) for one in unit.outcome.meetings
+        )
+
+    @property
+    def further_inputs(self) -> tuple[Any, ...]:
+        """Fake values of what the rewritten graph takes besides the model's inputs."""
+        return () if self.packed is None else self.packed.inputs
+
+    def take_back(self, gm: fx.GraphModule) -> None:
+        """Make the graph as it came, whatever a compiler did to it in the meantime."""
+        if self.snapshot is not None:
+            from attn_compiler.passes.writing import buffers
+
+            self.snapshot.restore()
+            buffers.discard(gm, self.units)
+
+
+def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Report:
+    """As `rewrite`, for those who want the report alone."""
+    return rewrite(gm, options, targets).report
+
+
+def rewrite(
+    gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None, store: Store | None = None
+) -> Rewritten:
+    """Rewrite `gm` and the bodies nested in it in place, and say what was done.
+
+    store: where rewrites are kept; with None the passes always run, and nothing is kept.
+    targets: by device type, for tests; a device that is missing there is this machine.
+    What fails at one site costs that site; whatever else fails, every graph is left as it came and the report says so. There is one
+    warning for each distinct failure; with options.strict it raises PassFailed (or VerifyFailed) instead.
+    """
+    failure: str | None = None
+    work = Work(gm=gm, options=options, targets=dict(targets or {}), store=store)
+    torch_inductor.deepen_stack()
+    try:
+        # Looking through all that a process has loaded takes a third of their time.
+        with collector.paused():
+            report = _run(work)
+    except Exception as error:
+        from attn_compiler.passes.writing import buffers, summary
+
+        if work.snapshot is not None:
+            work.snapshot.restore()
+        buffers.discard(gm, work.units)
+        if torch_compat.starts_over(error) or options.strict:
+            raise
+        failure = f"{error}\n{''.join(traceback.format_exception(error))}"
+        warnings.warn(str(error), AttnCompilerWarning, stacklevel=2)
+        report = summary.of_failure(gm, work.decided_for, work.seconds, failure)
+    report = dataclasses.replace(report, dumped=work.dumper.directory)
+    work.dumper.report(report)
+    originals = tuple(work.snapshot.graph(unit.graph_module) for unit in work.units) if work.snapshot else ()
+    return Rewritten(
+        report=report,
+        units=tuple(work.units),
+        originals=originals,
+        failed=failure is not None,
+        snapshot=None if failure is not None else work.snapshot,
+        known=work.known,
+        read=_still_read(work),
+    )
+
+
+def _run(work: Work) -> Report:
+    running.run(work)
+    if work.report is None:
+        raise ValueError("no step gave a report")
+    return work.report
+
+
+def _still_read(work: Work) -> tuple[int, ...]:
+    """The places of inputs that may be known, and that the rewritten graph reads: most masks that are proved it does not."""
+    read = () if work.border is None else work.border.read
+    if any(isinstance(unit.outcome, KeptGraph | Packed) for unit in work.units):
+        # The model's own graph may run in its place.
+        return read
+    inputs = work.gm.graph.find_nodes(op="placeholder")
+    return tuple(place for place in read if inputs[place].users)

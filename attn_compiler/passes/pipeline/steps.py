@@ -1,0 +1,392 @@
+"""PIPELINE: every step of what happens to a graph, in order.
+
+Each step is a function of a room, which takes a graph and the results of steps before it, and gives its own. The functions here say which.
+They import the rooms where they run: a process that finds a rewrite that was kept goes no further than `kept`, and imports none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from torch import fx
+
+from attn_compiler.passes.graph import faults
+from attn_compiler.passes.graph.first_look import SharedGraph
+from attn_compiler.passes.graph.unit import GraphMemory, Unit, units, unsupported_tensor
+from attn_compiler.passes.graph.ways import Ways
+from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep, check_contracts
+from attn_compiler.passes.pipeline.work import Work, timed
+from attn_compiler.passes.recovering import borders
+from attn_compiler.passes.rewrites import remembered
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.torch_private.snapshots import Snapshot
+
+log = logging.getLogger(__name__)
+
+#: what looking for what was done before, doing it again, and keeping it takes, among the seconds of steps
+_CACHE = "cache"
+
+
+# ---- before the rooms ------------------------------------------------------------------------------------------------
+
+
+def _units(work: Work) -> None:
+    work.units = units(work.gm, work.options)
+
+
+def _snapshot(work: Work) -> None:
+    if work.snapshot is None and (work.units or work.options.is_context_parallel):
+        work.snapshot = Snapshot(work.gm)
+
+
+def _checkpoints(work: Work) -> Onward | None:
+    """Where a sequence is, and what masks read, is followed from a graph into the checkpoints that it calls, and back."""
+    if not work.options.is_context_parallel or work.inlined is not None:
+        return None
+    from attn_compiler.passes.pipeline import rooms
+
+    work.inlined = rooms.checkpoints.inline(work.gm)
+    # Bodies that stand in the graph now are none of their own.
+    return Onward(step="units") if work.inlined else None
+
+
+def _border(work: Work) -> None:
+    work.border = borders.reached(work.gm, work.units, work.options, work.readers)
+
+
+def _kept(work: Work) -> Onward | None:
+    if work.store is None or work.border is None or (not work.units and work.border.root is None):
+        return None
+    work.seconds[_CACHE] = 0.0
+    with timed(_CACHE, work.seconds):
+        work.memory = remembered.begin(work.gm, work.options, work.border, work.store)
+        kept = work.memory.find()
+        if kept is None:
+            return None
+        try:
+            report = work.memory.apply(kept)
+        except Exception as error:
+            if torch_compat.starts_over(error):
+                raise
+            # Whatever is wrong with a file, the steps need none.
+            log.debug("what was kept of graph %s does not fit: %r", torch_compat.graph_name(), error)
+            return _from_the_start(work)
+    work.known, work.units = kept.crossing.known, []
+    work.report = dataclasses.replace(report, seconds=((_CACHE, work.seconds[_CACHE]),))
+    return Onward(step=None)
+
+
+def _from_the_start(work: Work) -> Onward:
+    """The nodes are others since the graph was made again what it was; nothing is looked up, or kept."""
+    if work.snapshot is not None:
+        work.snapshot.restore()
+    # The snapshot's graphs are given away, and the steps will change them: the next attempt takes copies of its own.
+    work.snapshot = work.store = work.memory = None
+    return Onward(step="units")
+
+
+def _unseen(work: Work) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    work.unseen = rooms.unseen.rows(work.gm)
+
+
+# ---- on each unit: what it is made of --------------------------------------------------------------------------------
+
+
+def _plain(_: Work, unit: Unit) -> Onward | None:
+    unsupported = unsupported_tensor(unit.graph_module)
+    if unsupported is not None:
+        unit.log.left_alone = Reason(
+            code=Code.CLOSED_TENSOR, rule="the graph's inputs are plain strided tensors", observed=unsupported
+        )
+        return Onward(step=None)
+    if unit.place.in_autocast:
+        unit.log.left_alone = Reason(
+            code=Code.AUTOCAST_BODY,
+            rule="an exported program's attention is outside of `with torch.autocast`",
+            observed="wrap_with_autocast runs the graph that it is in",
+            remedy="export the model in the dtype that autocast would have given (model.bfloat16()), without autocast",
+        )
+        return Onward(step=None)
+    return None
+
+
+def _lengths(work: Work, unit: Unit) -> None:
+    if unit.options.is_context_parallel:
+        from attn_compiler.passes.pipeline import rooms
+
+        work.readers.longer[unit] = rooms.spreading.longer(unit)
+
+
+def _expand(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.spelling = rooms.plain_calls.expanded(unit, unit.spelling)
+
+
+def _dtensors(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.spelling = rooms.plain_calls.on_local_tensors(unit, unit.spelling)
+
+
+def _flex(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.spelling = rooms.plain_calls.of_flex(unit, unit.spelling)
+
+
+def _library_calls(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.spelling = rooms.plain_calls.of_libraries(unit, unit.spelling)
+
+
+def _keys_last(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.spelling = rooms.plain_calls.with_keys_last(unit, unit.spelling)
+
+
+def _mirror(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.mirror = rooms.mirroring.of(unit, is_asked_for_all=work.trial is None and rooms.mirroring.asks_for_all(unit))
+
+
+# ---- on each unit: its attentions ------------------------------------------------------------------------------------
+
+
+def _block_masks(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.spelling = rooms.block_masks.checked(unit, unit.mirrored, unit.spelling, work.readers)
+
+
+def _match(_: Work, unit: Unit) -> Onward | None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.found = rooms.match.run(unit, unit.mirrored, unit.spelling)
+    if unit.found.sites:
+        return None
+    if unit.options.is_context_parallel and rooms.spreading.asked(unit) is not None:
+        return None
+    return Onward(step="give_back")
+
+
+def _recover(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    unit.found = rooms.recover.run(unit, unit.mirrored, unit.found, work.readers)
+
+
+def _machine(work: Work, unit: Unit) -> None:
+    for device in {site.spec.device for site in unit.found.sites if site.spec is not None} - work.targets.keys():
+        work.targets[device] = Target.current(device)
+
+
+def _context_parallel(work: Work, unit: Unit) -> Again | None:
+    from attn_compiler.passes.context_parallel.spread import Spread
+    from attn_compiler.passes.pipeline import rooms
+
+    if work.trial is not None:
+        return None
+    work.trial = rooms.spreading.spread(unit, unit.mirrored, unit.found, work.targets)
+    if not isinstance(work.trial, Spread) or not work.trial.is_other_graph:
+        return None
+    unit.memory = GraphMemory(ways=Ways(graph=unit.graph))
+    work.readers.longer.pop(unit, None)
+    return Again(step="mirror", judge="agree")
+
+
+def _agree(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.context_parallel.spread import Spread
+    from attn_compiler.passes.pipeline import rooms
+
+    if isinstance(work.trial, Spread):
+        spread, failed = work.trial, work.failed
+        work.trial = work.failed = None
+        unit.outcome = rooms.agreeing.agree(unit, unit.found, spread, failed)
+
+
+def _unpad(work: Work, unit: Unit) -> Again | None:
+    if not unit.options.unpad or work.trial is not None:
+        return None
+    from attn_compiler.passes.pipeline import rooms
+
+    made = rooms.packing.pack(unit, unit.mirrored, unit.found)
+    if not isinstance(made, rooms.packing.Trial):
+        unit.outcome = made
+        return None
+    work.trial = made
+    return Again(step="mirror", judge="packed")
+
+
+def _fp8_sites(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.fp8_sites.run(unit, unit.found)
+
+
+def _select(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    among = None if work.trial is None else rooms.judging.LEAVING_OUT
+    rooms.select.run(unit, unit.found, work.targets, among)
+
+
+def _packed(work: Work, unit: Unit) -> Onward | None:
+    from attn_compiler.passes.pipeline import rooms
+
+    if not isinstance(work.trial, rooms.packing.Trial):
+        return None
+    trial, failed = work.trial, work.failed
+    work.trial = work.failed = None
+    unit.outcome = rooms.judging.judged(unit, trial, failed)
+    return None if unit.outcome is trial.packed else Onward(step="select")
+
+
+# ---- on each unit: its kernels ---------------------------------------------------------------------------------------
+
+
+def _layout(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.layout.run(unit, unit.found)
+
+
+def _lower(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.lower.run(unit, unit.mirrored, unit.found, work.targets)
+
+
+def _give_back(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.plain_calls.given_back(unit, unit.spelling)
+
+
+def _last_look(_: Work, unit: Unit) -> None:
+    if isinstance(unit.outcome, SharedGraph):
+        unit.outcome = unit.outcome.last(unit.graph, unit.mirrored, unit.found.sites)
+
+
+def _verify(_: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.verify.run(unit, unit.found)
+
+
+# ---- on all of them ----------------------------------------------------------------------------------------------------
+
+
+def _not_left(work: Work) -> None:
+    if work.options.is_context_parallel:
+        from attn_compiler.passes.pipeline import rooms
+
+        for unit in work.units:
+            rooms.spreading.check_not_left(unit)
+
+
+def _buffers(work: Work) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.buffers.install(work.gm, work.units)
+
+
+def _body_inputs(work: Work) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.body_inputs.pass_on(work.units)
+
+
+def _crossing(work: Work) -> None:
+    if work.border is not None:
+        work.known = borders.crossed(work.border)
+
+
+def _warnings(work: Work) -> None:
+    work.warned = faults.warned(unit.log for unit in work.units)
+
+
+def _report(work: Work) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    work.report = rooms.summary.report(
+        work.gm, work.units, work.decided_for, work.seconds, faults=work.warned, unseen=work.unseen
+    )
+
+
+def _outline(work: Work) -> None:
+    if work.inlined is not None:
+        from attn_compiler.passes.pipeline import rooms
+
+        rooms.checkpoints.outline(work.gm, work.inlined)
+
+
+def _keep(work: Work) -> None:
+    if work.memory is not None and work.report is not None:
+        with timed(_CACHE, work.seconds):
+            report = work.memory.keep(work.report, work.known, work.units)
+        work.report = dataclasses.replace(report, seconds=tuple(work.seconds.items()))
+
+
+def _mirror_of(unit: Unit) -> fx.Graph | None:
+    return None if unit.mirror is None else unit.mirror.graph
+
+
+PIPELINE: tuple[PipelineStep, ...] = (
+    # The graphs, and what was kept of them.
+    PipelineStep(name="units", on="work", run=_units),
+    PipelineStep(name="snapshot", on="work", run=_snapshot, needs=("units",)),
+    PipelineStep(name="checkpoints", on="work", run=_checkpoints, needs=("snapshot",), leads=("units",)),
+    PipelineStep(name="border", on="work", run=_border, needs=("checkpoints",)),
+    PipelineStep(name="kept", on="work", run=_kept, needs=("border",), leads=("units",)),
+    PipelineStep(name="unseen", on="work", run=_unseen, needs=("kept",)),
+    # Each graph in plain calls, and as ATen ops.
+    PipelineStep(name="plain", run=_plain, needs=("unseen",), costs_all=True),
+    PipelineStep(name="lengths", run=_lengths, needs=("plain",), costs_all=True),
+    PipelineStep(name="expand", run=_expand, needs=("lengths",), costs_all=True),
+    PipelineStep(name="dtensors", run=_dtensors, needs=("expand",), costs_all=True),
+    PipelineStep(name="flex", run=_flex, needs=("dtensors",), costs_all=True),
+    PipelineStep(name="library_calls", run=_library_calls, needs=("flex",), costs_all=True),
+    PipelineStep(name="keys_last", run=_keys_last, needs=("library_calls",), costs_all=True),
+    PipelineStep(name="mirror", run=_mirror, needs=("keys_last",), shows=_mirror_of),
+    # Its attentions, and what they mean.
+    PipelineStep(name="block_masks", run=_block_masks, needs=("mirror",)),
+    PipelineStep(name="match", run=_match, needs=("block_masks",), leads=("give_back",)),
+    PipelineStep(name="recover", run=_recover, needs=("match",)),
+    PipelineStep(name="machine", run=_machine, needs=("recover",)),
+    # By option, another graph, which is mirrored, matched and recovered again.
+    PipelineStep(
+        name="context_parallel", run=_context_parallel, needs=("machine",), leads=("mirror", "agree"), costs_all=True
+    ),
+    PipelineStep(name="agree", run=_agree, needs=("context_parallel",), costs_all=True),
+    PipelineStep(name="unpad", run=_unpad, needs=("agree",), leads=("mirror", "packed")),
+    # The kernels.
+    PipelineStep(name="fp8_sites", run=_fp8_sites, needs=("unpad",)),
+    PipelineStep(name="select", run=_select, needs=("fp8_sites",)),
+    PipelineStep(name="packed", run=_packed, needs=("select",), leads=("select",)),
+    PipelineStep(name="layout", run=_layout, needs=("packed",)),
+    PipelineStep(name="lower", run=_lower, needs=("layout",), costs_all=True),
+    PipelineStep(name="give_back", run=_give_back, needs=("lower",), costs_all=True),
+    PipelineStep(name="last_look", run=_last_look, needs=("give_back",)),
+    PipelineStep(name="verify", run=_verify, needs=("last_look",)),
+    # What all graphs need of each other, and what is told of them.
+    PipelineStep(name="not_left", on="work", run=_not_left, needs=("verify",)),
+    PipelineStep(name="buffers", on="work", run=_buffers, needs=("not_left",)),
+    PipelineStep(name="body_inputs", on="work", run=_body_inputs, needs=("buffers",)),
+    PipelineStep(name="crossing", on="work", run=_crossing, needs=("body_inputs",)),
+    PipelineStep(name="warnings", on="work", run=_warnings, needs=("crossing",)),
+    PipelineStep(name="report", on="work", run=_report, needs=("warnings",)),
+    PipelineStep(name="outline", on="work", run=_outline, needs=("report",)),
+    PipelineStep(name="keep", on="work", run=_keep, needs=("outline",)),
+)
+
+check_contracts(PIPELINE)

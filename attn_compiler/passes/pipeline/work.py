@@ -1,0 +1,90 @@
+"""What there is of a rewriting while it goes on: what its steps gave, how long each took, and where an exception came from."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from attn_compiler.options.options import Options
+from attn_compiler.passes.graph import faults
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.recovering.borders import Border
+from attn_compiler.passes.recovering.reading.readers import Readers
+from attn_compiler.passes.rewrites.remembered import Remembered
+from attn_compiler.reasons.errors import AttnCompilerError
+from attn_compiler.reporting.dump import Dumper
+from attn_compiler.reporting.report import MissReport, Report
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private.snapshots import Snapshot
+from attn_compiler.torch_private.store import Store
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.context_parallel.spread import Spread
+    from attn_compiler.passes.spelling.checkpoints import Inlined
+    from attn_compiler.passes.unpad.packing import Trial
+
+
+@dataclass(kw_only=True)
+class Work:
+    """One graph module on its way through the steps, with the bodies nested in it.
+
+    gm, options, store: as `rewrite` is given them. targets: by device type; completed by machine.
+    seconds, dumper, readers: of all steps.
+    units: what steps work on. snapshot: how the graph came. inlined: bodies of checkpoints that stand in the graph for now.
+    border: what is known on both sides of the graph. memory: where the rewrite is kept. unseen: misses that no pattern starts from.
+    trial, failed: at the unit under way, a graph that was rewritten and has to be judged, and what looking at it raised.
+    known: as `Rewritten` has it. warned: what users were told of faults. report: what came of it all.
+    """
+
+    gm: fx.GraphModule
+    options: Options
+    targets: dict[str, Target] = field(default_factory=dict)
+    store: Store | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    dumper: Dumper = field(default_factory=lambda: Dumper(directory=None, traced=False))
+    readers: Readers = field(default_factory=Readers)
+    units: list[Unit] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    inlined: list[Inlined] | None = None
+    border: Border | None = None
+    memory: Remembered | None = None
+    unseen: list[MissReport] = field(default_factory=list)
+    trial: Spread | Trial | None = None
+    failed: Exception | None = None
+    known: tuple[tuple[int, Known], ...] = ()
+    warned: tuple[str, ...] = ()
+    report: Report | None = None
+
+    @property
+    def decided_for(self) -> dict[str, Target]:
+        """The machines of the graph's attentions; none without any."""
+        return self.targets if self.units else {}
+
+
+@contextlib.contextmanager
+def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def located(name: str, unit: Unit | None) -> Iterator[None]:
+    """Say which pass and which module an exception came from."""
+    try:
+        yield
+    except AttnCompilerError:
+        raise
+    except Exception as error:
+        if torch_compat.starts_over(error):
+            raise
+        raise faults.failed(name, (unit and (unit.log.current or unit.name)) or "the graph", error) from error

@@ -1,0 +1,306 @@
+"""The packed graph, made on a copy of the model's: all that real tokens need, and outputs unpacked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import faults, mutation
+from attn_compiler.passes.graph.faults import Fault
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed, fake_inputs
+from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit, module_path, source_line
+from attn_compiler.passes.graph.ways import Ways
+from attn_compiler.passes.unpad import asked_sizes, drawing, facts as run_time_facts, masks, scores
+from attn_compiler.passes.unpad.analysis import Analysis
+from attn_compiler.passes.unpad.making import Maker, Tokens
+from attn_compiler.passes.unpad.masks import Padding
+from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.passes.unpad.values import Kind, Need, places
+from attn_compiler.reasons.codes import Code
+from attn_compiler.torch_private import (
+    compat as torch_compat,
+    frames as torch_frames,
+    packed as torch_packed,
+    tracing as torch_tracing,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Before:
+    """A unit as it was with its padding."""
+
+    graph: fx.Graph
+    memory: GraphMemory
+    mirror: Mirror
+    found: FoundSites
+    faults: tuple[Fault, ...]
+    unread: tuple[str, ...]
+
+    @classmethod
+    def of(cls, unit: Unit, mirror: Mirror, found: FoundSites) -> Before:
+        return cls(
+            graph=unit.graph,
+            memory=unit.memory,
+            mirror=mirror,
+            found=found,
+            faults=tuple(unit.log.faults),
+            unread=tuple(unit.log.unread),
+        )
+
+    def put_back(self, unit: Unit) -> None:
+        """Nothing was packed after all."""
+        unit.graph_module.graph = self.graph
+        unit.memory, unit.mirror, unit.found = self.memory, self.mirror, self.found
+        unit.log.faults[:], unit.log.unread[:] = self.faults, self.unread
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial:
+    """The packed graph is the unit's for now. packed: what becomes of the unit if each attention has its kernel."""
+
+    packed: Packed
+    before: Before
+
+
+def pack(unit: Unit, mirror: Mirror, found: FoundSites) -> Trial | KeptGraph:
+    """Take the padding out of the graph, or say why it stays."""
+    with faults.confined(unit.log, "unpad", unit.name or "the graph") as attempt:
+        try:
+            _check_graph(unit)
+            return _run(unit, mirror, found)
+        except KeepsPadding as kept:
+            return _kept(mirror, kept)
+    if attempt.reason is None:
+        raise ValueError("nothing became of the graph")
+    return KeptGraph(reason=attempt.reason)
+
+
+def _kept(mirror: Mirror, kept: KeepsPadding) -> KeptGraph:
+    owner = None if kept.at is None else mirror.owner(kept.at)
+    module = None if owner is None else module_path(owner)
+    return KeptGraph(reason=kept.reason, module=module, source=None if owner is None else source_line(owner))
+
+
+def _check_graph(unit: Unit) -> None:
+    if torch_frames.is_cut_into_buckets():
+        raise KeepsPadding(
+            Code.PADDING_OTHER_CALLS,
+            "padding is taken out of a whole graph",
+            "the buckets of DistributedDataParallel cut it",
+            remedy="set torch._dynamo.config.optimize_ddp = False",
+        )
+    rule = "the attentions are calls of the captured graph itself"
+    if unit.is_body:
+        remedy = "train without gradient checkpointing"
+        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, f"attention is in the body {unit.name}", remedy=remedy)
+    if unit.place.callees:
+        names = ", ".join(body.name for _, body in unit.place.callees)
+        raise KeepsPadding(
+            Code.PADDING_OTHER_CALLS,
+            rule,
+            f"attention is in the body {names}",
+            remedy="train without gradient checkpointing",
+        )
+    if unit.spelling.calls or unit.spelling.local:
+        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, "FlexAttention, a library's kernel or DTensors")
+    if unit.options.fp8_recipe is not None:
+        raise KeepsPadding(
+            Code.PADDING_OTHER_CALLS, "attention runs in the model's own dtype", "an fp8_recipe is given"
+        )
+
+
+def _run(unit: Unit, mirror: Mirror, found: FoundSites) -> Trial:
+    padding, pairs = masks.of(found.sites)
+    for site, own in zip(found.sites, pairs, strict=True):
+        if own.scores is not None:
+            scores.check(site, own.scores, mirror, padding.tensor.node)
+    analysis = Analysis(mirror, padding, dict(zip(found.sites, pairs, strict=True)))
+    graph = torch_compat.copied_graph(unit.graph)
+    copies = dict(zip(unit.graph.nodes, graph.nodes, strict=True))
+    maker = Maker(
+        analysis=analysis, graph=graph, copies=copies, mode=unit.mode, given=_inputs(unit, graph, analysis, padding)
+    )
+    try:
+        return _packed(unit, mirror, found, padding, analysis, maker)
+    except Exception:
+        torch_packed.forget_guards([x.meta["example_value"] for x in vars(maker.given).values()])
+        raise
+
+
+def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, analysis: Analysis, maker: Maker) -> Trial:
+    graph = maker.graph
+    roots, replaced = _roots(unit, found, maker)
+    maker.make(roots)
+    zeroed = _put_in(unit, maker, replaced)
+    asked_sizes.put_in(unit.graph, maker)
+    _erase_unread(unit, maker)
+    _check_gone(unit, maker)
+    drawing.check_once(maker)
+    facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
+    asked = [fact for same in facts.values() for fact in (same if same[0].needs else same[:1])]
+    before = run_time_facts.graph(unit.graph_module, mirror, padding, asked)
+    original = fx.GraphModule(unit.graph_module, torch_compat.copied_graph(unit.graph))
+    dropout, given_back = drawing.is_drawn(maker), _places(unit, maker, replaced)
+    packed = Packed(
+        facts=tuple(fact.words for fact in asked),
+        zeroed=zeroed,
+        places=given_back,
+        writes=bool(mirror.writers),
+        dropout=dropout,
+        before=before,
+        original=original,
+        fakes=tuple(x.meta["example_value"] for x in original.graph.find_nodes(op="placeholder")),
+        mode=unit.mode,
+        most=_most(analysis),
+        inputs=tuple(x.meta["example_value"] for x in vars(maker.given).values()),
+    )
+    trial = Trial(packed=packed, before=Before.of(unit, mirror, found))
+    unit.graph_module.graph, unit.memory = graph, GraphMemory(ways=Ways(graph=graph))
+    return trial
+
+
+def _inputs(unit: Unit, graph: fx.Graph, analysis: Analysis, padding: Padding) -> Tokens:
+    """Placeholders for where the real tokens are, behind those of the model."""
+    mask = padding.tensor.node.meta["val"]
+    most = _most(analysis)
+    with torch_tracing.running_in(unit.mode):
+        starts = torch.empty(mask.shape[0] + 1, dtype=torch.int64, device=mask.device)
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    made = {}
+    names = [each.name for each in dataclasses.fields(Tokens)]
+    for name, value in zip(names, fake_inputs(unit.mode, most, _expected(most), starts), strict=True):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"unpadded_{name}")
+        last.meta["example_value"] = value
+        torch_packed.mark_own_input(last)
+        made[name] = last
+    return Tokens(**made)
+
+
+def _most(analysis: Analysis) -> int | None:
+    """Tokens that a batch has at most, if its sizes are known."""
+    sizes = [atom.size for atom in (analysis.batch, analysis.seq)]
+    return int(sizes[0]) * int(sizes[1]) if all(size.is_Integer for size in sizes) else None
+
+
+def _expected(most: int | None) -> int:
+    """A number of real tokens that choices may go by: an odd one, so that nothing is found to divide it."""
+    return max(3, (most or 8192) * 5 // 8 | 1)
+
+
+def _roots(unit: Unit, found: FoundSites, maker: Maker) -> tuple[list[Need], dict[fx.Node, Need]]:
+    """What has to be made, and the Dynamo nodes that it takes the place of."""
+    replaced: dict[fx.Node, Need] = {}
+    given_back = set(unit.graph.output_node().all_input_nodes)
+    for dynamo in unit.graph.nodes:
+        node = maker.value_of(dynamo)
+        if node is None:
+            continue
+        value = maker.analysis.value(node)
+        if dynamo in given_back and value.lost is not None:
+            raise value.lost
+        if dynamo in given_back and value.kind is Kind.PACKED:
+            _check_no_cache(found, node)
+            replaced[dynamo] = Need(node, "unpacked")
+        elif value.kind is Kind.RETURNED and not maker.is_kept(node) and value.several is None:
+            replaced[dynamo] = Need(node, "plain")
+    needed = {d: need for d, need in replaced.items() if d in given_back or _is_read(dynamo=d, replaced=replaced)}
+    return list(needed.values()), needed
+
+
+def _is_read(dynamo: fx.Node, replaced: Mapping[fx.Node, Need]) -> bool:
+    """Whether anything reads it but calls that are made anew, too."""
+    return any(user not in replaced for user in dynamo.users)
+
+
+def _check_no_cache(found: FoundSites, node: fx.Node) -> None:
+    operands = {x for site in found.sites for x in site.match.anchor.args[1:3] if isinstance(x, fx.Node)}
+    if mutation.storages(node) & set().union(*map(mutation.storages, operands)):
+        raise KeepsPadding(
+            Code.PADDING_CACHE,
+            "no cache of keys and values is given back",
+            node.name,
+            at=node,
+            remedy="call the model with use_cache=False",
+        )
+
+
+def _put_in(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> tuple[str, ...]:
+    """Let what was made take the place of the model's own. Gives the outputs that are 0 at padding."""
+    output = maker.graph.output_node()
+    zeroed = []
+    for dynamo, need in replaced.items():
+        copy, new = maker.copies[dynamo], maker.made[need]
+        if need.form == "unpacked":
+            output.replace_input_with(copy, new)
+            shape = ", ".join(str(size) for size in new.meta["example_value"].shape)
+            zeroed.append(f"{dynamo.name} ({shape})")
+        else:
+            copy.replace_all_uses_with(new)
+    return tuple(zeroed)
+
+
+def _places(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> dict[int, tuple[int, int]]:
+    """The axes of rows and positions of each output that is unpacked."""
+    given: Any = unit.graph.output_node().args[0]
+    found = {}
+    for place, node in enumerate(given if isinstance(given, (tuple, list)) else (given,)):
+        need = replaced.get(node) if isinstance(node, fx.Node) else None
+        if need is not None and need.form == "unpacked":
+            dims = maker.analysis.value(need.node).dims
+            (rows,), (positions,) = (places(dims, atom) for atom in (maker.analysis.batch, maker.analysis.seq))
+            found[place] = (rows, positions)
+    return found
+
+
+def _erase_unread(unit: Unit, maker: Maker) -> None:
+    """Erase the model's own nodes that only compute what nothing reads any more."""
+    for dynamo in reversed(list(unit.graph.nodes)):
+        if dynamo in maker.erased:
+            continue
+        copy = maker.copies[dynamo]
+        is_call = dynamo.op in ("call_function", "call_method")
+        if is_call and not copy.users and _only_computes(maker.mirror, dynamo) and _has_value(dynamo):
+            maker.graph.erase_node(copy)
+            maker.erased.add(dynamo)
+    made = set(maker.copies.values())
+    for node in reversed(list(maker.graph.nodes)):
+        if node not in made and node.op == "call_function" and not node.users:
+            maker.graph.erase_node(node)
+
+
+def _only_computes(mirror: Mirror, dynamo: fx.Node) -> bool:
+    """As `Mirror.computes_only`, and numbers that are computed of sizes."""
+    owned = mirror.owned(dynamo)
+    return all(
+        (isinstance(n.target, torch._ops.OpOverload) or getattr(n.target, "__module__", "") == "_operator")
+        and not mutation.writes(n)
+        for n in owned
+    )
+
+
+def _has_value(dynamo: fx.Node) -> bool:
+    return dynamo.meta.get("example_value") is not None
+
+
+def _check_gone(unit: Unit, maker: Maker) -> None:
+    """Nothing that is packed is computed beside it: what is left of it is read by something that was not looked into."""
+    for dynamo in unit.graph.nodes:
+        if dynamo in maker.erased or dynamo.op == "output":
+            continue
+        if maker.kind_of(dynamo) in (Kind.PACKED, Kind.LOST):
+            node = maker.value_of(dynamo)
+            lost = None if node is None else maker.analysis.value(node).lost
+            users = ", ".join(user.name for user in maker.copies[dynamo].users) or "nothing"
+            raise lost or KeepsPadding(
+                Code.PADDING_OUT_OF_REACH,
+                "what reads packed tokens is looked into",
+                f"{dynamo.name}, read by {users}",
+                at=node,
+            )

@@ -1,0 +1,128 @@
+"""Steps run in their order, go on where one says, and what fails of a graph on trial is for its judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from attn_compiler.options.options import Options
+from attn_compiler.passes.graph.unit import Unit, units
+from attn_compiler.passes.pipeline import running, steps
+from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep
+from attn_compiler.passes.pipeline.work import Work
+from attn_compiler.reasons.errors import PassFailed
+from tests.passes.compiling import captured
+
+
+@pytest.fixture
+def work() -> Work:
+    gm, _ = captured(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), torch.randn(1, 2, 4, 8))
+    return Work(gm=gm, options=Options(), units=units(gm, Options()))
+
+
+Says = Callable[..., Any]
+
+
+def _ran(work: Work, monkeypatch: pytest.MonkeyPatch, *given: tuple[str, Says, dict[str, Any]]) -> list[str]:
+    """The names of the steps that ran. given: of each step its name, what it says, and fields."""
+    ran: list[str] = []
+
+    def noted(name: str, says: Says) -> Says:
+        def run(*args: Any) -> Any:
+            ran.append(name)
+            return says(*args)
+
+        return run
+
+    made = tuple(PipelineStep(name=name, run=noted(name, says), **fields) for name, says, fields in given)
+    monkeypatch.setattr(steps, "PIPELINE", made)
+    running.run(work)
+    return ran
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def _once(said: Any) -> Says:
+    """Said the first time."""
+    left = [said]
+    return lambda *_: left.pop() if left else None
+
+
+def test_each_unit_goes_through_all_of_its_steps_before_the_next(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    work.units = [*work.units, *units(work.gm, work.options)]
+    on_work = {"on": "work"}
+    ran = _ran(
+        work, monkeypatch, ("a", _nothing, on_work), ("b", _nothing, {}), ("c", _nothing, {}), ("d", _nothing, on_work)
+    )
+    assert ran == ["a", "b", "c", "b", "c", "d"]
+    assert list(work.seconds) == ["b", "c"]
+
+
+def test_nothing_more_is_done_where_a_step_says_so(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: Says = lambda *_: Onward(step=None)  # noqa: E731
+    on_work = {"on": "work"}
+    assert _ran(work, monkeypatch, ("a", done, {}), ("b", _nothing, {}), ("c", _nothing, on_work)) == ["a", "c"]
+    assert _ran(work, monkeypatch, ("a", done, on_work), ("b", _nothing, on_work)) == ["a"]
+
+
+def test_a_step_goes_on_from_one_that_its_line_names(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    back = ("b", _once(Onward(step="a")), {"leads": ("a",)})
+    assert _ran(work, monkeypatch, ("a", _nothing, {}), back, ("c", _nothing, {})) == ["a", "b", "a", "b", "c"]
+    with pytest.raises(ValueError, match="of which its line says nothing"):
+        _ran(work, monkeypatch, ("a", _nothing, {}), ("b", _once(Onward(step="a")), {}))
+
+
+def _fails(*_: Any) -> None:
+    raise KeyError("not today")
+
+
+@pytest.mark.parametrize("way", [_fails, lambda *_: Onward(step="d")], ids=["fails", "goes on elsewhere"])
+def test_on_trial_every_way_leads_to_the_judge(way: Says, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Exception | None] = []
+    looks: list[Unit] = []
+
+    def looked(work: Work, unit: Unit) -> Any:
+        looks.append(unit)
+        return way(work, unit) if len(looks) == 2 else None
+
+    def judge(work: Work, unit: Unit) -> None:
+        failed.append(work.failed)
+        work.failed = None
+
+    ran = _ran(
+        work,
+        monkeypatch,
+        ("a", looked, {"leads": ("d",)}),
+        ("b", _once(Again(step="a", judge="c")), {"leads": ("a", "c")}),
+        ("c", judge, {}),
+        ("d", _nothing, {}),
+    )
+    assert ran == ["a", "b", "a", "c", "d"]
+    assert [type(one) for one in failed] == [KeyError if way is _fails else type(None)]
+    assert looks[0].log.left_alone is None
+
+
+def test_what_fails_otherwise_costs_the_graph(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _ran(work, monkeypatch, ("a", _fails, {}), ("b", _nothing, {})) == ["a"]
+    (unit,) = work.units
+    assert unit.log.left_alone is not None
+    assert "not today" in unit.log.left_alone.observed
+    with pytest.raises(PassFailed, match="not today") as caught:
+        _ran(work, monkeypatch, ("a", _fails, {"costs_all": True}))
+    assert caught.value.pass_name == "a"
+
+
+def test_a_graph_that_a_step_shows_is_dumped(work: Work, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    work.options = Options(dump_dir=str(tmp_path))
+    shown = fx.Graph()
+    shown.output(shown.placeholder("shown"))
+    _ran(
+        work, monkeypatch, ("a", _nothing, {"shows": lambda unit: shown}), ("b", _nothing, {"shows": lambda unit: None})
+    )
+    names = [path.name for path in tmp_path.rglob("*.txt") if "shown" in path.read_text()]
+    assert [name.split(".")[0].split("_", 1)[-1] for name in names] == ["a"]
