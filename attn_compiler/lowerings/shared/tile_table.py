@@ -36,6 +36,7 @@ Other machines and float32 were compiled, not measured: their tiles are those th
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,13 +59,15 @@ class TileRow:
     queries (None: any), that holds any of the parts in `holds` (none given: whatever it holds), on a GPU from
     `first_sm` on.
 
-    listed_grad_q: for dq where it visits the forward's lists, and so has the forward's tile.
+    small: for machines with little shared memory alone (`is_small`).
+    listed_grad_q: for dq where it visits the forward's lists, and so has the forward's keys, and all or a part of its queries.
     """
 
     bytes: int
     head_dim: int
     seqlen_q: int | None = None
     first_sm: int = 0
+    small: bool = False
     holds: tuple[Part, ...] = ()
     tiles: Tiles
     listed_grad_q: Tile
@@ -80,10 +83,19 @@ _SMALL = Tiles(forward=_tile(32, 64, 4, 3), grad_q=_tile(32, 64, 4, 2), grad_kv=
 _SMALL_WIDE = Tiles(forward=_tile(32, 32, 4, 2), grad_q=_tile(32, 32, 4, 2), grad_kv=_tile(32, 64, 8, 1))
 _FP32_NARROW = Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 64, 8, 1))
 _FP32 = Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1))
+_WIDE = Tiles(forward=_tile(32, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 2, apart=True))
 
 ROWS: tuple[TileRow, ...] = (
     # few queries
     TileRow(bytes=2, head_dim=128, seqlen_q=32, tiles=_SMALL, listed_grad_q=_SMALL.grad_q),
+    TileRow(
+        bytes=2,
+        head_dim=256,
+        seqlen_q=32,
+        small=True,
+        tiles=dataclasses.replace(_SMALL_WIDE, grad_kv=_tile(32, 32, 8, 1)),
+        listed_grad_q=_SMALL_WIDE.grad_q,
+    ),
     TileRow(bytes=2, head_dim=256, seqlen_q=32, tiles=_SMALL_WIDE, listed_grad_q=_SMALL_WIDE.grad_q),
     TileRow(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32, listed_grad_q=_FP32.grad_q),
     # half precision
@@ -241,8 +253,60 @@ ROWS: tuple[TileRow, ...] = (
     TileRow(
         bytes=2,
         head_dim=256,
+        small=True,
+        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1)),
+        listed_grad_q=_tile(32, 32, 8, 1),
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=256,
         tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 32, 8, 2)),
         listed_grad_q=_tile(64, 32, 8, 1),
+    ),
+    # sums of 512 head dims leave room for few queries, or few keys, and dk and dv have a pass each
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        small=True,
+        holds=("mask", "bias", "distances"),
+        tiles=Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(16, 32, 8, 1), grad_kv=_tile(32, 16, 8, 1, apart=True)),
+        listed_grad_q=_tile(16, 32, 8, 1),
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        small=True,
+        tiles=Tiles(forward=_tile(32, 32, 8, 2), grad_q=_tile(16, 32, 8, 1), grad_kv=_tile(16, 32, 8, 1, apart=True)),
+        listed_grad_q=_tile(16, 32, 8, 1),
+    ),
+    # tensor memory has no room for 512 columns of sums beside the scores: instructions of Ampere
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        first_sm=100,
+        tiles=_WIDE,
+        listed_grad_q=_WIDE.grad_q,
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        first_sm=90,
+        holds=("mask", "bias", "distances"),
+        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(64, 16, 8, 2), grad_kv=_tile(32, 64, 8, 1, apart=True)),
+        listed_grad_q=_tile(64, 32, 8, 1),
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(64, 16, 8, 2), grad_kv=_tile(16, 64, 8, 2, apart=True)),
+        listed_grad_q=_tile(64, 32, 8, 1),
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_WIDE.grad_q, grad_kv=_WIDE.grad_kv),
+        listed_grad_q=_WIDE.grad_q,
     ),
     # float32
     TileRow(bytes=4, head_dim=64, tiles=_FP32_NARROW, listed_grad_q=_tile(64, 32, 8, 1)),
@@ -256,6 +320,11 @@ def generation(target: Target) -> int:
     """The sm whose rows a machine takes: GeForce and workstation Blackwell have the tensor core instructions of Ampere, and less
     shared memory than Hopper."""
     return 80 if target.sm >= _FIRST_SM_LIKE_AMPERE else target.sm
+
+
+def is_small(target: Target) -> bool:
+    """Whether a block has 99 KB of shared memory at most, where others have 163 or more."""
+    return target.sm in (86, 87, 89) or target.sm >= _FIRST_SM_LIKE_AMPERE
 
 
 def tiles(spec: AttentionSpec, target: Target) -> Tiles:
@@ -273,7 +342,8 @@ def _applies(row: TileRow, spec: AttentionSpec, plan: Plan, target: Target) -> b
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (most is not None and most <= row.seqlen_q)
     holds = not row.holds or not parts_of(spec, plan).isdisjoint(row.holds)
-    return fits and few and holds and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm
+    machine = generation(target) >= row.first_sm and (is_small(target) or not row.small)
+    return fits and few and holds and BYTES.get(spec.dtype, 8) <= row.bytes and machine
 
 
 def parts_of(spec: AttentionSpec, plan: Plan) -> frozenset[Part]:

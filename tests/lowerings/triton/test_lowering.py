@@ -89,7 +89,7 @@ def test_takes(spec: dict[str, Any]) -> None:
     ("spec", "said"),
     [
         ({"dtype": "float64"}, "q is bfloat16 or float16 or float32"),
-        ({"head_dim": 264}, "head_dim_qk is at most 256"),
+        ({"head_dim": 520}, "head_dim_qk is at most 512"),
         ({"head_dim": "s3"}, "head_dim_qk is known"),
         ({"returns_weights": True}, "no other reader"),
         ({"softmax_dtype": "float64"}, "at most float32"),
@@ -118,9 +118,11 @@ def test_half_precision_takes_multiples_of_8() -> None:
     ("sm", "refused"), [(80, False), (86, True), (89, True), (90, False), (100, False), (120, True)]
 )
 def test_wide_heads_need_shared_memory(sm: int, refused: bool) -> None:
-    for spec in (make_spec(head_dim=256, needs_grad=True), make_spec(head_dim=256, dtype="float32", needs_grad=False)):
-        assert bool(TRITON.why_not(spec, Target.fake(sm=sm))) == refused
-    assert not TRITON.why_not(make_spec(head_dim=128, needs_grad=True), Target.fake(sm=sm))
+    spec = make_spec(head_dim=256, dtype="float32", needs_grad=False)
+    assert bool(TRITON.why_not(spec, Target.fake(sm=sm))) == refused
+    assert TRITON.why_not(make_spec(head_dim=512, dtype="float32"), Target.fake(sm=sm))
+    for head_dim in (128, 256, 512):
+        assert not TRITON.why_not(make_spec(head_dim=head_dim, needs_grad=True), Target.fake(sm=sm))
 
 
 def test_demands_aligned_strides() -> None:

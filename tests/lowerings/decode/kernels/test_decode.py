@@ -50,6 +50,27 @@ def test_warps_that_go_on_alone(name: str, slices: int) -> None:
     assert_counted_down(problem)
 
 
+#: head dims whose tiles are two of 256 dims, or less
+_WIDE = (
+    Case(name="wide_512", head_dim=512, batch=1, seqlen_kv=70),
+    Case(name="wide_320_257", head_dim=320, head_dim_v=257, bounds=((0, 99), (0, 11))),
+    Case(name="wide_384_sinks_queries", head_dim=384, seqlen_q=4, sinks=True, softcap=2.0, keys="left"),
+    Case(name="wide_512_mask_mqa", head_dim=512, heads_q=7, heads_kv=1, mask="bk", bounds=((0, 120), (0, 30))),
+    Case(name="wide_512_no_keys", head_dim=512, bounds=((0, 1), (0, 0)), splits=1),
+    Case(name="wide_512_fp8", head_dim=512, stored="float8_e4m3fn", k_scale=0.5, v_scale=2.0),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("case", _WIDE, ids=lambda case: case.name)
+def test_wide_heads(case: Case, sm: int) -> None:
+    schedule = decode_schedule.table(build(case, dtype=torch.float16).spec, Target.fake(sm=sm))
+    for problem in (build(case), build(case, dtype=torch.float16, schedule=schedule)):
+        decode_problems.assert_within_rule(results(problem), problem)
+        assert_counted_down(problem)
+
+
 # ---- on a GPU, with the tiles of the table -------------------------------------------------------------------------
 
 _TIMES = 7
@@ -67,7 +88,11 @@ def grown(case: Case) -> Case:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in ALL if case.head_dim % 8 == 0], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in (*ALL, *_WIDE) if case.head_dim % 8 == 0 and case.head_dim_v != 257],
+    ids=lambda case: case.name,
+)
 def test_bfloat16_on_a_gpu(case: Case) -> None:
     check_on_a_gpu(case, torch.bfloat16)
 
