@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
-from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
+from attn_compiler.lowerings.choice.rows import MOST_QUERIES
 from attn_compiler.lowerings.decode import operands as decode_operands, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
