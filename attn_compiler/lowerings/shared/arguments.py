@@ -98,6 +98,7 @@ def prepare(text: str) -> Prepared:
             "HAS_RIGHT": plan.band is not None and plan.band.right is not None,
             "DROPOUT": plan.dropout,
             "MASK_ALL": plan.unlisted,
+            "ONE_KV": call.one_kv,
         },
     )
 

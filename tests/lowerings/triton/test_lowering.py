@@ -281,3 +281,27 @@ def test_a_length_that_is_counted_up_is_read_as_it_was() -> None:
         assert torch.equal(ours, theirs)
     assert "keys up to filled" in function.site.spec.mask.words
     assert function.site.spec.mask.out_of_reach == ()
+
+
+def _of_one_tensor(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """DeepSeek V4: what is read as keys is read as values, too."""
+    return torch.nn.functional.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("is_one", [True, False])
+def test_keys_that_are_the_values_are_read_once(is_one: bool) -> None:
+    def given() -> list[torch.Tensor]:
+        q, k, *_ = _tensors(70, 70)
+        return [q, k[:, :1].detach().requires_grad_()]
+
+    function = compiled(_of_one_tensor if is_one else lambda q, kv: _of_one_tensor(q, kv * 1.0), lowering="triton")
+    ours, theirs = given(), given()
+    found, expected = function(*ours), _of_one_tensor(*theirs)
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad, atol=1e-4)

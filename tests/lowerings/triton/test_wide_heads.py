@@ -12,7 +12,7 @@ from attn_compiler.spec.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import BOTTOM_RIGHT, CAUSAL, Case
 from tests.lowerings.kernel_launches import launched
-from tests.lowerings.kernel_problems import build, results
+from tests.lowerings.kernel_problems import Problem, build, results
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU")
 
@@ -66,6 +66,23 @@ def test_in_full_precision(case: Case) -> None:
     """With small tiles: what float16 would hide."""
     problem = build(case)
     kernel_problems.assert_within_rule(results(problem), problem)
+
+
+def _of_one_tensor(problem: Problem) -> Problem:
+    """With keys that are the values; those of the forward, which must not be read, hold NaN."""
+    call = dataclasses.replace(Call.from_text(problem.text), one_kv=True)
+    return dataclasses.replace(problem, v=problem.k.detach().clone().requires_grad_(), text=call.to_text())
+
+
+@interpreted
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("case", [_SHORT[0], _SHORT[4], _SHORT[5], _MASKED[1]], ids=lambda case: case.name)
+def test_keys_that_are_the_values_are_read_once(case: Case, sm: int) -> None:
+    problem = _of_one_tensor(build(case, dtype=torch.float16, target=Target.fake(sm=sm)))
+    found = results(problem)
+    kernel_problems.assert_within_rule(found, problem)
+    unread = dataclasses.replace(problem, v=torch.full_like(problem.k, torch.nan))
+    assert torch.equal(kernel_problems.outputs(unread)[0], found[0])
 
 
 @pytest.mark.gpu

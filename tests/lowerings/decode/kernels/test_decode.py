@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode import problems as decode_problems
 from tests.lowerings.decode.problems import ALL, BY_NAME, Case, Problem, build, planned, results, run
@@ -69,6 +70,30 @@ def test_wide_heads(case: Case, sm: int) -> None:
     for problem in (build(case), build(case, dtype=torch.float16, schedule=schedule)):
         decode_problems.assert_within_rule(results(problem), problem)
         assert_counted_down(problem)
+
+
+@interpreted
+@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in _WIDE if case.head_dim_v is None and case.v_scale is None),
+        *(
+            BY_NAME[name]
+            for name in ("plain", "lengths", "keys_left", "several_queries", "queries_mask", "head_dim_72")
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_keys_that_are_the_values_are_read_once(case: Case, slices: int) -> None:
+    schedule = dataclasses.replace(decode_problems.SMALL, keys=16 * slices, warps=slices, slices=slices)
+    given = build(case, schedule=schedule)
+    text = dataclasses.replace(DecodeCall.from_text(given.text), one_kv=True).to_text()
+    problem = dataclasses.replace(given, v=given.k, text=text)
+    found = results(problem)
+    decode_problems.assert_within_rule(found, problem)
+    unread = results(dataclasses.replace(problem, v=torch.full_like(given.k, torch.nan)))
+    assert all(map(torch.equal, found, unread))
 
 
 # ---- on a GPU, with the tiles of the table -------------------------------------------------------------------------
