@@ -109,12 +109,10 @@ def test_machines_with_little_shared_memory(sm: int, small: bool) -> None:
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
 def test_sums_of_wide_heads_are_held_in_passes(sm: int) -> None:
-    found = tiles(make_spec(head_dim=264), Target.fake(sm=sm))
-    assert (
-        found
-        == tiles(make_spec(head_dim=512), Target.fake(sm=sm))
-        != tiles(make_spec(head_dim=256), Target.fake(sm=sm))
-    )
+    found, narrower = (tiles(make_spec(head_dim=head_dim), Target.fake(sm=sm)) for head_dim in (512, 256))
+    assert found == tiles(make_spec(head_dim=392), Target.fake(sm=sm)) != narrower
+    # What 385 dims leave no room for.
+    assert (tiles(make_spec(head_dim=384), Target.fake(sm=sm)) != found) == (sm == 90)
     assert found.grad_kv.apart
     with pytest.raises(LookupError, match="520"):
         tiles(make_spec(head_dim=520), Target.fake(sm=sm))
