@@ -21,7 +21,29 @@ def _row(sms: tuple[int, int], why: str, order: tuple[str, ...], **fields: Any) 
     return Row(sms=sms, dtypes=HALF, head_dims=(257, None), order=order, since="2026-11-27", why=why, **fields)
 
 
-WIDE_ROWS: tuple[Row, ...] = tuple(
+#: of an H200: benchmarks/results/wide_h200.csv
+_MEASURED: tuple[Row, ...] = (
+    _row(
+        (90, 90),
+        "wide_h200.csv, D 512, us of decoding with the memory-efficient kernel, k and v repeated as models have it, and with ours: "
+        "1 x 4096 keys, 32/4 heads: 663 and 22; 1 x 32768: 5580 and 76; 16 x 4096, half full, 16/2 heads: 2696 and 39; 4 x 8192, 64/1 "
+        "heads, sinks (without them): 897 and 56",
+        ("decode", "triton", *CUDNN_FIRST),
+        training=False,
+        most_queries=MOST_QUERIES,
+    ),
+    _row(
+        (90, 90),
+        "wide_h200.csv, D 512, us of the memory-efficient kernel, k and v repeated before, and ours: causal, 1 x 8192, 32/4 heads: 15841 "
+        "and 11083, with the gradients 144448 and 86798; 4 x 2048: 3895 and 3007, 27893 and 25685; padding, 4 x 4096, 16/2 heads: 16308 "
+        "and 3478; D 320, 2 x 4096, 16 heads: 2523 and 1765",
+        ("triton", *CUDNN_FIRST),
+        one_query=False,
+        least_scores=MANY_SCORES,
+    ),
+)
+
+WIDE_ROWS: tuple[Row, ...] = _MEASURED + tuple(
     row
     for sms, pytorchs in _MACHINES
     for row in (

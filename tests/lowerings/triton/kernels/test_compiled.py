@@ -25,8 +25,9 @@ from tests.thinned import asked_for, in_full
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 INSTRUCTIONS = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
-#: head dims above 256 have no room in tensor memory
+#: head dims above 256 have no room in tensor memory, and dq of them is faster in tiles of 32 queries, which Hopper's products have not
 INSTRUCTIONS_WIDE = INSTRUCTIONS | {100: "mma"}
+_OF_AMPERE = ("keys_512", "grad_q", 90)
 
 #: Bytes of a thread's stack. Of the tiles for dk and dv at head dim 128 that were measured on an H200 (see shared/tile_table.py),
 #: the one that spills is faster than all that do not: four accumulators share the registers, and what spills is used once a block.
@@ -35,7 +36,9 @@ SPILLED = {"forward": 16, "grad_q": 16, "grad_q_kept": 16, "grad_kv": 304}
 #: where something is added to the scores: 456 with Triton 3.7, 520 with 3.6; a loop over full tiles reads at most 8 registers of it
 SPILLED_ADDED = 520
 #: of head dims above 128 on small machines, and above 256
-SPILLED_WIDE = {"forward": 48, "grad_q": 1392, "grad_k": 80, "grad_v": 16, "grad_kv": 16}
+SPILLED_WIDE = {"forward": 48, "grad_q": 56, "grad_k": 80, "grad_v": 16, "grad_kv": 16}
+#: faster all the same than those measured that spill less (wide_h200.csv)
+SPILLED_MEASURED = {("keys_512", "grad_k", 90): 552, ("keys_512", "grad_v", 90): 184}
 
 
 def _is_wide(job: tuple[str, str, int]) -> bool:
@@ -75,7 +78,7 @@ def test_each_kernel_is_compiled_for_each_machine() -> None:
 @pytest.mark.parametrize("job", _ALL, ids=name_of)
 def test_registers_suffice(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
     usual = SPILLED_WIDE if _is_wide(job) else SPILLED
-    most = SPILLED_ADDED if job[0] in ADDED and job[1] == "grad_kv" else usual[job[1]]
+    most = SPILLED_ADDED if job[0] in ADDED and job[1] == "grad_kv" else SPILLED_MEASURED.get(job, usual[job[1]])
     assert compiled[job].spilled <= most_spilled(most, f"triton {name_of(job)}")
 
 
@@ -85,11 +88,14 @@ def test_products_run_on_the_tensor_cores_of_the_machine(
 ) -> None:
     found = compiled[job]
     used = {name for name in ("mma", "wgmma", "tcgen05") if getattr(found, name)}
-    assert used == {(INSTRUCTIONS_WIDE if _is_wide(job) else INSTRUCTIONS)[found.sm]}
+    wanted = (INSTRUCTIONS_WIDE if _is_wide(job) else INSTRUCTIONS)[found.sm]
+    assert used == {"mma" if job == _OF_AMPERE else wanted}
 
 
 # dq of kept scores has one product for each tile, and waits for it.
-@pytest.mark.parametrize("job", [job for job in JOBS if job[1:] != ("grad_q_kept", 90) and job[2] == 90], ids=name_of)
+@pytest.mark.parametrize(
+    "job", [job for job in JOBS if job[1] != "grad_q_kept" and job[2] == 90 and job != _OF_AMPERE], ids=name_of
+)
 def test_products_of_hopper_overlap(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
     """ptxas makes all of them wait for each other if it can't follow one through a loop: a causal forward took 1.25 times as long."""
     found = compiled[job]
