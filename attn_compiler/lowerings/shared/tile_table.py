@@ -31,6 +31,9 @@ Registers are capped (r) where the compiler's own choice is just above what lets
 dk and dv at D 128, 64x128 w8 s3 and 32x64 w4 s3: left padding (grouped heads) 342, 404; softcap 399, 457; window 391, 425; but causal
 527, 491 (518 with 4 stages); no mask 583, 536; documents 471, 444; ALiBi 407, 406.
 
+Head dims above 256: an H200, 2026-11-27 (benchmarks/results/wide_h200.csv, docs/kernels.md): forward 64x32 w8 s2: 198, dq 32x32 w8 s2:
+107, dk and dv 32x64 w8 s1 *: 128. At 320, where more fits: 195, 174 and 139.
+
 Other machines and float32 were compiled, not measured: their tiles are those that spill little (tests/lowerings/triton/kernels).
 """
 
