@@ -47,7 +47,7 @@ MACHINES: dict[str, Target] = {
 #: without any
 BARE = {name: dataclasses.replace(target, cudnn_frontend="", flash_attn_4="") for name, target in MACHINES.items()}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256, 512)
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256, 512, 1024)
 
 
 def _site(**changes: object) -> AttentionSpec:

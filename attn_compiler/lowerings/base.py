@@ -110,8 +110,8 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Tiles of the three kernels: forward; the gradient of q, whose tile is the forward's if there are lists, since it visits the
-    same; the gradients of k and v."""
+    """Tiles of the three kernels: forward; the gradient of q, which visits the forward's lists if there are any, so that its tile has the
+    forward's keys and all or a part of the forward's queries; the gradients of k and v."""
 
     forward: Tile
     grad_q: Tile

@@ -1,8 +1,8 @@
 """Which lowering is asked first, by machine and shape: dated data, each row with what it rests on. `order` reads it.
 
-The CPU's rows are in cpu_rows.py, those of GPUs that were not measured in unmeasured_rows.py. Rows by classes of shapes come from
-priorities_sm90.csv, which `python -m benchmarks.select_rows` makes from the measured times of benchmarks/results/select_h200.csv and
-select_hopper_h200.csv: nobody writes in it. Those below are for what was not measured so.
+The CPU's rows are in cpu_rows.py, those of GPUs that were not measured in unmeasured_rows.py, those of head dims above 256 in
+wide_rows.py. Rows by classes of shapes come from priorities_sm90.csv, which `python -m benchmarks.select_rows` makes from the measured
+times of benchmarks/results/select_h200.csv and select_hopper_h200.csv: nobody writes in it. Those below are for what was not measured so.
 
 GPU: one H200, torch 2.11, cuDNN 9.19, 2026-11-21; bf16, causal, microseconds, forward / backward.
 
@@ -26,8 +26,16 @@ from attn_compiler.lowerings.base import OF_LATENT
 from attn_compiler.lowerings.choice import hopper_added, shape_class
 from attn_compiler.lowerings.choice.cpu_rows import CPU_ROWS
 from attn_compiler.lowerings.choice.dropout_rows import DROPOUT_ROWS
-from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, FLASH_FIRST, MANY_SCORES, PREFERRED_CUDNN, Row
+from attn_compiler.lowerings.choice.rows import (
+    CUDNN_FIRST,
+    FLASH_FIRST,
+    MANY_SCORES,
+    MOST_QUERIES,
+    PREFERRED_CUDNN,
+    Row,
+)
 from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
+from attn_compiler.lowerings.choice.wide_rows import WIDE_ROWS
 from attn_compiler.lowerings.shared.limits import LAST_SM
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF
@@ -40,9 +48,6 @@ _FP8_FIRST = ("hopper_fp8", "triton_fp8", "cudnn_fp8")
 
 #: Lowerings that give a logsumexp. They come after those of a measured order, and before `untouched`, which writes all scores to memory.
 _WITH_LSE = ("decode", "hopper", "triton", "math")
-
-#: of what counts as decode: one token, several guessed ones, a piece of a prompt
-MOST_QUERIES = 16
 
 MEASURED = Path(__file__).with_name("priorities_sm90.csv")
 #: columns of MEASURED, in its order
@@ -85,6 +90,7 @@ def _read() -> tuple[Row, ...]:
 # The first row that fits counts.
 ROWS: tuple[Row, ...] = (
     *CPU_ROWS,
+    *WIDE_ROWS,
     # The measured rows of padding are of all keys, or of a diagonal.
     Row(
         sms=(90, 90),

@@ -21,6 +21,8 @@ CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 PREFERRED_CUDNN = 91_501
 #: Fewer are over sooner than a kernel of ours is started.
 MANY_SCORES = 512 * 512
+#: of what counts as decode: one token, several guessed ones, a piece of a prompt
+MOST_QUERIES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,6 +111,7 @@ def prepare(text: str) -> PreparedDecode:
         "GROUP": group,
         "SEQLEN_Q": seqlen_q,
         "PAIRS_MASK": plan.mask,
+        "ONE_KV": call.one_kv,
         "NARROWER": 1 if spec.stored is None else BYTES[spec.dtype],
         "EARLY": call.schedule.early and not triton.knobs.runtime.interpret,
         "COMPILED": not triton.knobs.runtime.interpret,

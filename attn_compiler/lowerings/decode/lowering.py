@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
-from attn_compiler.lowerings.choice.priorities import MOST_QUERIES
+from attn_compiler.lowerings.choice.rows import MOST_QUERIES
 from attn_compiler.lowerings.decode import operands as decode_operands, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
@@ -57,7 +57,7 @@ class Decode(Lowering):
 
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
     spec, k, v = as_read(spec, operands, emitter.target)
-    call = DecodeCall(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target))
+    call = DecodeCall(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target), one_kv=k is v)
     further = decode_operands.emit(emitter, call, operands)
     leaf = torch.ops.attn_compiler.decode.default
     return emitter.call(leaf, operands.q, k, v, further, call.to_text())

@@ -84,11 +84,13 @@ class DecodePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeCall:
-    """Everything that is decided of a call at compile time, which is what the leaf op's text says. of_latent: k and v are a latent."""
+    """Everything that is decided of a call at compile time, which is what the leaf op's text says. of_latent: k and v are a latent.
+    one_kv: they are one tensor, which is read once."""
 
     spec: AttentionSpec
     schedule: Schedule
     of_latent: bool = False
+    one_kv: bool = False
 
     def to_text(self) -> str:
         """Canonical JSON."""

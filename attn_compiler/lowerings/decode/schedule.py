@@ -79,6 +79,8 @@ ROWS: tuple[ScheduleRow, ...] = (
     ScheduleRow(bytes=2, head_dim=128, rows=64, keys=64, warps=8, stages=2),
     ScheduleRow(bytes=2, head_dim=256, rows=32, first_sm=90, keys=64, warps=8, stages=3, least_keys=256),
     ScheduleRow(bytes=2, head_dim=256, rows=32, keys=32, warps=4, stages=3, programs=2, least_keys=256),
+    ScheduleRow(bytes=2, head_dim=512, rows=32, first_sm=90, keys=32, warps=4, stages=3),
+    ScheduleRow(bytes=2, head_dim=512, rows=32, keys=32, warps=8, stages=2, least_keys=256),
     ScheduleRow(bytes=4, head_dim=128, rows=16, keys=32, warps=4, stages=1, programs=2),
     ScheduleRow(bytes=4, head_dim=256, rows=16, keys=16, warps=8, stages=1, programs=2),
 )

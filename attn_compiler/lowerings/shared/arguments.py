@@ -24,17 +24,21 @@ Tensors = Sequence[torch.Tensor]
 _FAR = 1 << 30
 #: row stats are whole blocks of so many rows, or of more
 STATS_BLOCK = 64
+#: head dims of a tile, at most: twice as many would be one product's result, for which a thread has no registers
+_WIDEST_PART = 256
 
 
 def head_dim_parts(head_dim: int, least: int = 16) -> tuple[int, int]:
-    """Tile widths that a head dim is computed in: one power of two, or two of them where that is less work (80 = 64 + 16).
+    """Tile widths that a head dim is computed in: one power of two, or two of them where that is less work (80 = 64 + 16), or where one
+    is too wide (512 = 256 + 256).
 
     least: elements that tensor cores take at once.
     """
     whole = max(least, triton.next_power_of_2(head_dim))
     first = max(least, whole // 2)
     second = max(least, triton.next_power_of_2(max(head_dim - first, 1)))
-    return (first, second) if first < head_dim and first + second < whole else (whole, 0)
+    halved = first < head_dim and first + second < whole
+    return (first, second) if halved or whole > _WIDEST_PART else (whole, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,7 @@ def prepare(text: str) -> Prepared:
             "HAS_RIGHT": plan.band is not None and plan.band.right is not None,
             "DROPOUT": plan.dropout,
             "MASK_ALL": plan.unlisted,
+            "ONE_KV": call.one_kv,
         },
     )
 

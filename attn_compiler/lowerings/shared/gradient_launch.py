@@ -43,8 +43,9 @@ def rounded_to(prepared: Prepared) -> int:
 
 def grad_q(shared: Backward) -> Arguments:
     """Of the kernel for the gradient of q, which also writes what each row needs in the other one."""
-    tile, grad_q = shared.prepared.call.tiles.grad_q, shared.tensors["GradQ"]
-    numbers = {**shared.numbers(), **lists(shared.tensors.get("tiles")), **strides("dq", grad_q)}
+    tiles, grad_q, listed = shared.prepared.call.tiles, shared.tensors["GradQ"], shared.tensors.get("tiles")
+    tile = tiles.grad_q
+    numbers = {**shared.numbers(), **lists(listed), **strides("dq", grad_q)}
     last = heads_last(shared.tensors)
     numbers |= strides("o", shared.tensors["Out"]) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
     return Arguments(
@@ -53,7 +54,12 @@ def grad_q(shared: Backward) -> Arguments:
             **shared.parameters("GradQ", "Out", "Lse", "GradLse"),
             "Tiles": shared.prepared.present("tiles"),
         },
-        numbers=numbers | {"HEADS_LAST": last, "ROUND": rounded_to(shared.prepared)},
+        numbers=numbers
+        | {
+            "HEADS_LAST": last,
+            "ROUND": rounded_to(shared.prepared),
+            "TOGETHER": 1 if listed is None else tiles.forward.queries // tile.queries,
+        },
         tile=tile,
     )
 

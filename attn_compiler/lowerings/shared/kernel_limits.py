@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from attn_compiler.lowerings.base import LayoutDemand
-from attn_compiler.lowerings.shared import limits, score_changes, triton_releases
+from attn_compiler.lowerings.shared import limits, parts, score_changes, tile_table, triton_releases
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
 from attn_compiler.lowerings.shared.takes import HeadDims, Takes, check_gpu, refused, since
 from attn_compiler.lowerings.shared.triton_releases import COMPILED
@@ -24,14 +24,15 @@ TAKES = Takes(
     changes=(*score_changes.KINDS, Sinks),
     tensors=_DTYPES,
     # In half precision every head has to begin where a vector does.
-    head_dims=HeadDims(multiple=8, in_full=1, most=256),
+    head_dims=HeadDims(multiple=8, in_full=1, most=512),
     scales="moderate",
     lse="differentiated",
 )
 
 #: later releases are taken, too
 _FIRST_TRITON = COMPILED["triton"][0]
-_SMALL_MACHINE_HEAD_DIM = 128
+#: head dims that leave room for what a site may have besides, and those on machines with little shared memory
+_ROOMY, _ROOMY_ON_SMALL = 256, 128
 # Bytes that the kernels load at once along a head.
 _ALIGNMENT = 16
 #: queries, and keys, of the smallest tile that a bias' gradient takes
@@ -75,7 +76,7 @@ def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> lis
     return [
         *refused(takes, spec),
         *_check_interpreter(spec, target),
-        *_check_shared_memory(spec, target),
+        *_check_wide(spec, target),
         *_check_counted(spec),
     ]
 
@@ -95,14 +96,28 @@ def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
     ]
 
 
-def _check_shared_memory(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Wide heads in a backward, or in float32, take up to 160 KB of a multiprocessor; these machines have 99."""
-    is_small = target.sm in (86, 87, 89) or target.sm >= 120
+def _check_wide(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """What shared memory has no room for beside wide heads."""
     widest = max(size for size in (spec.head_dim_qk, spec.head_dim_v, 0) if isinstance(size, int))
-    if not is_small or widest <= _SMALL_MACHINE_HEAD_DIM or not (spec.needs_grad or spec.dtype == "float32"):
+    is_small = tile_table.is_small(target)
+    most = _ROOMY_ON_SMALL if is_small else _ROOMY
+    if widest <= most:
         return []
-    rule = f"on sm86 to sm89 and from sm120 on, head dims are at most {_SMALL_MACHINE_HEAD_DIM} with gradients or in float32"
-    return [Reason(code=Code.HEAD_DIM, rule=rule, observed=f"{widest}, sm{target.sm}")]
+    where, found = "on sm86 to sm89 and from sm120 on, " if is_small else "", parts.parts(spec)
+    rooms = (
+        (spec.dtype == "float32", most, "in float32"),
+        (found.bias_grad or found.distances_grad, most, "where what is added to the scores is learned"),
+        (is_small and found.mask and spec.needs_grad, _ROOMY, "with gradients beside a dense mask"),
+    )
+    return [
+        Reason(
+            code=Code.HEAD_DIM,
+            rule=f"{where}head dims are at most {room} {what}",
+            observed=f"{widest}, sm{target.sm}",
+        )
+        for is_asked, room, what in rooms
+        if is_asked and widest > room
+    ]
 
 
 def _check_counted(spec: AttentionSpec) -> list[Reason]:

@@ -114,10 +114,12 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Everything that is decided of a call at compile time, which is what the leaf op's text says."""
+    """Everything that is decided of a call at compile time, which is what the leaf op's text says. one_kv: k and v are one tensor, which
+    the forward reads once."""
 
     spec: AttentionSpec
     tiles: Tiles
+    one_kv: bool = False
 
     def to_text(self) -> str:
         """Canonical JSON."""

@@ -28,7 +28,7 @@ HEAD = 3
 TAIL = 1
 #: lists behind the last block's, which hold anything: an axis that may be of size one would be guarded on
 SURPLUS = 1
-#: queries and keys of the pairs that `units` speaks of. Every tile is made of these
+#: queries and keys of the pairs that `units` speaks of. Every tile is made of these where it is read
 UNIT = 32
 #: numbers that the kernels note of each block of queries, and of keys
 OF_QUERIES, OF_KEYS = 6, 4
@@ -46,7 +46,7 @@ class ListAsked:
     units: uint8 (B|1, Hq|1, ⌈Sq/32⌉|1, ⌈Skv/32⌉|1), bits as above, any strides; it may go on behind that.
     left, right: a query uses the keys from query - left to query + right. A side that is open has `OPEN`. Both lie within -OPEN to OPEN.
     from_end: positions are counted so that the last query meets the last key.
-    queries, keys_of: queries and keys of a tile, multiples of UNIT. Where a dense mask is read, powers of two.
+    queries, keys_of: queries and keys of a tile. Where a dense mask is read, powers of two and multiples of UNIT.
     by_key: the lists are those of blocks of keys.
     ordered: whether `TAIL` is asked for. Else it holds anything.
     """

@@ -31,11 +31,15 @@ Registers are capped (r) where the compiler's own choice is just above what lets
 dk and dv at D 128, 64x128 w8 s3 and 32x64 w4 s3: left padding (grouped heads) 342, 404; softcap 399, 457; window 391, 425; but causal
 527, 491 (518 with 4 stages); no mask 583, 536; documents 471, 444; ALiBi 407, 406.
 
+Head dims above 256: an H200, 2026-11-27 (benchmarks/results/wide_h200.csv, docs/kernels.md): forward 64x32 w8 s2: 198, dq 32x32 w8 s2:
+107, dk and dv 32x64 w8 s1 *: 128. At 320, where more fits: 195, 174 and 139.
+
 Other machines and float32 were compiled, not measured: their tiles are those that spill little (tests/lowerings/triton/kernels).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,13 +62,15 @@ class TileRow:
     queries (None: any), that holds any of the parts in `holds` (none given: whatever it holds), on a GPU from
     `first_sm` on.
 
-    listed_grad_q: for dq where it visits the forward's lists, and so has the forward's tile.
+    small: for machines with little shared memory alone (`is_small`).
+    listed_grad_q: for dq where it visits the forward's lists, and so has the forward's keys, and all or a part of its queries.
     """
 
     bytes: int
     head_dim: int
     seqlen_q: int | None = None
     first_sm: int = 0
+    small: bool = False
     holds: tuple[Part, ...] = ()
     tiles: Tiles
     listed_grad_q: Tile
@@ -80,10 +86,19 @@ _SMALL = Tiles(forward=_tile(32, 64, 4, 3), grad_q=_tile(32, 64, 4, 2), grad_kv=
 _SMALL_WIDE = Tiles(forward=_tile(32, 32, 4, 2), grad_q=_tile(32, 32, 4, 2), grad_kv=_tile(32, 64, 8, 1))
 _FP32_NARROW = Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 64, 8, 1))
 _FP32 = Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1))
+_WIDE = Tiles(forward=_tile(32, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 2, apart=True))
 
 ROWS: tuple[TileRow, ...] = (
     # few queries
     TileRow(bytes=2, head_dim=128, seqlen_q=32, tiles=_SMALL, listed_grad_q=_SMALL.grad_q),
+    TileRow(
+        bytes=2,
+        head_dim=256,
+        seqlen_q=32,
+        small=True,
+        tiles=dataclasses.replace(_SMALL_WIDE, grad_kv=_tile(32, 32, 8, 1)),
+        listed_grad_q=_SMALL_WIDE.grad_q,
+    ),
     TileRow(bytes=2, head_dim=256, seqlen_q=32, tiles=_SMALL_WIDE, listed_grad_q=_SMALL_WIDE.grad_q),
     TileRow(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32, listed_grad_q=_FP32.grad_q),
     # half precision
@@ -241,8 +256,53 @@ ROWS: tuple[TileRow, ...] = (
     TileRow(
         bytes=2,
         head_dim=256,
+        small=True,
+        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1)),
+        listed_grad_q=_tile(32, 32, 8, 1),
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=256,
         tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 32, 8, 2)),
         listed_grad_q=_tile(64, 32, 8, 1),
+    ),
+    # sums of 512 head dims leave room for few queries, or few keys, and dk and dv have a pass each
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        small=True,
+        holds=("mask", "bias", "distances"),
+        tiles=Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(16, 32, 8, 1), grad_kv=_tile(32, 16, 8, 1, apart=True)),
+        listed_grad_q=_tile(16, 32, 8, 1),
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        small=True,
+        tiles=Tiles(forward=_tile(32, 32, 8, 2), grad_q=_tile(16, 32, 8, 1), grad_kv=_tile(16, 32, 8, 1, apart=True)),
+        listed_grad_q=_tile(16, 32, 8, 1),
+    ),
+    # tensor memory has no room for 512 columns of sums beside the scores: instructions of Ampere
+    TileRow(bytes=2, head_dim=512, first_sm=100, tiles=_WIDE, listed_grad_q=_WIDE.grad_q),
+    TileRow(
+        bytes=2,
+        head_dim=384,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(64, 32, 8, 3), grad_q=_tile(64, 32, 8, 2), grad_kv=_tile(32, 64, 8, 2, apart=True)),
+        listed_grad_q=_tile(64, 32, 8, 2),
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        first_sm=90,
+        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 2), grad_kv=_tile(32, 64, 8, 1, apart=True)),
+        listed_grad_q=_tile(32, 32, 8, 2),
+    ),
+    TileRow(
+        bytes=2,
+        head_dim=512,
+        tiles=dataclasses.replace(_WIDE, forward=_tile(64, 32, 8, 2)),
+        listed_grad_q=_WIDE.grad_q,
     ),
     # float32
     TileRow(bytes=4, head_dim=64, tiles=_FP32_NARROW, listed_grad_q=_tile(64, 32, 8, 1)),
@@ -256,6 +316,11 @@ def generation(target: Target) -> int:
     """The sm whose rows a machine takes: GeForce and workstation Blackwell have the tensor core instructions of Ampere, and less
     shared memory than Hopper."""
     return 80 if target.sm >= _FIRST_SM_LIKE_AMPERE else target.sm
+
+
+def is_small(target: Target) -> bool:
+    """Whether a block has 99 KB of shared memory at most, where others have 163 or more."""
+    return target.sm in (86, 87, 89) or target.sm >= _FIRST_SM_LIKE_AMPERE
 
 
 def tiles(spec: AttentionSpec, target: Target) -> Tiles:
@@ -273,7 +338,8 @@ def _applies(row: TileRow, spec: AttentionSpec, plan: Plan, target: Target) -> b
     fits = all(isinstance(size, int) and size <= row.head_dim for size in head_dims)
     few = row.seqlen_q is None or (most is not None and most <= row.seqlen_q)
     holds = not row.holds or not parts_of(spec, plan).isdisjoint(row.holds)
-    return fits and few and holds and BYTES.get(spec.dtype, 8) <= row.bytes and generation(target) >= row.first_sm
+    machine = generation(target) >= row.first_sm and (is_small(target) or not row.small)
+    return fits and few and holds and BYTES.get(spec.dtype, 8) <= row.bytes and machine
 
 
 def parts_of(spec: AttentionSpec, plan: Plan) -> frozenset[Part]:

@@ -36,6 +36,8 @@ _HOPPER = {
     64: Tile(queries=64, keys=128, warps=4, stages=2),
     128: Tile(queries=64, keys=128, warps=4, stages=3),
 }
+#: as the kernels in half precision, which the backward has, of head dims that those in FP8 take
+_TAKES = dataclasses.replace(kernel_limits.TAKES, head_dims=FP8.head_dims)
 _WIDE_HEADS = Tile(queries=64, keys=64, warps=8, stages=2)
 # Visits the forward's lists, so its queries and keys are the same.
 _WIDE_HEADS_GRAD_Q = Tile(queries=64, keys=64, warps=4, stages=1)
@@ -56,7 +58,7 @@ class TritonFp8(Lowering):
         if machine or spec.fp8 is None:
             return [*recipe, *machine]
         inputs = check_fp8_inputs(spec)
-        kernels = kernel_limits.check_site(spec, target)
+        kernels = kernel_limits.check_site(spec, target, _TAKES)
         return [*recipe, *inputs, *limits.check_shapes(spec), *kernels]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:

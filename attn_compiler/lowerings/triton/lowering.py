@@ -49,5 +49,5 @@ class TritonAttention(Lowering):
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
     tiles = tile_table.tiles(spec, emitter.target)
     further = part_tensors.emit(emitter, spec, operands, tiles)
-    text = Call(spec=spec, tiles=tiles).to_text()
+    text = Call(spec=spec, tiles=tiles, one_kv=operands.k is operands.v).to_text()
     return emitter.call(ops.leaf_op("triton", spec), operands.q, operands.k, operands.v, further, text)

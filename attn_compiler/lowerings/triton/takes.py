@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from attn_compiler.lowerings.shared import kernel_limits
-from attn_compiler.lowerings.shared.takes import since
+from attn_compiler.lowerings.shared.takes import HeadDims, since
 from attn_compiler.spec.dtypes import HALF
 
 #: from the first with FP8 in its tensor cores
-FP8 = dataclasses.replace(kernel_limits.TAKES, sms=since(89), dtypes=HALF, lse="unread")
+FP8 = dataclasses.replace(
+    kernel_limits.TAKES,
+    sms=since(89),
+    dtypes=HALF,
+    head_dims=HeadDims(multiple=8, in_full=8, most=256),
+    lse="unread",
+)

@@ -69,7 +69,7 @@ def test_takes(spec: dict[str, Any]) -> None:
         ({"seqlen_q": 17}, "seqlen_q is known, and at most 16; observed seqlen_q 17"),
         ({"seqlen_q": "s0"}, "observed seqlen_q s0"),
         ({"heads": "s0", "heads_kv": "s0"}, "the numbers of heads are known"),
-        ({"head_dim": 264}, "head_dim_qk is at most 256"),
+        ({"head_dim": 520}, "head_dim_qk is at most 512"),
         ({"head_dim": 36}, "head_dim_qk is a multiple of 8"),
         ({"dtype": "float64"}, "q is bfloat16 or float16 or float32"),
         ({"returns_weights": True}, "no other reader"),

@@ -29,17 +29,22 @@ from attn_compiler.lowerings.shared.imagined import Addresses
         (160, (128, 32)),
         (192, (128, 64)),
         (256, (256, 0)),
+        (257, (256, 16)),
+        (320, (256, 64)),
+        (384, (256, 128)),
+        (385, (256, 256)),
+        (512, (256, 256)),
     ],
 )
 def test_a_head_dim_is_computed_in_powers_of_two(head_dim: int, parts: tuple[int, int]) -> None:
     assert head_dim_parts(head_dim) == parts
 
 
-@pytest.mark.parametrize("head_dim", range(1, 257))
+@pytest.mark.parametrize("head_dim", range(1, 513))
 def test_parts_cover_the_head_dim_and_no_more_than_the_next_power(head_dim: int) -> None:
     first, second = head_dim_parts(head_dim)
     assert head_dim <= first + second <= max(16, 2 * head_dim)
-    assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (first, second))
+    assert all(part == 0 or (256 >= part >= 16 and part & (part - 1) == 0) for part in (first, second))
 
 
 def test_vectors_are_loaded_where_everything_begins_at_one() -> None:

@@ -52,14 +52,28 @@ def test_the_interpreter_computes_no_bfloat16(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("sm", [80, 86, 87, 89, 90, 100, 120])
-def test_wide_heads_do_not_fit_into_small_machines(sm: int) -> None:
+def test_what_there_is_no_room_for_beside_wide_heads(sm: int) -> None:
     target, is_small = Target.fake(sm=sm), sm in (86, 87, 89, 120)
-    rule = "head dims are at most 128 with gradients or in float32"
-    assert (rule in said(target, head_dim=136)) == is_small
-    assert (rule in said(target, head_dim=64, head_dim_v=136)) == is_small
-    assert (rule in said(target, head_dim=136, dtype="float32", needs_grad=False)) == is_small
-    assert said(target, head_dim=136, needs_grad=False) == ""
-    assert said(target, head_dim=128) == ""
+    most = 128 if is_small else 256
+    where = "on sm86 to sm89 and from sm120 on, " if is_small else ""
+    learned = f"{where}head dims are at most {most} where what is added to the scores is learned"
+    for what, given in (
+        (f"{where}head dims are at most {most} in float32", {"dtype": "float32", "needs_grad": False}),
+        (learned, {"changes": (bias(1, 1, 128, 128),)}),
+    ):
+        assert said(target, head_dim=most, **given) == ""
+        assert what in said(target, head_dim=most + 8, **given)
+        assert what in said(target, head_dim=64, head_dim_v=most + 8, **given)
+    for given in ({}, {"needs_grad": False}, {"changes": (bias(1, 1, 128, 128, requires_grad=False),)}):
+        assert said(target, head_dim=512, **given) == ""
+    assert said(target, head_dim=512, changes=(bias(1, 1, 128, 128),), needs_grad=False) == ""
+
+
+@pytest.mark.parametrize("sm", [80, 89, 120])
+def test_a_dense_mask_has_no_room_beside_the_gradients_of_the_widest_heads(sm: int) -> None:
+    target, mask, rule = Target.fake(sm=sm), dense(1, 1, 128, 128), "at most 256 with gradients beside a dense mask"
+    assert (rule in said(target, head_dim=264, mask=mask)) == (sm != 80)
+    assert said(target, head_dim=256, mask=mask) == said(target, head_dim=512, mask=mask, needs_grad=False) == ""
 
 
 @pytest.mark.parametrize("name", ["seqlen_q", "seqlen_kv"])
@@ -90,7 +104,8 @@ def test_a_learned_bias_is_summed_over_so_many_tiles() -> None:
     [
         ({"head_dim": 12}, "multiple of 8"),
         ({"head_dim": 12, "dtype": "float32"}, ""),
-        ({"head_dim": 264}, "at most 256"),
+        ({"head_dim": 512}, ""),
+        ({"head_dim": 520}, "at most 512"),
         ({"dtype": "float64"}, "observed float64"),
         ({"mask": dense(1, 1, 128, 128, dtype="float64")}, "the mask is"),
         ({"scale": -2.0}, ""),

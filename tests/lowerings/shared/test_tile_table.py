@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.tile_table import ROWS, Part, parts_of, tiles
+from attn_compiler.lowerings.shared.tile_table import ROWS, Part, is_small, parts_of, tiles
 from attn_compiler.lowerings.shared.tiles import UNIT
 from attn_compiler.spec.masks import Causal, Dense, Flag, MaskSpec
 from attn_compiler.spec.target import Target
@@ -14,21 +14,28 @@ from tests.lowerings.specs import make_spec
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("sm", [0, 80, 90, 100])
+@pytest.mark.parametrize("sm", [0, 80, 89, 90, 100, 120])
 def test_every_shape_has_tiles_that_the_lists_can_be_made_for(dtype: str, sm: int) -> None:
-    for qk, v, seqlen in itertools.product((1, 64, 72, 128, 192, 256), (16, 128, 256), (1, 33, "s0")):
+    """Of a dense mask, which is asked by UNIT × UNIT pairs. Small machines have none beside the gradients of wide heads."""
+    target, widest = Target.fake(sm=sm), 256 if dtype == "float32" else 512
+    for qk, v, seqlen in itertools.product((1, 64, 72, 128, 192, 256, widest), (16, 128, widest), (1, 33, "s0")):
         spec = make_spec(head_dim=qk, head_dim_v=v, seqlen_q=seqlen, dtype=dtype)
-        found = tiles(spec, Target.fake(sm=sm))
-        for tile in (found.forward, found.grad_q, found.grad_kv):
+        masked = dataclasses.replace(spec, mask=MaskSpec(dense=Dense(shape=(2, 1, 64, 64), dtype="bool")))
+        found, listed = tiles(spec, target), tiles(masked, target)
+        for tile in (found.forward, found.grad_q, found.grad_kv, listed.grad_q):
+            assert tile.queries % 16 == tile.keys % 16 == 0
+        by_key = [] if is_small(target) and max(qk, v) > 256 else [listed.grad_kv]
+        for tile in (listed.forward, *by_key):
             assert tile.queries % UNIT == tile.keys % UNIT == 0
 
 
 def test_where_there_are_lists_the_gradient_of_q_visits_the_forwards() -> None:
+    """What reads the kept gradients of scores, of what is learned, takes the forward's whole block."""
     for row in ROWS:
-        assert (row.listed_grad_q.queries, row.listed_grad_q.keys) == (
-            row.tiles.forward.queries,
-            row.tiles.forward.keys,
-        )
+        assert row.listed_grad_q.keys == row.tiles.forward.keys
+        assert row.tiles.forward.queries % row.listed_grad_q.queries == 0
+        if row.head_dim <= (128 if row.small else 256):
+            assert row.listed_grad_q.queries == row.tiles.forward.queries
     spec, target = make_spec(head_dim=128, seqlen_q=4096, seqlen_kv=4096), Target.fake()
     padded = dataclasses.replace(spec, mask=MaskSpec(dense=Dense(shape=(2, 1, 1, 4096), dtype="bool")))
     assert tiles(spec, target).grad_q.queries != tiles(spec, target).forward.queries
@@ -81,11 +88,34 @@ def test_a_newer_gpu_gets_larger_tiles() -> None:
     assert tiles(spec, Target.fake(sm=90)).forward.queries > tiles(spec, Target.fake(sm=80)).forward.queries
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
 def test_small_blackwell_is_given_the_tiles_of_ampere(head_dim: int) -> None:
+    """Of Ampere's small machines, where that makes a difference: without gradients from head dim 257 on."""
     spec = make_spec(head_dim=head_dim)
-    assert tiles(spec, Target.fake(sm=120)) == tiles(spec, Target.fake(sm=89)) == tiles(spec, Target.fake(sm=80))
+    small, large = tiles(spec, Target.fake(sm=89)), tiles(spec, Target.fake(sm=80))
+    assert tiles(spec, Target.fake(sm=120)) == small == tiles(spec, Target.fake(sm=86))
+    assert (small == large) == (head_dim <= 128)
+    assert (small.forward == large.forward) == (head_dim <= 256)
     assert tiles(spec, Target.fake(sm=103)) == tiles(spec, Target.fake(sm=100))
+
+
+@pytest.mark.parametrize(
+    ("sm", "small"),
+    [(80, False), (86, True), (87, True), (89, True), (90, False), (103, False), (110, False), (120, True)],
+)
+def test_machines_with_little_shared_memory(sm: int, small: bool) -> None:
+    assert is_small(Target.fake(sm=sm)) == small
+
+
+@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+def test_sums_of_wide_heads_are_held_in_passes(sm: int) -> None:
+    found, narrower = (tiles(make_spec(head_dim=head_dim), Target.fake(sm=sm)) for head_dim in (512, 256))
+    assert found == tiles(make_spec(head_dim=392), Target.fake(sm=sm)) != narrower
+    # What 385 dims leave no room for.
+    assert (tiles(make_spec(head_dim=384), Target.fake(sm=sm)) != found) == (sm == 90)
+    assert found.grad_kv.apart
+    with pytest.raises(LookupError, match="520"):
+        tiles(make_spec(head_dim=520), Target.fake(sm=sm))
 
 
 def test_there_are_none_for_other_dtypes() -> None:
@@ -100,6 +130,7 @@ def test_no_row_is_hidden_by_one_before_it() -> None:
                 before.bytes >= row.bytes
                 and before.head_dim >= row.head_dim
                 and before.first_sm <= row.first_sm
+                and before.small <= row.small
                 and before.seqlen_q is None
                 and (not before.holds or set(before.holds) >= set(row.holds) > set())
             )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
+from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.shared import tile_table
 from attn_compiler.lowerings.triton import fp8 as triton
@@ -43,6 +44,14 @@ def test_on_the_cpu_a_recipe_is_refused_with_the_reason() -> None:
     decision = select.decide(asked, Target.fake(device="cpu", sm=0), Options())
     assert decision.lowering not in FP8
     assert "triton_fp8" in [refusal.lowering for refusal in decision.refusals]
+
+
+def test_head_dims_that_half_precision_takes_alone_are_refused() -> None:
+    for head_dim, refused in ((256, False), (272, True), (512, True)):
+        spec = dataclasses.replace(make_spec(head_dim=head_dim, seqlen_q=4096, seqlen_kv=4096), fp8=Fp8Recipe())
+        found = [reason for reason in by_name("triton_fp8").why_not(spec, H100) if "at most 256" in reason.rule]
+        assert bool(found) == refused
+        assert not by_name("triton").why_not(dataclasses.replace(spec, fp8=None), H100)
 
 
 @pytest.mark.parametrize("mask", [MaskSpec(), CAUSAL], ids=["full", "causal"])

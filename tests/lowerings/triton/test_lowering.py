@@ -89,7 +89,7 @@ def test_takes(spec: dict[str, Any]) -> None:
     ("spec", "said"),
     [
         ({"dtype": "float64"}, "q is bfloat16 or float16 or float32"),
-        ({"head_dim": 264}, "head_dim_qk is at most 256"),
+        ({"head_dim": 520}, "head_dim_qk is at most 512"),
         ({"head_dim": "s3"}, "head_dim_qk is known"),
         ({"returns_weights": True}, "no other reader"),
         ({"softmax_dtype": "float64"}, "at most float32"),
@@ -118,9 +118,11 @@ def test_half_precision_takes_multiples_of_8() -> None:
     ("sm", "refused"), [(80, False), (86, True), (89, True), (90, False), (100, False), (120, True)]
 )
 def test_wide_heads_need_shared_memory(sm: int, refused: bool) -> None:
-    for spec in (make_spec(head_dim=256, needs_grad=True), make_spec(head_dim=256, dtype="float32", needs_grad=False)):
-        assert bool(TRITON.why_not(spec, Target.fake(sm=sm))) == refused
-    assert not TRITON.why_not(make_spec(head_dim=128, needs_grad=True), Target.fake(sm=sm))
+    spec = make_spec(head_dim=256, dtype="float32", needs_grad=False)
+    assert bool(TRITON.why_not(spec, Target.fake(sm=sm))) == refused
+    assert TRITON.why_not(make_spec(head_dim=512, dtype="float32"), Target.fake(sm=sm))
+    for head_dim in (128, 256, 512):
+        assert not TRITON.why_not(make_spec(head_dim=head_dim, needs_grad=True), Target.fake(sm=sm))
 
 
 def test_demands_aligned_strides() -> None:
@@ -279,3 +281,27 @@ def test_a_length_that_is_counted_up_is_read_as_it_was() -> None:
         assert torch.equal(ours, theirs)
     assert "keys up to filled" in function.site.spec.mask.words
     assert function.site.spec.mask.out_of_reach == ()
+
+
+def _of_one_tensor(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """DeepSeek V4: what is read as keys is read as values, too."""
+    return torch.nn.functional.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("is_one", [True, False])
+def test_keys_that_are_the_values_are_read_once(is_one: bool) -> None:
+    def given() -> list[torch.Tensor]:
+        q, k, *_ = _tensors(70, 70)
+        return [q, k[:, :1].detach().requires_grad_()]
+
+    function = compiled(_of_one_tensor if is_one else lambda q, kv: _of_one_tensor(q, kv * 1.0), lowering="triton")
+    ours, theirs = given(), given()
+    found, expected = function(*ours), _of_one_tensor(*theirs)
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad, atol=1e-4)

@@ -163,13 +163,14 @@ def _step(
             rows, queries, lower, upper, end, Keys, of.Pairs, of.pairs_q, of.pairs_k,
             how.SLICES, how.SEQLEN_Q, how.PAIRS_MASK,
         )  # fmt: skip
-    k_0 = _load(of.K, rows, of.stride_k, end, None, 0, tile.QK_0, tile.HEAD_DIM_QK, tile.ALIGN, how.SLICES)
+    keys_used = values_used if how.ONE_KV else None
+    k_0 = _load(of.K, rows, of.stride_k, end, keys_used, 0, tile.QK_0, tile.HEAD_DIM_QK, tile.ALIGN, how.SLICES)
     k_1 = k_0
     if tile.TWOS is not None:
         k_0, k_1 = halves(k_0, tile.TWOS, how.COMPILED)
     elif tile.QK_1 > 0:
         k_1 = _load(
-            of.K, rows, of.stride_k, end, None, tile.QK_0, tile.QK_1, tile.HEAD_DIM_QK, tile.ALIGN, how.SLICES
+            of.K, rows, of.stride_k, end, keys_used, tile.QK_0, tile.QK_1, tile.HEAD_DIM_QK, tile.ALIGN, how.SLICES
         ).to(q_0.dtype)
     qk = tl.dot(q_0, _transposed(k_0.to(q_0.dtype), how.SLICES), input_precision=how.PRECISION)
     if tile.TWOS is not None or tile.QK_1 > 0:
@@ -193,14 +194,16 @@ def _step(
         decay = tl.exp2(peak - shift)
     total = total * decay + tl.sum(weights, 1 if how.SLICES == 1 else 2)
     decay = tl.expand_dims(decay, -1)
-    v_0 = _load(of.V, rows, of.stride_v, end, values_used, 0, tile.V_0, tile.HEAD_DIM_V, tile.ALIGN, how.SLICES)
-    v_1 = v_0
-    if tile.TWOS is not None:
-        v_0, v_1 = halves(v_0, tile.TWOS, how.COMPILED)
-    elif tile.V_1 > 0:
-        v_1 = _load(
-            of.V, rows, of.stride_v, end, values_used, tile.V_0, tile.V_1, tile.HEAD_DIM_V, tile.ALIGN, how.SLICES
-        ).to(q_0.dtype)
+    v_0, v_1 = k_0, k_1
+    if not how.ONE_KV:
+        v_0 = _load(of.V, rows, of.stride_v, end, values_used, 0, tile.V_0, tile.HEAD_DIM_V, tile.ALIGN, how.SLICES)
+        v_1 = v_0
+        if tile.TWOS is not None:
+            v_0, v_1 = halves(v_0, tile.TWOS, how.COMPILED)
+        elif tile.V_1 > 0:
+            v_1 = _load(
+                of.V, rows, of.stride_v, end, values_used, tile.V_0, tile.V_1, tile.HEAD_DIM_V, tile.ALIGN, how.SLICES
+            ).to(q_0.dtype)
     if AFTERWARDS:
         v_0, v_1 = tl.where(some, v_0.to(q_0.dtype), 0.0), tl.where(some, v_1.to(q_0.dtype), 0.0)
     weights = weights.to(q_0.dtype)

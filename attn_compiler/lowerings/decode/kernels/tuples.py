@@ -29,6 +29,7 @@ class DecodeSwitches(NamedTuple):
     V_0: Any  # and of v
     V_1: Any
     PAIRS_MASK: Any  # pairs are a mask, and not added
+    ONE_KV: Any  # keys are the values, too
     CHANGE: Any  # the change of each score, by its name; see tile_parts.changed
     FAST_TANH: Any  # see tile_parts.tanh
     PLAIN: Any  # nothing but a positive scale changes the scores

@@ -138,10 +138,11 @@ def attention_grad_q(
     Q, K, V, GradOut, Out, Lse, GradLse, RowStats, GradQ,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,
     stride_q, stride_k, stride_v, stride_g, stride_dq, stride_o, stats_rows, masking, lists, adding, sizes,
-    HOW: tl.constexpr, HEADS_LAST: tl.constexpr, ROUND: tl.constexpr,
+    HOW: tl.constexpr, HEADS_LAST: tl.constexpr, ROUND: tl.constexpr, TOGETHER: tl.constexpr,
     Wanted=None,
 ):  # fmt: skip
     """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Lse, GradLse: (B, Hq, Sq), contiguous, float32. Tuples: tuples.py.
+    TOGETHER: blocks of queries that have one list of tiles.
 
     Makes RowStats as `attention_row_stats` does, for the pass over the keys, which comes later. ROUND: stats_rows is the next
     multiple. Wanted: int32, nothing is done where it is 0; None: always wanted.
@@ -186,7 +187,7 @@ def attention_grad_q(
     added = Added(bias=bias, Distances=Distances, phase=adding.distances_phase, slope=load_one(Slopes, head))
     of = _Head(k=k, v=v, masks=masks, added=added)
     seed = load_one(Seed, 0)
-    List = list_of(Tiles, batch, head, block, lists)
+    List = list_of(Tiles, batch, head, block // TOGETHER, lists)
     partial, first, second, full_first, full_last = keys_to_visit(List, start, sizes, how)
 
     grad_out_0 = load_tile(grad_out, start, None, how.BLOCK_M, 0, how.V_0, how.HEAD_DIM_V, True, how.ALIGN)

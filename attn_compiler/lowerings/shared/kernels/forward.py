@@ -70,12 +70,15 @@ def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MA
     if MASKED:
         keys_allowed = load_keys(of.masks.Keys, keys, keys < seqlen_kv)
         document_k = load_row(of.masks.Documents, keys, keys < seqlen_kv)
+        if how.ONE_KV:
+            values_used = keys_in_use(start, own.rows, of.masks, sizes, how)
     bias = load_bias(of.added, queries, keys, sizes, MASKED)
     distances = load_by_distance(of.added, queries, keys, sizes, MASKED)
-    k_0 = load_tile(of.k, start, None, how.BLOCK_N, 0, how.QK_0, how.HEAD_DIM_QK, MASKED, how.ALIGN)
+    k_0 = load_tile(of.k, start, values_used, how.BLOCK_N, 0, how.QK_0, how.HEAD_DIM_QK, MASKED, how.ALIGN)
+    k_1 = k_0
     qk = tl.dot(own.q_0, tl.trans(k_0), input_precision=how.PRECISION)
     if how.QK_1 > 0:
-        k_1 = load_tile(of.k, start, None, how.BLOCK_N, how.QK_0, how.QK_1, how.HEAD_DIM_QK, MASKED, how.ALIGN)
+        k_1 = load_tile(of.k, start, values_used, how.BLOCK_N, how.QK_0, how.QK_1, how.HEAD_DIM_QK, MASKED, how.ALIGN)
         qk = tl.dot(own.q_1, tl.trans(k_1), qk, input_precision=how.PRECISION)
     logits, _ = change(
         qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.changed_by,
@@ -87,7 +90,8 @@ def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MA
             sizes, how,
         )  # fmt: skip
         logits = tl.where(allowed, logits, float("-inf"))
-        values_used = keys_in_use(start, own.rows, of.masks, sizes, how)
+        if not how.ONE_KV:
+            values_used = keys_in_use(start, own.rows, of.masks, sizes, how)
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     shift = new_peak
     if MASKED or of.added.bias.base is not None:
@@ -104,12 +108,16 @@ def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MA
         keep = kept(own.seed, own.head, queries, keys, sizes.dropout_p)
         weights = tl.where(keep, weights / (1.0 - sizes.dropout_p), 0.0)
     out_0 = out_0 * decay[:, None]
-    v_0 = load_tile(of.v, start, values_used, how.BLOCK_N, 0, how.V_0, how.HEAD_DIM_V, MASKED, how.ALIGN)
+    v_0 = k_0
+    if not how.ONE_KV:
+        v_0 = load_tile(of.v, start, values_used, how.BLOCK_N, 0, how.V_0, how.HEAD_DIM_V, MASKED, how.ALIGN)
     weights = weights.to(v_0.dtype)
     out_0 = tl.dot(weights, v_0, out_0, input_precision=how.PRECISION)
     if how.V_1 > 0:
         out_1 = out_1 * decay[:, None]
-        v_1 = load_tile(of.v, start, values_used, how.BLOCK_N, how.V_0, how.V_1, how.HEAD_DIM_V, MASKED, how.ALIGN)
+        v_1 = k_1
+        if not how.ONE_KV:
+            v_1 = load_tile(of.v, start, values_used, how.BLOCK_N, how.V_0, how.V_1, how.HEAD_DIM_V, MASKED, how.ALIGN)
         out_1 = tl.dot(weights, v_1, out_1, input_precision=how.PRECISION)
     return total, new_peak, out_0, out_1
 

@@ -111,6 +111,7 @@ class Switches(NamedTuple):
     PRECISION: Any  # of products, as tl.dot names it
     ALIGN: Any  # elements that every head and position begins at a multiple of
     MASK_ALL: Any  # no tile goes without its mask
+    ONE_KV: Any  # keys are the values, too
 
 
 class MaskOperands(NamedTuple):

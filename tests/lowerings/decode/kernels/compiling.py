@@ -34,12 +34,21 @@ _FURTHER = (
     Case(name="fp8", head_dim=128, bounds=((0, 300),), stored="float8_e4m3fn", k_scale=0.5, v_scale=0.5, **_SIZES),
     Case(name="queries", head_dim=128, seqlen_q=16, bounds=((0, 300),), mask="bqk", **_SIZES),
 )
-CASES = {case.name: case for case in (*_SHAPES, *_FURTHER)}
+_WIDE = (
+    Case(name="head_dim_512", head_dim=512, bounds=((0, 300),), keys="left", sinks=True, **_SIZES),
+    Case(name="rows_512", head_dim=512, heads_q=32, heads_kv=1, batch=2, seqlen_kv=512),
+)
+CASES = {case.name: case for case in (*_SHAPES, *_FURTHER, *_WIDE)}
 _POINTERS = {torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
 MACHINES = (80, 90, 100, 120)
+_WIDE_MACHINES = (80, 89, 90, 100, 120)
 
 #: (case, sm)
-JOBS = (*((case.name, sm) for case in _SHAPES for sm in MACHINES), *((case.name, 90) for case in _FURTHER))
+JOBS = (
+    *((case.name, sm) for case in _SHAPES for sm in MACHINES),
+    *((case.name, 90) for case in _FURTHER),
+    *((case.name, sm) for case in _WIDE for sm in _WIDE_MACHINES),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from tests.lowerings.triton.kernels.test_compiled import SHARED
 SPILLED = 8
 #: With a dense mask of 64 rows, which no measured case has.
 SPILLED_WITH_A_MASK = 80
+#: Of 32 rows of 512 dims, which is faster all the same than what does not spill.
+SPILLED_WIDE = 80
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def test_it_is_compiled_for_each_machine() -> None:
 @pytest.mark.parametrize("job", JOBS, ids=name_of)
 def test_registers_and_shared_memory_suffice(job: tuple[str, int], compiled: dict[tuple[str, int], Found]) -> None:
     found = compiled[job]
-    usual = SPILLED_WITH_A_MASK if found.case == "queries" else SPILLED
+    usual = {"queries": SPILLED_WITH_A_MASK, "rows_512": SPILLED_WIDE}.get(found.case, SPILLED)
     assert found.spilled <= most_spilled(usual, f"decode {found.case}")
     assert 0 < found.shared <= SHARED[found.sm]
 

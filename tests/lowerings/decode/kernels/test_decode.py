@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode import problems as decode_problems
 from tests.lowerings.decode.problems import ALL, BY_NAME, Case, Problem, build, planned, results, run
@@ -50,6 +51,51 @@ def test_warps_that_go_on_alone(name: str, slices: int) -> None:
     assert_counted_down(problem)
 
 
+#: head dims whose tiles are two of 256 dims, or less
+_WIDE = (
+    Case(name="wide_512", head_dim=512, batch=1, seqlen_kv=70),
+    Case(name="wide_320_257", head_dim=320, head_dim_v=257, bounds=((0, 99), (0, 11))),
+    Case(name="wide_384_sinks_queries", head_dim=384, seqlen_q=4, sinks=True, softcap=2.0, keys="left"),
+    Case(name="wide_512_mask_mqa", head_dim=512, heads_q=7, heads_kv=1, mask="bk", bounds=((0, 120), (0, 30))),
+    Case(name="wide_512_no_keys", head_dim=512, bounds=((0, 1), (0, 0)), splits=1),
+    Case(name="wide_512_fp8", head_dim=512, stored="float8_e4m3fn", k_scale=0.5, v_scale=2.0),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("case", _WIDE, ids=lambda case: case.name)
+def test_wide_heads(case: Case, sm: int) -> None:
+    schedule = decode_schedule.table(build(case, dtype=torch.float16).spec, Target.fake(sm=sm))
+    for problem in (build(case), build(case, dtype=torch.float16, schedule=schedule)):
+        decode_problems.assert_within_rule(results(problem), problem)
+        assert_counted_down(problem)
+
+
+@interpreted
+@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in _WIDE if case.head_dim_v is None and case.v_scale is None),
+        *(
+            BY_NAME[name]
+            for name in ("plain", "lengths", "keys_left", "several_queries", "queries_mask", "head_dim_72")
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_keys_that_are_the_values_are_read_once(case: Case, slices: int) -> None:
+    schedule = dataclasses.replace(decode_problems.SMALL, keys=16 * slices, warps=slices, slices=slices)
+    given = build(case, schedule=schedule)
+    text = dataclasses.replace(DecodeCall.from_text(given.text), one_kv=True).to_text()
+    problem = dataclasses.replace(given, v=given.k, text=text)
+    found = results(problem)
+    decode_problems.assert_within_rule(found, problem)
+    unread = results(dataclasses.replace(problem, v=torch.full_like(given.k, torch.nan)))
+    assert all(map(torch.equal, found, unread))
+
+
 # ---- on a GPU, with the tiles of the table -------------------------------------------------------------------------
 
 _TIMES = 7
@@ -67,7 +113,11 @@ def grown(case: Case) -> Case:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in ALL if case.head_dim % 8 == 0], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in (*ALL, *_WIDE) if case.head_dim % 8 == 0 and case.head_dim_v != 257],
+    ids=lambda case: case.name,
+)
 def test_bfloat16_on_a_gpu(case: Case) -> None:
     check_on_a_gpu(case, torch.bfloat16)
 

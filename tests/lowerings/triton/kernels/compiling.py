@@ -32,6 +32,9 @@ from tests.lowerings.kernel_problems import Problem, build, planned
 
 KERNELS = ("forward", "grad_q", "grad_kv")
 MACHINES = (80, 90, 100, 120)
+#: of head dims above 256, where dk and dv have a pass each
+WIDE_KERNELS = ("forward", "grad_q", "grad_k", "grad_v")
+WIDE_MACHINES = (80, 89, 90, 100, 120)
 
 _SIZES: Any = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seqlen_q": 1024, "seqlen_kv": 1024, "band": Band(right=0)}
 _CAUSAL = (Case(name="causal_64", head_dim=64, **_SIZES), Case(name="causal_128", head_dim=128, **_SIZES))
@@ -42,7 +45,15 @@ _FURTHER = (
     Case(name="causal_80", head_dim=80, **_SIZES),
     Case(name="causal_192_128", head_dim=192, head_dim_v=128, **_SIZES),
 )
-CASES = {case.name: case for case in (*_CAUSAL, *_FURTHER)}
+# whose gradients fit into the shared memory of small machines
+_SMALL = Case(name="keys_256", head_dim=256, keys="left", **_SIZES)
+# the heaviest masks: with lists, and beside a band
+_WIDE = Case(name="keys_512", head_dim=512, keys="left", **_SIZES)
+_WIDE_FURTHER = (
+    Case(name="mask_512", head_dim=512, mask="bqk", needs_grad=False, **_SIZES),
+    Case(name="bias_512", head_dim=512, bias="hqk", bias_grad=False, **_SIZES),
+)
+CASES = {case.name: case for case in (*_CAUSAL, *_FURTHER, _SMALL, _WIDE, *_WIDE_FURTHER)}
 
 #: what is added to the scores there, and the scores' gradients, need not cross shared memory
 ADDED = ("bias_128", "distances_128")
@@ -52,6 +63,9 @@ JOBS = (
     *((case.name, kernel, sm) for case in _CAUSAL for kernel in KERNELS for sm in MACHINES),
     *((case.name, "forward", 90) for case in _FURTHER),
     *((name, kernel, 90) for name in ADDED for kernel in ("grad_kv", "grad_q_kept")),
+    *((_WIDE.name, kernel, sm) for kernel in WIDE_KERNELS for sm in WIDE_MACHINES),
+    *((case.name, "forward", sm) for case in _WIDE_FURTHER for sm in (89, 90)),
+    *((_SMALL.name, kernel, 89) for kernel in KERNELS),
 )
 
 
@@ -113,12 +127,14 @@ def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[s
         if asked.tile is not None:
             options = asked.tile.launch_options
             given = {parameter: None if name is None else tensors[name] for parameter, name in asked.tensors.items()}
-            found[kernel.fn.__name__] = (kernel, {**given, **asked.numbers}, options)
+            launched = f"attention_grad_{part}" if part else kernel.fn.__name__
+            found[launched] = (kernel, {**given, **asked.numbers}, options)
 
     with planned(problem.plan), mock.patch.object(launch, "launch", record), torch.no_grad():
         given = (problem.q, problem.k, problem.v, problem.operands)
         out, lse = launch.forward(*given, problem.text)
-        launch.gradients(out, lse, *given, out, lse, problem.text)
+        if problem.case.needs_grad:
+            launch.gradients(out, lse, *given, out, lse, problem.text)
     kernel, values, options = found[name]
     return kernel, values, options
 
