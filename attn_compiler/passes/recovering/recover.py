@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from attn_compiler.index_expr import Expr
 from attn_compiler.passes.graph import axes, emit, faults, program, saved
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.emit import FakeBuilder
@@ -27,7 +28,7 @@ from attn_compiler.passes.recovering.reading.readers import Readers
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import AttnCompilerWarning
-from attn_compiler.spec import dims, masks, scores
+from attn_compiler.spec import dims, masks, reads, scores
 from attn_compiler.spec.attention import AttentionSpec, Dim, LatentSpec, LseUse, SizeRange, StoredSpec, TensorSpec
 from attn_compiler.torch_private import symbols as torch_symbols
 
@@ -168,13 +169,21 @@ def _with_own_rows(match: Match, spec: AttentionSpec, keyless: Keyless | None) -
 
 
 def _why_not_completed(match: Match, spec: AttentionSpec, keyless: Keyless) -> str | None:
-    if keyless.numbers is not None and spec.mask.out_of_reach:
+    if keyless.numbers is not None and not _is_at_hand(spec, keyless.numbers):
         return "the numbers that mask are out of reach"
     if not (keyless.through and spec.needs_grad):
         return None
     if keyless.numbers is not None or match.scores.limits:
         return "the scores have a gradient where all are masked"
     return None
+
+
+def _is_at_hand(spec: AttentionSpec, numbers: Expr) -> bool:
+    """Whether the site is given all that the numbers read: what its kinds read, too."""
+    if spec.mask.out_of_reach:
+        return False
+    own = frozenset(str(size) for size in (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv))
+    return reads.names_in(numbers) <= own.union(*(reads.names(kind) for kind in spec.mask.kinds))
 
 
 def is_added_up(match: Match, spec: AttentionSpec) -> bool:

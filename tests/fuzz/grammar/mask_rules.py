@@ -53,7 +53,9 @@ _UNCOUNTED = (
 
 
 def masks_known(draft: Draft) -> None:
-    """A mask that one graph makes and others use, which the caller writes in between, or only looks at."""
+    """A mask that one graph makes and others use, which the caller writes in between, or only looks at. Autograd would read what is written
+    uncounted in a backward that comes later (docs/borders.md)."""
+    draft.grads = False
     operands.plain_operands(draft)
     draft.dims = ("b", "h", "q", "k")
     conditions.positions(draft)

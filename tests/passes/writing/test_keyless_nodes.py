@@ -326,3 +326,20 @@ def test_a_score_that_is_not_lost_beside_the_number_is_left_to_what_adds_it() ->
     assert run.site.decision.lowering == "math"
     (refusal,) = run.site.decision.refusals
     assert "without keys" in refusal.reasons[0].rule
+
+
+def test_numbers_of_a_mask_that_no_kind_reads_are_left_to_the_model() -> None:
+    """Of two masks with a number each one is known, and the other one is a tensor of one element."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+        i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+        near = ((j.int() - i.int() - 1).to(torch.uint8) > 250) | (j == 0)
+        s = (q @ k.mT).masked_fill(~near, -65504.0).masked_fill(~allowed, -math.inf)
+        return s.softmax(-1) @ v
+
+    run = compiled(function, lowerings=["sdpa_cpu_flash", "reference", "math"], dynamic=True)
+    for allowed in (True, False):
+        for keys in (3, 7):
+            q, k, v = (torch.randn(2, 1, size, 4) for size in (3, keys, keys))
+            given = (q, k, v, torch.full((1, 1, 1, 1), allowed))
+            torch.testing.assert_close(run(*given).nan_to_num(0.0), function(*given).nan_to_num(0.0))
