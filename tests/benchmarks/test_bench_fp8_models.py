@@ -19,11 +19,6 @@ def test_models_have_the_sizes_that_their_rows_say() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_rows_have_their_columns() -> None:
-    assert set(SCENARIOS[0].columns) | {"side"} == set(bench_fp8_models.KEYS)
-    bench_fp8_models.print_table([SCENARIOS[0].columns | {"side": "bfloat16", "p50_ms": "1"}])
-
-
 def test_ratios_are_those_of_each_turn() -> None:
     """The last turn is on a machine that became slow."""
     times = {
@@ -46,20 +41,3 @@ def test_ratios_are_those_of_each_turn() -> None:
     assert (rows[1]["rounds"], rows[1]["memory_gb"]) == ("5", "1")
     assert rows[2]["failure"]
     assert all(set(row) <= set(bench_fp8_models.COLUMNS) for row in rows)
-
-
-def test_a_failure_is_the_row() -> None:
-    assert bench_fp8_models.merge([{"times": "[1.0]"}, {"failure": "it died"}]) == {"failure": "it died"}
-
-
-def test_kernels_are_those_of_the_first_turn() -> None:
-    turns: list[dict[str, str]] = [
-        {"times": "[1.0]", "kernels": '[["all", 3, 5.0], ["a", 2, 4.0]]'},
-        {"times": "[2.0]"},
-    ]
-    job = bench_fp8_models.Job(scenario=SCENARIOS[0], side="bfloat16", device="cuda", seconds=0.1, kernels=True)
-    found = [(job, bench_fp8_models.merge(turns)), (job, None)]
-    rows = bench_fp8_models.kernel_rows_of(found)
-    assert [(row["kernel"], row["calls"], row["us"]) for row in rows] == [("all", "3", "5.0"), ("a", "2", "4.0")]
-    assert all(set(row) <= set(bench_fp8_models.KERNEL_COLUMNS) for row in rows)
-    assert all(set(row) <= set(bench_fp8_models.COLUMNS) for row in bench_fp8_models.rows_of(found))
