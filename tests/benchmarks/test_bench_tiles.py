@@ -1,4 +1,4 @@
-"""Tiles are read, varied and measured one by one (Triton in its interpreter)."""
+"""Tiles are varied and measured one by one (Triton in its interpreter)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ import pytest
 
 from attn_compiler.lowerings.base import Tile, Tiles
 from benchmarks import bench_tiles, harness
-from benchmarks.bench_tiles import KERNELS, neighbours, row, tile_of, tiles_with
+from benchmarks.bench_tiles import KERNELS, neighbours, row, tiles_with
 from benchmarks.kernel_cases import CASES
 
 BY_NAME = {case.name: case for case in CASES}
 TILE = Tile(queries=64, keys=128, warps=8, stages=3)
 TABLE = Tiles(forward=TILE, grad_q=TILE, grad_kv=TILE)
-
-
-@pytest.mark.parametrize("words", ["64x128 w8 s3", "64x64 w4 s3 r168", "32x128 w8 s2 apart"])
-def test_a_tile_is_read_as_it_is_written(words: str) -> None:
-    assert tile_of(words).words == words
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
