@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import fnmatch
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,17 +40,6 @@ _SIZES = (16, 32, 64, 128, 256)
 _STAGES = (1, 2, 3, 4)
 #: of a thread of four warps, so that four or three programs share a multiprocessor
 _REGISTERS = (None, 128, 168)
-_WORDS = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+)(?: r(\d+))?( apart)?")
-
-
-def tile_of(words: str) -> Tile:
-    """Inverse of `Tile.words`. Raises ValueError for anything else."""
-    found = _WORDS.fullmatch(words)
-    if found is None:
-        raise ValueError(f"{words!r} is no tile like '64x128 w8 s3', '64x64 w4 s3 r168' or '32x128 w8 s2 apart'")
-    queries, keys, warps, stages = (int(number) for number in found.groups()[:4])
-    registers = None if found[5] is None else int(found[5])
-    return Tile(queries=queries, keys=keys, warps=warps, stages=stages, registers=registers, apart=bool(found[6]))
 
 
 def neighbours(tile: Tile, kernel: str) -> list[Tile]:
@@ -175,7 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--cases", nargs="+", default=["*"], metavar="PATTERN", help="names, or patterns like 'causal*'"
     )
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
-    parser.add_argument("--tiles", nargs="+", default=[], type=tile_of, metavar="TILE", help="like '64x64 w4 s3 r168'")
+    parser.add_argument(
+        "--tiles", nargs="+", default=[], type=Tile.read, metavar="TILE", help="like '64x64 w4 s3 r168'"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="timing of all tiles of a kernel (%(default)s)")
     parser.add_argument("--size", choices=("full", "small"), default="full", help="small: for a look at the script")
     parser.add_argument("--device", default="cuda:0", help="on cpu, in float32, with TRITON_INTERPRET=1")

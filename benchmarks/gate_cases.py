@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import attn_compiler
@@ -240,21 +241,45 @@ def _replay(calls: list[Callable[[], torch.Tensor]]) -> harness.Step:
 # ---- on a CPU: attention alone ---------------------------------------------------------------------------------------
 
 
-def _attention(mask: str, shape: tuple[int, int, int, int, int]) -> Callable[[str], Timing]:
-    """A function of benchmarks.bench_rows, which both sides compile. shape: batch, heads, queries, keys, head dim."""
+_Attention = Callable[..., torch.Tensor]
+
+
+def _padding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    seen = torch.arange(k.shape[2]) < lengths[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None, :])
+
+
+def _causal_and_padding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(k.shape[2])
+    seen = (at < lengths[:, None])[:, None, None, :] & (at[:, None] >= at[None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def _cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    seen = torch.arange(k.shape[2]) <= position[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[None, None])
+
+
+def _lengths(batch: int, keys: int) -> torch.Tensor:
+    return torch.linspace(keys // 4, keys, batch).long()
+
+
+def _position(batch: int, keys: int) -> torch.Tensor:
+    return torch.tensor([keys // 4])
+
+
+def _attention(
+    function: _Attention, made: Callable[[int, int], torch.Tensor], shape: tuple[int, int, int, int, int]
+) -> Callable[[str], Timing]:
+    """A function that both sides compile. made: what its mask is of, by batch and keys. shape: batch, heads, queries, keys, head dim."""
 
     def make(device: str) -> Timing:
-        from benchmarks import bench_rows
-
         batch, heads, queries, keys, head_dim = shape
         torch.manual_seed(0)
         q, k, v = (torch.randn(batch, n, heads, head_dim, device=device).transpose(1, 2) for n in (queries, keys, keys))
-        further = bench_rows.further(mask, batch, queries, keys)
+        further = made(batch, keys)
         torch.compiler.reset()
-        compiled = {
-            side: torch.compile(bench_rows.KINDS[mask], backend=backend, dynamic=False)
-            for side, backend in _SIDES.items()
-        }
+        compiled = {side: torch.compile(function, backend=backend, dynamic=False) for side, backend in _SIDES.items()}
 
         def step_of(run: Callable[..., torch.Tensor]) -> harness.Step:
             return lambda: run(q, k, v, further)
@@ -273,9 +298,11 @@ def _row(name: str, kind: Kind, make: Callable[[str], Timing], peer: str = harne
 
 # Of a CPU what fits into its caches: beyond them, a ratio tells what else reads the machine's memory.
 _ON_CPU = (
-    _row("padding 2 x 4 x 128 x 64", "kernel", _attention("padding", (2, 4, 128, 128, 64))),
-    _row("causal and padding 1 x 4 x 256 x 64", "kernel", _attention("causal and padding", (1, 4, 256, 256, 64))),
-    _row("one query 2 x 4 x 256 x 64", "kernel", _attention("cache", (2, 4, 1, 256, 64))),
+    _row("padding 2 x 4 x 128 x 64", "kernel", _attention(_padding, _lengths, (2, 4, 128, 128, 64))),
+    _row(
+        "causal and padding 1 x 4 x 256 x 64", "kernel", _attention(_causal_and_padding, _lengths, (1, 4, 256, 256, 64))
+    ),
+    _row("one query 2 x 4 x 256 x 64", "kernel", _attention(_cache, _position, (2, 4, 1, 256, 64))),
     _row("latent step, 200 keys", "decode", _latent("small_b1_256")),
     _row("llama eager prefill, 2 layers", "end to end", _end_to_end("llama", "eager", "prefill")),
     _row("llama sdpa train, 2 layers", "end to end", _end_to_end("llama", "sdpa", "train")),

@@ -77,6 +77,7 @@ _LONG = (
     "tests/lowerings/hopper/kernels/test_forward_fp8_sm90.py",
     "tests/lowerings/triton/kernels/test_forward_fp8.py",
     "tests/test_always_runs.py",
+    "tests/test_fp8_accuracy.py",
     "tests/test_fp8_training.py",
 )
 

@@ -1,6 +1,6 @@
 """Training with a recipe, on the CPU and so with FP8 emulated: what is decided once, and what is kept.
 
-What becomes of the loss: tests/benchmarks/test_fp8_training.py."""
+What becomes of the loss: test_fp8_accuracy.py."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from attn_compiler.spec.target import Target
 GIVEN = "_given"
 #: what the name of a leaf op ends with whose lse gets minus delta in place of a gradient (merging.py)
 PART = "_part"
+
+_TILE = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+)(?: r(\d+))?( apart)?")
 
 #: Lowerings that read what k and v are made of, and neither k nor v: the first ones for a site that has it.
 OF_LATENT = ("decode_latent", "absorbed")
@@ -100,6 +103,16 @@ class Tile:
         """For people: "64x128 w8 s3"."""
         capped = "" if self.registers is None else f" r{self.registers}"
         return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}{capped}" + (" apart" if self.apart else "")
+
+    @classmethod
+    def read(cls, words: str) -> Tile:
+        """Inverse of `words`. Raises ValueError for anything else."""
+        found = _TILE.fullmatch(words)
+        if found is None:
+            raise ValueError(f"{words!r} is no tile like '64x128 w8 s3', '64x64 w4 s3 r168' or '32x128 w8 s2 apart'")
+        queries, keys, warps, stages = map(int, found.groups()[:4])
+        registers = None if found[5] is None else int(found[5])
+        return cls(queries=queries, keys=keys, warps=warps, stages=stages, registers=registers, apart=bool(found[6]))
 
     @property
     def launch_options(self) -> dict[str, int]:

@@ -40,42 +40,7 @@ def test_operands_are_those_that_the_lowering_would_make(case: Case) -> None:
     assert problem.named["bounds"].shape == (2, case.batch, case.seqlen_q)
 
 
-def test_what_is_tried_leaves_the_machine_neither_empty_nor_overfull() -> None:
-    for case in decode_cases.CASES:
-        problem = decode_cases.build(case, "meta")
-        found = list(bench_decode.tried(problem, H200))
-        assert len(set(found)) == len(found)
-        assert found or case.tried != "tiles"
-        assert not found or case.tried != "nothing"
-        assert decode_schedule.schedule(problem.spec, H200) not in found
-        tiles = case.batch * case.heads_kv * decode_plan.rows_of(problem.spec)[1]
-        assert all(s.splits == 1 or 0.4 <= tiles * (s.splits or 0) / 132 <= 8.2 for s in found)
-
-
-def test_each_kernel_is_compiled_once_before() -> None:
-    cases = [decode_cases.BY_NAME[name] for name in ("b1_4k", "b1_32k", "b16_4k", "b16_4k_half")]
-    jobs = bench_decode.jobs(cases, H200)
-    assert len(set(jobs)) == len(jobs)
-    assert {case.length for case, _ in jobs} == {256}
-    made = {(s.keys, s.warps, s.stages, s.slices, s.splits) for _, s in jobs}
-    assert len(made) == len(jobs)
-    # Cases share what differs in length and batch alone.
-    schedules = [decode_schedule.schedule(decode_cases.build(case, "meta").spec, H200) for case in cases]
-    assert {(s.keys, s.warps, s.stages, s.slices, s.splits) for s in schedules} <= made
-
-
 def test_bytes_are_those_of_the_keys_in_use() -> None:
     assert decode_cases.BY_NAME["b16_4k"].bytes_used == 2 * 16 * 8 * 4096 * 256
     assert decode_cases.BY_NAME["b16_4k_half"].bytes_used == decode_cases.BY_NAME["b16_4k"].bytes_used // 2
     assert decode_cases.BY_NAME["window_b16_8k"].used == 1024
-
-
-def test_a_case_is_a_row() -> None:
-    assert set(SMALL.columns) == set(decode_cases.COLUMNS)
-    assert SMALL.columns["head_dim_v"] == "16"
-    rows = [
-        {**SMALL.columns, "side": "rule", "us": "2.0", "hot_us": "1.5", "keys": "64", "error": "0.001"},
-        {**SMALL.columns, "side": "tried", "us": "1.9", "keys": "32"},
-        {**SMALL.columns, "side": "cudnn", "us": "3.0", "failure": ""},
-    ]
-    bench_decode.print_table(rows)

@@ -36,14 +36,6 @@ def test_a_step_reads_the_cache_up_to_the_length_that_was_asked_for() -> None:
     assert torch.equal(made.step(), short)
 
 
-def test_sides_share_their_weights() -> None:
-    weights = bench_decode_models.build(CASE, "inductor", "cpu", **TINY).state_dict()
-    other = bench_decode_models.build(CASE, "inductor_flex", "cpu", weights, **TINY)
-    assert other.config._attn_implementation == "flex_attention"
-    name, tensor = next(iter(weights.items()))
-    assert other.state_dict()[name].data_ptr() == tensor.data_ptr()
-
-
 def test_generate_counts_its_tokens() -> None:
     model = bench_decode_models.build(CASE, "inductor", "cpu", **TINY)
     ids = torch.randint(3, 1000, (2, 5))
@@ -53,12 +45,3 @@ def test_generate_counts_its_tokens() -> None:
     assert found.shape == (2, 8)
     assert seconds > 0
     assert task.completed == 3
-
-
-def test_the_table_compares_with_inductor() -> None:
-    rows = [
-        {"case": "a", "what": "step", "filled": "5", "side": "attn_compiler", "step_ms": "1.0"},
-        {"case": "a", "what": "step", "filled": "5", "side": "inductor", "step_ms": "3.0"},
-        {"case": "a", "what": "step", "side": "inductor_flex", "failure": "RuntimeError: no"},
-    ]
-    bench_decode_models.print_table(rows)

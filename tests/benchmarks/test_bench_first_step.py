@@ -1,12 +1,10 @@
-"""Rows of first steps: what is measured, how ratios and means follow, and that a process that fails costs its row alone."""
+"""Rows of first steps: what is measured, and how ratios follow."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import pstats
 import subprocess
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="these tests build models of transformers: pip install -e '.[models]'")
 
 from benchmarks import bench_first_step, first_step, first_step_cases, harness
-from benchmarks.bench_first_step import COLUMNS, StepFailed
+from benchmarks.bench_first_step import COLUMNS
 from benchmarks.first_step import Job, Kernels
 from benchmarks.first_step_cases import CALLS, MODELS
 
@@ -62,132 +60,6 @@ def test_a_row_has_both_sides_with_empty_caches_and_then_with_theirs() -> None:
     assert set(row) | {"failure"} == set(COLUMNS)
 
 
-def test_both_sides_run_beside_each_other() -> None:
-    """Whatever else the machine does meanwhile then slows both alike."""
-    meet = threading.Barrier(2)
-
-    def together(job: Job, caches: Path) -> Mapping[str, Any]:
-        meet.wait(timeout=30)
-        return run(job, caches)
-
-    row = bench_first_step.measured(NAME, "cpu", together, warm_runs=2)
-    assert row["ratio_warm"] == "3.000"
-
-
-def test_of_several_warm_runs_that_with_the_median_time_counts() -> None:
-    times = {
-        side: iter((9.0, *warm)) for side, warm in (("attn_compiler", (4.0, 8.0, 5.0)), ("inductor", (2.0, 1.0, 9.0)))
-    }
-
-    def changing(job: Job, caches: Path) -> Mapping[str, Any]:
-        first = next(times[job.side])
-        return found(first, second_seconds=first / 10)
-
-    row = bench_first_step.measured(NAME, "cpu", changing, warm_runs=3)
-    assert (row["ours_warm_first_seconds"], row["ours_warm_second_seconds"]) == ("5.000", "0.500")
-    assert (row["inductor_warm_first_seconds"], row["ratio_warm"], row["warm_runs"]) == ("2.000", "2.500", "3")
-
-
-def test_a_profile_of_each_side_is_one_more_run(tmp_path: Path) -> None:
-    asked: list[tuple[str, str]] = []
-
-    def noting(job: Job, caches: Path) -> Mapping[str, Any]:
-        asked.append((job.side, job.profile))
-        return run(job, caches)
-
-    row = bench_first_step.measured(NAME, "cpu", noting, profile=tmp_path)
-    assert row["ours_warm_first_seconds"] == "6.000"
-    assert sorted(asked[4:]) == [
-        ("attn_compiler", str(tmp_path / "llama-train_right-64-ours.prof")),
-        ("inductor", str(tmp_path / "llama-train_right-64-inductor.prof")),
-    ]
-
-
-def test_slow_rows_are_those_above_a_goal_and_of_a_row_the_last_time_counts() -> None:
-    def row(length: int, cold: str, warm: str, failure: str = "") -> dict[str, str]:
-        return {**NAME, "length": str(length), "ratio_cold": cold, "ratio_warm": warm, "failure": failure}
-
-    rows = [row(1, "1.25", "1.1"), row(2, "1.3", "1.0"), row(3, "1.0", "1.5"), row(4, "9", "9"), row(4, "1", "1")]
-    assert bench_first_step.slow([*rows, row(5, "", "", "too long")]) == [
-        "llama/train_right/3",
-        "llama/train_right/2",
-    ]
-
-
-def test_what_fails_is_told_in_its_row() -> None:
-    def fail(job: Job, caches: Path) -> Mapping[str, Any]:
-        if job.side == "inductor":
-            raise StepFailed("out of memory")
-        return found(1.0)
-
-    row = bench_first_step.measured(NAME, "cpu", fail)
-    assert row["failure"] == "inductor cold: out of memory"
-    assert "ratio_cold" not in row
-    assert "FAILED, inductor cold: out of memory" in bench_first_step.said(row)
-
-
-def test_means_are_geometric_and_leave_out_what_failed() -> None:
-    rows = [
-        {"call": "prefill", "failure": "", "ratio_cold": "2.0", "ratio_warm": "1.0"},
-        {"call": "train", "failure": "", "ratio_cold": "0.5", "ratio_warm": "4.0"},
-        {"call": "train", "failure": "too long"},
-    ]
-    assert bench_first_step.means(rows) == [
-        "prefill: 1 rows, ours / Inductor cold 2.000, warm 1.000",
-        "training: 1 rows, ours / Inductor cold 0.500, warm 4.000",
-        "all: 2 rows, ours / Inductor cold 1.000, warm 2.000",
-    ]
-    assert bench_first_step.means([]) == []
-
-
-def test_rows_are_calls_that_a_model_has() -> None:
-    rows = bench_first_step.names(
-        ["llama", "sd3", "bert"], ["prefill_left", "prefill_cache", "train"], [64, 32], batch=2, size="small", jobs=1
-    )
-    assert [(row["model"], row["call"], row["length"]) for row in rows] == [
-        (model, call, length)
-        for length in ("32", "64")
-        for model, call in (
-            ("llama", "prefill_left"),
-            ("bert", "prefill_left"),
-            ("llama", "prefill_cache"),
-            ("llama", "train"),
-            ("sd3", "train"),
-            ("bert", "train"),
-        )
-    ]
-
-
-def test_rows_that_are_picked_keep_their_order() -> None:
-    rows = bench_first_step.picked(["t5/train_right/64", "sd3/prefill/32"], batch=2, size="small", jobs=4)
-    assert [(row["model"], row["call"], row["length"], row["jobs"]) for row in rows] == [
-        ("t5", "train_right", "64", "4"),
-        ("sd3", "prefill", "32", "4"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "row", ["llama", "llama/prefill/long", "lama/prefill/64", "llama/chat/64", "sd3/train_right/64"]
-)
-def test_a_row_that_is_none_is_refused(row: str) -> None:
-    with pytest.raises(ValueError, match=r"row is model/call/length|is not called as"):
-        bench_first_step.picked([row], batch=2, size="small", jobs=1)
-
-
-def test_rows_are_on_disk_as_they_come_and_none_is_begun_too_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_first_step, "fresh_process", lambda job, caches, **_: run(job, caches))
-    file = harness.CsvFile(tmp_path / "rows.csv", [*COLUMNS, "device"])
-    options = {"device": "cpu", "jobs": 2, "process_seconds": 9.0, "warm_runs": 1, "profile": None}
-    for budget, count in ((60.0, 2), (-1.0, 2)):
-        wanted = [{**NAME, "length": str(length)} for length in (32, 64)]
-        chosen = argparse.Namespace(**options, budget_seconds=budget)
-        bench_first_step.measure_all(wanted, file, {"device": "here"}, chosen)
-        assert len(harness.read(file.path)) == count
-    assert {row["ratio_cold"] for row in harness.read(file.path)} == {"1.500"}
-
-
 def test_a_process_has_caches_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
@@ -202,26 +74,6 @@ def test_a_process_has_caches_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert Job(**json.loads(command[-1])) == job
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert given["env"][name].startswith(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: no\n"), "RuntimeError: no"),
-        (subprocess.TimeoutExpired("python", 5), "not done after 5 s"),
-    ],
-    ids=["fails", "takes too long"],
-)
-def test_a_process_that_fails(answer: Any, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def process(*_: Any, **__: Any) -> Any:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(subprocess, "run", process)
-    job = Job(model="llama", call="train", length=64, batch=2, size="small", device="cpu", side="inductor")
-    with pytest.raises(StepFailed, match=words):
-        bench_first_step.fresh_process(job, tmp_path, seconds=5, threads=2)
 
 
 def test_kernels_of_ours_are_counted_and_none_that_was_on_disk() -> None:
@@ -259,13 +111,6 @@ def test_models_take_their_inputs(name: str) -> None:
             out = harness.make_step(made, inputs, training=call.training)()
             assert out.shape[0] == 2
             assert out.isfinite().any()
-
-
-def test_every_model_has_eight_layers_and_four_run_on_a_cpu() -> None:
-    for model in MODELS.values():
-        full = first_step_cases.arguments(model, "full", 64)
-        assert [full[name] for name in model.per_layer] == [8] * len(model.per_layer)
-    assert sum(model.on_cpu for model in MODELS.values()) == 4
 
 
 def test_padding_is_on_the_side_that_the_call_says() -> None:

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from benchmarks import bench_h200, compare, inputs
 from benchmarks.compare import Case
-from benchmarks.harness import Step
 
 FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>"
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0"
@@ -54,16 +52,6 @@ def test_the_plan_covers_every_family_and_calls_none_as_it_can_not_be_called() -
     assert {m.implementation for m in plan} == {"sdpa", "eager", "flex_attention"}
 
 
-def test_cases_come_in_the_order_of_the_patterns() -> None:
-    plan = bench_h200.plan(["llama", "vit"], ["prefill", "train"])
-    found = bench_h200.wanted(plan, ["vit/sdpa/train", "*/eager/*", "vit/*/train"])
-    assert [case.words for case in found] == [
-        "vit/sdpa/train",
-        *(f"{family}/eager/{way}" for way in ("prefill", "train") for family in ("llama", "vit")),
-        "vit/flex_attention/train",
-    ]
-
-
 def test_a_pattern_may_force_a_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = bench_h200.wanted(bench_h200.plan(["bert"], ["train"]), ["bert/sdpa/train=triton"])
     assert case.words == "bert/sdpa/train=triton"
@@ -101,44 +89,3 @@ def test_the_bound_is_a_model_without_attention_on_our_side() -> None:
     assert case.baseline is not None
     assert case.baseline.config._attn_implementation == "sdpa"
     assert case.model.config._attn_implementation == "nothing"
-
-
-def test_a_family_without_the_implementation_has_no_row() -> None:
-    pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
-    measured = bench_h200.Measured(family="bloom", implementation="sdpa", scenario=inputs.SCENARIOS["prefill"])
-    assert bench_h200.measure(measured, bench_h200.Way(size="small", device="cpu", seconds=0.0)) is None
-
-
-def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("no such thing\nmore")
-
-    pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
-    monkeypatch.setattr(compare, "compile_both", broken)
-    measured = bench_h200.Measured(family="bert", implementation="sdpa", scenario=inputs.SCENARIOS["prefill"])
-    row = bench_h200.measure(measured, bench_h200.Way(size="small", device="cpu", seconds=0.0))
-    assert row == {"failure": "RuntimeError: no such thing"}
-
-
-@pytest.mark.parametrize("failures", [1, 3])
-def test_what_others_left_no_memory_for_is_compiled_again(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    """By itself at last: only then is the lock held."""
-    tries: list[bool] = []
-    held: list[int] = []
-
-    def scarce(*_: object) -> dict[str, Step]:
-        tries.append(bool(held))
-        if len(tries) <= failures:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return {}
-
-    @contextlib.contextmanager
-    def lock() -> Iterator[None]:
-        held.append(1)
-        yield
-
-    monkeypatch.setattr(compare, "compile_both", scarce)
-    monkeypatch.setattr(bench_h200, "WAITS", (0.0, 0.0, 0.0))
-    case = Case(model=torch.nn.Linear(1, 1), inputs={})
-    assert bench_h200.compiled(case, "", "cpu", lock()) == {}
-    assert tries == [False] * min(failures + 1, 3) + [True] * (failures == 3)

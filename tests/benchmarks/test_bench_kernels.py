@@ -245,15 +245,6 @@ def test_rows_of_a_case(case: Case, which: kernel_cases.Pass, tmp_path: Path) ->
     assert [row["pass"] for row in read] == [which] * 3
 
 
-def test_a_kernel_of_ours_that_fails_is_a_row_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_peers, "ours", refusing)
-    peers = {"flex": attention}
-    rows = bench_kernels.measure(case, "forward", device="cpu", dtype=torch.float32, seconds=0.0, peers=peers)
-    assert [bool(row.get("failure")) for row in rows] == [True, False]
-    assert "error" not in rows[1]
-    assert bench_kernels.failures(rows) == 1
-
-
 def test_error_is_relative_and_a_number_that_is_none_is_the_worst() -> None:
     mine, other = torch.tensor([1.0, 2.0, 4.5]), torch.tensor([1.0, 2.0, 5.0])
     assert bench_kernels.error([mine], [other]) == pytest.approx(0.1)
@@ -262,18 +253,6 @@ def test_error_is_relative_and_a_number_that_is_none_is_the_worst() -> None:
     out = torch.zeros(1, 1, 2, 1)
     used = torch.tensor([True, False])[None, None, :, None]
     assert bench_kernels.error([out + 1.0], [torch.tensor([1.0, torch.nan]).reshape(1, 1, 2, 1)], used) == 0.0
-
-
-@pytest.mark.parametrize(("text", "status"), [("0.01", 0), ("0.2", 1), ("inf", 1), ("", 0)])
-def test_the_exit_status_is_that_of_ours(text: str, status: int) -> None:
-    peer = {"side": "flex", "error": text, "failure": "no kernel"}
-    assert bench_kernels.failures([{"side": BACKEND}, peer]) == status
-
-
-def test_the_plan_takes_patterns() -> None:
-    chosen = list(bench_kernels.plan(["padding*", "window"], ["forward"]))
-    assert {case.name for case, _ in chosen} == {"padding_left", "padding_right", "window"}
-    assert len(list(bench_kernels.plan(["*"], PASSES))) == 3 * len(CASES)
 
 
 def test_a_run_from_the_command_line(
@@ -291,16 +270,3 @@ def test_a_run_from_the_command_line(
     assert (row["case"], row["side"], row["commit"], row["dtype"]) == ("causal_d64_s2048", BACKEND, "abc", "float32")
     assert row["triton"] == Target.current("cpu").triton
     assert "causal_d64_s2048" in capsys.readouterr().out
-
-
-def test_the_gpu_sleeps_where_launching_takes_longer() -> None:
-    assert bench_kernels.sleep_of(0.003, 0.010, calls=3) == 0.0
-    assert bench_kernels.sleep_of(0.009, 0.010, calls=3) == pytest.approx(0.003)
-    assert bench_kernels.sleep_of(0.0, 0.0, calls=0) == 0.0
-
-
-def test_nothing_sleeps_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_kernels, "sleep_of", lambda *_, **__: pytest.fail("a CPU was asked to sleep"))
-    timed = bench_kernels.Timed(prepare=lambda: None, run=lambda _: (torch.zeros(1),))
-    times = bench_kernels.interleave({"a": timed, "b": timed}, "cpu", 0.0, rounds=(3, 5))
-    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}

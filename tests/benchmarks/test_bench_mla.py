@@ -8,7 +8,6 @@ import torch
 from attn_compiler.spec.target import Target
 from benchmarks import bench_mla, harness
 from benchmarks.bench_mla import DRY_CASES, GPU_CASES, Problem, Stepper
-from benchmarks.mla_model import Decoder
 from tests import numerics
 
 
@@ -62,10 +61,3 @@ def test_the_kernel_is_given_the_filled_part_of_a_cache() -> None:
     schedule = next(bench_mla.schedules(problem, Target.fake(sm=90, processors=8)))
     found = problem.calls(schedule)[0]()
     torch.testing.assert_close(found, problem.expected(), atol=1e-5, rtol=1e-4)
-
-
-def test_a_model_has_the_sizes_that_it_is_given() -> None:
-    sizes = DRY_CASES[0].sizes
-    model = Decoder(sizes)
-    assert len(model.layers) == sizes.layers
-    assert model.layers[0].attention.kv_b.weight.shape == (sizes.heads * (sizes.nope + sizes.v), sizes.rank)

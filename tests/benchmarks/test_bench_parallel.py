@@ -1,10 +1,8 @@
-"""Rows of models that two processes train: a dry run of each way, and what is told of it."""
+"""Rows of models that two processes train: a dry run of each way, and how differences are judged."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,27 +12,11 @@ pytest.importorskip("transformers", reason="the cases are models of transformers
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import bench_parallel, harness, members, parallel_cases
-from benchmarks.bench_parallel import COLUMNS, KEYS, Job
+from benchmarks import bench_parallel, harness, parallel_cases
+from benchmarks.bench_parallel import COLUMNS, Job
 from benchmarks.parallel_cases import WAYS, Context
 from tests.distributed import processes
 
-GOOD = {
-    "way": "tp",
-    "model": "llama",
-    "attentions": "4",
-    "sites": "4",
-    "misses": "0",
-    "proved": "4",
-    "dense": "0",
-    "lowerings": "triton x4",
-    "why": "",
-    "ratio": "1.5",
-    "inductor_p50_ms": "3",
-    "attn_compiler_p50_ms": "2",
-    **dict.fromkeys(bench_parallel.DIFFERENCES, "0.001"),
-    "numerics": "ok",
-}
 #: of the others tests/distributed and tests/integrations have the like
 JOBS = {
     way: Job(way=way, model=model, rounds=2, dry=True) for way, model in (("ddp", "llama"), ("tp_sequence", "gemma3"))
@@ -82,27 +64,6 @@ def test_processes_have_data_of_their_own_or_the_same() -> None:
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changed", "short"),
-    [
-        ({}, False),
-        ({"sites": "3"}, True),
-        ({"sites": "1", "way": "fsdp"}, False),
-        ({"sites": "0", "way": "fsdp"}, True),
-        ({"misses": "1"}, True),
-        ({"dense": "1"}, True),
-        ({"ratio": "0.9"}, True),
-        ({"numerics": "WRONG"}, True),
-        ({"pinned": "NO"}, True),
-        ({"failure": "out of memory"}, True),
-    ],
-)
-def test_what_falls_short(changed: dict[str, str], short: bool) -> None:
-    row = GOOD | changed
-    assert bench_parallel.is_short(row) == short
-    assert ("FAILED" in bench_parallel.said(row)) == ("failure" in changed)
-
-
 def test_ours_may_be_twice_as_far_from_the_uncompiled_step_as_inductor() -> None:
     exact = torch.randn(64)
 
@@ -121,26 +82,3 @@ def test_a_gradient_that_is_missing_is_no_small_difference() -> None:
     w = torch.ones(2)
     assert parallel_cases.largest_difference({"w": w}, {"w": w, "v": w}) == float("inf")
     assert parallel_cases.largest_difference({"w": w, "v": w * 1.5}, {"w": w, "v": w}) == pytest.approx(0.5)
-
-
-def test_ways_and_models_are_chosen_and_rows_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
-
-    def rows(jobs: Sequence[Job], *_: Any, until: float, **__: Any) -> Iterator[tuple[Job, dict[str, str]]]:
-        for job in jobs if until > time.monotonic() else ():
-            asked.append((job.way, job.model))
-            yield job, {name: x for name, x in GOOD.items() if name not in KEYS}
-
-    monkeypatch.setattr(members, "rows", rows)
-    path = tmp_path / "rows.csv"
-    for further in (["--models", "gemma3"], ["--append"], ["--append", "--budget-seconds", "-1", "--ways", "ddp"]):
-        arguments = ["bench_parallel", "--tiny", "--output", str(path), "--ways", "tp", *further]
-        monkeypatch.setattr("sys.argv", arguments)
-        assert bench_parallel.main() == 0
-    assert asked == [("tp", "gemma3"), ("tp", "llama")]
-    rows = harness.read(path)
-    assert [(row["way"], row["model"], row["ratio"]) for row in rows] == [
-        ("tp", "gemma3", "1.5"),
-        ("tp", "llama", "1.5"),
-    ]
-    assert bench_parallel.means(rows) == ["tp: 2 rows, ratio 1.500", "all: 2 rows, ratio 1.500"]

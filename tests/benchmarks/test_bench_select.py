@@ -1,4 +1,4 @@
-"""Sides are the lowerings that take a shape and the peers, one of them chosen; rows say what happened (Triton in its interpreter)."""
+"""Sides are the lowerings that take a shape and the peers, one of them chosen (Triton in its interpreter)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from attn_compiler.spec.target import Target
-from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases, standing
+from benchmarks import bench_kernels, bench_select, kernel_cases, select_cases, standing
 from benchmarks.kernel_cases import Case, Problem
-from benchmarks.kernel_peers import Make, Side
+from benchmarks.kernel_peers import Side
 from tests.lowerings.fa4.stand_in import StandIn, flash  # noqa: F401 - a fixture
 
 KINDS = ["causal_d64_s8192", "causal_gqa_d64_s8192", "full_d64_s2048", "window_d64_s2048", "padded_d64_s2048"]
@@ -98,67 +98,3 @@ def test_a_run_that_is_continued(
     assert {row["pass"] for row in both[len(first) :]} == {"backward"}
     assert len(standing.of(both)) == 2
     assert "2 shapes, 1 of them" in capsys.readouterr().out
-
-
-def test_compiling_alone_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "select.csv"
-    ran: list[str] = []
-    real = bench_select.lowering
-
-    def noted(name: str) -> Make:
-        return lambda problem: (ran.append(name), real(name)(problem))[1]
-
-    monkeypatch.setattr(bench_select, "lowering", noted)
-    monkeypatch.setattr(bench_select, "PEERS", {"sdpa": lambda _: ran.append("sdpa")})
-    case = ("--cases", "full_d64_s512", "--peers", "sdpa", "--passes", "forward")
-    assert run(monkeypatch, output, *case, "--compile") == []
-    assert not output.exists()
-    assert ran == ["triton"]
-
-
-def test_shards_share_the_plan() -> None:
-    whole = list(bench_select.plan(["*"], bench_select.PASSES))
-    parts = [list(bench_select.plan(["*"], bench_select.PASSES, (index, 3))) for index in range(3)]
-    assert len(whole) == 2 * len(select_cases.CASES)
-    assert sorted(map(str, whole)) == sorted(str(pair) for part in parts for pair in part)
-    sorts = [{case.name.rpartition("_s")[0] for case, _ in part} for part in parts]
-    assert sum(map(len, sorts)) == len(set.union(*sorts))
-
-
-def test_cases_come_in_the_order_of_the_patterns() -> None:
-    pairs = list(bench_select.plan(["sinks_gqa_*", "causal_d64_s8192", "*_s8192"], ["forward"]))
-    names = [case.name for case, _ in pairs]
-    assert names[:3] == ["sinks_gqa_d64_s8192", "sinks_gqa_d64_s2048", "causal_d64_s8192"]
-    assert len(set(names)) == len(names)
-
-
-def test_a_side_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(problem: Problem) -> Side:
-        raise RuntimeError("no such kernel\nmore")
-
-    monkeypatch.setattr(bench_select, "PEERS", {**bench_select.PEERS, "presented": broken})
-    rows = bench_select.measure(
-        small("full_d64_s512"), "forward", device="cpu", dtype=torch.float32, seconds=0.001, peers=["sdpa", "presented"]
-    )
-    failed = {row["side"]: row.get("failure") for row in rows}
-    assert failed == {"triton": None, "sdpa": None, "presented": "RuntimeError: no such kernel"}
-
-
-def test_what_is_far_behind_is_timed_less_often() -> None:
-    import time
-
-    def timed(seconds: float) -> bench_kernels.Timed:
-        return bench_kernels.Timed(prepare=lambda: None, run=lambda _: time.sleep(seconds) or ())
-
-    times = bench_select.contest({"near": timed(0.001), "far": timed(0.01)}, "cpu", 0.02)
-    assert (len(times["far"]), len(times["near"]) >= 9) == (2, True)
-    assert bench_select.contest({}, "cpu", 0.02) == {}
-
-
-def test_columns_are_those_of_the_rows(tmp_path: Path) -> None:
-    rows = bench_select.measure(
-        small("full_d64_s512"), "forward", device="cpu", dtype=torch.float32, seconds=0.001, peers=["sdpa"]
-    )
-    file = harness.CsvFile(tmp_path / "x.csv", bench_select.COLUMNS)
-    for row in rows:
-        file.add(row)

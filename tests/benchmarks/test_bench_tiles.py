@@ -1,4 +1,4 @@
-"""Tiles are read, varied and measured one by one (Triton in its interpreter), and the fastest is told."""
+"""Tiles are varied and measured one by one (Triton in its interpreter)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,12 @@ import pytest
 
 from attn_compiler.lowerings.base import Tile, Tiles
 from benchmarks import bench_tiles, harness
-from benchmarks.bench_tiles import KERNELS, neighbours, outcome, row, tile_of, tiles_with
+from benchmarks.bench_tiles import KERNELS, neighbours, row, tiles_with
 from benchmarks.kernel_cases import CASES
 
 BY_NAME = {case.name: case for case in CASES}
 TILE = Tile(queries=64, keys=128, warps=8, stages=3)
 TABLE = Tiles(forward=TILE, grad_q=TILE, grad_kv=TILE)
-
-
-@pytest.mark.parametrize("words", ["64x128 w8 s3", "64x64 w4 s3 r168", "32x128 w8 s2 apart"])
-def test_a_tile_is_read_as_it_is_written(words: str) -> None:
-    assert tile_of(words).words == words
-
-
-def test_what_is_no_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="'64x64' is no tile"):
-        tile_of("64x64")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -51,15 +41,6 @@ def test_a_row_counts_allowed_pairs() -> None:
     assert float(found["tflops"]) == pytest.approx(2 * 4 * case.pairs * 16 * 128 / 2000.0 / 1e6, abs=0.05)
 
 
-def test_the_fastest_is_told_beside_the_tables_and_what_did_not_run() -> None:
-    other, third = dataclasses.replace(TILE, stages=2), dataclasses.replace(TILE, stages=4)
-    case = BY_NAME["causal_d128_s8192"]
-    fastest, failed = outcome(case, "forward", TILE, {TILE: 1100.0, other: 1000.0}, {third: "OutOfResources"})
-    assert "64x128 w8 s2: 1000.0 µs" in fastest
-    assert "the table's 64x128 w8 s3: 1100.0 µs, 1.100 times as long" in fastest
-    assert failed.endswith("64x128 w8 s4 does not run: OutOfResources")
-
-
 def test_each_kernel_is_measured_alone_and_a_later_run_is_added(tmp_path: Path) -> None:
     path = tmp_path / "tiles.csv"
     given = ["--size", "small", "--device", "cpu", "--cases", "padding_right", "--seconds", "0", "--output", str(path)]
@@ -69,12 +50,3 @@ def test_each_kernel_is_measured_alone_and_a_later_run_is_added(tmp_path: Path) 
     first = [("1", f"{kernel} padding_right", queries) for kernel in KERNELS for queries in ("32", "64")]
     assert found == [*first, ("2", "forward padding_right", "32")]
     assert all(float(one["us_p50"]) > 0 for one in harness.read(path))
-
-
-def test_a_kernel_of_which_no_tile_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--size", "small", "--device", "cpu", "--cases", "causal_d64_s2048", "--kernels", "forward"]
-    # Triton's blocks are powers of two.
-    path = tmp_path / "tiles.csv"
-    assert bench_tiles.main([*given, "--tiles", "48x32 w4 s1", "--output", str(path)]) == 1
-    assert "48x32 w4 s1 does not run: KernelFailed" in capsys.readouterr().out
-    assert harness.read(path) == []

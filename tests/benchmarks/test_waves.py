@@ -77,31 +77,6 @@ def test_one_that_is_late_is_left_behind() -> None:
     assert "pid" in found["a"]
 
 
-def test_no_wave_begins_after_its_time() -> None:
-    assert run(["a"], 1, until=time.monotonic() - 1) == []
-
-
-def test_a_wave_may_hold_more_cases_than_are_prepared_at_a_time() -> None:
-    cases = ["a", "b", "c"]
-    found = dict(run(cases, 1, wave_cases=3))
-    rows = [found[case] for case in cases]
-    assert len({row["pid"] for row in rows if row}) == 3
-    prepared = [float(row["prepared"]) for row in rows if row]
-    assert prepared == sorted(prepared)
-    assert prepared[-1] < min(float(row["begun"]) for row in rows if row)
-
-
-def test_what_was_not_begun_in_time_says_so() -> None:
-    found = dict(run(["late", "a"], 1, wave_seconds=0.5, wave_cases=2))
-    assert found == {case: {"failure": "it was not compiled in time"} for case in ("late", "a")}
-
-
-def test_processes_may_begin_with_modules() -> None:
-    found = dict(run(["a"], 1, imports=("torch",)))
-    assert found["a"] is not None
-    assert "pid" in found["a"]
-
-
 def test_what_a_late_one_held_is_free_again() -> None:
     found = run_beside_a_late_one(["late with the lock", "a", "b"], 1)
     assert found["late with the lock"] == {"failure": "it was not compiled in time"}

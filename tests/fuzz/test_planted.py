@@ -11,7 +11,7 @@ import pytest
 from tests import fresh
 from tests.fuzz.environment import variables
 from tests.fuzz.planted import FAULTS, DoesNotApply, Fault, sharing
-from tests.fuzz.planted.fault import PACKAGE
+from tests.fuzz.planted.fault import PACKAGE, faults
 
 #: the name of a fault -> the rule whose programs find it at once
 QUICK = {"reference: no row term": "gradients", "a scale divides and multiplies alike": "anything"}
@@ -38,6 +38,18 @@ def test_it_still_applies(fault: Fault) -> None:
 def test_names_are_different() -> None:
     assert len(FAULTS) >= 100
     assert max(Counter(f.name for f in (*FAULTS, *sharing.ALL)).values()) == 1
+
+
+def test_a_fault_is_read_as_a_difference() -> None:
+    first, second = faults("a\nb.py c; d e: f: g\n-     x,\n-     y\n+ z\n\nh\ni/j.py; k: l\n- m - n\n")
+    assert first == Fault(name="a", file="b.py", within="c", old="    x,\n    y", new="z", rule="d e", why="f: g")
+    assert second == Fault(name="h", file="i/j.py", within=None, old="m - n", new="", rule="k", why="l")
+
+
+@pytest.mark.parametrize("text", ["a\nb.py c\n- x", "a\nb.py; d: e\n+ x", "a\nb.py; d: e\n- x\ny"])
+def test_a_paragraph_that_is_no_fault_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="this is no planted fault"):
+        faults(text)
 
 
 def test_what_does_not_apply_is_named() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from attn_compiler.lowerings.base import LayoutDemand
+from attn_compiler.lowerings.base import LayoutDemand, Tile
 from attn_compiler.spec.attention import TensorSpec
 
 BSHD = TensorSpec(shape=(2, 4, 8, 64), strides=(2048, 64, 256, 1), dtype="bfloat16")
@@ -43,3 +43,13 @@ def test_bytes_are_counted_in_the_tensors_dtype() -> None:
     strides = (1040, 65 * 4, 65 * 16, 1)
     assert LayoutDemand(alignment=16).broken_by(dataclasses.replace(BSHD, strides=strides, dtype="float32")) is None
     assert LayoutDemand(alignment=16).broken_by(dataclasses.replace(BSHD, strides=strides)) is not None
+
+
+@pytest.mark.parametrize("words", ["64x128 w8 s3", "64x64 w4 s3 r168", "32x128 w8 s2 apart"])
+def test_a_tile_is_read_as_it_is_written(words: str) -> None:
+    assert Tile.read(words).words == words
+
+
+def test_what_is_no_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="'64x64' is no tile"):
+        Tile.read("64x64")

@@ -39,7 +39,6 @@ Other machines and float32 were compiled, not measured: their tiles are those th
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,237 +75,87 @@ class TileRow:
     listed_grad_q: Tile
 
 
-def _tile(
-    queries: int, keys: int, warps: int, stages: int, *, apart: bool = False, registers: int | None = None
-) -> Tile:
-    return Tile(queries=queries, keys=keys, warps=warps, stages=stages, apart=apart, registers=registers)
+def _row(
+    bytes: int,
+    head_dim: int,
+    words: str,
+    *,
+    seqlen_q: int | None = None,
+    first_sm: int = 0,
+    small: bool = False,
+    holds: tuple[Part, ...] = (),
+) -> TileRow:
+    """words: of the forward, dq, dk and dv, and `listed_grad_q`."""
+    forward, grad_q, grad_kv, listed = map(Tile.read, words.split(" | "))
+    return TileRow(
+        bytes=bytes,
+        head_dim=head_dim,
+        seqlen_q=seqlen_q,
+        first_sm=first_sm,
+        small=small,
+        holds=holds,
+        tiles=Tiles(forward=forward, grad_q=grad_q, grad_kv=grad_kv),
+        listed_grad_q=listed,
+    )
 
-
-_SMALL = Tiles(forward=_tile(32, 64, 4, 3), grad_q=_tile(32, 64, 4, 2), grad_kv=_tile(32, 64, 4, 2))
-_SMALL_WIDE = Tiles(forward=_tile(32, 32, 4, 2), grad_q=_tile(32, 32, 4, 2), grad_kv=_tile(32, 64, 8, 1))
-_FP32_NARROW = Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 64, 8, 1))
-_FP32 = Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1))
-_WIDE = Tiles(forward=_tile(32, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 2, apart=True))
 
 ROWS: tuple[TileRow, ...] = (
     # few queries
-    TileRow(bytes=2, head_dim=128, seqlen_q=32, tiles=_SMALL, listed_grad_q=_SMALL.grad_q),
-    TileRow(
-        bytes=2,
-        head_dim=256,
-        seqlen_q=32,
-        small=True,
-        tiles=dataclasses.replace(_SMALL_WIDE, grad_kv=_tile(32, 32, 8, 1)),
-        listed_grad_q=_SMALL_WIDE.grad_q,
-    ),
-    TileRow(bytes=2, head_dim=256, seqlen_q=32, tiles=_SMALL_WIDE, listed_grad_q=_SMALL_WIDE.grad_q),
-    TileRow(bytes=4, head_dim=256, seqlen_q=32, tiles=_FP32, listed_grad_q=_FP32.grad_q),
+    _row(2, 128, "32x64 w4 s3 | 32x64 w4 s2 | 32x64 w4 s2 | 32x64 w4 s2", seqlen_q=32),
+    _row(2, 256, "32x32 w4 s2 | 32x32 w4 s2 | 32x32 w8 s1 | 32x32 w4 s2", seqlen_q=32, small=True),
+    _row(2, 256, "32x32 w4 s2 | 32x32 w4 s2 | 32x64 w8 s1 | 32x32 w4 s2", seqlen_q=32),
+    _row(4, 256, "32x32 w8 s1 | 32x32 w8 s1 | 32x32 w8 s1 | 32x32 w8 s1", seqlen_q=32),
     # half precision
-    TileRow(
-        bytes=2,
-        head_dim=64,
-        first_sm=100,
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 8, 2)),
-        listed_grad_q=_tile(64, 64, 4, 3),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=64,
-        first_sm=90,
-        holds=("bias", "distances"),
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
-        listed_grad_q=_tile(64, 64, 4, 3),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=64,
+    _row(2, 64, "64x64 w4 s3 | 64x64 w4 s3 | 64x64 w8 s2 | 64x64 w4 s3", first_sm=100),
+    _row(2, 64, "64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s3", first_sm=90, holds=("bias", "distances")),
+    _row(
+        2,
+        64,
+        "64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s3 r168",
         first_sm=90,
         holds=("documents", "rows", "mask"),
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
-        listed_grad_q=_tile(64, 64, 4, 3, registers=168),
     ),
-    TileRow(
-        bytes=2,
-        head_dim=64,
-        first_sm=90,
-        holds=("keys",),
-        tiles=Tiles(
-            forward=_tile(64, 64, 4, 2, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
-        ),
-        listed_grad_q=_tile(64, 64, 4, 3, registers=168),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=64,
-        first_sm=90,
-        holds=("band",),
-        tiles=Tiles(
-            forward=_tile(64, 64, 4, 3, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
-        ),
-        listed_grad_q=_tile(64, 64, 4, 3),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=64,
-        first_sm=90,
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)),
-        listed_grad_q=_tile(64, 64, 4, 3),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=64,
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(32, 128, 8, 2)),
-        listed_grad_q=_tile(64, 64, 4, 3),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=128,
-        first_sm=100,
-        holds=("bias", "distances"),
-        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 2), grad_kv=_tile(32, 64, 8, 2)),
-        listed_grad_q=_tile(128, 64, 8, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=128,
-        first_sm=100,
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 8, 2)),
-        listed_grad_q=_tile(64, 64, 4, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=128,
-        first_sm=90,
-        holds=("learned",),
-        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(32, 64, 4, 3)),
-        listed_grad_q=_tile(128, 64, 8, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=128,
-        first_sm=90,
-        holds=("bias", "distances"),
-        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 4, 3)),
-        listed_grad_q=_tile(128, 64, 8, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=72,
-        first_sm=90,
-        tiles=Tiles(
-            forward=_tile(64, 64, 4, 2, registers=128), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
-        ),
-        listed_grad_q=_tile(64, 64, 4, 2, registers=168),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=80,
-        first_sm=90,
-        tiles=Tiles(
-            forward=_tile(64, 64, 4, 3, registers=168), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 3)
-        ),
-        listed_grad_q=_tile(64, 64, 4, 2, registers=168),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=96,
-        first_sm=90,
-        tiles=Tiles(
-            forward=_tile(64, 64, 4, 2, registers=168), grad_q=_tile(64, 64, 4, 3), grad_kv=_tile(64, 64, 4, 2)
-        ),
-        listed_grad_q=_tile(64, 64, 4, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=128,
+    _row(2, 64, "64x64 w4 s2 r128 | 64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s3 r168", first_sm=90, holds=("keys",)),
+    _row(2, 64, "64x64 w4 s3 r128 | 64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s3", first_sm=90, holds=("band",)),
+    _row(2, 64, "64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s3", first_sm=90),
+    _row(2, 64, "64x64 w4 s3 | 64x64 w4 s3 | 32x128 w8 s2 | 64x64 w4 s3"),
+    _row(2, 128, "128x64 w8 s3 | 128x64 w8 s2 | 32x64 w8 s2 | 128x64 w8 s2", first_sm=100, holds=("bias", "distances")),
+    _row(2, 128, "64x64 w4 s3 | 128x64 w8 s3 | 32x64 w8 s2 | 64x64 w4 s2", first_sm=100),
+    _row(2, 128, "128x64 w8 s3 | 64x64 w4 s3 | 32x64 w4 s3 | 128x64 w8 s2", first_sm=90, holds=("learned",)),
+    _row(2, 128, "128x64 w8 s3 | 128x64 w8 s3 | 32x64 w4 s3 | 128x64 w8 s2", first_sm=90, holds=("bias", "distances")),
+    _row(2, 72, "64x64 w4 s2 r128 | 64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s2 r168", first_sm=90),
+    _row(2, 80, "64x64 w4 s3 r168 | 64x64 w4 s3 | 64x64 w4 s3 | 64x64 w4 s2 r168", first_sm=90),
+    _row(2, 96, "64x64 w4 s2 r168 | 64x64 w4 s3 | 64x64 w4 s2 | 64x64 w4 s2", first_sm=90),
+    _row(
+        2,
+        128,
+        "64x64 w4 s3 | 128x64 w8 s3 | 32x64 w4 s3 | 64x64 w4 s2",
         first_sm=90,
         holds=("keys", "window", "softcap"),
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(32, 64, 4, 3)),
-        listed_grad_q=_tile(64, 64, 4, 2),
     ),
-    TileRow(
-        bytes=2,
-        head_dim=128,
-        first_sm=90,
-        tiles=Tiles(forward=_tile(64, 64, 4, 3), grad_q=_tile(128, 64, 8, 3), grad_kv=_tile(64, 128, 8, 3)),
-        listed_grad_q=_tile(64, 64, 4, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=128,
-        tiles=Tiles(forward=_tile(64, 32, 4, 3), grad_q=_tile(64, 64, 4, 2), grad_kv=_tile(64, 64, 8, 1)),
-        listed_grad_q=_tile(64, 32, 4, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=192,
-        first_sm=90,
-        tiles=Tiles(forward=_tile(128, 64, 8, 3), grad_q=_tile(128, 64, 8, 1), grad_kv=_tile(32, 64, 4, 2, apart=True)),
-        listed_grad_q=_tile(128, 64, 8, 1),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=256,
-        first_sm=90,
-        tiles=Tiles(
-            forward=_tile(128, 64, 8, 2), grad_q=_tile(128, 32, 8, 2), grad_kv=_tile(32, 128, 8, 2, apart=True)
-        ),
-        listed_grad_q=_tile(128, 64, 8, 1),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=256,
-        small=True,
-        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 1), grad_kv=_tile(32, 32, 8, 1)),
-        listed_grad_q=_tile(32, 32, 8, 1),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=256,
-        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(64, 32, 4, 1), grad_kv=_tile(32, 32, 8, 2)),
-        listed_grad_q=_tile(64, 32, 8, 1),
-    ),
+    _row(2, 128, "64x64 w4 s3 | 128x64 w8 s3 | 64x128 w8 s3 | 64x64 w4 s2", first_sm=90),
+    _row(2, 128, "64x32 w4 s3 | 64x64 w4 s2 | 64x64 w8 s1 | 64x32 w4 s2"),
+    _row(2, 192, "128x64 w8 s3 | 128x64 w8 s1 | 32x64 w4 s2 apart | 128x64 w8 s1", first_sm=90),
+    _row(2, 256, "128x64 w8 s2 | 128x32 w8 s2 | 32x128 w8 s2 apart | 128x64 w8 s1", first_sm=90),
+    _row(2, 256, "64x32 w8 s2 | 32x32 w8 s1 | 32x32 w8 s1 | 32x32 w8 s1", small=True),
+    _row(2, 256, "64x32 w8 s2 | 64x32 w4 s1 | 32x32 w8 s2 | 64x32 w8 s1"),
     # sums of 512 head dims leave room for few queries, or few keys, and dk and dv have a pass each
-    TileRow(
-        bytes=2,
-        head_dim=512,
+    _row(
+        2,
+        512,
+        "32x32 w8 s1 | 16x32 w8 s1 | 32x16 w8 s1 apart | 16x32 w8 s1",
         small=True,
         holds=("mask", "bias", "distances"),
-        tiles=Tiles(forward=_tile(32, 32, 8, 1), grad_q=_tile(16, 32, 8, 1), grad_kv=_tile(32, 16, 8, 1, apart=True)),
-        listed_grad_q=_tile(16, 32, 8, 1),
     ),
-    TileRow(
-        bytes=2,
-        head_dim=512,
-        small=True,
-        tiles=Tiles(forward=_tile(32, 32, 8, 2), grad_q=_tile(16, 32, 8, 1), grad_kv=_tile(16, 32, 8, 1, apart=True)),
-        listed_grad_q=_tile(16, 32, 8, 1),
-    ),
+    _row(2, 512, "32x32 w8 s2 | 16x32 w8 s1 | 16x32 w8 s1 apart | 16x32 w8 s1", small=True),
     # tensor memory has no room for 512 columns of sums beside the scores: instructions of Ampere
-    TileRow(bytes=2, head_dim=512, first_sm=100, tiles=_WIDE, listed_grad_q=_WIDE.grad_q),
-    TileRow(
-        bytes=2,
-        head_dim=384,
-        first_sm=90,
-        tiles=Tiles(forward=_tile(64, 32, 8, 3), grad_q=_tile(64, 32, 8, 2), grad_kv=_tile(32, 64, 8, 2, apart=True)),
-        listed_grad_q=_tile(64, 32, 8, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=512,
-        first_sm=90,
-        tiles=Tiles(forward=_tile(64, 32, 8, 2), grad_q=_tile(32, 32, 8, 2), grad_kv=_tile(32, 64, 8, 1, apart=True)),
-        listed_grad_q=_tile(32, 32, 8, 2),
-    ),
-    TileRow(
-        bytes=2,
-        head_dim=512,
-        tiles=dataclasses.replace(_WIDE, forward=_tile(64, 32, 8, 2)),
-        listed_grad_q=_WIDE.grad_q,
-    ),
+    _row(2, 512, "32x32 w8 s2 | 32x32 w8 s1 | 32x32 w8 s2 apart | 32x32 w8 s1", first_sm=100),
+    _row(2, 384, "64x32 w8 s3 | 64x32 w8 s2 | 32x64 w8 s2 apart | 64x32 w8 s2", first_sm=90),
+    _row(2, 512, "64x32 w8 s2 | 32x32 w8 s2 | 32x64 w8 s1 apart | 32x32 w8 s2", first_sm=90),
+    _row(2, 512, "64x32 w8 s2 | 32x32 w8 s1 | 32x32 w8 s2 apart | 32x32 w8 s1"),
     # float32
-    TileRow(bytes=4, head_dim=64, tiles=_FP32_NARROW, listed_grad_q=_tile(64, 32, 8, 1)),
-    TileRow(bytes=4, head_dim=256, tiles=_FP32, listed_grad_q=_FP32.grad_q),
+    _row(4, 64, "64x32 w8 s2 | 32x32 w8 s1 | 32x64 w8 s1 | 64x32 w8 s1"),
+    _row(4, 256, "32x32 w8 s1 | 32x32 w8 s1 | 32x32 w8 s1 | 32x32 w8 s1"),
 )
 
 _FIRST_SM_LIKE_AMPERE = 120

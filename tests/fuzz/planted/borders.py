@@ -1,42 +1,24 @@
 """Faults in what is known of a mask that another graph made."""
 
-from tests.fuzz.planted.fault import Fault
+from tests.fuzz.planted.fault import faults
 
+ALL = faults("""
+writes to a known mask are not looked for
+torch_private/meanings.py is_of; masks known: it means what it meant before the write
+-             and (not self.watched or torch_writes.is_unwritten(tensor))
 
-def _f(name: str, within: str, old: str, new: str, why: str) -> Fault:
-    return Fault(
-        name=name, file="torch_private/meanings.py", within=within, old=old, new=new, rule="masks known", why=why
-    )
+a known mask may lie in other strides
+torch_private/meanings.py is_of; masks known: transposed, it means what it did
+-             and self.strides == tensor.stride()
 
+a known mask may lie somewhere else
+torch_private/meanings.py is_of; masks known: other data means what the first did
+-             and (not self.watched or torch_writes.is_unwritten(tensor))
+-             and self.writes == tensor._version
+-             and self.address == torch_writes.address(tensor)
 
-ALL = (
-    _f(
-        "writes to a known mask are not looked for",
-        "is_of",
-        "            and (not self.watched or torch_writes.is_unwritten(tensor))\n",
-        "",
-        "it means what it meant before the write",
-    ),
-    _f(
-        "a known mask may lie in other strides",
-        "is_of",
-        "            and self.strides == tensor.stride()\n",
-        "",
-        "transposed, it means what it did",
-    ),
-    _f(
-        "a known mask may lie somewhere else",
-        "is_of",
-        "            and (not self.watched or torch_writes.is_unwritten(tensor))\n            and self.writes == tensor._version\n"
-        "            and self.address == torch_writes.address(tensor)\n",
-        "",
-        "other data means what the first did",
-    ),
-    _f(
-        "who reads a mask makes it known again",
-        "_begin_to_read",
-        "tensor is not None and entry.is_of(tensor)",
-        "tensor is not None",
-        "a written mask means what it did, from the second graph on",
-    ),
-)
+who reads a mask makes it known again
+torch_private/meanings.py _begin_to_read; masks known: a written mask means what it did, from the second graph on
+- tensor is not None and entry.is_of(tensor)
++ tensor is not None
+""")

@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import linecache
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ PACKAGE = Path(__file__).parents[3] / "attn_compiler"
 KERNELS = "/kernels/"
 
 _Cached = functools._lru_cache_wrapper
+#: the second line of a paragraph of `faults`
+_PLACE = re.compile(r"(?P<file>\S+)(?: (?P<within>\w+))?; (?P<rule>[^:]+): (?P<why>.+)")
 
 
 class DoesNotApply(Exception):
@@ -88,6 +91,21 @@ class Fault:
                 around = [n.lineno for n in inside if n.lineno <= line <= (n.end_lineno or 0)]
                 best = max(best or 0, *around, first_line(function))
         return best
+
+
+def faults(text: str) -> tuple[Fault, ...]:
+    """Of a text with a paragraph for each: its name; its file and what it is within, "; ", its rule, ": ", and why; then, as a difference,
+    lines of "- " with what is there, and of "+ " with what comes in its place. Raises ValueError."""
+    return tuple(_of_paragraph(each) for each in text.strip("\n").split("\n\n"))
+
+
+def _of_paragraph(text: str) -> Fault:
+    name, place, *changed = text.split("\n")
+    found = _PLACE.fullmatch(place)
+    old, new = ("\n".join(line[2:] for line in changed if line.startswith(sign)) for sign in ("- ", "+ "))
+    if found is None or not old or any(line[:2] not in ("- ", "+ ") for line in changed):
+        raise ValueError(f"this is no planted fault:\n{text}")
+    return Fault(name=name, old=old, new=new, **found.groupdict())
 
 
 @functools.lru_cache(maxsize=8)

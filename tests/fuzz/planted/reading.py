@@ -1,434 +1,244 @@
 """Faults in how the elements of masks and biases are read: ops, views, writes and versions."""
 
-from tests.fuzz.planted.fault import Fault
+from tests.fuzz.planted.fault import faults
 
+ALL = faults("""
+arange without its start
+passes/recovering/reading/making.py _arange; masks: positions begin at 0
+- found = ix.add(first, ix.mul(at[0], Const(step)))
++ found = ix.mul(at[0], Const(step))
 
-def _f(name: str, file: str, within: str | None, old: str, new: str, rule: str, why: str) -> Fault:
-    return Fault(name=name, file=file, within=within, old=old, new=new, rule=rule, why=why)
+ones are zeros
+passes/recovering/reading/making.py _fill; masks: a mask of ones is empty
+- 1 if "ones" in name
++ 0 if "ones" in name
 
+a clone is written with its source
+passes/recovering/reading/making.py _copied; masks written: a copy is read as its source is in the end
+- return _same(reader, node, at)
++ return reader.read_at(len(reader.mirror.graph.nodes), node.args[0], at)
 
-def _r(name: str, file: str, *more: str | None) -> Fault:
-    within, old, new, rule, why = more
-    return _f(name, f"passes/recovering/reading/{file}", within, str(old), str(new), str(rule), str(why))
+unsqueeze reads the wrong index
+passes/recovering/reading/moving.py _unsqueeze; masks: the query is read for the key
+- at[:dim] + at[dim + 1 :]
++ at[: dim - 1] + at[dim:] if dim else at[1:]
 
+permuted backwards
+passes/recovering/reading/moving.py _permuted; masks: cycles of axes are turned backwards
+- own[dim] = at[position]
++ own[position] = at[dim]
 
-READING = [
-    _r(
-        "arange without its start",
-        "making.py",
-        "_arange",
-        "found = ix.add(first, ix.mul(at[0], Const(step)))",
-        "found = ix.mul(at[0], Const(step))",
-        "masks",
-        "positions begin at 0",
-    ),
-    _r(
-        "ones are zeros",
-        "making.py",
-        "_fill",
-        '1 if "ones" in name',
-        '0 if "ones" in name',
-        "masks",
-        "a mask of ones is empty",
-    ),
-    _r(
-        "a clone is written with its source",
-        "making.py",
-        "_copied",
-        "return _same(reader, node, at)",
-        "return reader.read_at(len(reader.mirror.graph.nodes), node.args[0], at)",
-        "masks written",
-        "a copy is read as its source is in the end",
-    ),
-    _r(
-        "unsqueeze reads the wrong index",
-        "moving.py",
-        "_unsqueeze",
-        "at[:dim] + at[dim + 1 :]",
-        "at[: dim - 1] + at[dim:] if dim else at[1:]",
-        "masks",
-        "the query is read for the key",
-    ),
-    _r(
-        "permuted backwards",
-        "moving.py",
-        "_permuted",
-        "own[dim] = at[position]",
-        "own[position] = at[dim]",
-        "masks",
-        "cycles of axes are turned backwards",
-    ),
-    _r(
-        "a transpose reads as it is",
-        "moving.py",
-        "_permuted",
-        "own[dim] = at[position]",
-        "own[position] = at[position]",
-        "masks",
-        "rows are read as columns",
-    ),
-    _r(
-        "slices begin at 0",
-        "moving.py",
-        "_slice",
-        "ix.add(first, ix.mul(at[dim], Const(step)))",
-        "ix.mul(at[dim], Const(step))",
-        "masks",
-        "a window of a mask is its beginning",
-    ),
-    _r(
-        "slices have no step",
-        "moving.py",
-        "_slice",
-        "ix.mul(at[dim], Const(step))",
-        "at[dim]",
-        "masks",
-        "every second key is every key",
-    ),
-    _r("select picks the first", "moving.py", "_select", "Const(index)", "Const(0)", "masks", "another row is read"),
-    _r(
-        "cat's parts in the other order",
-        "moving.py",
-        "_joined",
-        'ix.compare("<", at[dim], Const(starts[i + 1]))',
-        'ix.compare("<=", at[dim], Const(starts[i + 1]))',
-        "masks",
-        "the first element of a part is the last of the one before",
-    ),
-    _r(
-        "cat's parts begin at 0",
-        "moving.py",
-        "_joined",
-        "Const(-starts[i])",
-        "Const(0)",
-        "masks",
-        "a part is read beyond its end",
-    ),
-    _r(
-        "repeat_interleave as repeat",
-        "moving.py",
-        "_repeated_in_place",
-        'ix.apply("floordiv", at[dim], Const(times))',
-        'ix.apply("mod", at[dim], Const(times))',
-        "masks",
-        "elements come in another order",
-    ),
-    _r(
-        "repeat as repeat_interleave",
-        "moving.py",
-        "_within",
-        'ix.apply("mod", i, Const(int(size)))',
-        'ix.apply("floordiv", i, Const(int(size)))',
-        "masks",
-        "elements come in another order",
-    ),
-    _r(
-        "a reshape splits the other way",
-        "moving.py",
-        "_unflattened",
-        'ix.apply("mod", position, Const(int(extent)))',
-        'ix.apply("floordiv", position, Const(int(extent)))',
-        "masks",
-        "rows and columns are mixed up",
-    ),
-    _r(
-        "a reshape merges the other way",
-        "moving.py",
-        "_flattened",
-        "ix.add(ix.mul(total, Const(int(extent))), index)",
-        "ix.add(ix.mul(index, Const(int(extent))), total)",
-        "masks",
-        "rows and columns are mixed up",
-    ),
-    _r(
-        "an index may be negative",
-        "moving.py",
-        "_indexed",
-        "if all((lowest := ix.lower_bound(i)) is not None and lowest >= 0 for i in read):",
-        "if True:",
-        "masks",
-        "x[-1] is read as an element before the first",
-    ),
-    _r(
-        "gather and index_select are one",
-        "moving.py",
-        "_picked",
-        "at if node.target is aten.gather.default else (at[dim],)[: fake(indices).dim()]",
-        "at if node.target is not aten.gather.default else (ix.ZERO, *at[1:])",
-        "masks",
-        "another row of the index is read",
-    ),
-    _r(
-        "expand reads every element",
-        "moving.py",
-        "_expanded",
-        "broadcast(fake(source), at)",
-        "at[len(at) - fake(source).dim() :]",
-        "masks",
-        "a broadcast element is read beyond its axis",
-    ),
-    _r(
-        "broadcasting from the left",
-        "core.py",
-        "broadcast",
-        "own = at[len(at) - value.dim() :]",
-        "own = at[: value.dim()]",
-        "masks",
-        "a mask of the keys is one of the batch",
-    ),
-    _r(
-        "a difference is a sum",
-        "pointwise.py",
-        "_subtract",
-        "return ix.add(a, b, -1)",
-        "return ix.add(a, b, 1)",
-        "masks",
-        "i - j is i + j",
-    ),
-    _r(
-        "rsub is sub",
-        "pointwise.py",
-        None,
-        "aten.rsub.Scalar: _arithmetic(lambda a, b: _subtract(b, a))",
-        "aten.rsub.Scalar: _arithmetic(_subtract)",
-        "masks",
-        "1 - m is m - 1",
-    ),
-    _r(
-        "tril keeps the diagonal's other side",
-        "pointwise.py",
-        "_triangle",
-        '"<=" if keeps_lower else ">="',
-        '"<=" if keeps_lower else ">"',
-        "masks",
-        "triu loses its diagonal",
-    ),
-    _r(
-        "tril loses its diagonal",
-        "pointwise.py",
-        "_triangle",
-        '"<=" if keeps_lower',
-        '"<" if keeps_lower',
-        "masks",
-        "a query does not see itself",
-    ),
-    _r(
-        "triangles are transposed",
-        "pointwise.py",
-        "_triangle",
-        "ix.add(at[-1], at[-2], -1)",
-        "ix.add(at[-2], at[-1], -1)",
-        "masks",
-        "a query sees the keys after it",
-    ),
-    _r(
-        "where the other way round",
-        "pointwise.py",
-        "_where",
-        "ix.where(ix.as_bool(condition), a, b)",
-        "ix.where(ix.as_bool(condition), b, a)",
-        "masks",
-        "a choice takes the other side",
-    ),
-    _r(
-        "masked_fill fills the rest",
-        "pointwise.py",
-        "_masked_fill",
-        "ix.where(ix.as_bool(mask), value, source)",
-        "ix.where(ix.as_bool(mask), source, value)",
-        "masks",
-        "what is filled is what was kept",
-    ),
-    _r(
-        "clamp's bounds are exchanged",
-        "pointwise.py",
-        "_clamp",
-        '(("min", "max"), ("max", "min"))',
-        '(("min", "min"), ("max", "max"))',
-        "masks",
-        "a position is clamped to a bound",
-    ),
-    _r(
-        "truncated division is floored",
-        "pointwise.py",
-        "_floor_div",
-        'argument(node, "rounding_mode") != "floor"',
-        'argument(node, "rounding_mode") is None',
-        "integers",
-        "-1 / 2 is 0, and read as -1",
-    ),
-    _r(
-        "fmod is a remainder",
-        "pointwise.py",
-        None,
-        "aten.remainder.Scalar: _pointwise(_remainder),",
-        "aten.remainder.Scalar: _pointwise(_remainder),\n    aten.fmod.Scalar: _pointwise(_remainder),",
-        "integers",
-        "the rest of a number below zero has another sign",
-    ),
-    _r(
-        "bitwise on whole numbers is logical",
-        "pointwise.py",
-        "_logical",
-        "if bitwise and fake(node).dtype != torch.bool:",
-        "if False:",
-        "integers",
-        "i ^ 1 is a truth value",
-    ),
-    _r(
-        "xor is or",
-        "pointwise.py",
-        None,
-        'aten.logical_xor.default: _logical("xor")',
-        'aten.logical_xor.default: _logical("or")',
-        "masks",
-        "pairs that both allow stay allowed",
-    ),
-    _r("le is lt", "pointwise.py", None, '(("le", "<="),', '(("le", "<"),', "masks", "the diagonal is shut out"),
-    _r(
-        "ne is eq",
-        "pointwise.py",
-        None,
-        '("ne", "!="))',
-        '("ne", "=="))',
-        "masks",
-        "what is different is what is equal",
-    ),
-    _r(
-        "cumsum begins at 0",
-        "scans.py",
-        "_running_sum",
-        "ix.mul(ix.add(at[dim], ix.ONE), body)",
-        "ix.mul(at[dim], body)",
-        "masks",
-        "a sum is one element short",
-    ),
-    _r(
-        "diff's first element",
-        "scans.py",
-        "_difference",
-        'ix.compare("==", here, ix.ZERO)',
-        'ix.compare("==", here, ix.ONE)',
-        "masks",
-        "the first difference is another one",
-    ),
-    _r(
-        "whole numbers never wrap",
-        "converting.py",
-        "fits",
-        "return low is not None and high is not None and limits.min <= low and high <= limits.max",
-        "return True",
-        "integers",
-        "what wraps in uint8 is read as unbounded",
-    ),
-    _r(
-        "vmap's axis is the first",
-        "vmap.py",
-        "_axis",
-        "axis.dim % fake(larger).dim()",
-        "0",
-        "masks",
-        "a mapped axis stands elsewhere",
-    ),
-    _r(
-        "a written element is what was before",
-        "core.py",
-        "_written",
-        "ix.where(reached, value, before)",
-        "ix.where(reached, before, before)",
-        "masks written",
-        "what is written to a part is not seen",
-    ),
-    _r(
-        "a write reaches all",
-        "inside.py",
-        "reached",
-        '(ix.apply("and", above[0], own[0]), own[1])',
-        "(above[0], own[1])",
-        "masks written",
-        "a write through a slice reaches every element",
-    ),
-    _r(
-        "a slice that is written begins at 0",
-        "inside.py",
-        "_sliced",
-        "past = ix.add(at[dim], first, -1)",
-        "past = at[dim]",
-        "masks written",
-        "other rows are written",
-    ),
-    _r(
-        "a slice that is written never ends",
-        "inside.py",
-        "_sliced",
-        'ix.compare("<", past, ix.mul(count, Const(step))),',
-        "",
-        "masks written",
-        "rows after the slice are written, too",
-    ),
-    _r(
-        "a slice that is written has no step",
-        "inside.py",
-        "_sliced",
-        'ix.compare("==", ix.apply("mod", past, Const(step)), ix.ZERO),',
-        "",
-        "masks written",
-        "every row is written for every second",
-    ),
-    _r(
-        "a negative select",
-        "inside.py",
-        "_selected",
-        "if index < 0 else ix.ZERO",
-        "if index < -9 else ix.ZERO",
-        "masks written",
-        "the last row is not written",
-    ),
-    _r(
-        "what is written is the last thing",
-        "in_place.py",
-        "_fill",
-        'value = argument(node, "value", 0)',
-        "value = 0",
-        "masks written",
-        "fill_(True) writes False",
-    ),
-    _r(
-        "copy_ is no write",
-        "in_place.py",
-        None,
-        "aten.copy_.default: _copy,",
-        "aten.copy_.default: lambda reader, node, at: reader.read(node.args[0], at),",
-        "masks written",
-        "a copied mask is the one before",
-    ),
-    _f(
-        "a version ends at its write",
-        "passes/graph/mutation.py",
-        "version",
-        "at = bisect.bisect_left(writers.places, when)",
-        "at = bisect.bisect_left(writers.places, when + 40)",
-        "masks written",
-        "a mask is read as it is later on",
-    ),
-    _f(
-        "a version knows of no write",
-        "passes/graph/mutation.py",
-        "version",
-        "since = writer",
-        "since = None",
-        "masks written",
-        "a mask is read as it was made",
-    ),
-    _f(
-        "detached tensors have their own memory",
-        "passes/graph/mutation.py",
-        "writers",
-        "found.append((node, set().union(*map(storages, written))))",
-        'found.append((node, set().union(*(storages(n) for n in written if n.op == "placeholder" or not n.name.startswith("detach")))))',
-        "roots",
-        "a write through .data is not seen",
-    ),
-]
+a transpose reads as it is
+passes/recovering/reading/moving.py _permuted; masks: rows are read as columns
+- own[dim] = at[position]
++ own[position] = at[position]
 
-ALL = READING
+slices begin at 0
+passes/recovering/reading/moving.py _slice; masks: a window of a mask is its beginning
+- ix.add(first, ix.mul(at[dim], Const(step)))
++ ix.mul(at[dim], Const(step))
+
+slices have no step
+passes/recovering/reading/moving.py _slice; masks: every second key is every key
+- ix.mul(at[dim], Const(step))
++ at[dim]
+
+select picks the first
+passes/recovering/reading/moving.py _select; masks: another row is read
+- Const(index)
++ Const(0)
+
+cat's parts in the other order
+passes/recovering/reading/moving.py _joined; masks: the first element of a part is the last of the one before
+- ix.compare("<", at[dim], Const(starts[i + 1]))
++ ix.compare("<=", at[dim], Const(starts[i + 1]))
+
+cat's parts begin at 0
+passes/recovering/reading/moving.py _joined; masks: a part is read beyond its end
+- Const(-starts[i])
++ Const(0)
+
+repeat_interleave as repeat
+passes/recovering/reading/moving.py _repeated_in_place; masks: elements come in another order
+- ix.apply("floordiv", at[dim], Const(times))
++ ix.apply("mod", at[dim], Const(times))
+
+repeat as repeat_interleave
+passes/recovering/reading/moving.py _within; masks: elements come in another order
+- ix.apply("mod", i, Const(int(size)))
++ ix.apply("floordiv", i, Const(int(size)))
+
+a reshape splits the other way
+passes/recovering/reading/moving.py _unflattened; masks: rows and columns are mixed up
+- ix.apply("mod", position, Const(int(extent)))
++ ix.apply("floordiv", position, Const(int(extent)))
+
+a reshape merges the other way
+passes/recovering/reading/moving.py _flattened; masks: rows and columns are mixed up
+- ix.add(ix.mul(total, Const(int(extent))), index)
++ ix.add(ix.mul(index, Const(int(extent))), total)
+
+an index may be negative
+passes/recovering/reading/moving.py _indexed; masks: x[-1] is read as an element before the first
+- if all((lowest := ix.lower_bound(i)) is not None and lowest >= 0 for i in read):
++ if True:
+
+gather and index_select are one
+passes/recovering/reading/moving.py _picked; masks: another row of the index is read
+- at if node.target is aten.gather.default else (at[dim],)[: fake(indices).dim()]
++ at if node.target is not aten.gather.default else (ix.ZERO, *at[1:])
+
+expand reads every element
+passes/recovering/reading/moving.py _expanded; masks: a broadcast element is read beyond its axis
+- broadcast(fake(source), at)
++ at[len(at) - fake(source).dim() :]
+
+broadcasting from the left
+passes/recovering/reading/core.py broadcast; masks: a mask of the keys is one of the batch
+- own = at[len(at) - value.dim() :]
++ own = at[: value.dim()]
+
+a difference is a sum
+passes/recovering/reading/pointwise.py _subtract; masks: i - j is i + j
+- return ix.add(a, b, -1)
++ return ix.add(a, b, 1)
+
+rsub is sub
+passes/recovering/reading/pointwise.py; masks: 1 - m is m - 1
+- aten.rsub.Scalar: _arithmetic(lambda a, b: _subtract(b, a))
++ aten.rsub.Scalar: _arithmetic(_subtract)
+
+tril keeps the diagonal's other side
+passes/recovering/reading/pointwise.py _triangle; masks: triu loses its diagonal
+- "<=" if keeps_lower else ">="
++ "<=" if keeps_lower else ">"
+
+tril loses its diagonal
+passes/recovering/reading/pointwise.py _triangle; masks: a query does not see itself
+- "<=" if keeps_lower
++ "<" if keeps_lower
+
+triangles are transposed
+passes/recovering/reading/pointwise.py _triangle; masks: a query sees the keys after it
+- ix.add(at[-1], at[-2], -1)
++ ix.add(at[-2], at[-1], -1)
+
+where the other way round
+passes/recovering/reading/pointwise.py _where; masks: a choice takes the other side
+- ix.where(ix.as_bool(condition), a, b)
++ ix.where(ix.as_bool(condition), b, a)
+
+masked_fill fills the rest
+passes/recovering/reading/pointwise.py _masked_fill; masks: what is filled is what was kept
+- ix.where(ix.as_bool(mask), value, source)
++ ix.where(ix.as_bool(mask), source, value)
+
+clamp's bounds are exchanged
+passes/recovering/reading/pointwise.py _clamp; masks: a position is clamped to a bound
+- (("min", "max"), ("max", "min"))
++ (("min", "min"), ("max", "max"))
+
+truncated division is floored
+passes/recovering/reading/pointwise.py _floor_div; integers: -1 / 2 is 0, and read as -1
+- argument(node, "rounding_mode") != "floor"
++ argument(node, "rounding_mode") is None
+
+fmod is a remainder
+passes/recovering/reading/pointwise.py; integers: the rest of a number below zero has another sign
+- aten.remainder.Scalar: _pointwise(_remainder),
++ aten.remainder.Scalar: _pointwise(_remainder),
++     aten.fmod.Scalar: _pointwise(_remainder),
+
+bitwise on whole numbers is logical
+passes/recovering/reading/pointwise.py _logical; integers: i ^ 1 is a truth value
+- if bitwise and fake(node).dtype != torch.bool:
++ if False:
+
+xor is or
+passes/recovering/reading/pointwise.py; masks: pairs that both allow stay allowed
+- aten.logical_xor.default: _logical("xor")
++ aten.logical_xor.default: _logical("or")
+
+le is lt
+passes/recovering/reading/pointwise.py; masks: the diagonal is shut out
+- (("le", "<="),
++ (("le", "<"),
+
+ne is eq
+passes/recovering/reading/pointwise.py; masks: what is different is what is equal
+- ("ne", "!="))
++ ("ne", "=="))
+
+cumsum begins at 0
+passes/recovering/reading/scans.py _running_sum; masks: a sum is one element short
+- ix.mul(ix.add(at[dim], ix.ONE), body)
++ ix.mul(at[dim], body)
+
+diff's first element
+passes/recovering/reading/scans.py _difference; masks: the first difference is another one
+- ix.compare("==", here, ix.ZERO)
++ ix.compare("==", here, ix.ONE)
+
+whole numbers never wrap
+passes/recovering/reading/converting.py fits; integers: what wraps in uint8 is read as unbounded
+- return low is not None and high is not None and limits.min <= low and high <= limits.max
++ return True
+
+vmap's axis is the first
+passes/recovering/reading/vmap.py _axis; masks: a mapped axis stands elsewhere
+- axis.dim % fake(larger).dim()
++ 0
+
+a written element is what was before
+passes/recovering/reading/core.py _written; masks written: what is written to a part is not seen
+- ix.where(reached, value, before)
++ ix.where(reached, before, before)
+
+a write reaches all
+passes/recovering/reading/inside.py reached; masks written: a write through a slice reaches every element
+- (ix.apply("and", above[0], own[0]), own[1])
++ (above[0], own[1])
+
+a slice that is written begins at 0
+passes/recovering/reading/inside.py _sliced; masks written: other rows are written
+- past = ix.add(at[dim], first, -1)
++ past = at[dim]
+
+a slice that is written never ends
+passes/recovering/reading/inside.py _sliced; masks written: rows after the slice are written, too
+- ix.compare("<", past, ix.mul(count, Const(step))),
+
+a slice that is written has no step
+passes/recovering/reading/inside.py _sliced; masks written: every row is written for every second
+- ix.compare("==", ix.apply("mod", past, Const(step)), ix.ZERO),
+
+a negative select
+passes/recovering/reading/inside.py _selected; masks written: the last row is not written
+- if index < 0 else ix.ZERO
++ if index < -9 else ix.ZERO
+
+what is written is the last thing
+passes/recovering/reading/in_place.py _fill; masks written: fill_(True) writes False
+- value = argument(node, "value", 0)
++ value = 0
+
+copy_ is no write
+passes/recovering/reading/in_place.py; masks written: a copied mask is the one before
+- aten.copy_.default: _copy,
++ aten.copy_.default: lambda reader, node, at: reader.read(node.args[0], at),
+
+a version ends at its write
+passes/graph/mutation.py version; masks written: a mask is read as it is later on
+- at = bisect.bisect_left(writers.places, when)
++ at = bisect.bisect_left(writers.places, when + 40)
+
+a version knows of no write
+passes/graph/mutation.py version; masks written: a mask is read as it was made
+- since = writer
++ since = None
+
+detached tensors have their own memory
+passes/graph/mutation.py writers; roots: a write through .data is not seen
+- found.append((node, set().union(*map(storages, written))))
++ found.append((node, set().union(*(storages(n) for n in written if n.op == "placeholder" or not n.name.startswith("detach")))))
+""")

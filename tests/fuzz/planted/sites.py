@@ -1,466 +1,253 @@
 """Faults in what is a site: steps on scores, softmaxes, calls, operands, strides, gradients."""
 
-from tests.fuzz.planted.fault import Fault
+from tests.fuzz.planted.fault import faults
 
+ALL = faults("""
+a scale divides and multiplies alike
+passes/matching/operands.py; score steps: s / 1.5 is s · 1.5
+-     aten.div.Tensor: True,
++     aten.div.Tensor: False,
 
-def _f(name: str, file: str, within: str | None, old: str, new: str, rule: str, why: str) -> Fault:
-    return Fault(name=name, file=f"passes/{file}", within=within, old=old, new=new, rule=rule, why=why)
+a scale does not scale what was added
+passes/matching/patterns/score_chain.py _scale; score steps: a bias before a scale is not scaled
+- weight=x.weight * factor
++ weight=x.weight
 
+a scale after a cap leaves the cap
+passes/matching/patterns/score_chain.py _scale; score steps: the cap is another number
+- c.scaled(factor) if isinstance(c, Pointwise) else c
++ c
 
-STEPS = [
-    _f(
-        "a scale divides and multiplies alike",
-        "matching/operands.py",
-        None,
-        "    aten.div.Tensor: True,",
-        "    aten.div.Tensor: False,",
-        "score steps",
-        "s / 1.5 is s · 1.5",
-    ),
-    _f(
-        "a scale does not scale what was added",
-        "matching/patterns/score_chain.py",
-        "_scale",
-        "weight=x.weight * factor",
-        "weight=x.weight",
-        "score steps",
-        "a bias before a scale is not scaled",
-    ),
-    _f(
-        "a scale after a cap leaves the cap",
-        "matching/patterns/score_chain.py",
-        "_scale",
-        "c.scaled(factor) if isinstance(c, Pointwise) else c",
-        "c",
-        "score steps",
-        "the cap is another number",
-    ),
-    _f(
-        "tanh after a bias",
-        "matching/patterns/score_chain.py",
-        "_change",
-        "if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along:",
-        "if scores.is_changed:",
-        "score steps",
-        "what was added before the cap is added after it",
-    ),
-    _f(
-        "two caps are one",
-        "matching/patterns/score_chain.py",
-        "_change",
-        "scores.changes.append(step.change)",
-        "scores.changes[:] = [step.change]",
-        "score steps",
-        "tanh(tanh(s)) is tanh(s)",
-    ),
-    _f(
-        "a shift along any axis",
-        "matching/patterns/score_chain.py",
-        "softmax_axis",
-        "if any(axes.resolve(along) != key for along in scores.shifted_along):",
-        "if False:",
-        "score steps",
-        "a maximum over the queries is left out",
-    ),
-    _f(
-        "sub adds",
-        "matching/patterns/score_steps.py",
-        "_sub",
-        "weight=-alpha",
-        "weight=alpha",
-        "score steps",
-        "a bias is subtracted",
-    ),
-    _f(
-        "alpha is left out",
-        "matching/patterns/score_steps.py",
-        "_add",
-        "term=right, weight=alpha",
-        "term=right, weight=1.0",
-        "score steps",
-        "add(s, m, alpha=0.5) is s + m",
-    ),
-    _f(
-        "the maximum of any axis is shifted by",
-        "matching/patterns/score_steps.py",
-        "_row_maximum",
-        "keeps != unsqueezed and [d % (last + 1) for d in dims] == [last]",
-        "keeps != unsqueezed",
-        "score steps",
-        "a maximum over the queries is left out",
-    ),
-    _f(
-        "weights are masked by any mask",
-        "matching/patterns/weights_chain.py",
-        "_check_masked_before",
-        "wanted is not None and _bare(mirror, kept.node, kept.inverted, kept.used) == wanted",
-        "True",
-        "several masks",
-        "a mask on the weights that the scores did not have is left out",
-    ),
-    _f(
-        "a mask on the weights may be written before",
-        "matching/patterns/weights_chain.py",
-        "_bare",
-        "return mutation.version(mirror, condition, mirror.order(reader)), inverted",
-        "return mutation.version(mirror, condition, 0), inverted",
-        "masks written",
-        "the mask that sets weights to zero is another one by then",
-    ),
-    _f(
-        "a negation is none",
-        "matching/patterns/weights_chain.py",
-        "_bare",
-        "inverted ^= condition.target in _NOT",
-        "inverted ^= False",
-        "several masks",
-        "weights are set to zero where the scores were kept",
-    ),
-    _f(
-        "a factor is read where the kernel stands",
-        "matching/patterns/softmax_chain.py",
-        "_factor",
-        "used=scaled.used, until=weighted.node",
-        "used=weighted.node, until=weighted.node",
-        "score steps",
-        "a factor that is written after it was multiplied counts as it is then",
-    ),
-    _f(
-        "a divisor is a factor",
-        "graph/program.py",
-        "_factored",
-        "operator.truediv if factor.divide else operator.mul",
-        "operator.mul",
-        "score steps",
-        "scores are multiplied where the model divides",
-    ),
-    _f(
-        "subtracted scores are added",
-        "matching/patterns/score_chain.py",
-        "_apply",
-        "_scale(scores, step, -1.0)",
-        "_scale(scores, step, 1.0)",
-        "score steps",
-        "bias - scores is read as bias + scores",
-    ),
-    _f(
-        "a bias is scaled in its own dtype",
-        "graph/program.py",
-        "_weighted",
-        "not _is_exact_in_every_dtype(term.weight)",
-        "False",
-        "score steps",
-        "a bias in half precision overflows or loses digits beside scores in float32",
-    ),
-    _f(
-        "masks the other way round",
-        "matching/patterns/score_steps.py",
-        "condition_of_mask",
-        "inverted=True, fill=yes * weight",
-        "inverted=False, fill=yes * weight",
-        "masks",
-        "where(c, -inf, 0) allows c",
-    ),
-    _f(
-        "scores may have another reader",
-        "matching/patterns/softmax_chain.py",
-        "_check_readers",
-        "if user not in allowed and views.reads_elements(user, node):",
-        "if False:",
-        "near misses",
-        "a write to the scores by a view is not seen",
-    ),
-    _f(
-        "the weights may be a part",
-        "matching/patterns/weights_chain.py",
-        "_check_column_dropped",
-        "begins = start == (axes.ONE if scores.sinks_first else axes.size_expr(0))",
-        "begins = True",
-        "sinks",
-        "w[..., 1:] drops the sink and not the first key",
-    ),
-    _f(
-        "sinks after a shift",
-        "matching/patterns/score_chain.py",
-        "_join_sinks",
-        "if scores.shifted_along:",
-        "if False:",
-        "sinks",
-        "a sink beside shifted scores is not shifted",
-    ),
-    _f(
-        "a scale after the sink",
-        "matching/patterns/score_chain.py",
-        "_check_after_sinks",
-        "if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift)):",
-        "if False:",
-        "sinks",
-        "the sink is not scaled",
-    ),
-    _f(
-        "a factor of k is left out",
-        "matching/patterns/softmax_chain.py",
-        "_match",
-        "scores.scale * q_factor * k_factor",
-        "scores.scale * q_factor",
-        "operands",
-        "k * 0.5 is read as k",
-    ),
-    _f(
-        "a call's scale of q is left out",
-        "matching/patterns/sdpa_call.py",
-        "_match",
-        "scale=scale * q_factor * k_factor",
-        "scale=scale * k_factor",
-        "sdpa calls",
-        "q * 0.5 is read as q",
-    ),
-    _f(
-        "is_causal of grouped heads is forgotten",
-        "matching/patterns/sdpa_call.py",
-        "_match",
-        'is_causal=bool(views.argument(anchor, "is_causal"))',
-        'is_causal=bool(views.argument(anchor, "is_causal")) and not gqa',
-        "sdpa calls",
-        "a query sees later keys",
-    ),
-    _f(
-        "grouped heads the other way round",
-        "matching/patterns/sdpa_call.py",
-        "_kv_heads",
-        "(size, _quotient(axes.dim_size(heads), size)))\n    return groups[0]",
-        "(_quotient(axes.dim_size(heads), size), size))\n    return groups[1]",
-        "sdpa calls",
-        "query heads read other kv heads",
-    ),
-    _f(
-        "a call's default scale",
-        "matching/patterns/sdpa_call.py",
-        "_scale",
-        "1.0 / math.sqrt(",
-        "1.0 / (",
-        "sdpa calls",
-        "scores are divided by the head dim",
-    ),
-    _f(
-        "copies that are written are read above",
-        "matching/operands.py",
-        "_is_readable",
-        " and not any(rewritten)",
-        "",
-        "roots",
-        "k.clone() that is written to is read as k",
-    ),
-]
+tanh after a bias
+passes/matching/patterns/score_chain.py _change; score steps: what was added before the cap is added after it
+- if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along:
++ if scores.is_changed:
 
-SITES = [
-    _f(
-        "a root that stops a gradient",
-        "graph/gradients.py",
-        "stops_below",
-        "return known(mirror, root) is True and",
-        "return False and",
-        "gradients",
-        "a gradient that no_grad stopped comes back",
-    ),
-    _f(
-        "a kernel brings a gradient",
-        "writing/lower.py",
-        "_brings_gradient",
-        "any(gradients.known(mirror, node)",
-        "False and any(gradients.known(mirror, node)",
-        "gradients",
-        "an output that is detached wants a gradient",
-    ),
-    _f(
-        "operands are saved as they are",
-        "graph/program.py",
-        "_operand",
-        "held = builder.hold(root, _version(mirror, match, operand), operand=name, why=operand.kept)",
-        "held = root",
-        "roots",
-        "a backward reads what was written to since",
-    ),
-    _f(
-        "the output stays in the kernel's dtype",
-        "writing/lower.py",
-        "_as_was",
-        "if builder.value(new).dtype != wanted.dtype:",
-        "if False:",
-        "halves",
-        "what was float32 comes out in bfloat16",
-    ),
-    _f(
-        "terms are not weighted",
-        "graph/program.py",
-        "_weighted",
-        "if term.weight == 1.0:",
-        "if True:",
-        "operands",
-        "a bias that is scaled is added as it is",
-    ),
-    _f(
-        "conditions are not inverted",
-        "graph/program.py",
-        "_combined",
-        "if term.inverted else c",
-        "if False else c",
-        "masks",
-        "masked_fill(c) allows c",
-    ),
-    _f(
-        "only the last condition counts",
-        "graph/program.py",
-        "_combined",
-        "keep = c if keep is None else builder.call(torch.logical_and, keep, c)",
-        "keep = c",
-        "masks",
-        "of two masks one is lost",
-    ),
-    _f(
-        "one condition or the other",
-        "graph/program.py",
-        "_combined",
-        "builder.call(torch.logical_and, keep, c)",
-        "builder.call(torch.logical_or, keep, c)",
-        "masks",
-        "what one mask shuts out the other lets in",
-    ),
-    _f(
-        "a truth value that is added masks",
-        "graph/program.py",
-        "_combined",
-        "x = x if builder.value(x).is_floating_point() else builder.call(torch.Tensor.to, x, dtype)",
-        "x = x",
-        "operands",
-        "s + c shuts out where c is False",
-    ),
-    _f(
-        "masks of other weights are one",
-        "graph/program.py",
-        "_identity",
-        "            t.weight,\n",
-        "",
-        "two sites",
-        "a second site gets the first one's bias",
-    ),
-    _f(
-        "masks of other signs are one",
-        "graph/program.py",
-        "_identity",
-        "            t.inverted,\n",
-        "",
-        "two sites",
-        "a second site gets the first one's mask",
-    ),
-    _f(
-        "masks of other layouts are one",
-        "graph/program.py",
-        "_identity",
-        "            _recipe(match, t).text,\n",
-        "",
-        "two sites",
-        "a second site gets the first one's arrangement",
-    ),
-    _f(
-        "a run-time scale always multiplies",
-        "graph/program.py",
-        "_factored",
-        "operator.truediv if factor.divide else operator.mul",
-        "operator.mul",
-        "score steps",
-        "s / t is s · t",
-    ),
-    _f(
-        "the causal mask of a rectangle is dropped",
-        "recovering/recover.py",
-        "_prove",
-        "(proved.is_causal_only and square)",
-        "proved.is_causal_only",
-        "cross",
-        "a diagonal that starts bottom right starts top left",
-    ),
-    _f(
-        "what is added does not count",
-        "recovering/meaning.py",
-        "is_causal_only",
-        "return not self.scores and",
-        "return",
-        "score kinds",
-        "a bias beside a causal mask is dropped",
-    ),
-    _f(
-        "nothing is masked, something is added",
-        "recovering/meaning.py",
-        "is_everything",
-        "return self.condition == ix.TRUE and not self.scores",
-        "return self.condition == ix.TRUE",
-        "score kinds",
-        "a bias is dropped as a mask that is true everywhere",
-    ),
-    _f(
-        "inverted masks are not",
-        "recovering/meaning.py",
-        "mask",
-        "ix.invert(allowed) if term.inverted else allowed",
-        "allowed",
-        "masks",
-        "masked_fill(c) is proved to allow c",
-    ),
-    _f(
-        "rounded conditions are proved",
-        "recovering/meaning.py",
-        "mask",
-        "if ix.is_exact(allowed):",
-        "if True:",
-        "rounding",
-        "a comparison of rounded numbers is taken as exact",
-    ),
-    _f(
-        "rounded masks are proved",
-        "recovering/meaning.py",
-        "add",
-        "if not ix.is_exact(found.allowed):",
-        "if False:",
-        "rounding",
-        "an additive mask of rounded numbers is taken as exact",
-    ),
-    _f(
-        "strides downstream are never relied on",
-        "graph/strides.py",
-        "relies_on",
-        'if same(new, old.meta["example_value"]):',
-        "if True:",
-        "strides",
-        "the output has other strides, and a view of it fails",
-    ),
-    _f(
-        "views that are copies now",
-        "graph/strides.py",
-        "_aliases_otherwise",
-        "if bool(before) == bool(now):",
-        "if True:",
-        "strides",
-        "what is written to a view does not reach the output",
-    ),
-    _f(
-        "restride transposes back",
-        "graph/strides.py",
-        "restride",
-        "back = [own.index(i) for i in range(len(own))]",
-        "back = list(own)",
-        "strides",
-        "cycles of axes are turned backwards",
-    ),
-    _f(
-        "keys_last moves nothing back",
-        "spelling/keys_last.py",
-        "_move_axis",
-        "back = _call(graph, node, back_value, torch.transpose, node, dim, -1)",
-        "back = node",
-        "near misses",
-        "the weights stay transposed",
-    ),
-]
+two caps are one
+passes/matching/patterns/score_chain.py _change; score steps: tanh(tanh(s)) is tanh(s)
+- scores.changes.append(step.change)
++ scores.changes[:] = [step.change]
 
-ALL = [*STEPS, *SITES]
+a shift along any axis
+passes/matching/patterns/score_chain.py softmax_axis; score steps: a maximum over the queries is left out
+- if any(axes.resolve(along) != key for along in scores.shifted_along):
++ if False:
+
+sub adds
+passes/matching/patterns/score_steps.py _sub; score steps: a bias is subtracted
+- weight=-alpha
++ weight=alpha
+
+alpha is left out
+passes/matching/patterns/score_steps.py _add; score steps: add(s, m, alpha=0.5) is s + m
+- term=right, weight=alpha
++ term=right, weight=1.0
+
+the maximum of any axis is shifted by
+passes/matching/patterns/score_steps.py _row_maximum; score steps: a maximum over the queries is left out
+- keeps != unsqueezed and [d % (last + 1) for d in dims] == [last]
++ keeps != unsqueezed
+
+weights are masked by any mask
+passes/matching/patterns/weights_chain.py _check_masked_before; several masks: a mask that the weights alone have is left out
+- wanted is not None and _bare(mirror, kept.node, kept.inverted, kept.used) == wanted
++ True
+
+a mask on the weights may be written before
+passes/matching/patterns/weights_chain.py _bare; masks written: the mask that sets weights to zero is another one by then
+- return mutation.version(mirror, condition, mirror.order(reader)), inverted
++ return mutation.version(mirror, condition, 0), inverted
+
+a negation is none
+passes/matching/patterns/weights_chain.py _bare; several masks: weights are set to zero where the scores were kept
+- inverted ^= condition.target in _NOT
++ inverted ^= False
+
+a factor is read where the kernel stands
+passes/matching/patterns/softmax_chain.py _factor; score steps: a factor that is written after it was multiplied counts as it is then
+- used=scaled.used, until=weighted.node
++ used=weighted.node, until=weighted.node
+
+a divisor is a factor
+passes/graph/program.py _factored; score steps: scores are multiplied where the model divides
+- operator.truediv if factor.divide else operator.mul
++ operator.mul
+
+subtracted scores are added
+passes/matching/patterns/score_chain.py _apply; score steps: bias - scores is read as bias + scores
+- _scale(scores, step, -1.0)
++ _scale(scores, step, 1.0)
+
+a bias is scaled in its own dtype
+passes/graph/program.py _weighted; score steps: a bias in half precision overflows or loses digits beside scores in float32
+- not _is_exact_in_every_dtype(term.weight)
++ False
+
+masks the other way round
+passes/matching/patterns/score_steps.py condition_of_mask; masks: where(c, -inf, 0) allows c
+- inverted=True, fill=yes * weight
++ inverted=False, fill=yes * weight
+
+scores may have another reader
+passes/matching/patterns/softmax_chain.py _check_readers; near misses: a write to the scores by a view is not seen
+- if user not in allowed and views.reads_elements(user, node):
++ if False:
+
+the weights may be a part
+passes/matching/patterns/weights_chain.py _check_column_dropped; sinks: w[..., 1:] drops the sink and not the first key
+- begins = start == (axes.ONE if scores.sinks_first else axes.size_expr(0))
++ begins = True
+
+sinks after a shift
+passes/matching/patterns/score_chain.py _join_sinks; sinks: a sink beside shifted scores is not shifted
+- if scores.shifted_along:
++ if False:
+
+a scale after the sink
+passes/matching/patterns/score_chain.py _check_after_sinks; sinks: the sink is not scaled
+- if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift)):
++ if False:
+
+a factor of k is left out
+passes/matching/patterns/softmax_chain.py _match; operands: k * 0.5 is read as k
+- scores.scale * q_factor * k_factor
++ scores.scale * q_factor
+
+a call's scale of q is left out
+passes/matching/patterns/sdpa_call.py _match; sdpa calls: q * 0.5 is read as q
+- scale=scale * q_factor * k_factor
++ scale=scale * k_factor
+
+is_causal of grouped heads is forgotten
+passes/matching/patterns/sdpa_call.py _match; sdpa calls: a query sees later keys
+- is_causal=bool(views.argument(anchor, "is_causal"))
++ is_causal=bool(views.argument(anchor, "is_causal")) and not gqa
+
+grouped heads the other way round
+passes/matching/patterns/sdpa_call.py _kv_heads; sdpa calls: query heads read other kv heads
+- (size, _quotient(axes.dim_size(heads), size)))
+-     return groups[0]
++ (_quotient(axes.dim_size(heads), size), size))
++     return groups[1]
+
+a call's default scale
+passes/matching/patterns/sdpa_call.py _scale; sdpa calls: scores are divided by the head dim
+- 1.0 / math.sqrt(
++ 1.0 / (
+
+copies that are written are read above
+passes/matching/operands.py _is_readable; roots: k.clone() that is written to is read as k
+-  and not any(rewritten)
+
+a root that stops a gradient
+passes/graph/gradients.py stops_below; gradients: a gradient that no_grad stopped comes back
+- return known(mirror, root) is True and
++ return False and
+
+a kernel brings a gradient
+passes/writing/lower.py _brings_gradient; gradients: an output that is detached wants a gradient
+- any(gradients.known(mirror, node)
++ False and any(gradients.known(mirror, node)
+
+operands are saved as they are
+passes/graph/program.py _operand; roots: a backward reads what was written to since
+- held = builder.hold(root, _version(mirror, match, operand), operand=name, why=operand.kept)
++ held = root
+
+the output stays in the kernel's dtype
+passes/writing/lower.py _as_was; halves: what was float32 comes out in bfloat16
+- if builder.value(new).dtype != wanted.dtype:
++ if False:
+
+terms are not weighted
+passes/graph/program.py _weighted; operands: a bias that is scaled is added as it is
+- if term.weight == 1.0:
++ if True:
+
+conditions are not inverted
+passes/graph/program.py _combined; masks: masked_fill(c) allows c
+- if term.inverted else c
++ if False else c
+
+only the last condition counts
+passes/graph/program.py _combined; masks: of two masks one is lost
+- keep = c if keep is None else builder.call(torch.logical_and, keep, c)
++ keep = c
+
+one condition or the other
+passes/graph/program.py _combined; masks: what one mask shuts out the other lets in
+- builder.call(torch.logical_and, keep, c)
++ builder.call(torch.logical_or, keep, c)
+
+a truth value that is added masks
+passes/graph/program.py _combined; operands: s + c shuts out where c is False
+- x = x if builder.value(x).is_floating_point() else builder.call(torch.Tensor.to, x, dtype)
++ x = x
+
+masks of other weights are one
+passes/graph/program.py _identity; two sites: a second site gets the first one's bias
+-             t.weight,
+
+masks of other signs are one
+passes/graph/program.py _identity; two sites: a second site gets the first one's mask
+-             t.inverted,
+
+masks of other layouts are one
+passes/graph/program.py _identity; two sites: a second site gets the first one's arrangement
+-             _recipe(match, t).text,
+
+a run-time scale always multiplies
+passes/graph/program.py _factored; score steps: s / t is s · t
+- operator.truediv if factor.divide else operator.mul
++ operator.mul
+
+the causal mask of a rectangle is dropped
+passes/recovering/recover.py _prove; cross: a diagonal that starts bottom right starts top left
+- (proved.is_causal_only and square)
++ proved.is_causal_only
+
+what is added does not count
+passes/recovering/meaning.py is_causal_only; score kinds: a bias beside a causal mask is dropped
+- return not self.scores and
++ return
+
+nothing is masked, something is added
+passes/recovering/meaning.py is_everything; score kinds: a bias is dropped as a mask that is true everywhere
+- return self.condition == ix.TRUE and not self.scores
++ return self.condition == ix.TRUE
+
+inverted masks are not
+passes/recovering/meaning.py mask; masks: masked_fill(c) is proved to allow c
+- ix.invert(allowed) if term.inverted else allowed
++ allowed
+
+rounded conditions are proved
+passes/recovering/meaning.py mask; rounding: a comparison of rounded numbers is taken as exact
+- if ix.is_exact(allowed):
++ if True:
+
+rounded masks are proved
+passes/recovering/meaning.py add; rounding: an additive mask of rounded numbers is taken as exact
+- if not ix.is_exact(found.allowed):
++ if False:
+
+strides downstream are never relied on
+passes/graph/strides.py relies_on; strides: the output has other strides, and a view of it fails
+- if same(new, old.meta["example_value"]):
++ if True:
+
+views that are copies now
+passes/graph/strides.py _aliases_otherwise; strides: what is written to a view does not reach the output
+- if bool(before) == bool(now):
++ if True:
+
+restride transposes back
+passes/graph/strides.py restride; strides: cycles of axes are turned backwards
+- back = [own.index(i) for i in range(len(own))]
++ back = list(own)
+
+keys_last moves nothing back
+passes/spelling/keys_last.py _move_axis; near misses: the weights stay transposed
+- back = _call(graph, node, back_value, torch.transpose, node, dim, -1)
++ back = node
+""")

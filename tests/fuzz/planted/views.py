@@ -1,259 +1,140 @@
 """Faults in how views are followed and products are read."""
 
-from tests.fuzz.planted.fault import Fault
+from tests.fuzz.planted.fault import faults
 
+ALL = faults("""
+swapped axes of transpose are left
+passes/graph/views.py _swapped; views: a transposed operand is read as it was
+- order[i], order[j] = order[j], order[i]
++ order[i], order[j] = order[i], order[j]
 
-def _f(name: str, file: str, within: str | None, old: str, new: str, rule: str, why: str) -> Fault:
-    return Fault(name=name, file=f"passes/{file}", within=within, old=old, new=new, rule=rule, why=why)
+mT swaps the first two
+passes/graph/views.py _last_two; views: batch and heads are exchanged
+- _swapped(rank, -1, -2)
++ _swapped(rank, 0, 1)
 
+permute the other way round
+passes/graph/views.py _permuted; views: cycles of three axes are turned backwards
+- tuple(dims[i] for i in PERMUTES[node.target](node, len(dims)))
++ tuple(dims[PERMUTES[node.target](node, len(dims)).index(i)] for i in range(len(dims)))
 
-VIEWS = [
-    _f(
-        "swapped axes of transpose are left",
-        "graph/views.py",
-        "_swapped",
-        "order[i], order[j] = order[j], order[i]",
-        "order[i], order[j] = order[i], order[j]",
-        "views",
-        "a transposed operand is read as it was",
-    ),
-    _f(
-        "mT swaps the first two",
-        "graph/views.py",
-        "_last_two",
-        "_swapped(rank, -1, -2)",
-        "_swapped(rank, 0, 1)",
-        "views",
-        "batch and heads are exchanged",
-    ),
-    _f(
-        "permute the other way round",
-        "graph/views.py",
-        "_permuted",
-        "tuple(dims[i] for i in PERMUTES[node.target](node, len(dims)))",
-        "tuple(dims[PERMUTES[node.target](node, len(dims)).index(i)] for i in range(len(dims)))",
-        "views",
-        "cycles of three axes are turned backwards",
-    ),
-    _f(
-        "unsqueeze one too early",
-        "graph/views.py",
-        "_unsqueeze",
-        "(*dims[:at], (), *dims[at:])",
-        "(*dims[: max(at - 1, 0)], (), *dims[max(at - 1, 0) :])",
-        "views",
-        "the new axis stands before another one",
-    ),
-    _f(
-        "repeat_interleave tiles",
-        "graph/views.py",
-        "_repeat_interleave",
-        "(*dims[at], Atom(axes.size_expr(times), broadcast=True))",
-        "(Atom(axes.size_expr(times), broadcast=True), *dims[at])",
-        "views",
-        "query heads read other kv heads",
-    ),
-    _f(
-        "repeat interleaves",
-        "graph/views.py",
-        "_tiled",
-        "(Atom(size, broadcast=True), *dim)",
-        "(*dim, Atom(size, broadcast=True))",
-        "views",
-        "query heads read other kv heads",
-    ),
-    _f(
-        "a slice is a view",
-        "graph/views.py",
-        "_whole",
-        "not same_shape or before.dtype",
-        "before.dtype",
-        "views",
-        "a part of a tensor is read as the whole",
-    ),
-    _f(
-        "a cast is a view",
-        "graph/views.py",
-        "_whole",
-        "before.dtype != after.dtype or ",
-        "",
-        "views",
-        "what was rounded is read unrounded",
-    ),
-    _f(
-        "scores may stop a gradient",
-        "matching/match.py",
-        "_require_rewritable",
-        "if stopped is not None:",
-        "if False:",
-        "gradients",
-        "a gradient that the model stopped comes back",
-    ),
-    _f(
-        "flip is a view",
-        "graph/views.py",
-        None,
-        "    aten.alias.default: _same,",
-        "    aten.alias.default: _same,\n    aten.flip.default: _same,",
-        "views",
-        "elements come in another order",
-    ),
-    _f(
-        "split puts the inner part first",
-        "graph/axes.py",
-        "split",
-        "self.parts = (Atom(outer, broadcast=self.broadcast), Atom(inner, broadcast=self.broadcast))",
-        "self.parts = (Atom(inner, broadcast=self.broadcast), Atom(outer, broadcast=self.broadcast))",
-        "views",
-        "heads and head dim are exchanged",
-    ),
-    _f(
-        "new axes of expand stand last",
-        "graph/axes.py",
-        "expand",
-        "[()] * (len(sizes) - len(dims)) + list(dims)",
-        "list(dims) + [()] * (len(sizes) - len(dims))",
-        "views",
-        "broadcast axes are aligned from the left",
-    ),
-    _f(
-        "arrange drops the permutation",
-        "graph/arrange.py",
-        "arrange",
-        "if order != sorted(order):",
-        "if order != sorted(order) and len(order) == 4:",
-        "arrange",
-        "axes of three or five dimensions stay where they were",
-    ),
-    _f(
-        "arrange permutes backwards",
-        "graph/arrange.py",
-        "_permutation",
-        "args=(tuple(order),)",
-        "args=(tuple(order.index(i) for i in range(len(order))),)",
-        "arrange",
-        "cycles of axes are turned backwards",
-    ),
-    _f(
-        "arrange broadcasts at the end",
-        "graph/arrange.py",
-        "_insert_broadcasts",
-        "ViewCall(function=torch.unsqueeze, args=(index,))",
-        "ViewCall(function=torch.unsqueeze, args=(len(sizes) and index - 1,))",
-        "arrange",
-        "a shared axis stands before another one",
-    ),
-    _f(
-        "undone views of other axes",
-        "graph/arrange.py",
-        "_undoes",
-        "return first.args == second.args",
-        "return True",
-        "arrange",
-        "an axis of size one moves",
-    ),
-    _f(
-        "unflatten is undone by any flatten",
-        "graph/arrange.py",
-        "_undoes",
-        "return bool(second.args == (dim, dim + len(sizes) - 1))",
-        "return True",
-        "arrange",
-        "dimensions are merged that were not",
-    ),
-]
+unsqueeze one too early
+passes/graph/views.py _unsqueeze; views: the new axis stands before another one
+- (*dims[:at], (), *dims[at:])
++ (*dims[: max(at - 1, 0)], (), *dims[max(at - 1, 0) :])
 
-CONTRACTIONS = [
-    _f(
-        "einsum's left term twice",
-        "matching/contraction.py",
-        "_einsum",
-        "lhs_labels=left, rhs_labels=right",
-        "lhs_labels=left, rhs_labels=tuple(sorted(right))",
-        "contractions",
-        "k's axes are taken in the order of the alphabet",
-    ),
-    _f(
-        "einsum's output sorted",
-        "matching/contraction.py",
-        "_einsum",
-        "out_labels=out)",
-        "out_labels=tuple(sorted(out)))",
-        "contractions",
-        "the scores' axes are taken in another order",
-    ),
-    _f(
-        "baddbmm without beta",
-        "matching/contraction.py",
-        "_with_addend",
-        "beta=beta,",
-        "beta=1.0,",
-        "contractions",
-        "the addend is not scaled",
-    ),
-    _f(
-        "baddbmm without alpha",
-        "matching/contraction.py",
-        "_with_addend",
-        "alpha=alpha,",
-        "alpha=1.0,",
-        "contractions",
-        "the scores are not scaled",
-    ),
-    _f(
-        "baddbmm reads with beta 0",
-        "matching/contraction.py",
-        "_with_addend",
-        "addend if beta != 0 else None",
-        "addend if beta != 0.5 else None",
-        "contractions",
-        "what is added is left out",
-    ),
-    _f(
-        "a label that is summed by itself",
-        "matching/contraction.py",
-        "_einsum",
-        "if (set(left) ^ set(right)) - set(out):",
-        "if False:",
-        "contractions",
-        "what einsum sums is left out",
-    ),
-    _f(
-        "matmul's rows and columns",
-        "matching/contraction.py",
-        "_matmul",
-        "rhs_labels=(*batch[rank - right :], d, n)",
-        "rhs_labels=(*batch[rank - right :], n, d)",
-        "contractions",
-        "k is read transposed",
-    ),
-    _f(
-        "a product of the weights may add",
-        "matching/patterns/weights_chain.py",
-        "_is_plain",
-        "product.addend is None and product.alpha == 1.0",
-        "True",
-        "contractions",
-        "what the second product adds or scales gets lost",
-    ),
-    _f(
-        "a part of the weights is all of them",
-        "matching/patterns/weights_chain.py",
-        "follow",
-        'raise AxisError(f"{node.name} takes a part of the weights")',
-        "pass",
-        "near misses",
-        "the product with v has other queries than were asked for",
-    ),
-    _f(
-        "softmax over any free axis",
-        "matching/patterns/score_chain.py",
-        "softmax_axis",
-        "key = axes.resolve(scores.dims[dim])",
-        "key = axes.resolve(scores.dims[-1])",
-        "near misses",
-        "a softmax over the queries counts as one over the keys",
-    ),
-]
+repeat_interleave tiles
+passes/graph/views.py _repeat_interleave; views: query heads read other kv heads
+- (*dims[at], Atom(axes.size_expr(times), broadcast=True))
++ (Atom(axes.size_expr(times), broadcast=True), *dims[at])
 
-ALL = [*VIEWS, *CONTRACTIONS]
+repeat interleaves
+passes/graph/views.py _tiled; views: query heads read other kv heads
+- (Atom(size, broadcast=True), *dim)
++ (*dim, Atom(size, broadcast=True))
+
+a slice is a view
+passes/graph/views.py _whole; views: a part of a tensor is read as the whole
+- not same_shape or before.dtype
++ before.dtype
+
+a cast is a view
+passes/graph/views.py _whole; views: what was rounded is read unrounded
+- before.dtype != after.dtype or
+
+scores may stop a gradient
+passes/matching/match.py _require_rewritable; gradients: a gradient that the model stopped comes back
+- if stopped is not None:
++ if False:
+
+flip is a view
+passes/graph/views.py; views: elements come in another order
+-     aten.alias.default: _same,
++     aten.alias.default: _same,
++     aten.flip.default: _same,
+
+split puts the inner part first
+passes/graph/axes.py split; views: heads and head dim are exchanged
+- self.parts = (Atom(outer, broadcast=self.broadcast), Atom(inner, broadcast=self.broadcast))
++ self.parts = (Atom(inner, broadcast=self.broadcast), Atom(outer, broadcast=self.broadcast))
+
+new axes of expand stand last
+passes/graph/axes.py expand; views: broadcast axes are aligned from the left
+- [()] * (len(sizes) - len(dims)) + list(dims)
++ list(dims) + [()] * (len(sizes) - len(dims))
+
+arrange drops the permutation
+passes/graph/arrange.py arrange; arrange: axes of three or five dimensions stay where they were
+- if order != sorted(order):
++ if order != sorted(order) and len(order) == 4:
+
+arrange permutes backwards
+passes/graph/arrange.py _permutation; arrange: cycles of axes are turned backwards
+- args=(tuple(order),)
++ args=(tuple(order.index(i) for i in range(len(order))),)
+
+arrange broadcasts at the end
+passes/graph/arrange.py _insert_broadcasts; arrange: a shared axis stands before another one
+- ViewCall(function=torch.unsqueeze, args=(index,))
++ ViewCall(function=torch.unsqueeze, args=(len(sizes) and index - 1,))
+
+undone views of other axes
+passes/graph/arrange.py _undoes; arrange: an axis of size one moves
+- return first.args == second.args
++ return True
+
+unflatten is undone by any flatten
+passes/graph/arrange.py _undoes; arrange: dimensions are merged that were not
+- return bool(second.args == (dim, dim + len(sizes) - 1))
++ return True
+
+einsum's left term twice
+passes/matching/contraction.py _einsum; contractions: k's axes are taken in the order of the alphabet
+- lhs_labels=left, rhs_labels=right
++ lhs_labels=left, rhs_labels=tuple(sorted(right))
+
+einsum's output sorted
+passes/matching/contraction.py _einsum; contractions: the scores' axes are taken in another order
+- out_labels=out)
++ out_labels=tuple(sorted(out)))
+
+baddbmm without beta
+passes/matching/contraction.py _with_addend; contractions: the addend is not scaled
+- beta=beta,
++ beta=1.0,
+
+baddbmm without alpha
+passes/matching/contraction.py _with_addend; contractions: the scores are not scaled
+- alpha=alpha,
++ alpha=1.0,
+
+baddbmm reads with beta 0
+passes/matching/contraction.py _with_addend; contractions: what is added is left out
+- addend if beta != 0 else None
++ addend if beta != 0.5 else None
+
+a label that is summed by itself
+passes/matching/contraction.py _einsum; contractions: what einsum sums is left out
+- if (set(left) ^ set(right)) - set(out):
++ if False:
+
+matmul's rows and columns
+passes/matching/contraction.py _matmul; contractions: k is read transposed
+- rhs_labels=(*batch[rank - right :], d, n)
++ rhs_labels=(*batch[rank - right :], n, d)
+
+a product of the weights may add
+passes/matching/patterns/weights_chain.py _is_plain; contractions: what the second product adds or scales gets lost
+- product.addend is None and product.alpha == 1.0
++ True
+
+a part of the weights is all of them
+passes/matching/patterns/weights_chain.py follow; near misses: the product with v has other queries than were asked for
+- raise AxisError(f"{node.name} takes a part of the weights")
++ pass
+
+softmax over any free axis
+passes/matching/patterns/score_chain.py softmax_axis; near misses: a softmax over the queries counts as one over the keys
+- key = axes.resolve(scores.dims[dim])
++ key = axes.resolve(scores.dims[-1])
+""")

@@ -14,7 +14,7 @@ from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_t
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.scores import Softcap
-from tests.lowerings.choice.measured import rows_from
+from tests.lowerings.choice.measured import rows_from, without_evidence
 from tests.lowerings.specs import CAUSAL, make_spec
 
 LINES = """\
@@ -88,3 +88,7 @@ def test_what_was_measured_is_well_formed() -> None:
         assert row.band in shape_class.BANDS
         assert row.mask in (*shape_class.MASKS, "intervals")
         assert min(row.summed, row.padded) > 0
+
+
+def test_what_decides_was_measured() -> None:
+    assert without_evidence(head_parts, "head_parts_h200.csv", ("summed", "padded")) == []

@@ -14,7 +14,7 @@ from attn_compiler.passes.writing import select
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
-from tests.lowerings.choice.measured import rows_from
+from tests.lowerings.choice.measured import rows_from, without_evidence
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 
 LINES = """\
@@ -94,3 +94,7 @@ def test_the_file_has_its_columns() -> None:
     first = hopper_added.MEASURED.read_text().splitlines()[0]
     assert tuple(first.split(",")) == hopper_added.COLUMNS
     assert {row.part for row in hopper_added.rows()} <= hopper_added.PARTS
+
+
+def test_what_decides_was_measured() -> None:
+    assert without_evidence(hopper_added, "added_h200.csv", ("hopper", "triton"), "pass") == []

@@ -134,13 +134,6 @@ def test_compiled_code_calls_a_body_by_itself(monkeypatch: pytest.MonkeyPatch, s
         torch.testing.assert_close(got, want)
 
 
-def test_a_body_is_imported_by_its_first_call() -> None:
-    late = op_library.Late("attn_compiler.nowhere", "forward")
-    with pytest.raises(ModuleNotFoundError):
-        late(1)
-    assert op_library.Late("operator", "add")(1, 2) == 3
-
-
 def test_out_is_bshd_in_memory_and_lse_contiguous() -> None:
     inputs = cases.build(BY_NAME["head_dims_differ"], needs_grad=False)
     out, lse = leaf(inputs)
