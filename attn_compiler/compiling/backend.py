@@ -330,11 +330,13 @@ class _Inner:
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
         # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
         from attn_compiler.context_parallel import collectives, halo_ops, merge_ops  # noqa: F401
-        from attn_compiler.lowerings.graph_ops import rotary_tables
+        from attn_compiler.lowerings.graph_ops import kept, rotary_tables
         from attn_compiler.lowerings.shared.ops import without_autograd
 
         def joint_pass(graph: fx.Graph) -> None:
             without_autograd(graph)
+            if self.options.keeps_attention:
+                kept.keep_attention(graph)
             if self.options.sequence_group is not None:
                 collectives.gather_again(graph, self.options.sequence_group)
             try:

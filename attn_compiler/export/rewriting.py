@@ -102,6 +102,12 @@ def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Op
             observed="unpad=True",
             remedy="Compile the model with torch.compile(model, backend='attn_compiler', options={'unpad': True}).",
         )
+    if own.keeps_attention:
+        raise ExportUnsupported(
+            rule="options={'checkpoint': 'keep_attention'} is about a backward, which an exported program has none of",
+            observed="checkpoint='keep_attention'",
+            remedy="Leave the option out; to train the model, torch.compile(model, backend='attn_compiler').",
+        )
     if own.context_parallel is not None:
         raise ExportUnsupported(
             rule="options={'context_parallel': ...} makes code for the processes of one group, which an exported program knows nothing of",

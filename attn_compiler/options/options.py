@@ -19,6 +19,8 @@ PREFIX = "attn."
 DUMP_DIR_VARIABLE = "ATTN_COMPILER_DUMP_DIR"
 CACHE_VARIABLE = "ATTN_COMPILER_CACHE_REWRITES"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+KEEP_ATTENTION = "keep_attention"
+CHECKPOINTS = ("recompute", KEEP_ATTENTION)
 #: Options that were taken out: what to do instead. An UnknownOption says it.
 GONE: Mapping[str, str] = {
     "autotune": "It is gone since 0.3.0: leave it out. The tiles of our Triton kernels come from a table.",
@@ -42,6 +44,9 @@ class Options:
     fp8_recipe: run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py). Without it nothing does.
     unpad: leave padding out. Real tokens alone are computed, and what the graph gives is 0 at padding (docs/unpad.md).
     context_parallel: each rank has a part of every sequence. Attention is that of the whole (docs/context_parallel.md).
+    checkpoint: what gradient checkpointing does with attention. "recompute" computes it again in the backward, as all else.
+        "keep_attention" keeps its output and its logsumexp, so that its forward runs once a step (docs/checkpoints.md). Not beside
+        context_parallel.
     cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
         running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
     """
@@ -57,6 +62,7 @@ class Options:
     fp8_recipe: Fp8Recipe | None = None
     unpad: bool = False
     context_parallel: ContextParallel | None = None
+    checkpoint: str = "recompute"
     cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
 
     def __post_init__(self) -> None:
@@ -75,10 +81,14 @@ class Options:
             "a ContextParallel or None",
             self.context_parallel,
         )
+        _require(
+            self.checkpoint in CHECKPOINTS, "checkpoint", f"one of {', '.join(map(repr, CHECKPOINTS))}", self.checkpoint
+        )
         if self.is_context_parallel:
             # What is left as the model made it would attend to a part of the sequence.
             object.__setattr__(self, "strict", True)
             _require(not self.unpad, "unpad", "False beside context_parallel", self.unpad)
+            _require(not self.keeps_attention, "checkpoint", "'recompute' beside context_parallel", self.checkpoint)
         _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
@@ -91,6 +101,11 @@ class Options:
     def is_context_parallel(self) -> bool:
         """Whether several ranks share a sequence."""
         return self.context_parallel is not None and self.context_parallel.size > 1
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether attention in a checkpoint runs once a step."""
+        return self.checkpoint == KEEP_ATTENTION
 
     @property
     def sequence_group(self) -> str | None:

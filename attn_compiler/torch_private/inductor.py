@@ -119,12 +119,16 @@ def _recomputing_only_for_a_backward(gm: fx.GraphModule) -> Iterator[None]:
     from torch._functorch import config
 
     switch = "remat_using_tags_for_fwd_loss_bwd_graph"
-    nodes = (node for module in torch_compat.graph_modules(gm) for node in module.graph.nodes)
-    if not hasattr(config, switch) or any(node.target in _BACKWARDS for node in nodes):
+    if not hasattr(config, switch) or has_own_backward(gm):
         yield
         return
     with config.patch({switch: False}):
         yield
+
+
+def has_own_backward(gm: fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo's, or one nested in it, asks for gradients itself."""
+    return any(node.target in _BACKWARDS for module in torch_compat.graph_modules(gm) for node in module.graph.nodes)
 
 
 #: how a graph asks for gradients itself

@@ -279,6 +279,8 @@ def test_options_that_a_program_has_no_use_for_are_refused() -> None:
         attn_compiler.rewrite(program, {"verify": True})
     with pytest.raises(ExportUnsupported, match="unpad=True"):
         attn_compiler.rewrite(program, {"unpad": True})
+    with pytest.raises(ExportUnsupported, match="checkpoint='keep_attention'"):
+        attn_compiler.rewrite(program, {"checkpoint": "keep_attention"})
     with fake_mesh(2) as mesh, pytest.raises(ExportUnsupported, match="processes of one group"):
         attn_compiler.rewrite(program, {"context_parallel": ContextParallel(mesh)})
     with pytest.raises(InvalidOption, match="tritonn"):

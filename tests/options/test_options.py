@@ -115,6 +115,8 @@ def test_key_that_is_no_string_is_unknown() -> None:
         ("fp8_recipe", Fp8Recipe),
         ("context_parallel", "cp"),
         ("context_parallel", ContextParallel),
+        ("checkpoint", "keep"),
+        ("checkpoint", True),
         ("max_autotune", "yes"),
         ("mode", "max-autotune"),
     ],
@@ -186,6 +188,7 @@ def test_digest_differs_with_every_option_that_changes_code(cp: ContextParallel)
         {"inner": "eager"},
         {"fp8_recipe": Fp8Recipe()},
         {"unpad": True},
+        {"checkpoint": "keep_attention"},
         {"context_parallel": cp},
         {"context_parallel": dataclasses.replace(cp, method="all_gather")},
         {"context_parallel": dataclasses.replace(cp, load_balance=None)},
@@ -215,6 +218,11 @@ def test_options_as_data_are_json(cp: ContextParallel) -> None:
     assert data.keys() == set(OPTION_NAMES)
     assert data["context_parallel"]["method"] == "auto"
     assert data["fp8_recipe"]["scaling"]["granularity"] == "block"
+
+
+def test_attention_is_not_kept_where_ranks_share_a_sequence(cp: ContextParallel) -> None:
+    with pytest.raises(InvalidOption, match="'recompute' beside context_parallel"):
+        Options(context_parallel=cp, checkpoint="keep_attention")
 
 
 def test_options_are_frozen() -> None:

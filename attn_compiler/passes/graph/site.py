@@ -345,6 +345,8 @@ class Site:
     new_out: the Dynamo node that took the old output's place; set by lower.
     copies: copies that were put into the graph.
     notes: what else is said of the site in the report.
+    texts: of the leaf ops that compute it, by which their failures are told; set by lower.
+    forwards: the Dynamo nodes that compute its output with its lse, each as one op; set by lower.
     """
 
     match: Match
@@ -365,3 +367,4 @@ class Site:
     copies: list[Copy] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     texts: tuple[str, ...] = ()
+    forwards: tuple[fx.Node, ...] = ()

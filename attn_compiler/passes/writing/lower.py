@@ -15,13 +15,14 @@ from torch import fx
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import OF_CACHE, OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes
+from attn_compiler.lowerings.graph_ops import kept
 from attn_compiler.passes.graph import faults, gradient_runs, gradients, program, saved, strides
 from attn_compiler.passes.graph.emit import GraphBuilder, Held
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Site
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.recovering import body_inputs, reach, recover
-from attn_compiler.passes.writing import buffers, keyless_nodes
+from attn_compiler.passes.writing import buffers, checkpointed, keyless_nodes
 from attn_compiler.passes.writing.select import leave_alone
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec
@@ -45,6 +46,7 @@ def run(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Tar
     for site in found.sites:
         _erase_expanded(site, unit.graph)
     _report(held, unit.graph)
+    checkpointed.tell(unit, found)
     unit.graph_module.recompile()
 
 
@@ -145,6 +147,7 @@ def _lower(
                 out = keyless_nodes.completed(builder, site.spec, site.keyless, operands, out)
         new = finish(mirror, site, builder, out, old)
         site.texts = op_library.texts(builder.made[before:])
+        site.forwards = tuple(filter(kept.is_attention, builder.made[before:]))
         held, new = _settle(unit, site, builder, builder.made[before:], new)
         finished = [_finish_lse(mirror, site, builder, x) for x in lse]
     site.notes.extend(site.match.notes)

@@ -1,0 +1,104 @@
+"""What the report says of attention that is to be kept under checkpoints: how much, or why nothing is."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from attn_compiler.compiling.explaining import explainer
+
+B, H, S, D = 2, 2, 6, 8
+KEPT = "its output and lse are kept, {} a layer; its forward runs once a step"
+
+
+def _attend(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x.sin(), x, x)
+
+
+def _layer(x: Tensor, **more: Any) -> Tensor:
+    made: Tensor = checkpoint(_attend, x, use_reentrant=False, **more)
+    return made
+
+
+def _notes(
+    function: Callable[[Tensor], Tensor], *, grad: bool = True, dynamic: bool = False, **options: Any
+) -> list[str]:
+    """What is said of each site's checkpoint, in the order of the rows. dynamic: lengths are symbols."""
+    given = {"lowering": "reference", "checkpoint": "keep_attention", "inner": "inductor", "strict": True, **options}
+    x = torch.randn(B, H, S, D, requires_grad=grad)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 2)
+    reports = explainer(options=given)(function, x)
+    notes = [note for report in reports for site in report.sites for note in site.notes]
+    return [note.removeprefix("checkpoint: ") for note in notes if note.startswith("checkpoint: ")]
+
+
+def test_the_bytes_of_output_and_lse() -> None:
+    assert _notes(_layer) == [KEPT.format(f"{B * H * S * (D + 1) * 4} bytes")]
+
+
+def test_layers_that_are_alike_share_a_row() -> None:
+    assert len(_notes(lambda x: _layer(_layer(x)))) == 1
+
+
+def test_bytes_of_symbolic_sizes_are_symbols() -> None:
+    (note,) = _notes(_layer, dynamic=True)
+    assert re.fullmatch(re.escape(KEPT).replace(re.escape("{}"), r"144\*s\d+ bytes"), note)
+
+
+def test_a_checkpoint_in_a_checkpoint_is_one() -> None:
+    def outer(x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(_layer, x.cos(), use_reentrant=False)
+        return made
+
+    assert _notes(outer) == [KEPT.format("864 bytes")]
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "why"),
+    [
+        (_attend, {}, "it is in no checkpoint of this graph"),
+        (_layer, {"grad": False}, "it has no backward"),
+        (_layer, {"inner": "aot_eager"}, "inner='aot_eager' goes by the checkpoint alone"),
+        (_layer, {"lowering": "math"}, "math has no op whose output and lse could be"),
+    ],
+)
+def test_where_nothing_is_kept(function: Callable[[Tensor], Tensor], given: dict[str, Any], why: str) -> None:
+    (note,) = _notes(function, **given)
+    assert note.startswith(f"nothing is kept, {why}")
+
+
+def test_a_graph_that_asks_for_gradients_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True, raising=False)
+
+    def function(x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(_layer(x).sum(), x)
+        return grad
+
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        pytest.skip("this torch puts no gradients into a graph")
+    (note,) = _notes(function)
+    assert note.startswith("nothing is kept, the graph asks for gradients itself")
+
+
+def test_what_stays_as_the_model_has_it() -> None:
+    (note,) = _notes(_layer, lowering="untouched")
+    assert note == "kept only where PyTorch runs it as one of its own kernels, since it stays as the model has it"
+
+
+def test_a_policy_of_the_users_own_may_have_the_last_word() -> None:
+    policy = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+    (note,) = _notes(functools.partial(_layer, context_fn=policy))
+    assert note.endswith("runs once a step, unless the checkpoint's own policy says MUST_RECOMPUTE")
+
+
+def test_by_default_nothing_is_said() -> None:
+    assert _notes(_layer, checkpoint="recompute") == []
