@@ -21,6 +21,7 @@ FORWARD = {
     "rows": "attn_compiler::rows_forward",
     "sdpa_cpu_flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
     "triton": "attn_compiler::triton_forward",
+    "reference_fp8": "attn_compiler::reference_fp8",
 }
 
 

@@ -13,14 +13,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from attn_compiler.lowerings.graph_ops import kept
+from attn_compiler.spec.fp8_recipe import DelayedScaling, Fp8Recipe
 from tests.lowerings.graph_ops.parting import FORWARD, graphs
 
-B, H, S, D, LAYERS = 2, 2, 12, 8, 3
+B, H, S, D, LAYERS = 2, 2, 36, 16, 3
 WIDTH = H * D
 Checkpoint = Callable[..., Tensor]
+aten = torch.ops.aten
 non_reentrant: Checkpoint = functools.partial(checkpoint, use_reentrant=False)
 reentrant: Checkpoint = functools.partial(checkpoint, use_reentrant=True)
 
@@ -120,6 +126,18 @@ def test_dropout_is_the_same_in_the_backward() -> None:
     assert not torch.allclose(found[0][0], step(plain, plain, *inputs())[0], atol=1e-3)
 
 
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), Fp8Recipe(scaling=DelayedScaling())], ids=["current", "delayed"])
+def test_a_forward_that_gets_its_backward_from_another_op(recipe: Fp8Recipe) -> None:
+    model, found = Model(mask="causal").bfloat16(), []
+    x, real = inputs()
+    for how, again in (("recompute", LAYERS), ("keep_attention", 0)):
+        with graphs() as made:
+            function = compiled(model, how, lowering="reference_fp8", fp8_recipe=recipe)
+            found.append([step(model, function, x.bfloat16(), real) for _ in range(3)])
+        assert made.calls("reference_fp8") == [LAYERS, again]
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_lengths_that_are_symbols() -> None:
     model = Model(mask="padding")
     with graphs() as found:
@@ -216,3 +234,40 @@ def test_code_of_inductor_runs_it_once(lowering: str) -> None:
     function = compiled(model, "keep_attention", lowering=lowering)
     torch.testing.assert_close(step(model, function, *inputs()), expected, atol=2e-4, rtol=1e-4)
     assert _calls(lambda: step(model, function, *inputs())) == {FORWARD[lowering]: LAYERS}
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "efficient": lambda *x: aten._scaled_dot_product_efficient_attention(*x, None, True, 0.1, True),
+    "flash": lambda *x: aten._scaled_dot_product_flash_attention(*x, 0.1, True),
+    "cudnn": lambda *x: aten._scaled_dot_product_cudnn_attention(*x, None, True, 0.1, True),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_pytorchs_kernels_for_gpus_are_kept_with_what_dropout_drew(name: str) -> None:
+    """Of a traced step in a checkpoint, on tensors without memory: PyTorch without CUDA can run none of them."""
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+        (x,) = (given.requires_grad_() for given in primals)
+        out = KERNELS[name](x.sin(), x.cos(), x.exp())[0].tanh()
+        return [out, *torch.autograd.grad(out, x, tangents)]
+
+    with torch._functorch.config.patch(fake_tensor_allow_meta=True), FakeTensorMode():
+        x = torch.empty(2, 4, 64, 64, device="meta", dtype=torch.bfloat16)
+        gm = make_fx(joint)([x], [torch.empty_like(x)])
+    of_backward = {node for node in gm.graph.nodes if node.name.startswith("tangents")}
+    for node in gm.graph.nodes:
+        if any(given in of_backward for given in node.all_input_nodes):
+            of_backward.add(node)
+        elif node.op == "call_function":
+            node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}
+    kept.keep_attention(gm.graph)
+    forward, backward = min_cut_rematerialization_partition(gm, [x, x], num_fwd_outputs=1)
+    assert [sum(map(kept.is_attention, part.graph.nodes)) for part in (forward, backward)] == [1, 0]
+    _, given, *saved = forward.graph.output_node().args[0]
+    assert given.op == "placeholder"
+    assert {node.args[0].target for node in saved} == {
+        node.target for node in forward.graph.nodes if kept.is_attention(node)
+    }
+    # The output, the lse, and the two numbers that dropout goes by.
+    assert len(saved) == 4
