@@ -18,7 +18,7 @@ the same, and the site is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -36,16 +36,21 @@ from attn_compiler.passes.graph.ways import Storages, memory_of
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.torch_private.op_library import NAMESPACE
 
-#: calls whose body is run again in the backward, from its inputs: what is made inside is not saved
+#: calls whose body is run again in the backward, from its inputs: what is made inside is not saved, but for attention that users keep
 _RUN_AGAIN = frozenset({"tag_activation_checkpoint"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Danger:
-    """Who may write to a tensor after a site. by_user: outside of the graph, between the forward and the backward."""
+    """Who may write to a tensor after a site.
+
+    by_user: outside of the graph, between the forward and the backward.
+    of_checkpoint: it is made in a checkpoint, so that the model's own autograd saves it in no case.
+    """
 
     why: str
     by_user: bool = False
+    of_checkpoint: bool = False
 
 
 def is_given_to_kernel(node: fx.Node) -> bool:
@@ -105,7 +110,7 @@ class Keeping:
         danger = after(self.unit, self.mirror, node, self.match.out) if dynamo is not None else None
         if dynamo is None or danger is None:
             return None
-        if not self._is_saved(dynamo):
+        if danger.of_checkpoint or not self._is_saved(dynamo):
             return danger.why
         if not danger.by_user and memory_of(dynamo) & self.unit.memory.ways.taken_as_data:
             raise AxisError(f"{node.name} is written to through .data after the model's autograd saved it")
@@ -193,6 +198,8 @@ def _by_caller(call: BodyCall, inputs: Iterable[int], *, is_output: bool) -> Dan
     writer = next((n for n, written in reached.writers.items() if call.node < n and written & memory), None)
     if writer is not None:
         return Danger(why=f"{writer.name} writes to it after the call")
-    if target_name(call.node) in _RUN_AGAIN:
+    runs_again = target_name(call.node) in _RUN_AGAIN
+    if runs_again and not (is_output and call.unit.options.keeps_attention):
         return None
-    return _from_outside(call.unit, memory, is_written=bool(reached.written & memory))
+    found = _from_outside(call.unit, memory, is_written=bool(reached.written & memory))
+    return found and replace(found, of_checkpoint=runs_again or found.of_checkpoint)

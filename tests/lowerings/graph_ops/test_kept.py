@@ -271,3 +271,28 @@ def test_pytorchs_kernels_for_gpus_are_kept_with_what_dropout_drew(name: str) ->
     }
     # The output, the lse, and the two numbers that dropout goes by.
     assert len(saved) == 4
+
+
+@pytest.mark.parametrize("lowering", ["reference", "sdpa_cpu_flash"])
+def test_an_output_that_is_kept_may_be_written_to(lowering: str) -> None:
+    """By whoever gets it, before the backward: a checkpoint of the model's own would not have saved it."""
+
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x.sin(), x.cos(), x)
+
+    def function(x: Tensor) -> Tensor:
+        return non_reentrant(attend, x)
+
+    generator, found = torch.Generator().manual_seed(2), []
+    given = torch.randn(B, H, S, D, generator=generator)
+    options = {"checkpoint": "keep_attention", "lowering": lowering, "strict": True}
+    for run in (function, torch.compile(function, backend="attn_compiler", options=options)):
+        x = given.clone().requires_grad_()
+        torch._dynamo.reset()
+        with graphs() as made:
+            out = run(x)
+            out.mul_(3)
+            out.sum().backward()
+        found.append((out.detach(), x.grad))
+    assert made.calls(lowering) == [1, 0]
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
