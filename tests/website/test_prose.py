@@ -17,6 +17,7 @@ HELD = (
     "docs/architecture.md",
     "docs/borders.md",
     "docs/changes.md",
+    "docs/checkpoints.md",
     "docs/choosing.md",
     "docs/codes.md",
     "docs/cudnn.md",

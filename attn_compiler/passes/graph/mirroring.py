@@ -12,7 +12,7 @@ from attn_compiler.torch_private import tracing as torch_tracing
 
 
 def of(unit: Unit, *, is_asked_for_all: bool) -> Mirror:
-    """is_asked_for_all: nothing is skipped. What is skipped has no meaning, and packing and context parallelism ask each op for its own."""
+    """is_asked_for_all: the mirror holds every node. Packing and context parallelism ask each op what it means; else a part suffices."""
     masks = [*_masks_passed_on(unit), *(handed_on(unit.graph) if not unit.is_body else ())]
     blocks = [one.blocks for one in unit.spelling.calls if one.blocks is not None]
     masks += [one.dense for one in blocks if one.dense is not None]

@@ -237,6 +237,18 @@ def test_one_graph_serves_every_length_after_the_first(form: any_length.Form) ->
     assert sites[1].spec.mask.reason is None
 
 
+def _assert_same(mine: Any, eager: Any, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Outputs and gradients of two calls."""
+    found, expected = mine(*ours), eager(*theirs)
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad, atol=1e-4)
+
+
 def _positioned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     distance = torch.arange(k.shape[2])[None, :] - torch.arange(q.shape[2])[:, None]
     bias = table[distance.clamp(-4, 4) + 4].permute(2, 0, 1)[None]
@@ -250,15 +262,7 @@ def test_a_learned_table_is_gathered_once_for_each_distance() -> None:
         return [*_tensors(9, 21)[:3], torch.randn(9, 3).requires_grad_()]
 
     function = compiled(_positioned, lowering="triton")
-    ours, theirs = given(), given()
-    found, expected = function(*ours), _positioned(*theirs)
-    assert torch.allclose(found, expected, atol=1e-5)
-    found.square().sum().backward()
-    expected.square().sum().backward()
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert torch.allclose(a.grad, b.grad, atol=1e-4)
+    _assert_same(function, _positioned, given(), given())
     assert str(function.site.spec.score.added).startswith("relative bias table[f(k - q), h]")
     # Once from the table, and once into the copies that the kernels read.
     assert function.calls.count("index") == 2
@@ -296,12 +300,4 @@ def test_keys_that_are_the_values_are_read_once(is_one: bool) -> None:
         return [q, k[:, :1].detach().requires_grad_()]
 
     function = compiled(_of_one_tensor if is_one else lambda q, kv: _of_one_tensor(q, kv * 1.0), lowering="triton")
-    ours, theirs = given(), given()
-    found, expected = function(*ours), _of_one_tensor(*theirs)
-    assert torch.allclose(found, expected, atol=1e-5)
-    found.square().sum().backward()
-    expected.square().sum().backward()
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert torch.allclose(a.grad, b.grad, atol=1e-4)
+    _assert_same(function, _of_one_tensor, given(), given())

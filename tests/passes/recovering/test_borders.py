@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -241,15 +241,6 @@ class _Stack(nn.Module):
             if self.writes and place == 1:
                 mask[..., 0] = True
         return x
-
-
-@pytest.fixture
-def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of this process alone, whose buckets hold a layer each."""
-    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def _buckets(plain: nn.Module, mask: Callable[[], Tensor] | None = None) -> Compiled:

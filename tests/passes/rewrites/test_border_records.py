@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,15 +107,6 @@ class Stack(nn.Module):
             if self.writes and place == 1:
                 mask[..., 0] = True
         return x
-
-
-@pytest.fixture
-def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of this process alone, whose buckets hold a layer each."""
-    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")
