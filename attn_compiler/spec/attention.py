@@ -174,6 +174,12 @@ class AttentionSpec:
     def is_gqa(self) -> bool:
         return self.num_heads_q != self.num_heads_kv
 
+    @property
+    def adds_unread(self) -> bool:
+        """Whether numbers are added that nobody could read: a query may get nothing but low ones, and then has no keys."""
+        tensor = self.mask.dense or self.score.bias
+        return self.mask.reason is not None and tensor is not None and tensor.dtype != "bool"
+
     def to_text(self) -> str:
         """Canonical JSON: the same spec always gives the same text, and `from_text` gives the spec back."""
         return CODEC.text(self)

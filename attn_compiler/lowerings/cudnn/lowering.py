@@ -82,7 +82,7 @@ def call_of(spec: AttentionSpec, target: Target) -> CudnnCall:
 
 def _check_call(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
     """What cuDNN's graph can't say together."""
-    reasons = []
+    reasons = mask_limits.check_no_keyless_rows(spec)
     if call.right is not None and call.right < 0:
         reasons.append(
             Reason(code=Code.MASK_KIND, rule="a query may use the key at its own position", observed=spec.mask.words)

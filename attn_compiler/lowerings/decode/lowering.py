@@ -16,7 +16,7 @@ from attn_compiler.lowerings.choice.rows import MOST_QUERIES
 from attn_compiler.lowerings.decode import operands as decode_operands, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
-from attn_compiler.lowerings.shared import kernel_limits, takes
+from attn_compiler.lowerings.shared import kernel_limits, mask_limits, takes
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
@@ -36,6 +36,9 @@ class Decode(Lowering):
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         refused = kernel_limits.check_site(spec, target)
+        # No value is read whose key got a lowest number: of a cache that may be what was never written. One query has its own key.
+        if spec.seqlen_q != 1:
+            refused += mask_limits.check_numbers_read(spec)
         # What the parts are is only known of a spec that is understood.
         return refused or [
             *takes.refused(TAKES, spec),

@@ -45,7 +45,7 @@ def operands_of(prepared: Prepared) -> tuple[str, ...]:
 
 def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
     ran = [launch(forward_sm90.attention_forward_sm90, same, tensors, lambda: _forward(prepared, tensors))]
-    if same.fact("leaks", lambda: may_leak(prepared, tensors["Q"], tensors["K"])):
+    if same.fact("again", lambda: _comes_again(prepared, tensors["Q"], tensors["K"])):
         ran.append(launch(attention_again, same, tensors, lambda: _again(prepared, tensors)))
     return ran
 
@@ -79,6 +79,11 @@ def may_leak(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:
         return False
     is_diagonal = band.left is None and band.right == 0
     return not (is_diagonal and q.shape[2] == k.shape[2])
+
+
+def _comes_again(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether rows may be marked that are to be computed again."""
+    return may_leak(prepared, q, k) or (prepared.plan.bias and prepared.call.spec.adds_unread)
 
 
 def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
@@ -180,6 +185,7 @@ def switches(
         ADDED_EARLY=further is not None and blocks.reads_early(further.element_size()),
         BY_DISTANCE=prepared.plan.distances,
         BATCH_LAST=is_shared,
+        LOW_AGAIN=prepared.plan.bias and prepared.call.spec.adds_unread,
     )
 
 

@@ -64,7 +64,7 @@ class HopperAttention(Lowering):
 
     def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
         ours = not spec.needs_grad or backward_of(spec, target) in (self.name, _FOR_ALL)
-        return ours and site_parts.leaves_out(spec)
+        return ours and (site_parts.leaves_out(spec) or spec.adds_unread)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)

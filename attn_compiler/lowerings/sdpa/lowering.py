@@ -190,6 +190,7 @@ class SdpaEfficient(_Pinned):
             *(limits.check_grid(spec) if spec.score.dropout_p else ()),
             *mask_limits.check_causal(spec),
             *mask_limits.check_causal_alone(spec),
+            *mask_limits.check_no_keyless_rows(spec),
             *offset_limits.check_efficient(spec),
         ]
 

@@ -99,6 +99,7 @@ def prepare(text: str) -> Prepared:
             "DROPOUT": plan.dropout,
             "MASK_ALL": plan.unlisted,
             "ONE_KV": call.one_kv,
+            "MARKS_LOW": call.spec.mask.means and plan.bias,
         },
     )
 

@@ -24,6 +24,8 @@ _MOST_SCORES = 1 << 25
 #: of Philox-4x32: rounds, multipliers, and what is added to the keys after each round
 _ROUNDS, _MULTIPLIERS, _KEYS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
+#: as tile_parts.LOW
+_LOW = -1e8
 #: what makes a float below 1 of an int32, as Triton's `uint_to_uniform_float` has it
 _UNIFORM = 4.6566127342e-10
 
@@ -51,6 +53,11 @@ class Attention:
     dropout_p: float = 0.0
     means: bool = False
 
+    @property
+    def mark(self) -> float:
+        """With `means`, the lse of rows that are means of v."""
+        return torch.inf if "bias" in self.tensors else -torch.inf
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
@@ -64,7 +71,7 @@ class Gradients:
 
 def forward(given: Attention) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in the compute dtype. A row without any allowed key (and without a sink) gives
-    0, or with `means` the mean of v, and -inf."""
+    0, or with `means` the mean of v, and -inf. Beside a bias `means` is of rows whose keys all got one low number: their lse is inf."""
     outs, lses = [], []
     whole = _Whole(given)
     for part in whole.parts():
@@ -75,12 +82,17 @@ def forward(given: Attention) -> tuple[Tensor, Tensor]:
             column = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
             terms = torch.cat((logits, column), -1)
         lse = torch.logsumexp(terms, -1)
-        outs.append(part.dropped(part.weights(logits, lse)) @ part.values(allowed))
+        if given.means and given.mark == torch.inf:
+            is_one = terms.amin(-1) == terms.amax(-1)
+            lse = torch.where(is_one & (lse < _LOW) & (lse > -torch.inf), torch.inf, lse)
+        # Not of the lse: beside -1e9 it can't hold how many keys share a row.
+        weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.softmax(terms, -1))
+        outs.append(part.dropped(weights[..., : logits.shape[-1]]) @ part.values(allowed))
         lses.append(lse)
     out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
     if given.means:
         mean = given.v.to(whole.dtype).mean(2, keepdim=True)
-        out = torch.where((lse == -torch.inf)[..., None], _of_heads(mean, given.q.shape[1]), out)
+        out = torch.where((lse == given.mark)[..., None], _of_heads(mean, given.q.shape[1]), out)
     return out, lse
 
 
@@ -112,7 +124,7 @@ def _with_means(given: Attention, found: Gradients, grad_out: Tensor, lse: Tenso
     """What comes back through the means of v, too (keyless_gradient.py has the formulas)."""
     heads_q, heads_kv, count = given.q.shape[1], given.k.shape[1], given.k.shape[2]
     q, k, v = (x.to(grad_out.dtype) for x in (given.q, given.k, given.v))
-    grad = torch.where((lse == -torch.inf)[..., None], grad_out / count, 0.0)
+    grad = torch.where((lse == given.mark)[..., None], grad_out / count, 0.0)
     of_v = found.v + _folded(grad, heads_kv).sum(2, keepdim=True)
     apart = v - v.mean(2, keepdim=True)
     of_pairs = given.scale * apart.transpose(2, 3) @ k
@@ -184,7 +196,9 @@ class _Part:
         return torch.where(allowed.any(-2)[..., None], x.to(self.dtype).repeat_interleave(self.group, 1), 0.0)
 
     def weights(self, logits: Tensor, lse: Tensor) -> Tensor:
-        return torch.where((lse == -torch.inf)[..., None], 0.0, torch.exp(logits - lse[..., None]))
+        """0 in rows whose lse lost how many keys share them."""
+        lost = (lse == -torch.inf) | (lse == torch.inf) | ((lse < _LOW) & (lse.dtype == torch.float32))
+        return torch.where(lost[..., None], 0.0, torch.exp(logits - lse[..., None]))
 
     def dropped(self, x: Tensor) -> Tensor:
         """Weights, or their gradients, after dropout."""

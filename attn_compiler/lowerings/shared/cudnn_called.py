@@ -42,6 +42,7 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
         *mask_limits.check_causal(spec),
         *mask_limits.check_causal_alone(spec),
         *mask_limits.check_tensor(spec, dtypes=cudnn_limits.tensor_dtypes(spec, target)),
+        *mask_limits.check_no_keyless_rows(spec),
         *mask_limits.check_no_bias_gradient(spec),
         *_check_output(spec, target),
     ]

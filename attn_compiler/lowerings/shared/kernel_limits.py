@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from attn_compiler.lowerings.base import LayoutDemand
-from attn_compiler.lowerings.shared import limits, parts, score_changes, tile_table, triton_releases
+from attn_compiler.lowerings.shared import limits, mask_limits, parts, score_changes, tile_table, triton_releases
 from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
 from attn_compiler.lowerings.shared.takes import HeadDims, Takes, check_gpu, refused, since
 from attn_compiler.lowerings.shared.triton_releases import COMPILED
@@ -78,7 +78,13 @@ def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> lis
         *_check_interpreter(spec, target),
         *_check_wide(spec, target),
         *_check_counted(spec),
+        *(mask_limits.check_no_keyless_rows(spec) if not _gives_means(spec) else ()),
     ]
+
+
+def _gives_means(spec: AttentionSpec) -> bool:
+    """Whether kernels behind these give the gradients of queries that have no key by numbers that were not read."""
+    return spec.score.pointwise is None and spec.lse == "unread"
 
 
 def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:

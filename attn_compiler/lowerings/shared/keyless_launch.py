@@ -1,4 +1,4 @@
-"""Launches behind a kernel that leaves queries without keys 0, where `spec.mask.means` asks for it. Imports triton, so it comes
+"""Launches behind a kernel for queries without keys, where `spec.mask.means` asks for it. Imports triton, so it comes
 late.
 """
 
@@ -27,7 +27,9 @@ _MOST_OF_TILE = 8192
 
 
 def fill(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
-    """Fill rows of Out whose lse is -inf. Gives what `launch` gave."""
+    """Fill rows of Out whose lse is -inf. Gives what `launch` gave: nothing beside a bias, where the kernel itself gives the mean."""
+    if prepared.plan.bias:
+        return []
     v = tensors["V"]
     tensors["ValueSums"] = same.empty("ValueSums", functools.partial(_room, v, _width(v.shape[3])))
 
@@ -79,13 +81,14 @@ def _of_v(tensors: Named) -> dict[str, Any]:
 def _of_both(shared: Backward) -> dict[str, Any]:
     head_dim, side = shared.tensors["K"].shape[3], _side(shared.tensors["V"])
     parts = {"HEAD_DIM_QK": head_dim, "PART": side, "PARTS": triton.cdiv(head_dim, side)}
-    return _of_v(shared.tensors) | parts | {"scale": shared.prepared.call.spec.score.scale}
+    marked = {"MARKED": shared.prepared.plan.bias}
+    return _of_v(shared.tensors) | parts | marked | {"scale": shared.prepared.call.spec.score.scale}
 
 
 def _arguments(
     grid: tuple[int, int, int], tensors: dict[str, str | None], numbers: dict[str, Any], kernel: Any, warps: int = 8
 ) -> Arguments:
-    wanted = {name: value for name, value in numbers.items() if name in kernel.arg_names}
+    wanted = {name: value for name, value in {"MARKED": False, **numbers}.items() if name in kernel.arg_names}
     return Arguments(grid=grid, tensors=tensors, numbers=wanted, tile=Tile(queries=0, keys=0, warps=warps, stages=1))
 
 

@@ -143,9 +143,12 @@ def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
 
 def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
     """For a kernel whose backward makes the weights anew from its lse, and gets a mask of finite numbers: beside numbers such as -1e9 an
-    lse can't hold the logarithm of how many keys there are, so that each key of a query that has none counts as the only one."""
+    lse can't hold the logarithm of how many keys there are, so that each key of a query that has none counts as the only one.
+
+    Passes complete what was read (passes/recovering/keyless.py)."""
     tensor = additive(spec)
-    if not spec.needs_grad or tensor is None or tensor.dtype == "bool" or not _may_lack_keys(spec):
+    # A call of SDPA keeps the kernel that PyTorch would run, and its gradients.
+    if not (spec.needs_grad and spec.decomposed and spec.adds_unread) or tensor is None:
         return []
     rule = "with gradients, numbers that mask leave each query some key"
     # Beside what is added, truth values would become numbers of the same tensor.
@@ -153,10 +156,18 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
     return [Reason(code=Code.KEYLESS_ROWS, rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
 
 
-def _may_lack_keys(spec: AttentionSpec) -> bool:
-    """Whether a query may have no key, by numbers that were not read. Passes complete what was read (passes/recovering/keyless.py). A call
-    of SDPA keeps the mask that it was given."""
-    return not spec.mask.held and spec.decomposed and spec.mask.reason is not None
+def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel to which the lowest number of a dtype is -inf, so that a query whose keys all got it has none."""
+    if not spec.adds_unread:
+        return []
+    return [
+        Reason(
+            code=Code.KEYLESS_ROWS,
+            rule="numbers that mask were read",
+            observed=spec.mask.reason or spec.mask.words,
+            remedy="give the mask as truth values",
+        )
+    ]
 
 
 def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:

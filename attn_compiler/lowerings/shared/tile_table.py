@@ -31,14 +31,15 @@ Registers are capped (r) where the compiler's own choice is just above what lets
 dk and dv at D 128, 64x128 w8 s3 and 32x64 w4 s3: left padding (grouped heads) 342, 404; softcap 399, 457; window 391, 425; but causal
 527, 491 (518 with 4 stages); no mask 583, 536; documents 471, 444; ALiBi 407, 406.
 
-Head dims above 256: an H200, 2026-11-27 (benchmarks/results/wide_h200.csv, docs/kernels.md): forward 64x32 w8 s2: 198, dq 32x32 w8 s2:
-107, dk and dv 32x64 w8 s1 *: 128. At 320, where more fits: 195, 174 and 139.
+Head dims above 256: an H200, 2026-11-27 and 28 (benchmarks/results/wide_h200.csv, docs/kernels.md): forward 64x32 w8 s2: 198, of keys that
+are the values 64x64 w8 s2: 309 (64x32: 214); dq 32x32 w4 s1: 151; dk and dv 32x32 w4 s2: 125. At 320, where more fits: 195, 174 and 139.
 
 Other machines and float32 were compiled, not measured: their tiles are those that spill little (tests/lowerings/triton/kernels).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -151,12 +152,16 @@ ROWS: tuple[TileRow, ...] = (
     # tensor memory has no room for 512 columns of sums beside the scores: instructions of Ampere
     _row(2, 512, "32x32 w8 s2 | 32x32 w8 s1 | 32x32 w8 s2 apart | 32x32 w8 s1", first_sm=100),
     _row(2, 384, "64x32 w8 s3 | 64x32 w8 s2 | 32x64 w8 s2 apart | 64x32 w8 s2", first_sm=90),
-    _row(2, 512, "64x32 w8 s2 | 32x32 w8 s2 | 32x64 w8 s1 apart | 32x32 w8 s2", first_sm=90),
+    _row(2, 512, "64x32 w8 s2 | 32x32 w4 s1 | 32x32 w4 s2 apart | 32x32 w4 s1", first_sm=90),
     _row(2, 512, "64x32 w8 s2 | 32x32 w8 s1 | 32x32 w8 s2 apart | 32x32 w8 s1"),
     # float32
     _row(4, 64, "64x32 w8 s2 | 32x32 w8 s1 | 32x64 w8 s1 | 64x32 w8 s1"),
     _row(4, 256, "32x32 w8 s1 | 32x32 w8 s1 | 32x32 w8 s1 | 32x32 w8 s1"),
 )
+
+#: the forward over keys that are the values, whose one tile leaves room for more keys; head dims above 256 on Hopper, without gradients
+_ONE_KV = Tile.read("64x64 w8 s2")
+_ONE_KV_HEAD_DIMS, _ONE_KV_SM = range(385, 513), 90
 
 _FIRST_SM_LIKE_AMPERE = 120
 
@@ -170,6 +175,14 @@ def generation(target: Target) -> int:
 def is_small(target: Target) -> bool:
     """Whether a block has 99 KB of shared memory at most, where others have 163 or more."""
     return target.sm in (86, 87, 89) or target.sm >= _FIRST_SM_LIKE_AMPERE
+
+
+def tiles_of_one(spec: AttentionSpec, target: Target) -> Tiles:
+    """As `tiles`, of keys that are the values. Lists of tiles that a backward shares are of its keys."""
+    found = tiles(spec, target)
+    if spec.needs_grad or target.sm != _ONE_KV_SM or spec.head_dim_qk not in _ONE_KV_HEAD_DIMS:
+        return found
+    return dataclasses.replace(found, forward=_ONE_KV)
 
 
 def tiles(spec: AttentionSpec, target: Target) -> Tiles:

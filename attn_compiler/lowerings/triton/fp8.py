@@ -16,6 +16,7 @@ from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8
 from attn_compiler.lowerings.shared import (
     kernel_limits,
     limits as shared_limits,
+    mask_limits,
     part_tensors,
     parts,
     takes,
@@ -58,7 +59,8 @@ class TritonFp8(Lowering):
         if machine or spec.fp8 is None:
             return [*recipe, *machine]
         inputs = check_fp8_inputs(spec)
-        kernels = kernel_limits.check_site(spec, target, _TAKES)
+        # Its logits are in units of log 2, of which the lowest number is -inf.
+        kernels = [*kernel_limits.check_site(spec, target, _TAKES), *mask_limits.check_numbers_read(spec)]
         return [*recipe, *inputs, *limits.check_shapes(spec), *kernels]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:

@@ -37,7 +37,7 @@ class TritonAttention(Lowering):
         return kernel_limits.DEMAND
 
     def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
-        return leaves_out(spec)
+        return leaves_out(spec) or spec.adds_unread
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)
@@ -47,7 +47,8 @@ class TritonAttention(Lowering):
 
 
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-    tiles = tile_table.tiles(spec, emitter.target)
+    one_kv = operands.k is operands.v
+    tiles = (tile_table.tiles_of_one if one_kv else tile_table.tiles)(spec, emitter.target)
     further = part_tensors.emit(emitter, spec, operands, tiles)
-    text = Call(spec=spec, tiles=tiles, one_kv=operands.k is operands.v).to_text()
+    text = Call(spec=spec, tiles=tiles, one_kv=one_kv).to_text()
     return emitter.call(ops.leaf_op("triton", spec), operands.q, operands.k, operands.v, further, text)

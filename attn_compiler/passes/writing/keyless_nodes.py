@@ -36,17 +36,23 @@ def asked_for(spec: AttentionSpec, keyless: Keyless | None, lowering: str, targe
     """The spec that a lowering is to serve. It says so where its own kernels give rows without keys what they are: where q and k get a
     gradient from them. Nodes cost less where v alone does (benchmarks/results/keyless_cost_h200.csv).
     """
-    if keyless is None or keyless.numbers is not None or keyless.own is not None or spec.mask.own_rows is not None:
+    if spec.mask.own_rows is not None or spec.score.pointwise is not None or not spec.needs_grad:
         return spec
-    if not _is_through(spec, keyless) or spec.lse != "unread" or not by_name(lowering).gives_means(spec, target):
+    if keyless is None and not spec.adds_unread:
+        return spec
+    if keyless is not None and (
+        keyless.numbers is not None or keyless.own is not None or not _is_through(spec, keyless)
+    ):
+        return spec
+    if spec.lse != "unread" or not by_name(lowering).gives_means(spec, target):
         return spec
     return dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, means=True))
 
 
-def tell(emitter: Emitter, spec: AttentionSpec, keyless: Keyless) -> None:
-    """Note what rows without keys are."""
-    emitter.note(NOTE if keyless.numbers is None else NOTE_NUMBERS)
-    if keyless.numbers is not None or not (keyless.through and spec.needs_grad):
+def tell(emitter: Emitter, spec: AttentionSpec, keyless: Keyless | None) -> None:
+    """Note what rows without keys are. None: by numbers that were not read."""
+    emitter.note(NOTE if keyless is None or keyless.numbers is None else NOTE_NUMBERS)
+    if keyless is not None and (keyless.numbers is not None or not (keyless.through and spec.needs_grad)):
         return
     if spec.score.pointwise is not None:
         emitter.note(NOTE_CHANGED)

@@ -138,9 +138,9 @@ def _lower(
         spec = keyless_nodes.asked_for(site.spec, site.keyless, site.decision.lowering, target)
         with builder.without_autocast():
             out, *lse = _emitted(site, spec, builder, operands)
-        if site.keyless is not None and spec.mask.means:
+        if spec.mask.means:
             keyless_nodes.tell(builder, spec, site.keyless)
-        elif site.keyless is not None and site.decision.lowering in OF_CACHE:
+        elif (site.keyless is not None or spec.adds_unread) and site.decision.lowering in OF_CACHE:
             note(keyless_nodes.NOTE_OF_CACHE)
         elif site.keyless is not None and not _has_own_rows(site, site.spec):
             with builder.without_autocast():

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.tile_table import ROWS, Part, is_small, parts_of, tiles
+from attn_compiler.lowerings.shared.tile_table import ROWS, Part, is_small, parts_of, tiles, tiles_of_one
 from attn_compiler.lowerings.shared.tiles import UNIT
 from attn_compiler.spec.masks import Causal, Dense, Flag, MaskSpec
 from attn_compiler.spec.target import Target
@@ -135,3 +135,13 @@ def test_no_row_is_hidden_by_one_before_it() -> None:
                 and (not before.holds or set(before.holds) >= set(row.holds) > set())
             )
             assert not hidden, row
+
+
+def test_keys_that_are_the_values_leave_room_for_more_of_them() -> None:
+    """Only where that was measured, and not where a backward visits the same lists."""
+    spec = make_spec(head_dim=512, needs_grad=False)
+    training = make_spec(head_dim=512)
+    for sm, asked, more in ((90, spec, True), (90, training, False), (80, spec, False)):
+        of_one, of_two = (find(asked, Target.fake(sm=sm)).forward for find in (tiles_of_one, tiles))
+        assert (of_one.keys == 2 * of_two.keys) == more
+        assert more or of_one == of_two

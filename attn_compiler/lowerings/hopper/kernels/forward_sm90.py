@@ -51,7 +51,7 @@ from attn_compiler.lowerings.shared.kernels.optional import at_index, of_head
 from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.releases_sm90 import barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of
-from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
+from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, LOW
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     FEW,
     NOTHING,
@@ -232,6 +232,8 @@ def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, QK_LAYOUT: gl.co
         out = zero_where(is_empty, out, how.V_ALL)
         sums = sums_of(out, ROW, how.V_ALL)
         lse = gl.where(sums != sums, sums, lse)
+    if how.LOW_AGAIN:
+        lse = gl.where(peak < LOW, float("nan"), lse)
     gl.store(Lse + rows, lse, mask=rows < seqlen_q)
     return out
 

@@ -36,6 +36,7 @@ class ForwardSwitches(NamedTuple):
     ADDED_EARLY: Any  # it is read while q kᵀ is under way, which takes registers
     BY_DISTANCE: Any  # that is numbers by distance, else a bias
     BATCH_LAST: Any  # blocks of all batch rows come before the next head's
+    LOW_AGAIN: Any  # rows that may have got nothing but low numbers are marked, too
 
 
 class ForwardWork(NamedTuple):

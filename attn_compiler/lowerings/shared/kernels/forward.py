@@ -25,6 +25,7 @@ from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     LN2,
     LOG2E,
+    LOW,
     at_head,
     change,
     head_and_batch,
@@ -62,7 +63,7 @@ class _Head(NamedTuple):
 @triton.jit
 def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MASKED: tl.constexpr):
     """One block of keys of the online softmax. total, peak: (M,) of a row so far; out_0, out_1: (M, V_0), (M, V_1). own: `_Queries`;
-    of: `_Head`."""
+    of: `_Head`. Beside a bias logits are as the model's, so that its lowest numbers stay finite; else in units of log 2 or of the scale."""
     start = tile * how.BLOCK_N
     keys = start + tl.arange(0, how.BLOCK_N)[None, :]
     queries, seqlen_kv = own.rows.queries, sizes.seqlen_kv
@@ -80,9 +81,10 @@ def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MA
     if how.QK_1 > 0:
         k_1 = load_tile(of.k, start, values_used, how.BLOCK_N, how.QK_0, how.QK_1, how.HEAD_DIM_QK, MASKED, how.ALIGN)
         qk = tl.dot(own.q_1, tl.trans(k_1), qk, input_precision=how.PRECISION)
+    UNIT: tl.constexpr = LOG2E if bias is None else 1.0
     logits, _ = change(
         qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.changed_by,
-        how.CHANGE, how.FAST_TANH, how.PLAIN,
+        how.CHANGE, how.FAST_TANH, how.PLAIN, None, UNIT,
     )  # fmt: skip
     if MASKED:
         allowed = is_allowed(
@@ -94,12 +96,15 @@ def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MA
             values_used = keys_in_use(start, own.rows, of.masks, sizes, how)
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     shift = new_peak
-    if MASKED or of.added.bias.base is not None:
+    if MASKED or bias is not None:
         # Nothing allowed so far: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     if how.PLAIN:
         weights = tl.exp2(logits * (sizes.scale * LOG2E) - (shift * (sizes.scale * LOG2E))[:, None])
         decay = tl.exp2((peak - shift) * (sizes.scale * LOG2E))
+    elif bias is not None:
+        weights = tl.exp2((logits - shift[:, None]) * LOG2E)
+        decay = tl.exp2((peak - shift) * LOG2E)
     else:
         weights = tl.exp2(logits - shift[:, None])
         decay = tl.exp2(peak - shift)
@@ -178,20 +183,24 @@ def _block(
     for tile in tl.range(full_first, full_last):
         total, peak, out_0, out_1 = _step(total, peak, out_0, out_1, tile, own, of, sizes, how, False)
 
+    # What logits are times for units of log 2.
+    TO_LOG2: tl.constexpr = 1.0 if Bias is None else LOG2E
     if how.PLAIN:
         peak = peak * (sizes.scale * LOG2E)
     if Sinks is not None:
-        sink = tl.load(Sinks + head).to(tl.float32) * LOG2E
+        sink = tl.load(Sinks + head).to(tl.float32) * (LOG2E / TO_LOG2)
         with_sink = tl.maximum(peak, sink)
         # A sink of -inf beside no key at all: -inf - -inf would be NaN.
         shift = tl.where(with_sink == float("-inf"), 0.0, with_sink)
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.exp2(sink - shift)
+        decay = tl.exp2((peak - shift) * TO_LOG2)
+        total = total * decay + tl.exp2((sink - shift) * TO_LOG2)
         out_0, out_1 = out_0 * decay[:, None], out_1 * decay[:, None]
         peak = with_sink
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, float("-inf"), peak * LN2 + tl.log(divisor))
+    lse = tl.where(empty, float("-inf"), peak * (LN2 * TO_LOG2) + tl.log(divisor))
+    if how.MARKS_LOW:
+        lse = tl.where((total == sizes.seqlen_kv) & (peak < LOW), float("inf"), lse)
     tl.store(Lse + row * sizes.seqlen_q + offsets, lse, mask=inside)
     store_tile(out, start, out_0 / divisor[:, None], how.BLOCK_M, 0, how.V_0, how.HEAD_DIM_V)
     if how.V_1 > 0:
@@ -205,7 +214,8 @@ def attention_forward(
 ):  # fmt: skip
     """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Operands: kernel_plan.Plan; tuples: tuples.py, stride_*: `Strides`.
 
-    Lse: (B, Hq, Sq), contiguous, float32, natural logarithm. A row without any allowed key gets 0 and -inf.
+    Lse: (B, Hq, Sq), contiguous, float32, natural logarithm. A row without any allowed key gets 0 and -inf. MARKS_LOW: one whose keys
+    all got the same low number gets the mean of v, and inf.
     """
     how: tl.constexpr = members(HOW)
     # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.

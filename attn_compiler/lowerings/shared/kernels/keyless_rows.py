@@ -1,8 +1,8 @@
-"""What queries without keys give, behind a kernel that left them 0: the mean of v, and what gradients come back through it.
+"""What queries without keys give, behind a kernel: the mean of v, and what gradients come back through it.
 
-Such a row is one whose lse is -inf. Most batches have none, so every kernel here asks first, and all but the lse is left alone then. The
-sums of a head are made in CHUNKS parts, by a program each, and always added up in their order. With n keys, a scale s, and g the
-gradient of a row i without keys:
+Such a row is one whose lse is -inf; or MARKED, inf: of those the kernel gave the mean itself (forward.py, MARKS_LOW). Most batches have
+none, so every kernel here asks first, and all but the lse is left alone then. The sums of a head are made in CHUNKS parts, by a program
+each, and always added up in their order. With n keys, a scale s, and g the gradient of a row i without keys:
 
     out_i = Σ_j v_j / n,    dv_j += Σ_i g_i / n,
     dq_i = s/n · g_i Σ_j (v_j - mean) k_jᵀ,    dk_j += s/n · (v_j - mean) Σ_i g_i q_iᵀ
@@ -22,19 +22,19 @@ _ANY = ("group", "seqlen_q", "seqlen_kv", "scale")
 
 
 @triton.jit
-def _without_keys(of_head, rows, seqlen_q):
+def _without_keys(of_head, rows, seqlen_q, MARKED: tl.constexpr):
     """Which of these rows have no key. of_head: the lse of a head."""
-    return tl.load(of_head + rows, mask=rows < seqlen_q, other=0.0) == float("-inf")
+    return tl.load(of_head + rows, mask=rows < seqlen_q, other=0.0) == (float("inf") if MARKED else float("-inf"))
 
 
 @triton.jit
-def _of_some_head(Lse, first_head, group, seqlen_q, SCAN: tl.constexpr):
+def _of_some_head(Lse, first_head, group, seqlen_q, SCAN: tl.constexpr, MARKED: tl.constexpr):
     """How many times a block of rows of these heads has one without keys."""
     found = 0
     for member in range(group):
         of_head = Lse + (first_head + member).to(tl.int64) * seqlen_q
         for start in range(0, seqlen_q, SCAN):
-            found += tl.max(_without_keys(of_head, start + tl.arange(0, SCAN), seqlen_q).to(tl.int32), 0)
+            found += tl.max(_without_keys(of_head, start + tl.arange(0, SCAN), seqlen_q, MARKED).to(tl.int32), 0)
     return found
 
 
@@ -71,11 +71,12 @@ def _sum_of_parts(Parts, CHUNKS: tl.constexpr, SIZE: tl.constexpr):
 def attention_sum_values(
     V, Lse, Sums, stride_v, group, seqlen_q, seqlen_kv,
     SCAN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
+    MARKED: tl.constexpr,
 ):  # fmt: skip
     """Sums: float32 (B, Hkv, CHUNKS, V_ALL), of heads that have a row without keys. Grid: (CHUNKS, Hkv, B)."""
     chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     of_batch = batch * tl.num_programs(1) + head
-    if _of_some_head(Lse, of_batch * group, group, seqlen_q, SCAN) > 0:
+    if _of_some_head(Lse, of_batch * group, group, seqlen_q, SCAN, MARKED) > 0:
         each = tl.cdiv(tl.cdiv(seqlen_kv, BLOCK), CHUNKS) * BLOCK
         V = at_head(V, batch, head, stride_v.b, stride_v.h, 1)
         total = tl.zeros([V_ALL], tl.float32)
@@ -89,12 +90,13 @@ def attention_sum_values(
 def attention_fill_rows(
     Out, Lse, Sums, stride_o, group, seqlen_q, seqlen_kv,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
+    MARKED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of BLOCK queries, Hq, B). Sums: as above."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads_q = tl.num_programs(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    without = _without_keys(Lse + (batch * heads_q + head).to(tl.int64) * seqlen_q, rows, seqlen_q)
+    without = _without_keys(Lse + (batch * heads_q + head).to(tl.int64) * seqlen_q, rows, seqlen_q, MARKED)
     if tl.max(without.to(tl.int32), 0) > 0:
         of_batch = batch * (heads_q // group) + head // group
         mean = _sum_of_parts(Sums + of_batch.to(tl.int64) * CHUNKS * V_ALL, CHUNKS, V_ALL) / seqlen_kv
@@ -109,6 +111,7 @@ def attention_sum_rows(
     Q, GradOut, Lse, Found, Sums, Products, stride_q, stride_g, group, seqlen_q,
     SCAN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
+    MARKED: tl.constexpr,
 ):  # fmt: skip
     """What rows without keys add up to. Grid: (CHUNKS, Hkv · PARTS, B).
 
@@ -126,12 +129,12 @@ def attention_sum_rows(
         of_head = Lse + (of_batch * group + member).to(tl.int64) * seqlen_q
         grads = at_head(GradOut, batch, head * group + member, stride_g.b, stride_g.h, 1)
         for begin in range(chunk * each, tl.minimum(chunk * each + each, seqlen_q), SCAN):
-            here = tl.max(_without_keys(of_head, begin + tl.arange(0, SCAN), seqlen_q).to(tl.int32), 0)
+            here = tl.max(_without_keys(of_head, begin + tl.arange(0, SCAN), seqlen_q, MARKED).to(tl.int32), 0)
             found += here
             if here > 0:
                 for start in range(begin, tl.minimum(begin + SCAN, seqlen_q), BLOCK):
                     rows = start + tl.arange(0, BLOCK)
-                    without = _without_keys(of_head, rows, seqlen_q)
+                    without = _without_keys(of_head, rows, seqlen_q, MARKED)
                     grad = _rows_of(grads, rows, seqlen_q, stride_g.s, 0, V_ALL, HEAD_DIM_V)
                     grad = tl.where(without[:, None], grad, 0.0).to(grad.dtype)
                     total += tl.sum(grad.to(tl.float32), 0)
@@ -182,12 +185,13 @@ def attention_rows_grad_q(
     GradOut, GradQ, Lse, Sums, Products, stride_g, stride_dq, group, seqlen_q, seqlen_kv, scale,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
+    MARKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of q in rows without keys. Sums, Products: of `attention_sum_keys`. Grid: (blocks of BLOCK queries, Hq, B)."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads_q = tl.num_programs(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    without = _without_keys(Lse + (batch * heads_q + head).to(tl.int64) * seqlen_q, rows, seqlen_q)
+    without = _without_keys(Lse + (batch * heads_q + head).to(tl.int64) * seqlen_q, rows, seqlen_q, MARKED)
     if tl.max(without.to(tl.int32), 0) > 0:
         of_batch = (batch * (heads_q // group) + head // group).to(tl.int64) * CHUNKS
         mean = _sum_of_parts(Sums + of_batch * V_ALL, CHUNKS, V_ALL) / seqlen_kv

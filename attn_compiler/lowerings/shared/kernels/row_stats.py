@@ -8,14 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, at_head, load_tile
+from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, LOW, at_head, load_tile
 from attn_compiler.lowerings.shared.kernels.tuples import Positions
 
 
 @triton.jit
 def minus_lse(Lse, offsets, seqlen_q):
+    """-inf for a row without keys, and for one of nothing but low numbers, marked (inf) or not: its lse lost how many keys share it."""
     lse = tl.load(Lse + offsets, mask=offsets < seqlen_q, other=float("-inf"))
-    return tl.where(lse == float("-inf"), lse, -lse * LOG2E)
+    return tl.where((lse < LOW) | (lse == float("inf")), float("-inf"), -lse * LOG2E)
 
 
 @triton.jit

@@ -26,6 +26,8 @@ from attn_compiler.lowerings.shared.kernels.tuples import Pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+#: Beside logits below it float32 holds no score, so keys that all got one such number share the row: its step there is 8.
+LOW = tl.constexpr(-1e8)
 
 
 @triton.jit
@@ -253,13 +255,13 @@ def allowed_at(
 
 
 @triton.jit
-def changed(qk, scale, number, CHANGE: tl.constexpr, FAST_TANH: tl.constexpr):
-    """What is done to each score by itself (score_changes.py): what comes of q kᵀ, and the factor that makes logits in units of log 2
-    of it."""
-    found, factor = qk, scale * LOG2E
+def changed(qk, scale, number, CHANGE: tl.constexpr, FAST_TANH: tl.constexpr, UNIT: tl.constexpr):
+    """What is done to each score by itself (score_changes.py): what comes of q kᵀ, and the factor that makes logits of it. UNIT: as in
+    `change`."""
+    found, factor = qk, scale * UNIT
     if CHANGE == "softcap":
         found = tanh(qk * (scale / number), FAST_TANH)
-        factor = number * LOG2E
+        factor = number * UNIT
     return found, factor
 
 
@@ -274,9 +276,11 @@ def through_change(grad, found, CHANGE: tl.constexpr):
 @triton.jit
 def change(
     qk, queries, keys, bias, distances, slope, scale, number,
-    CHANGE: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr, base=None,
+    CHANGE: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr, base=None, UNIT: tl.constexpr = LOG2E,
 ):  # fmt: skip
     """q kᵀ (float32) as logits in units of log 2, before the mask; and the changed scores, as `through_change` wants them.
+
+    UNIT: 1 for logits as they are. The lowest number that a model adds is finite then; in units of log 2 it is -inf.
 
     bias, distances: what is added to each pair, or None. slope: of this head. base: what the logits of each query
     begin from, in its shape, PLAIN or not; that costs nothing, as each further term is a product and a sum.
@@ -287,17 +291,17 @@ def change(
     if PLAIN and base is None:
         logits = qk
     else:
-        found, factor = changed(qk, scale, number, CHANGE, FAST_TANH)
+        found, factor = changed(qk, scale, number, CHANGE, FAST_TANH, UNIT)
         # In this order there is no whole tile of sums to hold while the products are under way.
         logits = found * factor
         if base is not None:
             logits += base
         if slope is not None:
-            logits += (slope * LOG2E) * (keys - queries).to(tl.float32)
+            logits += (slope * UNIT) * (keys - queries).to(tl.float32)
         if distances is not None:
-            logits += distances.to(tl.float32) * LOG2E
+            logits += distances.to(tl.float32) * UNIT
         if bias is not None:
-            logits = tl.fma(bias.to(tl.float32), LOG2E, logits)
+            logits = tl.fma(bias.to(tl.float32), UNIT, logits)
     return logits, found
 
 

@@ -112,6 +112,7 @@ class Switches(NamedTuple):
     ALIGN: Any  # elements that every head and position begins at a multiple of
     MASK_ALL: Any  # no tile goes without its mask
     ONE_KV: Any  # keys are the values, too
+    MARKS_LOW: Any  # see forward.attention_forward
 
 
 class MaskOperands(NamedTuple):

@@ -89,3 +89,76 @@ def test_outputs_and_gradients_are_eagers_on_a_gpu(masked: Masked, lowering: str
     if by_name(lowering).unavailable(Target.current("cuda")):
         pytest.skip(f"{lowering} does not run on this machine")
     check(masked, lowering, sizes, "cuda", torch.bfloat16)
+
+
+# ---- numbers that come in, which nobody read ------------------------------------------------------------------------
+
+
+def numbers(sizes: tuple[int, ...], device: str, dtype: torch.dtype, low: float, other: float | None = None) -> Tensor:
+    """(B, 1, Sq, Skv): some keys, some queries and the last batch row get `low`; of some of those queries, keys get `other` instead."""
+    batch, _, _, queries, keys, *_ = sizes
+    generator = torch.Generator().manual_seed(5)
+    found = torch.zeros(batch, 1, queries, keys)
+    found.masked_fill_(torch.rand(batch, 1, queries, keys, generator=generator) < 0.3, low)
+    found[-1] = found[0, :, queries // 3 : queries // 2] = low
+    if other is not None:
+        found[0, :, queries // 3 : queries // 2, ::3] = other
+    return found.to(device, dtype)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return (q @ k.mT * q.shape[-1] ** -0.5 + mask).softmax(-1) @ v
+
+
+def by_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def check_numbers(function: Callable[..., Tensor], lowering: str, sizes: tuple[int, ...], mask: Tensor) -> None:
+    """Against float32, in which low numbers leave nothing of the scores, as in the model's dtype."""
+    tensors, _, grad = problem(sizes, mask.device.type, mask.dtype)
+    run = compiled(function, lowering=lowering)
+    found = results(run, tensors, [mask], grad)
+    assert run.site.decision.lowering == lowering
+    assert run.site.spec.adds_unread
+    wide = [x.detach().float().requires_grad_() for x in tensors]
+    exact = results(by_hand, wide, [mask.float()], grad)
+    eager = results(by_hand, tensors, [mask], grad)
+    for one, other, plain in zip(found, exact, eager, strict=True):
+        worst = (plain - other).abs().max()
+        assert (one - other).abs().max() <= 3 * worst + 1e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize("function", [by_hand, by_call])
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e30, -1e9], ids=str)
+def test_queries_that_got_one_low_number_are_means(function: Callable[..., Tensor], low: float) -> None:
+    """In units of log 2 the lowest number is -inf, and beside -1e9 an lse can't hold how many keys share a row."""
+    sizes = (2, 4, 2, 75, 150, 16, 32)
+    check_numbers(function, "triton", sizes, numbers(sizes, "cpu", torch.float32, low))
+
+
+@pytest.mark.parametrize("other", [-torch.inf, torch.finfo(torch.float32).min], ids=str)
+def test_of_two_low_numbers_the_higher_one_counts(other: float) -> None:
+    sizes = (2, 4, 2, 75, 150, 16, 32)
+    mask = numbers(sizes, "cpu", torch.float32, -1e9, other)
+    tensors, _, _ = problem(sizes, "cpu", torch.float32)
+    with torch.no_grad():
+        run = compiled(by_hand, lowering="triton")
+        torch.testing.assert_close(run(*tensors, mask), by_hand(*tensors, mask))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", [by_hand, by_call])
+@pytest.mark.parametrize("lowering", ["triton", "hopper"])
+@pytest.mark.parametrize("low", [torch.finfo(torch.bfloat16).min, -1e9], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 8, 2, 2100, 1304, 128, 128), (3, 4, 4, 520, 520, 64, 64)], ids=str)
+def test_queries_that_got_one_low_number_are_means_on_a_gpu(
+    function: Callable[..., Tensor], lowering: str, low: float, sizes: tuple[int, ...]
+) -> None:
+    if by_name(lowering).unavailable(Target.current("cuda")):
+        pytest.skip(f"{lowering} does not run on this machine")
+    check_numbers(function, lowering, sizes, numbers(sizes, "cuda", torch.bfloat16, low))
