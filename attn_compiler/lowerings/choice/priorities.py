@@ -24,6 +24,7 @@ from pathlib import Path
 
 from attn_compiler.lowerings.base import OF_LATENT
 from attn_compiler.lowerings.choice import hopper_added, shape_class
+from attn_compiler.lowerings.choice.bias_rows import BIAS_ROWS
 from attn_compiler.lowerings.choice.cpu_rows import CPU_ROWS
 from attn_compiler.lowerings.choice.dropout_rows import DROPOUT_ROWS
 from attn_compiler.lowerings.choice.rows import (
@@ -254,6 +255,7 @@ ROWS: tuple[Row, ...] = (
             "492 and 1544, cuDNN with a dense mask 828 and 2564; 552 and 1468, 632 and 1528, 1101 and 2598)"
         ),
     ),
+    *BIAS_ROWS,
     Row(
         sms=(90, 90),
         dtypes=HALF,

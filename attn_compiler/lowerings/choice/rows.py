@@ -43,6 +43,7 @@ class Row:
     least_scores, most_scores: bounds on seqlen_q · seqlen_kv.
     mask, band, grouped: as in ShapeClass.
     parts: the site has one of these.
+    learned: a bias has a gradient.
     head_dims: both of the spec's are known and within them, bounds included; None is no upper bound.
     seqlens: the same of its lengths. On a GPU, here and in bounds on scores, one that is not known counts as shape_class.py says; on a CPU
         it is within none.
@@ -71,6 +72,7 @@ class Row:
     band: shape_class.Band | None = None
     grouped: bool | None = None
     parts: frozenset[PartKind] | None = None
+    learned: bool | None = None
     head_dims: tuple[int, int | None] | None = None
     seqlens: tuple[int, int | None] | None = None
     least_elements: int | None = None
@@ -96,6 +98,7 @@ class Row:
             and self._fits_lengths(spec)
             and self._fits_shape(shape_class.of(spec))
             and (self.parts is None or bool(self.parts & site_parts.parts(spec).kinds))
+            and self.learned in (None, site_parts.parts(spec).bias_grad)
         )
 
     def _fits_machine(self, target: Target) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
@@ -12,6 +12,9 @@ from attn_compiler.lowerings.base import Emitter
 
 # The memory-efficient kernel loads the bias in vectors of 8: every stride but the last is a multiple of it.
 _EFFICIENT_ALIGNMENT = 8
+# Triton knows of a stride that it is a multiple of 16, and of no other number. A tile or two of keys are loaded one by one sooner than
+# copied: windows of 49 tokens took 178 us, and 210 by a copy (learned_bias_h200.csv).
+_TRITON_ALIGNMENT, _TRITON_LEAST = 16, 128
 
 Size = int | fx.Node
 
@@ -36,20 +39,49 @@ def with_adjacent_keys(emitter: Emitter, bias: fx.Node, k: fx.Node) -> fx.Node:
 def for_efficient(emitter: Emitter, bias: fx.Node, q: fx.Node, k: fx.Node) -> fx.Node:
     """`bias` expanded to (B, Hq, Sq, Skv), its rows aligned: copied into longer rows where they aren't, or may not be."""
     bias = _with_all_keys(emitter, bias, k)
-    if not _is_aligned(emitter.value(bias)):
+    if not _is_aligned(emitter.value(bias), _EFFICIENT_ALIGNMENT):
         unaligned = bias
-        bias = emitter.once(("aligned rows", unaligned), lambda: _with_aligned_rows(emitter, unaligned))
+        bias = emitter.once(
+            ("aligned rows", unaligned), lambda: _with_aligned_rows(emitter, unaligned, _EFFICIENT_ALIGNMENT)
+        )
     # An axis that has its size keeps it: naming it again would tie two symbols together.
     shape = emitter.value(bias).shape
     sizes = [_size(emitter, q, axis) if _is_one(shape[axis]) else -1 for axis in range(3)]
     return emitter.call(torch.ops.aten.expand.default, bias, [*sizes, -1])
 
 
-def _with_aligned_rows(emitter: Emitter, bias: fx.Node) -> fx.Node:
+def in_vectors(emitter: Emitter, bias: fx.Node, q: fx.Node) -> fx.Node:
+    """`bias` (b, h, Sq, Skv) as Triton's kernels load vectors of: copied into longer rows where they aren't aligned, once a graph.
+
+    Number by number a forward of 577 keys takes 817 us on an H200, and 265 by a copy (learned_bias_h200.csv). What is read once is left.
+    """
+    value, of_q = emitter.value(bias), emitter.value(q)
+    if not all(isinstance(x, int) for x in (*value.shape, *value.stride())) or min(value.shape[2:]) == 1:
+        return bias
+    shared = [axis for axis in (0, 1) if value.shape[axis] == 1 or value.stride(axis) == 0]
+    is_read_again = any(not _is_one(of_q.shape[axis]) for axis in shared)
+    if value.shape[3] < _TRITON_LEAST or not is_read_again or _is_aligned(value, _TRITON_ALIGNMENT):
+        return bias
+    rows = _aligned(emitter, value.shape[3], _TRITON_ALIGNMENT)
+    emitter.note(f"bias copied into rows of {rows} numbers, which are loaded in vectors; once a graph")
+    return emitter.once(
+        ("vectors", bias), lambda: _with_aligned_rows(emitter, _once_each(emitter, bias, shared), _TRITON_ALIGNMENT)
+    )
+
+
+def _once_each(emitter: Emitter, bias: fx.Node, shared: Iterable[int]) -> fx.Node:
+    """`bias` with one entry along axes of which all entries are the same memory."""
+    for axis in shared:
+        if not _is_one(emitter.value(bias).shape[axis]):
+            bias = emitter.call(torch.ops.aten.slice.Tensor, bias, axis, 0, 1)
+    return bias
+
+
+def _with_aligned_rows(emitter: Emitter, bias: fx.Node, alignment: int) -> fx.Node:
     """A copy whose rows lie a multiple of the alignment apart. Not by padding: that op takes no symbolic size, and a symbolic
     number of columns that may be 1 is guarded on."""
     *rows, keys = (_size(emitter, bias, axis) for axis in range(4))
-    zeros = emitter.call(torch.ops.aten.new_zeros.default, bias, [*rows, _aligned(emitter, keys)])
+    zeros = emitter.call(torch.ops.aten.new_zeros.default, bias, [*rows, _aligned(emitter, keys, alignment)])
     filled = emitter.call(torch.ops.aten.slice_scatter.default, zeros, bias, 3, 0, keys)
     return emitter.call(torch.ops.aten.slice.Tensor, filled, 3, 0, keys)
 
@@ -61,22 +93,22 @@ def _with_all_keys(emitter: Emitter, bias: fx.Node, k: fx.Node) -> fx.Node:
     return emitter.call(torch.ops.aten.expand.default, bias, [-1, -1, -1, keys])
 
 
-def _is_aligned(value: torch.Tensor) -> bool:
+def _is_aligned(value: torch.Tensor, alignment: int) -> bool:
     """A symbolic stride counts as unaligned: asking it would add a guard."""
     *others, last = value.stride()
-    return _is_one(last) and all(isinstance(s, int) and s % _EFFICIENT_ALIGNMENT == 0 for s in others)
+    return _is_one(last) and all(isinstance(s, int) and s % alignment == 0 for s in others)
 
 
 def _is_one(size: int | torch.SymInt) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _aligned(emitter: Emitter, size: Size) -> Size:
+def _aligned(emitter: Emitter, size: Size, alignment: int) -> Size:
     """The first multiple of the alignment above `size`."""
     if isinstance(size, int):
-        return (size // _EFFICIENT_ALIGNMENT + 1) * _EFFICIENT_ALIGNMENT
-    blocks = emitter.call(operator.floordiv, size, _EFFICIENT_ALIGNMENT)
-    return emitter.call(operator.mul, emitter.call(operator.add, blocks, 1), _EFFICIENT_ALIGNMENT)
+        return (size // alignment + 1) * alignment
+    blocks = emitter.call(operator.floordiv, size, alignment)
+    return emitter.call(operator.mul, emitter.call(operator.add, blocks, 1), alignment)
 
 
 def _size(emitter: Emitter, node: fx.Node, axis: int) -> Size:

@@ -15,7 +15,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands, Tiles
-from attn_compiler.lowerings.shared import parts as site_parts, tiles as tile_lists
+from attn_compiler.lowerings.shared import mask_nodes, parts as site_parts, tiles as tile_lists
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, Interval
 from attn_compiler.lowerings.shared.kernel_plan import Plan
 from attn_compiler.lowerings.shared.parts import Parts
@@ -66,6 +66,8 @@ class _Made:
     def all_of(self, plan: Plan, parts: Parts, tiles: Tiles, *, ordered: bool) -> dict[str, fx.Node]:
         """By name; those that the plan asks for are among them."""
         made = self.all_of_parts(parts)
+        if plan.bias:
+            made["bias"] = mask_nodes.in_vectors(self.emitter, made["bias"], self.given.q)
         if plan.tiles:
             masking = self._masking_of(parts, made)
             made["tiles"] = tile_lists.lists(self.emitter, masking, tiles, by_key=False, ordered=ordered)

@@ -66,6 +66,35 @@ def test_an_aligned_static_bias_is_only_expanded() -> None:
     assert case.value(out).shape == (2, 4, 9, 16)
 
 
+def test_triton_is_given_rows_that_vectors_are_loaded_from() -> None:
+    """Once for all sites, also of a bias that was expanded over the batch."""
+    bias = torch.randn(1, 4, 9, 133).expand(2, -1, -1, -1)
+    case = Bench(**tensors(9, 133) | {"bias": bias})
+    for _ in range(2):
+        out = case.call(mask_nodes.in_vectors, case.nodes["bias"], case.nodes["q"])
+    module = case.module(out)
+    assert calls(module).count(aten.slice_scatter.default) == 1
+    got = module(*(({**tensors(9, 133), "bias": bias})[name] for name in case.nodes))
+    assert torch.equal(got, bias[:1])
+    assert got.stride() == (4 * 9 * 144, 9 * 144, 144, 1)
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        torch.randn(2, 4, 9, 133),
+        torch.randn(1, 4, 9, 144),
+        torch.randn(1, 4, 1, 133),
+        torch.randn(1, 4, 9, 1),
+        torch.randn(1, 4, 9, 49),
+    ],
+    ids=["read once", "aligned", "one row", "one key", "few keys"],
+)
+def test_other_biases_are_not_copied_for_triton(bias: torch.Tensor) -> None:
+    case = Bench(**tensors(9, bias.shape[3]) | {"bias": bias})
+    assert case.call(mask_nodes.in_vectors, case.nodes["bias"], case.nodes["q"]) is case.nodes["bias"]
+
+
 @pytest.mark.parametrize(
     ("mask", "targets"),
     [

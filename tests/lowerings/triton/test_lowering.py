@@ -301,3 +301,27 @@ def test_keys_that_are_the_values_are_read_once(is_one: bool) -> None:
 
     function = compiled(_of_one_tensor if is_one else lambda q, kv: _of_one_tensor(q, kv * 1.0), lowering="triton")
     _assert_same(function, _of_one_tensor, given(), given())
+
+
+def _beside_a_table(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Two layers of a vision model, which gather one bias."""
+    at = torch.arange(k.shape[2])
+    bias = table[(at[:, None] * 5 + at * 3) % len(table)].permute(2, 0, 1)[None]
+    once = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return torch.nn.functional.scaled_dot_product_attention(once, k, v, attn_mask=bias)
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_rows_of_a_learned_bias_are_copied_once_for_all_layers() -> None:
+    def given() -> list[torch.Tensor]:
+        q, *_ = _tensors(133, 133)
+        k, v = (torch.randn_like(q).detach().requires_grad_() for _ in range(2))
+        return [q, k, v, torch.randn(9, q.shape[1]).requires_grad_()]
+
+    torch.manual_seed(0)
+    ours = given()
+    theirs = [x.detach().clone().requires_grad_() for x in ours]
+    function = compiled(_beside_a_table, lowering="triton")
+    _assert_same(function, _beside_a_table, ours, theirs)
+    assert function.calls.count("slice_scatter") == 1
+    assert any("rows of 144 numbers" in note for note in function.report.sites[0].notes)
