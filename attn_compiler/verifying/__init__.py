@@ -11,7 +11,8 @@ calls run the compiled function alone.
 plan.py: what to check, made ready before the graph is given away. running.py: the run. pairs.py: the model's tensors, query by
 key. rounding.py: how far a bias may be off. numbers.py: how exact a number is. values.py: values of nodes. copies.py: of graphs and inputs.
 shared.py, ranks.py, as_read.py, whole_loads.py: attention over a sequence that ranks share.
-whole.py, interpreting.py: runs of a whole graph, in several arithmetics. comparing.py: their results. results.py: what was found.
+whole.py, interpreting.py: runs of a whole graph, in several arithmetics. recomputing.py: the model's operations at one site again.
+comparing.py: the rule that all results are compared by.
 
 The run holds a copy of the inputs (of trained parameters only where the graph may write to them) and, for one site at a time, its
 attention in a wider dtype. Where gradients are needed the copy is held until the first backward, or until there can be none.

@@ -13,6 +13,7 @@ from torch import fx
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import masks, outputs, scores, shared, whole
+from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.plan import Check, CheckPlan
 from attn_compiler.verifying.values import Key, NoValueError, Values
 from attn_compiler.verifying.whole import Called, Ran
@@ -132,12 +133,12 @@ class Session:
             return self._verification(check, elements=masks.check(check.site, self._values))
         return self._of(check, self._compared(check))
 
-    def _of(self, check: Check, compared: outputs.Compared) -> Verification:
+    def _of(self, check: Check, compared: Compared) -> Verification:
         if compared.left_out:
             self._left_out.append(check.site.module)
         return self._verification(check, elements=compared.elements, error=compared.error, allowed=compared.allowed)
 
-    def _compared(self, check: Check) -> outputs.Compared:
+    def _compared(self, check: Check) -> Compared:
         if check.subject == "bias":
             return scores.check(check.site, self._values)
         if check.new_out is None:

@@ -16,8 +16,8 @@ from attn_compiler.index_expr import Apply, Expr, parts
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.verifying import pairs, rounding
+from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.numbers import difference
-from attn_compiler.verifying.outputs import Compared
 from attn_compiler.verifying.pairs import BIASED_MASKED_BELOW, MASKED, Own, Slice
 from attn_compiler.verifying.values import Key, NoValueError, Values
 

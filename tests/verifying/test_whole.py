@@ -8,7 +8,8 @@ from torch.nn import Parameter
 from torch.nn.functional import dropout
 
 from attn_compiler.verifying import whole
-from attn_compiler.verifying.whole import Called, Reruns, SeenBackward, fingerprint
+from attn_compiler.verifying.numbers import Noise
+from attn_compiler.verifying.whole import Called, SeenBackward, fingerprint
 from tests.verifying.planning import SHAPE, Planned, Tensor, causal, planned, qkv
 
 
@@ -102,11 +103,8 @@ def test_a_parameter_that_is_written_since_is_seen() -> None:
     ("dtype", "wide"), [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
 )
 def test_an_exact_run_is_twice_as_wide(dtype: torch.dtype, wide: torch.dtype) -> None:
-    reruns = Reruns(called=_called(planned(causal, *qkv(dtype=dtype))))
-    (out,) = reruns.exact()
-    assert out is not None
+    called = _called(planned(causal, *qkv(dtype=dtype)))
+    (out,) = whole.again(called, None)
     assert out.dtype == wide
-    assert reruns.exact()[0] is out
-    (noisy,) = reruns.noisy(1)
-    assert noisy is not None
+    (noisy,) = whole.again(called, Noise(seed=1))
     assert 0 < float((noisy - out).abs().max()) < 0.05
