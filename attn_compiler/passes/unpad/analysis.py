@@ -64,7 +64,7 @@ class Analysis:
         if node.target is SDPA:
             return self._attention(node)
         try:
-            result = self._ruled(node)
+            result = rules.of(self, node)
         except (KeepsPadding, AxisError) as error:
             why = error if isinstance(error, KeepsPadding) else forms.refused(node, str(error))
             return self._plain(node, given) if is_exact else self._exit(node, why)
@@ -108,9 +108,6 @@ class Analysis:
         except KeepsPadding:
             return None
         return FormRecipe(needs=(Need(node, form),), make=lambda _, given: given[0])
-
-    def _ruled(self, node: fx.Node) -> Result:
-        return rules.rule_of(node)(self, node)
 
     def _plain(self, node: fx.Node, given: list[Value]) -> Value:
         x = node.meta.get("val")
