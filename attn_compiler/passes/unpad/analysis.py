@@ -41,7 +41,6 @@ class Analysis:
         self.padding = padding
         self.batch, self.seq = Atom(shape[0]), Atom(shape[1])
         self.facts: dict[fx.Node, RuntimeFact] = {}
-        self.num_attentions = 0
         self._pairs = {site.match.anchor: own for site, own in pairs.items()}
         self._values: dict[fx.Node, Value] = {}
         self._inputs: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -165,7 +164,6 @@ class Analysis:
             return Value(kind=Kind.LOST, lost=why)
         if pairs.count_positions:
             self.facts[node] = exits.side_by_side()
-        self.num_attentions += 1
         arguments = {name: views.argument(node, name) for name in ("dropout_p", "scale", "enable_gqa")}
 
         further = {} if pairs.scores is None else pairs.scores.tensors

@@ -10,6 +10,7 @@ from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import fp8_speed
+from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select
 from attn_compiler.spec.attention import AttentionSpec
@@ -103,7 +104,7 @@ def test_each_way_to_find_scales_has_speeds_of_its_own() -> None:
 
 
 def test_a_rotation_has_a_speed_of_its_own() -> None:
-    fp8_speed.MEASURED.write_text(
+    fp8_speed.TABLE.path.write_text(
         LINES + "hopper_fp8,causal,65,128,8192,4096.5,no,no,accurate,no,600,2026-11-22,causal_d128_s8192\n"
     )
     plain = asked(8192)
@@ -153,7 +154,7 @@ def windowed(seqlen: int, window: int, **given: Any) -> AttentionSpec:
     "changes", [(), (Softcap(cap=30.0),), (Sinks(requires_grad=False),)], ids=["plain", "softcap", "sinks"]
 )
 def test_windows_go_by_the_keys_of_a_query(changes: tuple[ScoreChange, ...]) -> None:
-    fp8_speed.MEASURED.write_text(LINES + WINDOWS)
+    fp8_speed.TABLE.path.write_text(LINES + WINDOWS)
     for seqlen, window in ((8192, 4096), (32768, 3000), (32768, 8192)):
         assert fp8_speed.check(windowed(seqlen, window, changes=changes), H200, "hopper_fp8", "cudnn") == []
     for seqlen, window in ((8192, 1024), (32768, 1024), (2048, 4096)):
@@ -164,7 +165,7 @@ def test_windows_go_by_the_keys_of_a_query(changes: tuple[ScoreChange, ...]) -> 
 
 
 def test_of_rows_with_as_many_keys_the_nearest_length_counts() -> None:
-    fp8_speed.MEASURED.write_text(LINES + WINDOWS.replace("960.1", "992.0"))
+    fp8_speed.TABLE.path.write_text(LINES + WINDOWS.replace("960.1", "992.0"))
     for seqlen in (8192, 16384):
         row = fp8_speed.estimate("hopper_fp8", windowed(seqlen, 1024))
         assert row is not None
@@ -225,8 +226,6 @@ def test_what_the_site_gets_without_fp8_is_decided_once(monkeypatch: pytest.Monk
     assert [spec.fp8 is None for spec in decided] == [False, True]
 
 
-def test_names_of_the_file_are_lowerings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_speed, "MEASURED", Path(fp8_speed.__file__).with_name("fp8_sm90.csv"))
-    fp8_speed.rows.cache_clear()
+def test_names_of_the_file_are_lowerings() -> None:
     known = set(FP8) | {"sdpa_cudnn", "triton", "fa4", "cudnn", "hopper"}
-    assert {row.lowering for row in fp8_speed.rows()} <= known
+    assert {row.lowering for row in Table("fp8_sm90.csv", fp8_speed.SpeedRow).rows()} <= known
