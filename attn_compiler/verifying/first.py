@@ -67,7 +67,7 @@ class First:
                 return None, None
             if self._forward:
                 with _unhindered(plan, "the check of the first call"):
-                    run = running.run(plan, args)
+                    run = running.run_checks(plan, args)
                     results.keep(run.found)
                     self._apart = run.apart
                 # Should the check itself have failed, it would fail again.
@@ -139,7 +139,7 @@ class First:
         self._watched = None
         apart = self._apart or ("the caller wrote to an output in place that is a view" if moved else None)
         with _unhindered(called.plan, "the check of the gradients"):
-            results.keep(gradients.check(called, arrived, written, apart))
+            results.keep(gradients.check_gradients(called, arrived, written, apart))
         self._backward = False
         self._close()
 

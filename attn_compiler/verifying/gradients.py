@@ -29,7 +29,7 @@ from attn_compiler.verifying.whole import Called, Ran, SeenBackward
 SUBJECT_WHOLE = "graph gradients"
 
 
-def check(
+def check_gradients(
     called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor], apart: str | None
 ) -> list[Verification]:
     """Compare the gradients of one backward. Raises VerificationMismatch.
@@ -45,7 +45,7 @@ def check(
     backward = SeenBackward(arrived=came, written=written)
     session = _GradientSession(plan, plan.gradient_checks())
     try:
-        ran = whole.run(called, backward=backward, record=session.record)
+        ran = whole.run_model(called, backward=backward, record=session.record)
         with leaving_no_trace(called.args, plan.devices, gradients=True):
             session.compare()
         return [*session.finish(), _check_whole(called, arrived, backward, ran, apart)]
@@ -132,7 +132,7 @@ class _GradientSession(Session):
         given = site_gradients.Given(
             values=values, trained=trained, gradient=self._gradients.pop(check), autocast=self._autocasts[check]
         )
-        return site_gradients.check(check.site, check.body, check.new_out, given)
+        return site_gradients.check_site_gradients(check.site, check.body, check.new_out, given)
 
     def close(self) -> None:
         super().close()

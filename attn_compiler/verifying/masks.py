@@ -23,7 +23,7 @@ _WORDS = {MASKED: "masked out", ALLOWED: "allowed"}
 
 
 def needs(site: Site, values: Values) -> set[Key]:
-    """What has to be recorded for `check`. Raises NoValueError where it can't be."""
+    """What has to be recorded for `check_mask`. Raises NoValueError where it can't be."""
     if site.condition is None:
         mask = site.spec.mask if site.spec is not None else None
         raise NoValueError((mask.reason if mask is not None else None) or "the mask was not read")
@@ -32,7 +32,7 @@ def needs(site: Site, values: Values) -> set[Key]:
     )
 
 
-def check(site: Site, values: Values) -> int:
+def check_mask(site: Site, values: Values) -> int:
     """Compare, slice by slice; returns how many pairs were. Raises VerificationMismatch, or NoValueError."""
     condition = site.condition
     if condition is None:

@@ -33,7 +33,7 @@ def factor(site: Site) -> float:
 
 
 def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
-    """What has to be recorded for `check`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
+    """What has to be recorded for `check_output`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
     if site.spec is None or site.decision is None or new_out is None:
         raise NoValueError("the site is as the model made it")
     if site.spec.score.dropout_p > 0:
@@ -64,7 +64,7 @@ def _require_exact(node: fx.Node) -> None:
         raise NoValueError(f"{node.name} can't be run by itself")
 
 
-def check(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
+def check_output(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
     """Compare one site's output. Raises VerificationMismatch, or NoValueError."""
     new = floating(values.rewritten(body, new_out))
     return beside_own(

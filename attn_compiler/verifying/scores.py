@@ -21,7 +21,7 @@ from attn_compiler.verifying.values import Key, NoValueError, Values
 
 
 def needs(site: Site, values: Values) -> set[Key]:
-    """What has to be recorded for `check`. Raises NoValueError where it can't be."""
+    """What has to be recorded for `check_biases`. Raises NoValueError where it can't be."""
     return pairs.needs(site, [(kind.summand, site.score_loads) for kind in pairs.biases(site)], values)
 
 
@@ -30,7 +30,7 @@ def words(site: Site) -> str | None:
     return site.spec.score.added if site.spec is not None else None
 
 
-def check(site: Site, values: Values) -> Compared:
+def check_biases(site: Site, values: Values) -> Compared:
     """Compare, slice by slice. Raises VerificationMismatch, or NoValueError."""
     summands = [kind.summand for kind in pairs.biases(site)]
     if not site.added:

@@ -37,7 +37,7 @@ class Given:
 
 
 def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
-    """What has to be recorded for `check`. Raises NoValueError where it can't be."""
+    """What has to be recorded for `check_site_gradients`. Raises NoValueError where it can't be."""
     found = outputs.needs(site, body, new_out, values)
     if new_out is None or body.mirror.dynamo_node(site.match.out) is None or values.leaf(site.match.out) is None:
         raise NoValueError("the site's output exists only inside one call of the graph")
@@ -76,7 +76,7 @@ def _require_unwritten(node: fx.Node, site: Site, body: Body) -> None:
         raise NoValueError(f"{node.name} is written to in place before the site reads it")
 
 
-def check(site: Site, body: Body, new_out: fx.Node, given: Given) -> Compared:
+def check_site_gradients(site: Site, body: Body, new_out: fx.Node, given: Given) -> Compared:
     """Compare the gradients. Raises VerificationMismatch, or NoValueError."""
     values = given.values
     known = operands(body, new_out, values)

@@ -98,7 +98,7 @@ class SeenBackward:
     written: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
-def run(
+def run_model(
     called: Called,
     arithmetic: Arithmetic = AS_IT_IS,
     *,
@@ -140,7 +140,7 @@ def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
         return now
 
     with torch.autograd.graph.saved_tensors_hooks(saved, read):
-        run(called, backward=backward)
+        run_model(called, backward=backward)
     return any(found)
 
 
@@ -180,7 +180,7 @@ def _gradients(
 
 def again(called: Called, noise: Noise | None, backward: SeenBackward | None = None) -> Sequence[Any]:
     """What a run of the model's own graph gives in wider numbers, with noise on each step if any. backward: its gradients, if given."""
-    ran = run(called, Arithmetic(dtype=_wide(called), noise=noise), backward=backward)
+    ran = run_model(called, Arithmetic(dtype=_wide(called), noise=noise), backward=backward)
     return ran.gradients if backward is not None else results(called.plan, ran.outs, ran.inputs)
 
 

@@ -32,10 +32,10 @@ def _with_factor(found: Planned, factor: float) -> Planned:
 )
 def test_the_rule_is_neither_too_strict_nor_too_lax(dtype: torch.dtype, little: float, much: float) -> None:
     found = _with_factor(planned(causal, *qkv(dtype=dtype)), 1 + little)
-    assert running.run(found.plan, found.args).found[-1].skipped is None
+    assert running.run_checks(found.plan, found.args).found[-1].skipped is None
     found = _with_factor(planned(causal, *qkv(dtype=dtype)), 1 + much)
     with pytest.raises(VerificationMismatch, match="output of sdpa_cpu_flash"):
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
 
 
 def test_errors_of_small_results_count() -> None:
@@ -43,7 +43,7 @@ def test_errors_of_small_results_count() -> None:
     q, k, v = qkv()
     found = _with_factor(planned(causal, q, k, v * 1e-6), 1 + 1e-3)
     with pytest.raises(VerificationMismatch):
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
 
 
 def test_another_dtype_is_a_mismatch() -> None:
@@ -56,7 +56,7 @@ def test_another_dtype_is_a_mismatch() -> None:
         check.new_out = graph.call_function(torch.Tensor.double, (old,))
     check.body.outs[check.new_out.name] = check.body.outs.pop(old.name)
     with pytest.raises(VerificationMismatch, match=r"torch\.float64 .*differ"):
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
 
 
 def test_a_site_of_the_model_that_wrote_its_scores_in_place() -> None:
@@ -69,14 +69,14 @@ def test_a_site_of_the_model_that_wrote_its_scores_in_place() -> None:
         return scores.softmax(-1) @ v + q
 
     found = planned(function, *qkv())
-    output = running.run(found.plan, found.args).found[-1]
+    output = running.run_checks(found.plan, found.args).found[-1]
     assert output.skipped is None
     assert output.elements == math.prod(SHAPE)
 
 
 def test_exact_results_are_closer_than_the_models_own() -> None:
     found = planned(masked, *qkv(dtype=torch.float32), torch.ones(2, 6, dtype=torch.int64))
-    output = running.run(found.plan, found.args).found[-1]
+    output = running.run_checks(found.plan, found.args).found[-1]
     assert output.error is not None
     assert 0 < output.error < 1e-6
 
@@ -98,7 +98,7 @@ def test_where_the_model_itself_overflows_there_is_nothing_to_compare() -> None:
     q, k, v = qkv(dtype=torch.float16)
     v[0, 0, 0, 0] = torch.inf
     found = planned(causal, q, k, v)
-    output = running.run(found.plan, found.args).found[-1]
+    output = running.run_checks(found.plan, found.args).found[-1]
     assert output.skipped is None
 
 
@@ -108,7 +108,7 @@ def test_not_enough_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(recomputing, "output", full)
     found = planned(causal, *qkv())
-    output = running.run(found.plan, found.args).found[-1]
+    output = running.run_checks(found.plan, found.args).found[-1]
     assert output.skipped == "there is not enough memory for the exact result"
 
 

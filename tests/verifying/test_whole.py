@@ -60,7 +60,7 @@ def test_a_run_leaves_the_inputs_alone_and_tells_how_it_left_them() -> None:
     start = float(found.args[place])
     called = _called(found)
     for _ in range(2):
-        ran = whole.run(called)
+        ran = whole.run_model(called)
         assert float(ran.inputs[place]) == start + 1
         torch.testing.assert_close(ran.outs[0], causal(*inputs[:3]) * (start + 1))
     assert float(found.args[place]) == start
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_what_an_input_held_before() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     found = planned(causal, q, k, v)
     gradient = torch.randn(SHAPE)
-    ran = whole.run(_called(found), backward=SeenBackward(arrived={0: gradient}))
+    ran = whole.run_model(_called(found), backward=SeenBackward(arrived={0: gradient}))
     expected = torch.autograd.grad(causal(q, k, v), (q, k, v), gradient)
     for mine, theirs in zip(ran.gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -82,10 +82,10 @@ def test_gradients_are_those_of_what_an_input_held_before() -> None:
 def test_random_numbers_and_shared_memory_set_results_apart() -> None:
     found = planned(lambda q, k, v: causal(dropout(q, 0.5), k, v), *qkv())
     called = _called(found)
-    assert "random numbers" in str(called.apart(whole.run(called)))
+    assert "random numbers" in str(called.apart(whole.run_model(called)))
     found = planned(_written, *qkv(), torch.tensor(3.0))
     called = _called(found)
-    assert called.apart(whole.run(called)) is None
+    assert called.apart(whole.run_model(called)) is None
 
 
 def test_a_parameter_that_is_written_since_is_seen() -> None:

@@ -22,7 +22,7 @@ _WRITE_SCORES = frozenset({"math", "reference", "reference_fp8"})
 _GIVEN = "sdpa_"
 
 
-def check(spec: AttentionSpec, name: str) -> list[Reason]:
+def check_flex_call(spec: AttentionSpec, name: str) -> list[Reason]:
     """Why the lowering does not take the place of a call of FlexAttention's, or of a library's, that it could serve."""
     if name in _WRITE_SCORES:
         return [_reason(name, "it writes the scores")]

@@ -158,7 +158,7 @@ def scaling_of(spec: AttentionSpec) -> str:
     return scaling.granularity if isinstance(scaling, CurrentScaling) else "before"
 
 
-def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
+def check_fp8_speed(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
     """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe; or that was not measured, where the
     fastest of those that were is slower. And where all that was measured has more than twice as many keys for a query: rounding takes
     the larger share of the time, the fewer keys there are."""

@@ -53,7 +53,7 @@ class AddedRow:
 TABLE = Table("hopper_added_sm90.csv", AddedRow)
 
 
-def check(spec: AttentionSpec, name: str) -> list[Reason]:
+def check_added_speed(spec: AttentionSpec, name: str) -> list[Reason]:
     """Why a lowering that nobody asked for by name does not serve a site that it could: for each such part of it, one reason."""
     wanted = site_parts.parts(spec).kinds & PARTS if name == FAMILY else frozenset()
     return [

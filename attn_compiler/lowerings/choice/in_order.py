@@ -53,7 +53,7 @@ class OrderRow:
 TABLE = Table("in_order_sm90.csv", OrderRow)
 
 
-def check(spec: AttentionSpec, target: Target) -> list[Reason]:
+def check_order_speed(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Refuses the backward in one order where it was slower, where nothing like the shape was measured, and for sizes that are not known:
     whether blocks wait for each other depends on how many there are."""
     sizes = _sizes(spec)

@@ -119,7 +119,7 @@ def _run(unit: Unit, mirror: Mirror, found: FoundSites) -> Trial:
     padding, pairs = masks.of(found.sites)
     for site, own in zip(found.sites, pairs, strict=True):
         if own.scores is not None:
-            scores.check(site, own.scores, mirror, padding.tensor.node)
+            scores.check_scores(site, own.scores, mirror, padding.tensor.node)
     analysis = Analysis(mirror, padding, dict(zip(found.sites, pairs, strict=True)))
     graph = torch_compat.copied_graph(unit.graph)
     copies = dict(zip(unit.graph.nodes, graph.nodes, strict=True))
