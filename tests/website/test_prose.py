@@ -20,6 +20,7 @@ HELD = (
     "docs/checkpoints.md",
     "docs/choosing.md",
     "docs/codes.md",
+    "docs/context_parallel.md",
     "docs/cudnn.md",
     "docs/debugging.md",
     "docs/decode.md",
