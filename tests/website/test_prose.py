@@ -26,6 +26,8 @@ HELD = (
     "docs/decode.md",
     "docs/export.md",
     "docs/fa4.md",
+    "docs/fp8.md",
+    "docs/fp8_kernels.md",
     "docs/fuzzing.md",
     "docs/gate.md",
     "docs/launchers.md",
@@ -51,7 +53,7 @@ MOST_WORDS_OF_THE_MAP = 3000
 #: folders that a page may leave out in front of a path
 _FOLDERS = (
     "", "attn_compiler", "attn_compiler/lowerings", "attn_compiler/lowerings/shared", "attn_compiler/lowerings/choice",
-    "attn_compiler/passes/recovering/reading", "attn_compiler/lowerings/shared/kernels", "benchmarks",
+    "attn_compiler/passes/recovering/reading", "attn_compiler/lowerings/shared/kernels", "attn_compiler/lowerings/fp8", "benchmarks",
 )  # fmt: skip
 
 
