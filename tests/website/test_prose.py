@@ -15,6 +15,7 @@ HELD = (
     "CONTRIBUTING.md",
     "README.md",
     "docs/architecture.md",
+    "docs/benchmarks.md",
     "docs/borders.md",
     "docs/changes.md",
     "docs/checkpoints.md",
