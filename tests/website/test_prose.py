@@ -31,6 +31,7 @@ HELD = (
     "docs/fp8_kernels.md",
     "docs/fuzzing.md",
     "docs/gate.md",
+    "docs/hopper.md",
     "docs/launchers.md",
     "docs/launching.md",
     "docs/matching.md",
@@ -54,7 +55,8 @@ MOST_WORDS_OF_THE_MAP = 3000
 #: folders that a page may leave out in front of a path
 _FOLDERS = (
     "", "attn_compiler", "attn_compiler/lowerings", "attn_compiler/lowerings/shared", "attn_compiler/lowerings/choice",
-    "attn_compiler/passes/recovering/reading", "attn_compiler/lowerings/shared/kernels", "attn_compiler/lowerings/fp8", "benchmarks",
+    "attn_compiler/lowerings/fp8", "attn_compiler/lowerings/hopper", "attn_compiler/passes/recovering/reading",
+    "attn_compiler/lowerings/shared/kernels", "benchmarks",
 )  # fmt: skip
 
 
