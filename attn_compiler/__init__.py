@@ -1,13 +1,12 @@
 """A torch.compile backend that makes attention in unmodified models fast, and says what it did.
 
 `torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
-`explain(model, *args, options={...}, **kwargs)` says what would be done to each attention, and
-`explainer(dynamic=True)(model, *args, **kwargs)` the same with other settings of torch.compile; `rewrite(exported_program, options)`
-rewrites what torch.export gave, for a package without this one; `reports()` what was
-done in this process, `reset()` forgets those reports; `verifications()` what `options={"verify": True}` compared with the model's
-own; `Options` documents the options, `Fp8Recipe` and `ContextParallel` one each;
-`Report` and `Reports` are what is given, and the errors and the warning what can go wrong. Importing this package
-imports neither torch nor CUDA.
+`explain(model, *args, options={...}, **kwargs)` says what would be done to each attention, and `explainer(dynamic=True)(model, *args,
+**kwargs)` the same with other settings of torch.compile. `rewrite(exported_program, options)` rewrites what torch.export gave, for a
+package without this one. `reports()` says what was done in this process, and `reset()` forgets it. `verifications()` says what
+`options={"verify": True}` compared with the model's own. `Options` documents the options, `Fp8Recipe` and `ContextParallel` one each.
+`Report` and `Reports` are what is given, and the errors and the warning what can go wrong. Importing this package imports neither torch nor
+CUDA.
 """
 
 from __future__ import annotations

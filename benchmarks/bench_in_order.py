@@ -245,7 +245,7 @@ def _are_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 
 
 def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Rows of in_order.MEASURED, of each side in order that has the same bits in every run and stands beside Triton's."""
+    """Rows of in_order.TABLE, of each side in order that has the same bits in every run and stands beside Triton's."""
     triton = {row["case"]: row for row in measured if row["side"] == TRITON and row.get("tflops")}
     by_name = {case.name: case for case in CASES}
     found = []
@@ -262,14 +262,14 @@ def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
             values = (shape_class.sort_of_mask(spec), shape.band, first, last)
             speeds = (row["seqlen"], row["heads_at_once"], row["tflops"], triton[row["case"]]["tflops"])
             found.append(
-                dict(zip(in_order.COLUMNS, map(str, (*values, *speeds, row["date"], row["case"])), strict=True))
+                dict(zip(in_order.TABLE.columns, map(str, (*values, *speeds, row["date"], row["case"])), strict=True))
             )
     return found
 
 
 def write_rows(path: Path, measured: Sequence[Mapping[str, str]]) -> None:
     """Put them into the file that decides, in place of its rows of the same cases."""
-    harness.replace_rows(path, in_order.COLUMNS, rows_of(measured))
+    harness.replace_rows(path, in_order.TABLE.columns, rows_of(measured))
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
@@ -310,7 +310,7 @@ def main() -> int:
     parser.add_argument("--write-rows", action="store_true", help="measure nothing: make the rows that decide")
     options = parser.parse_args()
     if options.write_rows:
-        write_rows(in_order.MEASURED, harness.read(options.output))
+        write_rows(in_order.TABLE.path, harness.read(options.output))
         return 0
 
     start = time.monotonic()

@@ -18,7 +18,7 @@ from benchmarks import bench_fp8, harness, select_rows
 
 #: head dims that a measured one stands for
 HEAD_DIMS = {64: (33, 64), 128: (65, 128), 256: (129, 256)}
-#: recipes whose rows say how fast a lowering is: "scaling" and "backward" of fp8_speed.Row
+#: recipes whose rows say how fast a lowering is: "scaling" and "backward" of fp8_speed.SpeedRow
 _RECIPES = {
     "": ("block", "no"),
     "per head": ("head", "no"),
@@ -30,7 +30,7 @@ _RECIPES = {
 }
 OTHERS = ("fa4", "cudnn", "hopper")
 
-#: lowering, "scaling" and "backward" of fp8_speed.Row
+#: lowering, "scaling" and "backward" of fp8_speed.SpeedRow
 Key = tuple[str, str, str]
 #: TFLOP/s of a case and whether it is training
 Speeds = dict[tuple[str, bool], dict[Key, float]]
@@ -70,7 +70,7 @@ def beside(rows: Sequence[Mapping[str, str]]) -> Speeds:
 
 
 def rows_of(fp8: Sequence[Mapping[str, str]], select: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Rows of fp8_speed.MEASURED."""
+    """Rows of fp8_speed.TABLE."""
     facts = {row["case"]: row for row in fp8}
     others, shapes = beside(select), {_shape(row): row["case"] for row in select}
     found = []
@@ -117,8 +117,8 @@ def main() -> None:
     """Write the file anew."""
     select = select_rows.joined(select_rows.read(), select_rows.read(select_rows.LATER))
     rows = rows_of(harness.read(bench_fp8.RESULTS, missing_ok=True), select)
-    with fp8_speed.MEASURED.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fp8_speed.COLUMNS)
+    with fp8_speed.TABLE.path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fp8_speed.TABLE.columns)
         writer.writeheader()
         writer.writerows(rows)
 

@@ -300,7 +300,7 @@ def test_errors_of_a_recipe_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = attn_compiler.Fp8Recipe(exclude=("*",))
     with pytest.raises(AttnCompilerError, match="exclude"):
         compiled(model, strict=False, fp8_recipe=recipe)(x)
-    _fails(fp8_sites, "check", afterwards=False)(monkeypatch)
+    _fails(fp8_sites, "check_recipe_used", afterwards=False)(monkeypatch)
     run = compiled(model, strict=False, fp8_recipe=recipe)
     _, said = _warned(lambda: run(x))
     assert len(said) == 1
@@ -386,7 +386,7 @@ def test_a_check_that_fails_is_a_warning(
         calls.append(1)
         raise error
 
-    monkeypatch.setattr(running, "run", fail)
+    monkeypatch.setattr(running, "run_checks", fail)
     model, x = _fresh()
     run = compiled(model, strict=False, verify=True)
     got, said = _warned(lambda: _step(run, model, x))

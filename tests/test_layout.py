@@ -81,7 +81,10 @@ def test_folders_have_few_rooms_and_arrows(folder: str, most_rooms: int, most_ar
     assert sum(map(len, rooms.values())) <= most_arrows
 
 
-@pytest.mark.parametrize("folder", ["attn_compiler", "attn_compiler.passes", "attn_compiler.passes.graph"])
+_PASSES = ["attn_compiler.passes", *(f"attn_compiler.passes.{name}" for name in ("graph", "unpad", "context_parallel"))]
+
+
+@pytest.mark.parametrize("folder", ["attn_compiler", *_PASSES])
 def test_no_rooms_import_each_other(folder: str) -> None:
     """Late and type-only imports count."""
     assert imports.circles(imports.rooms(imports.reading_graph(), folder)) == []

@@ -20,7 +20,6 @@ _RAISED = "an exception that holds a reason: the tests of what raises it see its
 
 #: files without tests at their place, and why
 WITHOUT: dict[str, str] = {
-    "reasons/pages/page.py": "fields and four kinds, without a line that runs: the tests of each module of pages fill them",
     "passes/context_parallel/refusing.py": _RAISED,
     "passes/matching/patterns/steps.py": "fields alone: test_score_steps.py fills them, and test_score_chain.py adds them up",
     "passes/unpad/refusing.py": _RAISED,

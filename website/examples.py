@@ -1,4 +1,4 @@
-"""Runs the examples of attn_compiler/code_pages: which reasons does one give?
+"""Runs the examples of attn_compiler/reasons/pages.md: which reasons does one give?
 
 The names that an example may use are `NAMES`: `why_not(lowering, attention(...), Target.fake(...))` asks one lowering about one attention
 on a made-up machine, and needs no GPU.

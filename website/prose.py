@@ -38,7 +38,7 @@ def sentences(paragraph: str) -> list[str]:
     return [each for each in _END.split(paragraph) if each]
 
 
-def too_long(markdown: str) -> list[str]:
+def too_long(markdown: str, most_words_of_a_sentence: int = MOST_WORDS_OF_A_SENTENCE) -> list[str]:
     """What of a page is longer than it may be, with its number of words."""
     found: list[str] = []
     for paragraph in paragraphs(markdown):
@@ -47,7 +47,7 @@ def too_long(markdown: str) -> list[str]:
         found += [
             f"a sentence of {len(sentence.split())} words: {sentence}"
             for sentence in sentences(paragraph)
-            if len(sentence.split()) > MOST_WORDS_OF_A_SENTENCE
+            if len(sentence.split()) > most_words_of_a_sentence
         ]
     return found
 

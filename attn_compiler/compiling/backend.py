@@ -283,7 +283,7 @@ def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
     select.require_available(options, {site.spec.device for site in report.sites}, targets)
     if options.fp8_recipe is not None:
-        fp8_sites.check(options.fp8_recipe, report, is_whole=torch_frames.is_whole(gm))
+        fp8_sites.check_recipe_used(options.fp8_recipe, report, is_whole=torch_frames.is_whole(gm))
     return cache_key(options, targets)
 
 

@@ -21,15 +21,15 @@ _OF_SLICES = frozenset({_ATEN.unbind.int, _ATEN.select.int, _ATEN.alias.default,
 
 
 def passes(group: str) -> Callable[[fx.Graph], None]:
-    """`run` for the ranks of a group, on one graph."""
+    """`move_exchanges` for the ranks of a group, on one graph."""
 
     def run_on(graph: fx.Graph) -> None:
-        run(graph, group)
+        move_exchanges(graph, group)
 
     return run_on
 
 
-def run(graph: fx.Graph, group: str) -> None:
+def move_exchanges(graph: fx.Graph, group: str) -> None:
     """Move nodes of a graph that is to be compiled as it stands: a forward, or a backward."""
     gathers = [node for node in graph.nodes if is_piece(node, group)]
     if not gathers:

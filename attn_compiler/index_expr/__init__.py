@@ -1,8 +1,8 @@
 """The small language that masks and biases are recovered in: expressions over the indices (b, h, q, k) of a score. Pure data.
 
-Expressions are built by `apply` and its relatives only, which keep a normal form: numbers are folded, integer arithmetic is a
-linear form, an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two
-spellings of one mask meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
+Expressions are built by `apply` and its relatives only, which keep a normal form. Numbers are folded, integer arithmetic is a linear form,
+an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two spellings of one mask
+meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
 
 nodes.py: the data. building.py, linear_forms.py, comparing.py: the normal form. looking.py: what is in one. ranges.py: what the
 indices' ranges settle. meaning.py: values and text.

@@ -23,9 +23,9 @@ def evaluate_on(
 ) -> torch.Tensor:
     """The value of `x` at every element of the index tensors, which broadcast against each other.
 
-    values: of the indices and the symbolic sizes. tensors: what the loads read; their index is computed here, so it must lie
-    within the tensor wherever its value counts (as in `evaluate`: not in the branch of a choice that is not taken, nor in a part
-    of a junction that one without loads decides).
+    values: of the indices and the symbolic sizes. tensors: what the loads read. Their index is computed here, so it must lie within the
+    tensor wherever its value counts. As in `evaluate`, it does not in the branch of a choice that is not taken, nor in a part of a junction
+    that one without loads decides.
     nudge: by what part of itself a float is made larger before it is cut off to a whole number, to see what rounding would do.
     Result: bool, int64 or float64, on the device of the index tensors. Raises KeyError for a name without a value,
     IndexError and ZeroDivisionError where `evaluate` would, NotImplementedError for an op that has no meaning here.

@@ -123,8 +123,8 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Tiles of the three kernels: forward; the gradient of q, which visits the forward's lists if there are any, so that its tile has the
-    forward's keys and all or a part of the forward's queries; the gradients of k and v."""
+    """Tiles of the three kernels: forward, the gradient of q, and the gradients of k and v. The second visits the forward's lists if there
+    are any. Its tile then has the forward's keys, and all or a part of the forward's queries."""
 
     forward: Tile
     grad_q: Tile

@@ -1,10 +1,12 @@
 """What each pass did to the graph, as files that read and diff well, and the same in TORCH_TRACE for tlparse.
 
-<dump_dir>/<graph>/02_lower.before.txt   the graph and the graphs nested in it: dtypes, shapes, strides, source lines
-                   02_lower.after.txt
-                   02_lower.diff.txt     how many of each op came and went, and the unified diff
-                   01_mirror.txt         whatever a pass wrote by `text`, under the pass's number
-                   report.json, report.txt, report.html
+The files of one graph:
+
+    <dump_dir>/<graph>/02_lower.before.txt   the graph and the graphs nested in it: dtypes, shapes, strides, source lines
+                       02_lower.after.txt
+                       02_lower.diff.txt     how many of each op came and went, and the unified diff
+                       01_mirror.txt         whatever a pass wrote by `text`, under the pass's number
+                       report.json, report.txt, report.html
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ KEPT_VERIFICATIONS = 4096
 class Verification:
     """One check of one attention, or of a whole graph, on the real inputs of a graph's first call.
 
-    graph: as in the report ("0/0"). module: the site's path; "graph 0/0" for the whole. subject: "mask" (the recovered condition
-    against the model's own mask, exactly), "bias" (what else is added, as it was proved, against what the model adds, up to
-    rounding), "output" (of the lowered graph, against the model's own), "gradient" (of what the site reads), "graph outputs" (what
-    the compiled graph gives, and what it leaves in inputs that it writes to) or "graph gradients" (of its inputs, in the first
-    backward). formula: the condition, or the bias in words, if it was read. elements: how many were compared. error, allowed: (not for
+    graph: as in the report ("0/0"). module: the site's path; "graph 0/0" for the whole. subject: what is compared. "mask": the recovered
+    condition with the model's own mask, exactly. "bias": what else is added, as it was proved, with what the model adds, up to rounding.
+    "output": of the lowered graph, with the model's own. "gradient": of what the site reads. "graph outputs": what the compiled graph
+    gives, and what it leaves in inputs that it writes to. "graph gradients": of its inputs, in the first backward. formula: the condition,
+    or the bias in words, if it was read. elements: how many were compared. error, allowed: (not for
     masks) the difference that came nearest to its limit, and that limit.
     skipped: why nothing was compared; None if it was, and it held. A check that does not hold raises, and is not kept.
     """

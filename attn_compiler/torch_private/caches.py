@@ -93,7 +93,7 @@ def _version(distribution: str) -> str:
 def carry(path: str, data: Any) -> None:
     """Let a file of JSON come along with `torch.compiler.save_cache_artifacts`. path: below `torch_inductor.cache_folder()`.
 
-    As one of Inductor's own measurements, which are JSON files, too: an artifact of a kind of our own could be loaded only where this
+    As one of Inductor's own measurements, which are JSON files, too. An artifact of a kind of our own could be loaded only where this
     package was imported before, and all others would be lost with it where it was not.
     """
     from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact

@@ -1,7 +1,7 @@
 """Private PyTorch API that tells whether a tensor's memory was handed out for writing, by whatever way, since it was watched.
 
-A storage that PyTorch copies when it is written (copy on write) loses that mark at the first access that may write: an op in place, a write
-through `.data` or a view of it, a collective, a receive, the storage's own methods, numpy, DLPack, an address as a number. Reads by
+A storage that PyTorch copies when it is written (copy on write) loses that mark at the first access that may write. That is an op in place,
+a write through `.data` or a view of it, a collective, a receive, the storage's own methods, numpy, DLPack, an address as a number. Reads by
 PyTorch's own ops leave the mark. A storage that shares its memory with none loses it without a copy: the mark is all that changes.
 
 Code that takes the address to read, as Inductor's and Triton's do, takes the mark away, too: who runs such code watches the tensor again.

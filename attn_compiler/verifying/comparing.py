@@ -8,25 +8,50 @@ decided on the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from attn_compiler.verifying.numbers import FLOOR_ULPS, NOISY_RUNS, difference, exact_dtype, largest
-from attn_compiler.verifying.outputs import Compared
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, difference, exact_dtype, largest
 
+#: of the rule, and of the rule at a site with a softcap
+FACTOR, FACTOR_SOFTCAP = 2.0, 3.0
+#: runs with noise before a difference is taken to be one
+NOISY_RUNS = 4
+#: so many where roundings move a result by a twentieth of it, as those of a steep softmax do: few runs come near to the largest error
+NOISY_RUNS_OF_STEEP = 16
+STEEP = 0.05
 #: the share of a rounding below which an exact result is zero, but for its own rounding
 _NOTHING = 1e-6
 
+#: The model's own results in wider numbers: exact ones without noise, else with noise on each step
+Run = Callable[[Noise | None], Sequence[torch.Tensor | None]]
 
-class Runs(Protocol):
-    """Results of the model's own graph, in one order."""
 
-    def exact(self) -> Sequence[torch.Tensor | None]: ...
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """elements: how many. error: the largest difference. allowed: its limit. left_out: there are others, which differ and may."""
 
-    def noisy(self, seed: int) -> Sequence[torch.Tensor | None]: ...
+    elements: int
+    error: float
+    allowed: float
+    left_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What is allowed. rounded: the coarsest dtype on the way to the results. beside: other numbers that they are computed from, as
+    large as what may cancel out. weighted: the largest number that a result is a mean of, if it is one. A mean is always held against the
+    exact one. kept: the elements that count, None: all."""
+
+    factor: float = FACTOR
+    rounded: torch.dtype | None = None
+    beside: Sequence[torch.Tensor] = ()
+    weighted: float | None = None
+    kept: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,90 +65,142 @@ class Difference:
     allowed: str
     differing: str
 
+    @property
+    def where(self) -> str:
+        return str(list(self.place)) if self.place else "every element"
 
-@dataclass(kw_only=True)
-class _One:
-    """One result: ours, the model's own, and what is known of the exact one so far."""
 
-    index: int
-    new: torch.Tensor
-    own: torch.Tensor
-    exact: torch.Tensor | None = None
-    unstable: torch.Tensor | None = None
-    found: float = 0.0
-    allowed: float = 0.0
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """compared: of all results together, by the one that came nearest to its limit. differences: what is wrong."""
+
+    compared: Compared
+    differences: Sequence[Difference]
+
+    def required(self, names: Callable[[], Sequence[str]], *, site: str, formula: str) -> Compared:
+        """What was compared. Raises VerificationMismatch for the first difference; notes name the others. names: of all results."""
+        if not self.differences:
+            return self.compared
+        first, *others = self.differences
+        named = names()
+        error = VerificationMismatch(
+            site=site,
+            what=named[first.index],
+            formula=formula,
+            index=first.where,
+            expected=first.expected,
+            observed=first.observed,
+            allowed=first.allowed,
+            differing=first.differing,
+        )
+        for other in others:
+            error.add_note(f"also: the {named[other.index]}, {other.where}: {other.observed} for {other.expected}")
+        raise error
+
+
+class _Numbers:
+    """One result of floating numbers: ours, the model's own, and the exact one, which is taken to be the model's own until it is known."""
+
+    def __init__(self, index: int, new: torch.Tensor, own: torch.Tensor, rule: Rule) -> None:
+        self.index, self.new, self.own, self._rule = index, new, own, rule
+        self._exact: torch.Tensor | None = None
+        self._moved = 0.0
+        self.is_open = True
+        wide = own.to(exact_dtype(own.dtype))
+        self._look(wide, torch.ones_like(wide, dtype=torch.bool), 0.0)
+        self.is_open |= rule.weighted is not None
+
+    def _look(self, exact: torch.Tensor, counts: torch.Tensor, off: float, rounded: torch.dtype | None = None) -> None:
+        """Whether it holds, if the model's own result may be off by so much."""
+        self._beside, self._counts = exact, counts
+        floor = floor_of(self.own.dtype, exact, counts, rounded, self._rule.weighted or 0.0)
+        self._limit(self._rule.factor * off + floor)
+
+    def _limit(self, allowed: float) -> None:
+        self.found, self.allowed = largest(difference(self.new, self._beside), self._counts), allowed
+        self.is_open = not self.found <= allowed
 
     @property
-    def counted(self) -> bool:
-        return self.own.is_floating_point()
+    def elements(self) -> int:
+        return int(self._counts.sum())
 
-    def first(self) -> bool:
-        """Whether it holds beside the model's own result."""
-        if not self.counted:
-            return torch.equal(self.new, self.own)
-        wide = self.own.to(exact_dtype(self.own.dtype))
-        return self._holds(wide, floor_of(self.own, wide), torch.ones_like(wide, dtype=torch.bool))
+    @property
+    def is_steep(self) -> bool:
+        """Whether few runs with noise don't tell how far roundings move it."""
+        return self._rule.weighted is not None and self._moved > STEEP * largest(self._beside, self._counts)
 
-    def beside(self, exact: torch.Tensor, factor: float) -> bool:
-        """Whether it holds beside the exact result."""
-        if not self.counted:
-            self.unstable = exact != self.own
-            return False
-        self.exact = exact
-        own = difference(self.own, exact)
-        counts = ~own.isinf()
-        return self._holds(exact, factor * largest(own, counts) + floor_of(self.own, exact), counts)
+    def beside(self, run: torch.Tensor | None) -> None:
+        """Look again, beside the exact result, or beside one with noise once that is known. A few runs with noise don't come as far as any
+        may: hence the same factor."""
+        made = _like(run, self.own).to(exact_dtype(self.own.dtype))
+        if self._exact is None:
+            self._exact = made
+            own = difference(self.own, made)
+            # Where the model's own result overflows and the exact one does not, there is nothing to compare with.
+            counts = ~own.isinf() if self._rule.kept is None else self._rule.kept & ~own.isinf()
+            self._look(made, counts, largest(own, counts))
+            return
+        now, known = largest(difference(made, self._exact), self._counts), self.allowed
+        self._moved = max(self._moved, now)
+        self._look(self._exact, self._counts, now, self._rule.rounded)
+        self._limit(max(known, self.allowed))
 
-    def with_noise(self, noisy: torch.Tensor, factor: float, rounded: torch.dtype | None, *, last: bool) -> bool:
-        """Whether it holds where the model's own could have come as far. A few runs don't come as far as any may: hence the same factor."""
-        if not self.counted:
-            self.unstable = (noisy != self.own) | (False if self.unstable is None else self.unstable)
-            return last and not bool(((self.new != self.own) & ~self.unstable).any())
-        if self.exact is None:
-            return False
-        counts = ~difference(self.own, self.exact).isinf()
-        off = factor * largest(difference(noisy, self.exact), counts) + floor_of(self.own, self.exact, rounded)
-        limit = max(self.allowed, off)
-        return self._holds(self.exact, limit, counts)
-
-    def cancelled_out(self, rounding: float) -> bool:
-        """Whether nothing is left of it but what the exact results' own dtype rounds, and what is found is less than the rounding of
-        what cancelled out."""
-        if not self.counted or self.exact is None or largest(self.exact, self.exact.isfinite()) > rounding * _NOTHING:
-            return False
-        return self._holds(self.exact, rounding, torch.ones_like(self.exact, dtype=torch.bool))
-
-    def _holds(self, exact: torch.Tensor, allowed: float, counts: torch.Tensor) -> bool:
-        self.found, self.allowed = largest(difference(self.new, exact), counts), allowed
-        return self.found <= allowed
+    def settle(self, rounding: float) -> None:
+        """The last look: whether nothing is left of it but what the exact results' own dtype rounds, and what is found is less than the
+        rounding of what cancelled out."""
+        if largest(self._beside, self._beside.isfinite()) <= rounding * _NOTHING:
+            self._counts = torch.ones_like(self._counts)
+            self._limit(rounding)
 
     def difference(self) -> Difference:
-        if not self.counted:
-            wrong = (self.new != self.own) & ~(
-                torch.zeros_like(self.own, dtype=torch.bool) if self.unstable is None else self.unstable
-            )
-            return self._differs(wrong, tuple(int(i) for i in wrong.nonzero()[0]), "no difference")
-        exact = self.own if self.exact is None else self.exact
-        off = torch.where(difference(self.own, exact).isinf(), 0.0, difference(self.new, exact))
+        off = torch.where(self._counts, difference(self.new, self._beside), 0.0)
         place = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
-        return self._differs(off > self.allowed, place, f"an error of {self.allowed:.3g}")
-
-    def _differs(self, wrong: torch.Tensor, place: tuple[int, ...], allowed: str) -> Difference:
-        exactly = "" if self.exact is None else f" (exactly {self.exact[place].item():.6g})"
-        return Difference(
-            index=self.index,
-            place=place,
-            expected=f"{self.own[place].item():.6g}{exactly}",
-            observed=f"{self.new[place].item():.6g}",
-            allowed=allowed,
-            differing=f"{int(wrong.sum())} of {wrong.numel()} elements",
-        )
+        expected = f"{self.own[place].item():.6g} (exactly {self._beside[place].item():.6g})"
+        return _difference(self, off > self.allowed, place, expected, f"an error of {self.allowed:.3g}")
 
 
-def floor_of(own: torch.Tensor, exact: torch.Tensor, rounded: torch.dtype | None = None) -> float:
+class _Others:
+    """One result of whole numbers or truth values: those that a rounding decides may be others."""
+
+    found = allowed = 0.0
+    is_steep = False
+
+    def __init__(self, index: int, new: torch.Tensor, own: torch.Tensor) -> None:
+        self.index, self.new, self.own = index, new, own
+        self.elements = own.numel()
+        self._wrong = new != own
+        self.settle(0.0)
+
+    def beside(self, run: torch.Tensor | None) -> None:
+        self._wrong = self._wrong & (_like(run, self.own) == self.own)
+
+    def settle(self, _: float) -> None:
+        self.is_open = bool(self._wrong.any())
+
+    def difference(self) -> Difference:
+        place = tuple(int(i) for i in self._wrong.nonzero()[0])
+        return _difference(self, self._wrong, place, f"{self.own[place].item():.6g}", "no difference")
+
+
+def _difference(
+    one: _Numbers | _Others, wrong: torch.Tensor, place: tuple[int, ...], expected: str, allowed: str
+) -> Difference:
+    return Difference(
+        index=one.index,
+        place=place,
+        expected=expected,
+        observed=f"{one.new[place].item():.6g}",
+        allowed=allowed,
+        differing=f"{int(wrong.sum())} of {wrong.numel()} elements",
+    )
+
+
+def floor_of(
+    dtype: torch.dtype, exact: torch.Tensor, counts: torch.Tensor, rounded: torch.dtype | None, at_least: float = 0.0
+) -> float:
     """The rounding of a result in its own dtype, or in the one that it was rounded to before, where that is coarser."""
-    units = max(FLOOR_ULPS[dtype] * torch.finfo(dtype).eps for dtype in (own.dtype, rounded or own.dtype))
-    return units * largest(exact, exact.isfinite())
+    units = max(FLOOR_ULPS[each] * torch.finfo(each).eps for each in (dtype, rounded or dtype))
+    return units * max(largest(exact, counts & exact.isfinite()), at_least)
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
@@ -133,61 +210,38 @@ def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     )
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """compared: of all results together, by the one that came nearest to its limit; worst: which that is. differences: what is wrong."""
-
-    compared: Compared
-    worst: int | None = None
-    differences: list[Difference] = field(default_factory=list)
-
-
-def compare(
-    new: Sequence[Any],
-    own: Sequence[Any],
-    runs: Runs,
-    factor: float,
-    rounded: torch.dtype | None = None,
-    beside: Sequence[torch.Tensor] = (),
-) -> Outcome:
-    """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out.
-
-    rounded: the coarsest dtype on the way to the results.
-    beside: other numbers that the results are computed from, as large as what may cancel out.
-    """
+def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule) -> Outcome:
+    """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out."""
     known = [(i, x, y) for i, (x, y) in enumerate(zip(new, own, strict=True)) if _plain(x, y)]
-    others = [_other_kind(i, x, y) for i, x, y in known if _is_other(x, y)]
-    every = [_pair(i, x, y) for i, x, y in known if not _is_other(x, y)]
-    open_ones = [one for one in every if not one.first()]
-    if open_ones:
-        exact = runs.exact()
-        open_ones = [one for one in open_ones if not one.beside(_like(exact[one.index], one), factor)]
-    for seed in range(NOISY_RUNS):
-        if not open_ones:
+    of_other_kind = [_other_kind(i, x, y) for i, x, y in known if _is_other(x, y)]
+    every = [_one(i, x, y, rule) for i, x, y in known if not _is_other(x, y)]
+    for noise in (None, *(Noise(seed=seed) for seed in range(NOISY_RUNS_OF_STEEP))):
+        left = [one for one in every if one.is_open]
+        if not left or (noise is not None and noise.seed >= NOISY_RUNS and not any(one.is_steep for one in left)):
             break
-        noisy = runs.noisy(seed)
-        last = seed == NOISY_RUNS - 1
-        open_ones = [
-            one for one in open_ones if not one.with_noise(_like(noisy[one.index], one), factor, rounded, last=last)
-        ]
-    if open_ones:
-        # No noise shows in a gradient that is zero in every run, as that of the scores of a single key. What cancels out there is about as
-        # large as the other results.
-        counted = (*(one.own for one in every if one.counted), *(x for x in beside if x.dtype in FLOOR_ULPS))
-        rounding = max((floor_of(x, x.to(exact_dtype(x.dtype)), rounded) for x in counted), default=0.0)
-        open_ones = [one for one in open_ones if not one.cancelled_out(rounding)]
-    shares = {one.index: one.found / one.allowed for one in every if one.allowed}
-    worst = max(shares, key=lambda index: shares[index], default=None)
-    by_index = {one.index: one for one in every}
-    return Outcome(
-        compared=Compared(
-            elements=sum(one.own.numel() for one in every),
-            error=by_index[worst].found if worst is not None else 0.0,
-            allowed=by_index[worst].allowed if worst is not None else 0.0,
-        ),
-        worst=worst,
-        differences=[*others, *(one.difference() for one in open_ones)],
+        made = run(noise)
+        for one in left:
+            one.beside(made[one.index])
+    # No noise shows in a gradient that is zero in every run, as that of the scores of a single key. What cancels out there is about as
+    # large as the other results.
+    counted = [*(one.own for one in every), *rule.beside] if any(one.is_open for one in every) else []
+    rounding = max((_rounding(x, rule.rounded) for x in counted if x.dtype in FLOOR_ULPS), default=0.0)
+    for one in every:
+        if one.is_open:
+            one.settle(rounding)
+    worst = max((one for one in every if one.allowed), key=lambda one: one.found / one.allowed, default=None)
+    compared = Compared(
+        elements=sum(one.elements for one in every),
+        error=worst.found if worst is not None else 0.0,
+        allowed=worst.allowed if worst is not None else 0.0,
     )
+    wrong = [one.difference() for one in every if one.is_open]
+    return Outcome(compared=compared, differences=[*of_other_kind, *wrong])
+
+
+def _rounding(x: torch.Tensor, rounded: torch.dtype | None) -> float:
+    exact = x.to(exact_dtype(x.dtype))
+    return floor_of(x.dtype, exact, exact.isfinite(), rounded)
 
 
 def _plain(new: Any, own: Any) -> bool:
@@ -209,10 +263,10 @@ def _other_kind(index: int, new: torch.Tensor, own: torch.Tensor) -> Difference:
     )
 
 
-def _pair(index: int, new: Any, own: Any) -> _One:
-    known = own if own is not None else new
-    new, own = (_real(torch.zeros_like(known) if x is None else x.detach()) for x in (new, own))
-    return _One(index=index, new=new, own=own)
+def _one(index: int, new: Any, own: Any, rule: Rule) -> _Numbers | _Others:
+    known = _real(own if own is not None else new)
+    new, own = _like(new, known), _like(own, known)
+    return _Numbers(index, new, own, rule) if own.is_floating_point() else _Others(index, new, own)
 
 
 def is_plain(x: Any) -> bool:
@@ -226,7 +280,6 @@ def _real(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def _like(x: torch.Tensor | None, one: _One) -> torch.Tensor:
-    """A result of another run, in the exact dtype."""
-    found = torch.zeros_like(one.own) if x is None else _real(x.detach())
-    return found.to(exact_dtype(one.own.dtype)) if one.counted else found
+def _like(x: torch.Tensor | None, known: torch.Tensor) -> torch.Tensor:
+    """A result as real numbers; None: zeros."""
+    return torch.zeros_like(known) if x is None else _real(x.detach())

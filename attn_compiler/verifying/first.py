@@ -20,7 +20,7 @@ from attn_compiler.verifying import comparing, gradients, running, watching, who
 from attn_compiler.verifying.plan import CheckPlan
 from attn_compiler.verifying.running import Run
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
-from attn_compiler.verifying.whole import Called, Fingerprint, Reruns, fingerprint
+from attn_compiler.verifying.whole import Called, Fingerprint, fingerprint
 
 #: calls that could have been followed by a backward, but were not, until no more is waited for
 CALLS_WITHOUT_BACKWARD = 8
@@ -67,7 +67,7 @@ class First:
                 return None, None
             if self._forward:
                 with _unhindered(plan, "the check of the first call"):
-                    run = running.run(plan, args)
+                    run = running.run_checks(plan, args)
                     results.keep(run.found)
                     self._apart = run.apart
                 # Should the check itself have failed, it would fail again.
@@ -139,7 +139,7 @@ class First:
         self._watched = None
         apart = self._apart or ("the caller wrote to an output in place that is a view" if moved else None)
         with _unhindered(called.plan, "the check of the gradients"):
-            results.keep(gradients.check(called, arrived, written, apart))
+            results.keep(gradients.check_gradients(called, arrived, written, apart))
         self._backward = False
         self._close()
 
@@ -198,28 +198,21 @@ class _Held:
 
 
 def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification:
-    plan = run.called.plan
+    called, plan = run.called, run.called.plan
     if run.apart is not None:
-        return Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=SUBJECT_OUTPUTS, skipped=run.apart)
+        return whole.verification(plan, SUBJECT_OUTPUTS, skipped=run.apart)
     new = whole.results(plan, outs, args)
     own = whole.results(plan, run.ran.outs, run.ran.inputs)
-    outcome = comparing.compare(new, own, Reruns(called=run.called), gradients.factor(plan), plan.rounded)
-    if outcome.differences:
-        left = [
-            f"{name} as the graph left it" for name, written in zip(plan.inputs, plan.may_write, strict=True) if written
+    outcome = comparing.compare(new, own, lambda noise: whole.again(called, noise), whole.rule(plan))
+
+    def names() -> list[str]:
+        left = [name for name, written in zip(plan.inputs, plan.may_write, strict=True) if written]
+        return [
+            *(f"output {i} of the graph" for i in range(len(outs))),
+            *(f"{name} as the graph left it" for name in left),
         ]
-        raise gradients.mismatch(
-            plan, outcome.differences, [*(f"output {i} of the graph" for i in range(len(outs))), *left]
-        )
-    compared = outcome.compared
-    return Verification(
-        graph=plan.graph,
-        module=f"graph {plan.graph}",
-        subject=SUBJECT_OUTPUTS,
-        elements=compared.elements,
-        error=compared.error,
-        allowed=compared.allowed,
-    )
+
+    return whole.verification(plan, SUBJECT_OUTPUTS, whole.required(plan, outcome, names))
 
 
 @contextlib.contextmanager

@@ -14,21 +14,22 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import mutation
-from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
-from attn_compiler.verifying import comparing, outputs, site_gradients, whole
+from attn_compiler.verifying import comparing, site_gradients, whole
+from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.copies import leaving_no_trace
 from attn_compiler.verifying.interpreting import Autocast
+from attn_compiler.verifying.numbers import Noise
 from attn_compiler.verifying.plan import Check, CheckPlan
 from attn_compiler.verifying.running import Session
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 from attn_compiler.verifying.watching import Arrived
-from attn_compiler.verifying.whole import Called, Ran, Reruns, SeenBackward
+from attn_compiler.verifying.whole import Called, Ran, SeenBackward
 
 SUBJECT_WHOLE = "graph gradients"
 
 
-def check(
+def check_gradients(
     called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor], apart: str | None
 ) -> list[Verification]:
     """Compare the gradients of one backward. Raises VerificationMismatch.
@@ -39,12 +40,12 @@ def check(
     plan = called.plan
     if called.changed:
         names = ", ".join(plan.inputs[i] for i in called.changed)
-        return [_whole(plan, skipped=f"written to between forward and backward: {names}")]
+        return [skipped(plan, f"written to between forward and backward: {names}")]
     came = arrived.outputs if plan.padded is None else plan.padded.cleared(arrived.outputs, called.args)
     backward = SeenBackward(arrived=came, written=written)
     session = _GradientSession(plan, plan.gradient_checks())
     try:
-        ran = whole.run(called, backward=backward, record=session.record)
+        ran = whole.run_model(called, backward=backward, record=session.record)
         with leaving_no_trace(called.args, plan.devices, gradients=True):
             session.compare()
         return [*session.finish(), _check_whole(called, arrived, backward, ran, apart)]
@@ -55,69 +56,24 @@ def check(
 def _check_whole(called: Called, arrived: Arrived, backward: SeenBackward, ran: Ran, apart: str | None) -> Verification:
     plan = called.plan
     if apart is not None:
-        return _whole(plan, skipped=apart)
+        return skipped(plan, apart)
     wanted = list(arrived.inputs)
-    runs = _Wanted(Reruns(called=called, backward=backward), wanted)
+
+    def run(noise: Noise | None) -> list[torch.Tensor | None]:
+        made = whole.again(called, noise, backward)
+        return [made[i] for i in wanted]
+
     new, own = [arrived.inputs[i] for i in wanted], [ran.gradients[i] for i in wanted]
-    upstream = list(arrived.outputs.values())
-    outcome = comparing.compare(new, own, runs, factor(plan), plan.rounded, beside=upstream)
-    if outcome.differences:
-        if whole.overwrites_saved(called, backward):
-            return _whole(
-                plan, skipped="the model writes, through .data or detach(), to what autograd saved for the backward"
-            )
-        raise mismatch(plan, outcome.differences, [f"gradient of {plan.inputs[i]}" for i in wanted])
-    compared = outcome.compared
-    return _whole(plan, elements=compared.elements, error=compared.error, allowed=compared.allowed)
-
-
-def factor(plan: CheckPlan) -> float:
-    """Of the rule: that of the site that allows for most."""
-    return max((site_gradients.factor(check.site) for check in plan.checks), default=outputs.FACTOR)
-
-
-def mismatch(
-    plan: CheckPlan, differences: Sequence[comparing.Difference], names: Sequence[str]
-) -> VerificationMismatch:
-    """For results of the whole graph. names: of all results."""
-    first, *others = differences
-    sites = [check.site.module for check in plan.checks if check.subject == "output"]
-    error = VerificationMismatch(
-        site=f"graph {plan.graph}",
-        what=names[first.index],
-        formula=f"attention at {', '.join(sites)}" if plan.padded is None else "real tokens alone",
-        index=str(list(first.place)),
-        expected=first.expected,
-        observed=first.observed,
-        allowed=first.allowed,
-        differing=first.differing,
-    )
-    for other in others:
-        error.add_note(f"also: the {names[other.index]}, {list(other.place)}: {other.observed} for {other.expected}")
-    return error
-
-
-def _whole(plan: CheckPlan, **found: Any) -> Verification:
-    return Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=SUBJECT_WHOLE, **found)
+    outcome = comparing.compare(new, own, run, whole.rule(plan, beside=list(arrived.outputs.values())))
+    if outcome.differences and whole.overwrites_saved(called, backward):
+        return skipped(plan, "the model writes, through .data or detach(), to what autograd saved for the backward")
+    compared = whole.required(plan, outcome, lambda: [f"gradient of {plan.inputs[i]}" for i in wanted])
+    return whole.verification(plan, SUBJECT_WHOLE, compared)
 
 
 def skipped(plan: CheckPlan, why: str) -> Verification:
     """Of the whole graph's gradients."""
-    return _whole(plan, skipped=why)
-
-
-class _Wanted:
-    """Runs of which some results are looked at."""
-
-    def __init__(self, runs: Reruns, wanted: Sequence[int]) -> None:
-        self._runs, self._wanted = runs, wanted
-
-    def exact(self) -> Sequence[torch.Tensor | None]:
-        return [self._runs.exact()[i] for i in self._wanted]
-
-    def noisy(self, seed: int) -> Sequence[torch.Tensor | None]:
-        found = self._runs.noisy(seed)
-        return [found[i] for i in self._wanted]
+    return whole.verification(plan, SUBJECT_WHOLE, skipped=why)
 
 
 class _GradientSession(Session):
@@ -169,14 +125,14 @@ class _GradientSession(Session):
                 self._found[each] = self._skipped(each, f"the check failed itself: {type(error).__name__}: {error}")
             del self._values_of[each]
 
-    def _compared(self, check: Check) -> outputs.Compared:
+    def _compared(self, check: Check) -> Compared:
         values, trained = self._values_of[check]
         if check not in self._gradients or check.new_out is None:
             raise NoValueError("no gradient came to the site's output")
         given = site_gradients.Given(
             values=values, trained=trained, gradient=self._gradients.pop(check), autocast=self._autocasts[check]
         )
-        return site_gradients.check(check.site, check.body, check.new_out, given)
+        return site_gradients.check_site_gradients(check.site, check.body, check.new_out, given)
 
     def close(self) -> None:
         super().close()

@@ -12,13 +12,6 @@ from attn_compiler.spec.dtypes import HALVES
 
 #: Rounding of a result, in units of the last place. CPU flash takes exp from a polynomial that is good to 20 of 24 bits.
 FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0} | dict.fromkeys(HALVES, 2.0)
-#: runs with noise before a difference is taken to be one
-NOISY_RUNS = 4
-#: so many where roundings move a result by a twentieth of it, as those of a steep softmax do: few runs come near to the largest error
-NOISY_RUNS_OF_STEEP = 16
-STEEP = 0.05
-
-
 #: over a dtype's eps: beside numbers as low no score of 16 has digits left
 _MASKS = -64.0
 

@@ -10,46 +10,30 @@ Left out are rows without any key in which the model's own masking, by -inf, giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import FP8, OF_LATENT
+from attn_compiler.lowerings.base import FP8
 from attn_compiler.passes.graph import axes, mutation, program
-from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Latent, Match, Site
-from attn_compiler.reasons.errors import VerificationMismatch
-from attn_compiler.verifying import masks, pairs
-from attn_compiler.verifying.numbers import (
-    FLOOR_ULPS,
-    NOISY_RUNS,
-    NOISY_RUNS_OF_STEEP,
-    STEEP,
-    Noise,
-    difference,
-    exact_dtype,
-    largest,
-)
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.verifying import comparing, masks, pairs, recomputing
+from attn_compiler.verifying.comparing import FACTOR, FACTOR_SOFTCAP, Compared, Rule
+from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, difference, exact_dtype, largest
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values, require_computable
 
-FACTOR, FACTOR_SOFTCAP = 2.0, 3.0
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """elements: how many. error: the largest difference. allowed: its limit. left_out: there are others, which differ and may."""
-
-    elements: int
-    error: float
-    allowed: float
-    left_out: bool = False
+def factor(site: Site) -> float:
+    """Of the rule."""
+    return FACTOR if site.spec is None or site.spec.score.softcap is None else FACTOR_SOFTCAP
 
 
 def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
-    """What has to be recorded for `check`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
+    """What has to be recorded for `check_output`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
     if site.spec is None or site.decision is None or new_out is None:
         raise NoValueError("the site is as the model made it")
     if site.spec.score.dropout_p > 0:
@@ -61,7 +45,7 @@ def exact_needs(site: Site, body: Body, values: Values) -> set[Key]:
     """What has to be recorded for `beside_own`. Raises NoValueError where it can't be, and where the rule is not for the lowering."""
     if site.decision is not None and site.decision.lowering in FP8:
         raise NoValueError("FP8 rounds more than the rule allows for")
-    inside = dependents(body.mirror, site.match, projections(site))
+    inside = recomputing.dependents(body.mirror, site.match, recomputing.projections(site))
     found = values.needs(site.match.out)
     for node in inside:
         _require_exact(node)
@@ -80,36 +64,7 @@ def _require_exact(node: fx.Node) -> None:
         raise NoValueError(f"{node.name} can't be run by itself")
 
 
-def projections(site: Site) -> tuple[fx.Node, ...]:
-    """What the model makes k and v by, if the lowering reads what they are made of: k and v are rounded on the way that it leaves out."""
-    latent = site.match.reads.latent
-    if site.decision is None or site.decision.lowering not in OF_LATENT or not isinstance(latent, Latent):
-        return ()
-    return latent.k.made, latent.v.made
-
-
-def dependents(mirror: Mirror, match: Match, starts: Iterable[fx.Node] = ()) -> list[fx.Node]:
-    """The mirror nodes that make the output from the first product, in order: those on the way, and what they write in place.
-
-    starts: from there, and not from the first product.
-    """
-    reached: set[fx.Node] = set(starts) or {match.first}
-    first = min(map(mirror.order, reached))
-    span = []
-    for node in mirror.graph.nodes:
-        if not first <= mirror.order(node) <= mirror.order(match.out):
-            continue
-        if node in reached or any(n in reached for n in node.all_input_nodes):
-            reached.add(node)
-            span.append(node)
-    wanted = {match.out}
-    for node in reversed(span):
-        if node in wanted or mutation.writes(node):
-            wanted.update((node, *(n for n in node.all_input_nodes if n in reached)))
-    return [node for node in span if node in wanted]
-
-
-def check(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
+def check_output(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
     """Compare one site's output. Raises VerificationMismatch, or NoValueError."""
     new = floating(values.rewritten(body, new_out))
     return beside_own(
@@ -122,13 +77,14 @@ def beside_own(
 ) -> Compared:
     """A tensor against what the model computes at a site. kept: as `kept_rows`. what: the tensor is, for people. Raises
     VerificationMismatch, or NoValueError."""
-    own = floating(values.mirror(site.match.out))
+    own, v = floating(values.mirror(site.match.out)), values.mirror(site.match.v.node)
     dtype = exact_dtype(own.dtype)
 
     def run(noise: Noise | None) -> torch.Tensor:
-        return _exact(site, body.mirror, values, dtype, noise)
+        with torch.autocast(v.device.type, enabled=False):
+            return recomputing.output(site, body, values, dtype=dtype, noise=noise)
 
-    return compared(site, new=new, own=own, run=run, v=values.mirror(site.match.v.node), kept=kept, what=what)
+    return compared(site, new=new, own=own, run=run, v=v, kept=kept, what=what)
 
 
 def compared(
@@ -147,50 +103,17 @@ def compared(
     own: the result in the model's own dtypes. run: gives the exact one, or one with noise on each step. v: what is weighted. kept: which
     elements count, None: all. what: `new` is, for people. formula: of the mask, None: as it was read.
     """
-    if (new.shape, new.dtype) != (own.shape, own.dtype):
-        raise _mismatch(
-            site,
-            what,
-            formula,
-            index="every element",
-            expected=f"{own.dtype} {list(own.shape)}",
-            observed=f"{new.dtype} {list(new.shape)}",
-            allowed="no difference",
-            differing="all elements",
-        )
+    weighted = float(v.abs().max()) if v.numel() else 0.0
+    rule = Rule(factor=factor(site), weighted=weighted, kept=kept)
     try:
-        exact = run(None)
+        outcome = comparing.compare([new], [own], lambda noise: [run(noise)], rule)
     except torch.OutOfMemoryError as error:
         raise NoValueError("there is not enough memory for the exact result") from error
-    largest_v = float(v.abs().max()) if v.numel() else 0.0
-    own_error, new_error = (difference(x, exact) for x in (own, new))
-    # Where the model's own result overflows and the exact one does not, there is nothing to compare with.
-    counts = ~own_error.isinf() if kept is None else kept & ~own_error.isinf()
-    floor = FLOOR_ULPS[own.dtype] * torch.finfo(own.dtype).eps * max(largest(exact, counts), largest_v)
-    factor = FACTOR if site.spec is None or site.spec.score.softcap is None else FACTOR_SOFTCAP
-    allowed = factor * largest(own_error, counts) + floor
-    found = largest(new_error, counts)
-    if not found <= allowed:
-        # Other roundings of the same math may come as far: of float64 there is no wider run that would tell.
-        for noisy in _noises(run, exact, counts):
-            allowed = max(allowed, factor * noisy + floor)
-            if found <= allowed:
-                break
-    if not found <= allowed:
-        wrong = torch.where(counts, new_error, 0.0)
-        place = tuple(int(i) for i in torch.unravel_index(wrong.argmax(), wrong.shape))
-        raise _mismatch(
-            site,
-            what,
-            formula,
-            index=str(list(place)),
-            expected=f"{own[place].item():.6g} (exactly {exact[place].item():.6g})",
-            observed=f"{new[place].item():.6g}",
-            allowed=f"an error of {allowed:.3g}",
-            differing=f"{int((wrong > allowed).sum())} of {wrong.numel()} elements",
-        )
-    others = False if kept is None else largest(difference(new, own.to(exact.dtype)), ~kept.expand_as(own)) > allowed
-    return Compared(elements=int(counts.sum()), error=found, allowed=allowed, left_out=others)
+    found = outcome.required(lambda: [what], site=site.module, formula=formula or masks.formula(site))
+    if kept is None:
+        return found
+    off = difference(new, own.to(exact_dtype(own.dtype)))
+    return dataclasses.replace(found, left_out=largest(off, ~kept.expand_as(own)) > found.allowed)
 
 
 def floating(x: Any) -> torch.Tensor:
@@ -198,51 +121,6 @@ def floating(x: Any) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOOR_ULPS:
         raise NoValueError("the output is no tensor of a floating dtype that has a rule")
     return x
-
-
-def _noises(run: Callable[[Noise | None], torch.Tensor], exact: torch.Tensor, counts: torch.Tensor) -> Iterator[float]:
-    """How far the exact result moves if each step's result is off by a rounding of its own dtype, in several runs."""
-    steep = STEEP * largest(exact, counts)
-    moved = 0.0
-    for seed in range(NOISY_RUNS_OF_STEEP):
-        if seed >= NOISY_RUNS and moved <= steep:
-            return
-        now = largest(difference(run(Noise(seed=seed)), exact), counts)
-        moved = max(moved, now)
-        yield now
-
-
-def _exact(site: Site, mirror: Mirror, values: Values, dtype: torch.dtype, noise: Noise | None) -> torch.Tensor:
-    """The model's own operations in a wider dtype."""
-    match = site.match
-    inside = dependents(mirror, match, projections(site))
-    last_use = {n: node for node in inside for n in (node, *node.all_input_nodes)}
-    known: dict[fx.Node, Any] = {}
-
-    def value(node: fx.Node) -> Any:
-        if node not in known:
-            known[node] = _wide(values.mirror(node), dtype)
-        return known[node]
-
-    result = None
-    with torch.autocast(values.mirror(match.v.node).device.type, enabled=False):
-        for node in inside:
-            result = values.call(node, value, dtype=dtype)
-            if noise is not None:
-                result = noise.on_step(result, node.meta.get("val"), map(known.get, node.all_input_nodes))
-            known[node] = result
-            for used in {node, *node.all_input_nodes}:
-                if last_use[used] is node:
-                    known.pop(used, None)
-    exact: torch.Tensor = _wide(result, dtype)
-    return exact
-
-
-def _wide(x: Any, dtype: torch.dtype) -> Any:
-    """A copy in the wider dtype: what is written in place must not reach the model's own values."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return x.to(dtype, copy=True) if x.is_floating_point() else x
 
 
 def kept_rows(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
@@ -300,7 +178,3 @@ class RealBuilder:
 def lowered(site: Site) -> str:
     """What is compared, for people."""
     return f"output of {site.decision.lowering}" if site.decision is not None else "output"
-
-
-def _mismatch(site: Site, what: str, formula: str | None, **found: str) -> VerificationMismatch:
-    return VerificationMismatch(site=site.module, what=what, formula=formula or masks.formula(site), **found)

@@ -21,6 +21,7 @@ from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Match, Site, Term
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.verifying.values import Key, NoValueError, Values
 
@@ -248,6 +249,66 @@ def evaluated(
         raise NoValueError(f"the size {error} is not known on the first call") from error
     except NotImplementedError as error:
         raise NoValueError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recovered:
+    """Expressions that were recovered of a site, beside the model's own tensors, slice by slice.
+
+    what, formula: they are, for people. gives: what they should. sizes: the part of (B, Hq, Sq, Skv) to look at. tensors: that they load.
+    """
+
+    site: Site
+    values: Values
+    what: str
+    formula: str
+    gives: str
+    allowed: str
+    own: list[Own]
+    sizes: tuple[int, ...]
+    tensors: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def of(
+        site: Site, values: Values, expressions: Sequence[Expr], known: Mapping[str, Version], **words: str
+    ) -> Recovered:
+        """known: where the expressions' loads are read from. Raises NoValueError."""
+        found = own(site, values)
+        sizes = varying(expressions, found, shape(site.match, values))
+        tensors = loaded(expressions, known, values)
+        return Recovered(site=site, values=values, own=found, sizes=sizes, tensors=tensors, **words)
+
+    def slices(self) -> Iterator[Slice]:
+        return slices(self.sizes)
+
+    def on(self, x: Expr, at: Slice, device: torch.device, *, nudge: float = 0.0) -> torch.Tensor:
+        """One of the expressions on a slice, broadcasts to (queries, keys). Raises VerificationMismatch if it has no value."""
+        try:
+            return evaluated(x, at, self.sizes[3], self.values, self.tensors, device, nudge=nudge)
+        except (IndexError, ZeroDivisionError) as error:
+            raise self._mismatch(
+                index=str(at),
+                expected=self.gives,
+                observed=f"a formula that has no value: {error}",
+                differing="at least one pair",
+            ) from error
+
+    def mismatch(
+        self, at: Slice, query: int, key: int, wrong: torch.Tensor, *, expected: str, observed: str, **more: str
+    ) -> VerificationMismatch:
+        """query, key: of a pair that differs, in a slice. wrong: all of the slice that do."""
+        place = at.place(query, key)
+        return self._mismatch(
+            index=index(place),
+            expected=f"{expected} ({elements(self.own, place)})",
+            observed=observed,
+            differing=f"{int(wrong.sum())} of {wrong.numel()} pairs of its slice",
+            **more,
+        )
+
+    def _mismatch(self, **found: str) -> VerificationMismatch:
+        words = {"site": self.site.module, "what": self.what, "formula": self.formula, "allowed": self.allowed}
+        return VerificationMismatch(**(words | found))
 
 
 def index(place: Sequence[int]) -> str:

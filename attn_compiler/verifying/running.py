@@ -13,6 +13,7 @@ from torch import fx
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import masks, outputs, scores, shared, whole
+from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.plan import Check, CheckPlan
 from attn_compiler.verifying.values import Key, NoValueError, Values
 from attn_compiler.verifying.whole import Called, Ran
@@ -33,7 +34,7 @@ class Run:
     apart: str | None
 
 
-def run(plan: CheckPlan, args: Sequence[Any]) -> Run:
+def run_checks(plan: CheckPlan, args: Sequence[Any]) -> Run:
     """Run the model's own graph and check. Raises VerificationMismatch for the first site that does not hold.
 
     args: as the compiled function gets them; neither they nor the state of random number generators change.
@@ -41,7 +42,7 @@ def run(plan: CheckPlan, args: Sequence[Any]) -> Run:
     called = Called.now(plan, args)
     session = Session(plan, plan.checks)
     try:
-        ran = whole.run(called, record=session.record)
+        ran = whole.run_model(called, record=session.record)
         found = session.finish()
         return Run(called=called, ran=ran, found=found, apart=session.apart or called.apart(ran))
     except VerificationMismatch:
@@ -129,24 +130,24 @@ class Session:
 
     def _checked(self, check: Check) -> Verification:
         if check.subject == "mask":
-            return self._verification(check, elements=masks.check(check.site, self._values))
+            return self._verification(check, elements=masks.check_mask(check.site, self._values))
         return self._of(check, self._compared(check))
 
-    def _of(self, check: Check, compared: outputs.Compared) -> Verification:
+    def _of(self, check: Check, compared: Compared) -> Verification:
         if compared.left_out:
             self._left_out.append(check.site.module)
         return self._verification(check, elements=compared.elements, error=compared.error, allowed=compared.allowed)
 
-    def _compared(self, check: Check) -> outputs.Compared:
+    def _compared(self, check: Check) -> Compared:
         if check.subject == "bias":
-            return scores.check(check.site, self._values)
+            return scores.check_biases(check.site, self._values)
         if check.new_out is None:
             raise NoValueError("the site is as the model made it")
         if check.shared is not None:
-            found = shared.check(check.shared, self._values)
+            found = shared.check_whole_rows(check.shared, self._values)
             self._go_on_with(check, found.out)
             return found.compared
-        return outputs.check(check.site, check.body, check.new_out, self._values)
+        return outputs.check_output(check.site, check.body, check.new_out, self._values)
 
     def _go_on_with(self, check: Check, out: torch.Tensor) -> None:
         """What comes after a site gets the attention over the whole sequence, and not that over this rank's part."""

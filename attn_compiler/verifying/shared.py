@@ -22,8 +22,9 @@ from attn_compiler.passes.recovering import recover
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.verifying import as_read, outputs
 from attn_compiler.verifying.as_read import AsRead
+from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.numbers import Noise, exact_dtype
-from attn_compiler.verifying.outputs import Compared, RealBuilder
+from attn_compiler.verifying.outputs import RealBuilder
 from attn_compiler.verifying.ranks import Ranks
 from attn_compiler.verifying.values import Body, Key, Values
 from attn_compiler.verifying.whole_loads import WholeLoads
@@ -50,7 +51,7 @@ class WholeRows:
 
 
 def needs(of: SharedSite, values: Values) -> set[Key]:
-    """What has to be recorded for `check`. Raises NoValueError where it can't be."""
+    """What has to be recorded for `check_whole_rows`. Raises NoValueError where it can't be."""
     site = of.site
     found = outputs.exact_needs(site, of.body, values) | values.rewritten_needs(of.body, of.new_out)
     for node in (*program.sources(site.match), *(factor.node for factor in site.match.scores.factors)):
@@ -69,7 +70,7 @@ def _score_loads(of: SharedSite) -> dict[str, Version]:
     return {name: of.site.score_loads[name] for name in sorted(names)}
 
 
-def check(of: SharedSite, values: Values) -> WholeRows:
+def check_whole_rows(of: SharedSite, values: Values) -> WholeRows:
     """Compare. Every rank has to call it. Raises VerificationMismatch, or NoValueError."""
     site, ranks = of.site, of.ranks
     ranks.meet(f"the attention of {site.module}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from attn_compiler.reporting.verifications import Verification
 from attn_compiler.spec.dtypes import HALVES
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
-from attn_compiler.verifying import interpreting
+from attn_compiler.verifying import interpreting, outputs
+from attn_compiler.verifying.comparing import FACTOR, Compared, Outcome, Rule
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
 from attn_compiler.verifying.fused_noise import fused_noise
 from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Record
@@ -95,7 +98,7 @@ class SeenBackward:
     written: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
-def run(
+def run_model(
     called: Called,
     arithmetic: Arithmetic = AS_IT_IS,
     *,
@@ -137,7 +140,7 @@ def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
         return now
 
     with torch.autograd.graph.saved_tensors_hooks(saved, read):
-        run(called, backward=backward)
+        run_model(called, backward=backward)
     return any(found)
 
 
@@ -175,31 +178,40 @@ def _gradients(
     return found
 
 
-@dataclass(kw_only=True)
-class Reruns:
-    """Runs of the model's own graph in wider numbers, made when they are asked for. backward: its gradients are compared, if given."""
+def again(called: Called, noise: Noise | None, backward: SeenBackward | None = None) -> Sequence[Any]:
+    """What a run of the model's own graph gives in wider numbers, with noise on each step if any. backward: its gradients, if given."""
+    ran = run_model(called, Arithmetic(dtype=_wide(called), noise=noise), backward=backward)
+    return ran.gradients if backward is not None else results(called.plan, ran.outs, ran.inputs)
 
-    called: Called
-    backward: SeenBackward | None = None
-    _exact: list[Any] | None = field(default=None)
 
-    def exact(self) -> Sequence[torch.Tensor | None]:
-        if self._exact is None:
-            self._exact = self._run(None)
-        return self._exact
+def _wide(called: Called) -> torch.dtype:
+    """Twice as wide as what is compared: float32 only where all that is differentiated is in half precision."""
+    floats = [x for x in called.args if isinstance(x, torch.Tensor) and x.dtype in FLOOR_ULPS]
+    trained = [x for x, is_trained in zip(called.args, called.trained, strict=True) if is_trained]
+    return torch.float32 if all(x.dtype in HALVES for x in trained or floats) else torch.float64
 
-    def noisy(self, seed: int) -> Sequence[torch.Tensor | None]:
-        return self._run(Noise(seed=seed))
 
-    def _run(self, noise: Noise | None) -> list[Any]:
-        ran = run(self.called, Arithmetic(dtype=self._dtype(), noise=noise), backward=self.backward)
-        return list(ran.gradients) if self.backward is not None else results(self.called.plan, ran.outs, ran.inputs)
+def verification(
+    plan: CheckPlan, subject: str, compared: Compared | None = None, *, skipped: str | None = None
+) -> Verification:
+    """Of the whole graph."""
+    found = Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=subject, skipped=skipped)
+    if compared is None:
+        return found
+    return dataclasses.replace(found, elements=compared.elements, error=compared.error, allowed=compared.allowed)
 
-    def _dtype(self) -> torch.dtype:
-        """Twice as wide as what is compared: float32 only where all that is differentiated is in half precision."""
-        floats = [x for x in self.called.args if isinstance(x, torch.Tensor) and x.dtype in FLOOR_ULPS]
-        trained = [x for x, is_trained in zip(self.called.args, self.called.trained, strict=True) if is_trained]
-        return torch.float32 if all(x.dtype in HALVES for x in trained or floats) else torch.float64
+
+def required(plan: CheckPlan, outcome: Outcome, names: Callable[[], Sequence[str]]) -> Compared:
+    """What was compared of the whole graph. Raises VerificationMismatch. names: of all results."""
+    sites = ", ".join(check.site.module for check in plan.checks if check.subject == "output")
+    formula = f"attention at {sites}" if plan.padded is None else "real tokens alone"
+    return outcome.required(names, site=f"graph {plan.graph}", formula=formula)
+
+
+def rule(plan: CheckPlan, beside: Sequence[torch.Tensor] = ()) -> Rule:
+    """That of the site that allows for most."""
+    factor = max((outputs.factor(check.site) for check in plan.checks), default=FACTOR)
+    return Rule(factor=factor, rounded=plan.rounded, beside=beside)
 
 
 def results(plan: CheckPlan, outs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

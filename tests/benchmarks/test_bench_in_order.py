@@ -76,7 +76,7 @@ def test_other_bits_wrong_numbers_and_failures_of_ours_are_told(made: dict[str, 
 def test_what_was_measured_becomes_rows_that_decide(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     old = ["causal", "causal", "97", "128", "8192", "32", "423", "368", "2026-11-24"]
-    lines = [",".join(in_order.COLUMNS), ",".join([*old, CASE.name]), ",".join([*old, "another"])]
+    lines = [",".join(in_order.TABLE.columns), ",".join([*old, CASE.name]), ",".join([*old, "another"])]
     path.write_text("\n".join(lines) + "\n")
     measured = [
         {

@@ -64,6 +64,6 @@ def test_training_is_forward_and_backward_together() -> None:
 def test_the_file_holds_what_was_measured() -> None:
     """But for what comes from another file, whose rows may have become others since."""
     made = fp8_rows.rows_of(harness.read(bench_fp8.RESULTS), [])
-    kept = harness.read(fp8_speed.MEASURED)
+    kept = harness.read(fp8_speed.TABLE.path)
     ours, theirs = ([row for row in rows if row["lowering"] not in fp8_rows.OTHERS] for rows in (kept, made))
     assert ours == theirs

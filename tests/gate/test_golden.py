@@ -65,7 +65,7 @@ def test_another_copy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_backward_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_order, "rows", tuple)
+    monkeypatch.setattr(in_order.TABLE, "rows", tuple)
     said = _differences("backwards", plans.backwards())
     assert "backwards causal_d128_s2048, deterministic: was hopper_in_order, is triton" in said
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from attn_compiler.verifying import comparing
-from attn_compiler.verifying.comparing import NOISY_RUNS, Difference, Outcome
+from attn_compiler.verifying.comparing import NOISY_RUNS, Difference, Outcome, Rule
+from attn_compiler.verifying.numbers import Noise
 
 Tensor = torch.Tensor
 
@@ -20,21 +21,17 @@ class Runs:
     noises: Sequence[float] = (0.0,)
     asked: list[int | None] = field(default_factory=list)
 
-    def exact(self) -> Sequence[Tensor | None]:
-        self.asked.append(None)
-        return self.exactly
-
-    def noisy(self, seed: int) -> Sequence[Tensor | None]:
-        self.asked.append(seed)
-        noise = self.noises[min(seed, len(self.noises) - 1)]
-        return [None if x is None else x + noise for x in self.exactly]
+    def __call__(self, noise: Noise | None) -> Sequence[Tensor | None]:
+        self.asked.append(None if noise is None else noise.seed)
+        off = 0.0 if noise is None else self.noises[min(noise.seed, len(self.noises) - 1)]
+        return [None if x is None else x + off if noise is not None else x for x in self.exactly]
 
 
 def compare(
     new: Tensor | None, own: Tensor | None, exact: Tensor | None = None, *noises: float
 ) -> tuple[Outcome, Runs]:
     runs = Runs([own if exact is None else exact], noises or (0.0,))
-    return comparing.compare([new], [own], runs, 2.0), runs
+    return comparing.compare([new], [own], runs, Rule()), runs
 
 
 ONES = torch.ones(4)
@@ -73,7 +70,7 @@ def test_what_is_exactly_zero_may_be_off_by_the_rounding_of_the_others() -> None
 
     def differences(off: float) -> list[Difference]:
         zeros = torch.zeros(4)
-        return comparing.compare([zeros + off, ONES], [zeros, ONES], Runs([zeros, ONES]), 2.0).differences
+        return comparing.compare([zeros + off, ONES], [zeros, ONES], Runs([zeros, ONES]), Rule()).differences
 
     assert differences(4e-7) == []
     assert [d.index for d in differences(1e-4)] == [0]
@@ -124,14 +121,14 @@ def test_another_shape_or_dtype_differs() -> None:
 def test_whole_numbers_are_equal_where_no_rounding_decides() -> None:
     own = torch.tensor([1, 2, 3])
     runs = Runs([own])
-    assert comparing.compare([own.clone()], [own], runs, 2.0).differences == []
+    assert comparing.compare([own.clone()], [own], runs, Rule()).differences == []
     assert runs.asked == []
     wrong = torch.tensor([1, 2, 4])
-    assert comparing.compare([wrong], [own], Runs([own]), 2.0).differences[0].place == (2,)
+    assert comparing.compare([wrong], [own], Runs([own]), Rule()).differences[0].place == (2,)
     # The exact run decides the last one otherwise.
-    assert comparing.compare([wrong], [own], Runs([torch.tensor([1, 2, 9])]), 2.0).differences == []
+    assert comparing.compare([wrong], [own], Runs([torch.tensor([1, 2, 9])]), Rule()).differences == []
     moved = torch.tensor([7, 2, 4])
-    assert comparing.compare([moved], [own], Runs([torch.tensor([1, 2, 9])]), 2.0).differences[0].place == (0,)
+    assert comparing.compare([moved], [own], Runs([torch.tensor([1, 2, 9])]), Rule()).differences[0].place == (0,)
 
 
 def test_truth_values_and_complex_numbers() -> None:
@@ -144,24 +141,25 @@ def test_truth_values_and_complex_numbers() -> None:
 
 
 def test_the_worst_of_several() -> None:
-    outcome = comparing.compare([ONES + 1e-6, ONES + 1.2e-6, 3], [ONES, ONES, 3], Runs([]), 2.0)
-    assert outcome.worst == 1
+    outcome = comparing.compare([ONES + 1e-6, ONES + 1.2e-6, 3], [ONES, ONES, 3], Runs([]), Rule())
+    error, allowed = outcome.compared.error, outcome.compared.allowed
+    assert abs(error - 1.2e-6) < 1e-7
+    assert error <= allowed
     assert outcome.compared.elements == 8
 
 
 def test_nothing_to_compare() -> None:
-    outcome = comparing.compare([3, None, torch.ones(0)], [4, None, torch.ones(0)], Runs([]), 2.0)
+    outcome = comparing.compare([3, None, torch.ones(0)], [4, None, torch.ones(0)], Runs([]), Rule())
     assert outcome.differences == []
-    assert outcome.worst is None
     assert (outcome.compared.error, outcome.compared.allowed) == (0.0, 0.0)
 
 
 def test_what_cancels_out_is_a_rounding_of_what_it_is_made_of() -> None:
     """All results are zero, so that only the gradients that came in tell how large the summands were."""
     zeros, runs = torch.zeros(4), Runs([torch.zeros(4).double()])
-    alone = comparing.compare([zeros + 9e-8], [zeros], runs, 2.0)
+    alone = comparing.compare([zeros + 9e-8], [zeros], runs, Rule())
     assert len(alone.differences) == 1
-    beside = comparing.compare([zeros + 9e-8], [zeros], runs, 2.0, beside=[ONES])
+    beside = comparing.compare([zeros + 9e-8], [zeros], runs, Rule(beside=[ONES]))
     assert beside.differences == []
-    too_large = comparing.compare([zeros + 1e-3], [zeros], runs, 2.0, beside=[ONES])
+    too_large = comparing.compare([zeros + 1e-3], [zeros], runs, Rule(beside=[ONES]))
     assert len(too_large.differences) == 1

@@ -111,8 +111,8 @@ def test_no_gradients_then_gradients() -> None:
 
 def test_only_the_first_backward_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    real = gradients.check
-    monkeypatch.setattr(gradients, "check", lambda *args: runs.append(args) or real(*args))
+    real = gradients.check_gradients
+    monkeypatch.setattr(gradients, "check_gradients", lambda *args: runs.append(args) or real(*args))
     model = compiled(causal, verify=True)
     for _ in range(3):
         loss(model(*qkv())).backward()
@@ -184,7 +184,9 @@ def test_an_untouched_site_is_said() -> None:
 
 @pytest.mark.parametrize("where", ["run", "check"])
 def test_a_check_that_fails_itself_is_a_warning(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr(*((first.running, "run", _broken) if where == "run" else (gradients, "check", _broken)))
+    monkeypatch.setattr(
+        *((first.running, "run_checks", _broken) if where == "run" else (gradients, "check_gradients", _broken))
+    )
     inputs = qkv()
     model = compiled(causal, verify=True, strict=False)
     with pytest.warns(
@@ -201,7 +203,7 @@ def test_a_check_that_fails_itself_is_a_warning(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_strict_raises_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "check", _broken)
+    monkeypatch.setattr(gradients, "check_gradients", _broken)
     with pytest.raises(CompileFailed, match="OutOfMemoryError: no memory"):
         trained(causal, *qkv())
 

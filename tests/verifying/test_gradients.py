@@ -192,7 +192,7 @@ def test_what_the_caller_wrote_is_not_written_twice() -> None:
     held = planned(lambda q, k, v: causal(q.sin(), k, v), *qkv())
     called = whole.Called.now(held.plan, held.args)
     backward = whole.SeenBackward(arrived={0: torch.ones(SHAPE)}, written={1: torch.zeros(SHAPE)})
-    one, other = (whole.run(called, backward=backward) for _ in range(2))
+    one, other = (whole.run_model(called, backward=backward) for _ in range(2))
     assert torch.equal(one.outs[0], other.outs[0])
     assert whole.overwrites_saved(called, backward)
     assert not whole.overwrites_saved(called, whole.SeenBackward(arrived=backward.arrived))

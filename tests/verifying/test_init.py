@@ -302,8 +302,8 @@ def test_random_numbers_are_those_of_a_run_without_it() -> None:
 
 def test_only_the_first_call_of_each_graph_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    real = verifying.running.run
-    monkeypatch.setattr(verifying.running, "run", lambda plan, args: runs.append(plan) or real(plan, args))
+    real = verifying.running.run_checks
+    monkeypatch.setattr(verifying.running, "run_checks", lambda plan, args: runs.append(plan) or real(plan, args))
     function = compiled(causal, dynamic=False, verify=True)
     for _ in range(3):
         function(*qkv())
@@ -315,14 +315,14 @@ def test_only_the_first_call_of_each_graph_verifies(monkeypatch: pytest.MonkeyPa
 def test_threads_that_call_at_once_verify_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(causal, *qkv())
     runs: list[Any] = []
-    real = verifying.running.run
+    real = verifying.running.run_checks
 
     def slow(plan: Any, args: Any) -> list[Verification]:
         runs.append(args)
         time.sleep(0.1)
         return real(plan, args)
 
-    monkeypatch.setattr(verifying.running, "run", slow)
+    monkeypatch.setattr(verifying.running, "run_checks", slow)
     function = verifying.checked(lambda *args: len(runs), found.plan)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: function(*found.args), range(4))) == [1] * 4

@@ -30,7 +30,7 @@ class _Changed:
 
 def _mismatch(found: Planned) -> VerificationMismatch:
     with pytest.raises(VerificationMismatch) as caught:
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
     return caught.value
 
 
@@ -67,7 +67,7 @@ def test_axes_that_only_the_model_varies_along() -> None:
 def test_slices_of_any_size_find_the_same(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(pairs, "MOST_PAIRS", most)
     found = planned(causal, *qkv())
-    assert running.run(found.plan, found.args).found[0].elements == LENGTH * LENGTH
+    assert running.run_checks(found.plan, found.args).found[0].elements == LENGTH * LENGTH
     _Changed(found).to(ix.apply("and", ix.compare("<=", K, Q), ix.compare("<", Q, Const(LENGTH - 1))))
     assert _mismatch(found).index == f"b=0, h=0, q={LENGTH - 1}, k=0"
 
@@ -111,7 +111,7 @@ def test_a_number_that_neither_allows_nor_masks() -> None:
 )
 def test_what_has_no_value_is_skipped(condition: Any, why: str) -> None:
     found = _Changed(planned(causal, *qkv())).to(condition)
-    mask, _ = running.run(found.plan, found.args).found
+    mask, _ = running.run_checks(found.plan, found.args).found
     assert mask.skipped is not None
     assert why in mask.skipped
 
@@ -119,7 +119,7 @@ def test_what_has_no_value_is_skipped(condition: Any, why: str) -> None:
 def test_an_op_without_a_meaning_on_tensors_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(on_tensors.ON_TENSORS, "abs")
     found = _Changed(planned(causal, *qkv())).to(ix.compare("<=", ix.Apply("abs", (K,)), Q))
-    mask, _ = running.run(found.plan, found.args).found
+    mask, _ = running.run_checks(found.plan, found.args).found
     assert mask.skipped is not None
     assert "'abs'" in mask.skipped
 

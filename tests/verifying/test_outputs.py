@@ -7,9 +7,8 @@ import torch
 from torch import fx
 
 from attn_compiler.reasons.errors import VerificationMismatch
-from attn_compiler.verifying import outputs, running
+from attn_compiler.verifying import recomputing, running
 from attn_compiler.verifying.numbers import difference, exact_dtype
-from attn_compiler.verifying.outputs import dependents
 from tests.verifying.planning import SHAPE, Planned, Tensor, causal, masked, planned, qkv
 
 
@@ -33,10 +32,10 @@ def _with_factor(found: Planned, factor: float) -> Planned:
 )
 def test_the_rule_is_neither_too_strict_nor_too_lax(dtype: torch.dtype, little: float, much: float) -> None:
     found = _with_factor(planned(causal, *qkv(dtype=dtype)), 1 + little)
-    assert running.run(found.plan, found.args).found[-1].skipped is None
+    assert running.run_checks(found.plan, found.args).found[-1].skipped is None
     found = _with_factor(planned(causal, *qkv(dtype=dtype)), 1 + much)
     with pytest.raises(VerificationMismatch, match="output of sdpa_cpu_flash"):
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
 
 
 def test_errors_of_small_results_count() -> None:
@@ -44,7 +43,7 @@ def test_errors_of_small_results_count() -> None:
     q, k, v = qkv()
     found = _with_factor(planned(causal, q, k, v * 1e-6), 1 + 1e-3)
     with pytest.raises(VerificationMismatch):
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
 
 
 def test_another_dtype_is_a_mismatch() -> None:
@@ -57,7 +56,7 @@ def test_another_dtype_is_a_mismatch() -> None:
         check.new_out = graph.call_function(torch.Tensor.double, (old,))
     check.body.outs[check.new_out.name] = check.body.outs.pop(old.name)
     with pytest.raises(VerificationMismatch, match=r"torch\.float64 .*differ"):
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
 
 
 def test_a_site_of_the_model_that_wrote_its_scores_in_place() -> None:
@@ -70,25 +69,14 @@ def test_a_site_of_the_model_that_wrote_its_scores_in_place() -> None:
         return scores.softmax(-1) @ v + q
 
     found = planned(function, *qkv())
-    output = running.run(found.plan, found.args).found[-1]
+    output = running.run_checks(found.plan, found.args).found[-1]
     assert output.skipped is None
     assert output.elements == math.prod(SHAPE)
 
 
-def test_dependents_run_from_the_product_to_the_output() -> None:
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = q.sin() @ k.mT * 0.3
-        scores = scores - scores.amax(-1, keepdim=True)
-        return (scores.softmax(-1) @ v.cos()).exp()
-
-    check = planned(function, *qkv()).check("output")
-    names = [str(n.target).split(".")[1] for n in dependents(check.body.mirror, check.site.match)]
-    assert names == ["matmul", "mul", "amax", "sub", "softmax", "matmul"]
-
-
 def test_exact_results_are_closer_than_the_models_own() -> None:
     found = planned(masked, *qkv(dtype=torch.float32), torch.ones(2, 6, dtype=torch.int64))
-    output = running.run(found.plan, found.args).found[-1]
+    output = running.run_checks(found.plan, found.args).found[-1]
     assert output.error is not None
     assert 0 < output.error < 1e-6
 
@@ -110,17 +98,17 @@ def test_where_the_model_itself_overflows_there_is_nothing_to_compare() -> None:
     q, k, v = qkv(dtype=torch.float16)
     v[0, 0, 0, 0] = torch.inf
     found = planned(causal, q, k, v)
-    output = running.run(found.plan, found.args).found[-1]
+    output = running.run_checks(found.plan, found.args).found[-1]
     assert output.skipped is None
 
 
 def test_not_enough_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(outputs, "_exact", full)
+    monkeypatch.setattr(recomputing, "output", full)
     found = planned(causal, *qkv())
-    output = running.run(found.plan, found.args).found[-1]
+    output = running.run_checks(found.plan, found.args).found[-1]
     assert output.skipped == "there is not enough memory for the exact result"
 
 

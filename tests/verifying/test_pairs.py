@@ -113,7 +113,7 @@ def test_rows_with_keys() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairs, "rows_with_keys", rows)
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
     assert check.skipped is None
     assert seen[0] is not None
     assert seen[0].expand(2, 1, 1, 1).flatten().tolist() == [True, False]

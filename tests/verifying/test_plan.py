@@ -48,7 +48,7 @@ def test_the_plan_outlives_the_graph() -> None:
         if node.op != "placeholder":
             node.replace_all_uses_with(next(iter(found.module.graph.nodes)))
             found.module.graph.erase_node(node)
-    assert [v.skipped for v in running.run(found.plan, found.args).found] == [None, None]
+    assert [v.skipped for v in running.run_checks(found.plan, found.args).found] == [None, None]
 
 
 def test_a_body_outlives_the_graph() -> None:
@@ -57,7 +57,7 @@ def test_a_body_outlives_the_graph() -> None:
     (body,) = (module for name, module in found.module.named_modules() if name)
     assert isinstance(body, torch.fx.GraphModule)
     body.graph = torch.fx.Graph()
-    assert [v.skipped for v in running.run(found.plan, found.args).found] == [None, None]
+    assert [v.skipped for v in running.run_checks(found.plan, found.args).found] == [None, None]
 
 
 def test_outputs_of_a_body_that_is_given_more_than_the_models_own_are_checked() -> None:
@@ -70,7 +70,7 @@ def test_outputs_of_a_body_that_is_given_more_than_the_models_own_are_checked() 
     real[1, 4:] = 0
     found = planned(function, *(x.requires_grad_() for x in qkv()), real, lowerings=("triton",))
     assert [list(body.given.values()) for body in found.plan.bodies.values() if body.given] == [[Key(1, "l_real_")]]
-    assert [(v.subject, v.skipped) for v in running.run(found.plan, found.args).found] == [
+    assert [(v.subject, v.skipped) for v in running.run_checks(found.plan, found.args).found] == [
         ("mask", None),
         ("output", None),
     ]

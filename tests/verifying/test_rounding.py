@@ -58,4 +58,4 @@ def test_what_is_handed_to_a_body_counts_with_the_widest_rounding_outside() -> N
     found = planned(function, *(x.requires_grad_() for x in qkv()), SLOPES)
     check = found.check("bias")
     assert rounding.relative(check.site, Values(bodies=found.plan.mirrors)) >= 8 * HALF
-    assert [v.skipped for v in running.run(found.plan, found.args).found] == [None] * 3
+    assert [v.skipped for v in running.run_checks(found.plan, found.args).found] == [None] * 3

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 def test_results_come_in_the_order_of_the_plan() -> None:
     found = planned(lambda q, k, v: causal(q.sin(), k, v) @ causal(q, k, v).mT, *qkv())
-    results = running.run(found.plan, found.args).found
+    results = running.run_checks(found.plan, found.args).found
     assert [result.subject for result in results] == ["mask", "output"] * 2
     assert [result.skipped for result in results] == [None] * 4
     assert [result.formula for result in results] == ["k <= q", None] * 2
@@ -35,9 +35,9 @@ def test_what_turns_out_to_have_no_value_is_skipped(monkeypatch: pytest.MonkeyPa
     def none(*_: object) -> int:
         raise NoValueError("odd")
 
-    monkeypatch.setattr(masks, "check", none)
+    monkeypatch.setattr(masks, "check_mask", none)
     found = planned(causal, *qkv())
-    mask, output = running.run(found.plan, found.args).found
+    mask, output = running.run_checks(found.plan, found.args).found
     assert mask.skipped == "odd"
     assert output.skipped is None
 
@@ -52,7 +52,7 @@ def test_the_graph_runs_to_its_end_before_a_mismatch_is_raised(monkeypatch: pyte
 
     found = planned(function, *qkv())
     with pytest.raises(VerificationMismatch):
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -61,11 +61,11 @@ def test_a_body_that_is_not_run_is_said_to_be_unchecked() -> None:
         return torch.cond(flag.any(), causal, lambda q, k, v: q + 1, (q, k, v))
 
     found = planned(function, *qkv(), torch.tensor([False]))
-    assert [v.skipped for v in running.run(found.plan, found.args).found] == [
+    assert [v.skipped for v in running.run_checks(found.plan, found.args).found] == [
         "the first call did not run the graph that it is in"
     ] * len(found.plan.checks)
     found = planned(function, *qkv(), torch.tensor([True]))
-    assert [v.skipped for v in running.run(found.plan, found.args).found] == [None, None]
+    assert [v.skipped for v in running.run_checks(found.plan, found.args).found] == [None, None]
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -86,7 +86,7 @@ def test_nothing_is_held_afterwards(monkeypatch: pytest.MonkeyPatch, flag: bool)
     gc.collect()
     gc.disable()
     try:
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
         assert len(copies) >= len(found.args)
         assert [ref() for ref in copies] == [None] * len(copies)
     finally:
@@ -107,7 +107,7 @@ def test_trained_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
     real = whole.isolated
     monkeypatch.setattr(whole, "isolated", lambda args, shared: seen.append(shared) or real(args, shared))
     found = planned(_Scaled(), *qkv())
-    running.run(found.plan, found.args)
+    running.run_checks(found.plan, found.args)
     assert seen[0] == [isinstance(x, nn.Parameter) for x in found.args]
     assert any(seen[0])
 
@@ -127,7 +127,7 @@ def test_values_are_those_of_their_time() -> None:
     found = planned(function, *qkv(), torch.tensor(3))
     (loaded,) = (key for key in found.plan.checks[0].needs if "length" in key.name)
     assert loaded.copied
-    results = running.run(found.plan, found.args).found
+    results = running.run_checks(found.plan, found.args).found
     assert [result.skipped for result in results] == [None, None]
     assert results[0].formula == "k + 1 <= length"
 
@@ -143,4 +143,4 @@ def test_a_value_is_recorded_after_what_writes_it() -> None:
     (loaded,) = (key for key in found.plan.checks[0].needs if "length" in key.name)
     assert "remainder" in str(loaded.after)
     assert loaded.copied
-    assert [result.skipped for result in running.run(found.plan, found.args).found] == [None, None]
+    assert [result.skipped for result in running.run_checks(found.plan, found.args).found] == [None, None]

@@ -99,7 +99,7 @@ CASES: dict[type[ProvedScore], tuple[Attention, tuple[Tensor, ...]]] = {
 
 
 def _checked(found: Planned) -> Verification:
-    (bias,) = (v for v in running.run(found.plan, found.args).found if v.subject == "bias")
+    (bias,) = (v for v in running.run_checks(found.plan, found.args).found if v.subject == "bias")
     return bias
 
 
@@ -120,7 +120,7 @@ def _believed(found: Planned, *kinds: ProvedScore) -> Planned:
 
 def _mismatch(found: Planned) -> VerificationMismatch:
     with pytest.raises(VerificationMismatch) as caught:
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
     assert caught.value.what == "recovered bias"
     return caught.value
 
@@ -221,14 +221,14 @@ def test_what_is_masked_is_the_masks() -> None:
 def _mask_mismatch(found: Planned, condition: Expr) -> VerificationMismatch:
     found.check("mask").site.condition = condition
     with pytest.raises(VerificationMismatch) as caught:
-        running.run(found.plan, found.args)
+        running.run_checks(found.plan, found.args)
     assert caught.value.what == "recovered mask"
     return caught.value
 
 
 def test_a_condition_beside_a_bias_is_compared() -> None:
     found = planned(masked_alibi, *qkv(), SLOPES, PADDING)
-    mask, _, _ = running.run(found.plan, found.args).found
+    mask, _, _ = running.run_checks(found.plan, found.args).found
     assert (mask.subject, mask.skipped, mask.elements) == ("mask", None, SHAPE[0] * HEADS * LENGTH * LENGTH)
     condition = found.check("mask").site.condition
     assert condition is not None
@@ -243,7 +243,7 @@ def test_a_condition_beside_a_learned_bias_is_compared() -> None:
         return _attention(q, k, v, bias.masked_fill(_apart(q, k) > 0, LOWEST))
 
     found = planned(function, *qkv(), TABLE.clone().requires_grad_())
-    assert [v.skipped for v in running.run(found.plan, found.args).found[:2]] == [None, None]
+    assert [v.skipped for v in running.run_checks(found.plan, found.args).found[:2]] == [None, None]
     assert _mask_mismatch(found, ix.compare("<", K, Q)).index == "b=0, h=0, q=0, k=0"
 
 
@@ -256,7 +256,7 @@ def test_a_ready_made_tensor_may_mask_too() -> None:
     bias = torch.zeros(1, 1, LENGTH, LENGTH)
     bias[..., 5, 1] = -torch.inf
     found = planned(function, *qkv(), bias)
-    mask, scores, _ = running.run(found.plan, found.args).found
+    mask, scores, _ = running.run_checks(found.plan, found.args).found
     assert (mask.skipped, scores.skipped) == (None, None)
     assert mask.formula == "k <= q"
     assert _mask_mismatch(_believed(found), ix.compare("<=", K, Q)).index == "b=0, h=0, q=5, k=1"

@@ -57,7 +57,7 @@ def _planned(ranks: type[Ranks]) -> Planned:
 
 
 def _output(found: Planned) -> Verification:
-    return next(x for x in running.run(found.plan, found.args).found if x.subject == "output")
+    return next(x for x in running.run_checks(found.plan, found.args).found if x.subject == "output")
 
 
 def test_a_rank_with_the_whole_sequence_holds() -> None:
@@ -103,5 +103,5 @@ def test_what_comes_after_goes_on_with_the_attention_over_the_whole_sequence() -
         made = graph.call_function(torch.full_like, (check.new_out, 0.25))
     check.shared = dataclasses.replace(check.shared, new_out=made)
     check.needs = needs(check.shared, Values(bodies=found.plan.mirrors))
-    (out,) = running.run(found.plan, found.args).ran.outs
+    (out,) = running.run_checks(found.plan, found.args).ran.outs
     assert torch.allclose(out, other)

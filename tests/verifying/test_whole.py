@@ -8,7 +8,8 @@ from torch.nn import Parameter
 from torch.nn.functional import dropout
 
 from attn_compiler.verifying import whole
-from attn_compiler.verifying.whole import Called, Reruns, SeenBackward, fingerprint
+from attn_compiler.verifying.numbers import Noise
+from attn_compiler.verifying.whole import Called, SeenBackward, fingerprint
 from tests.verifying.planning import SHAPE, Planned, Tensor, causal, planned, qkv
 
 
@@ -59,7 +60,7 @@ def test_a_run_leaves_the_inputs_alone_and_tells_how_it_left_them() -> None:
     start = float(found.args[place])
     called = _called(found)
     for _ in range(2):
-        ran = whole.run(called)
+        ran = whole.run_model(called)
         assert float(ran.inputs[place]) == start + 1
         torch.testing.assert_close(ran.outs[0], causal(*inputs[:3]) * (start + 1))
     assert float(found.args[place]) == start
@@ -72,7 +73,7 @@ def test_gradients_are_those_of_what_an_input_held_before() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     found = planned(causal, q, k, v)
     gradient = torch.randn(SHAPE)
-    ran = whole.run(_called(found), backward=SeenBackward(arrived={0: gradient}))
+    ran = whole.run_model(_called(found), backward=SeenBackward(arrived={0: gradient}))
     expected = torch.autograd.grad(causal(q, k, v), (q, k, v), gradient)
     for mine, theirs in zip(ran.gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -81,10 +82,10 @@ def test_gradients_are_those_of_what_an_input_held_before() -> None:
 def test_random_numbers_and_shared_memory_set_results_apart() -> None:
     found = planned(lambda q, k, v: causal(dropout(q, 0.5), k, v), *qkv())
     called = _called(found)
-    assert "random numbers" in str(called.apart(whole.run(called)))
+    assert "random numbers" in str(called.apart(whole.run_model(called)))
     found = planned(_written, *qkv(), torch.tensor(3.0))
     called = _called(found)
-    assert called.apart(whole.run(called)) is None
+    assert called.apart(whole.run_model(called)) is None
 
 
 def test_a_parameter_that_is_written_since_is_seen() -> None:
@@ -102,11 +103,8 @@ def test_a_parameter_that_is_written_since_is_seen() -> None:
     ("dtype", "wide"), [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
 )
 def test_an_exact_run_is_twice_as_wide(dtype: torch.dtype, wide: torch.dtype) -> None:
-    reruns = Reruns(called=_called(planned(causal, *qkv(dtype=dtype))))
-    (out,) = reruns.exact()
-    assert out is not None
+    called = _called(planned(causal, *qkv(dtype=dtype)))
+    (out,) = whole.again(called, None)
     assert out.dtype == wide
-    assert reruns.exact()[0] is out
-    (noisy,) = reruns.noisy(1)
-    assert noisy is not None
+    (noisy,) = whole.again(called, Noise(seed=1))
     assert 0 < float((noisy - out).abs().max()) < 0.05

@@ -15,18 +15,23 @@ HELD = (
     "CONTRIBUTING.md",
     "README.md",
     "docs/architecture.md",
+    "docs/benchmarks.md",
     "docs/borders.md",
     "docs/changes.md",
     "docs/checkpoints.md",
     "docs/choosing.md",
     "docs/codes.md",
+    "docs/context_parallel.md",
     "docs/cudnn.md",
     "docs/debugging.md",
     "docs/decode.md",
     "docs/export.md",
     "docs/fa4.md",
+    "docs/fp8.md",
+    "docs/fp8_kernels.md",
     "docs/fuzzing.md",
     "docs/gate.md",
+    "docs/hopper.md",
     "docs/launchers.md",
     "docs/launching.md",
     "docs/matching.md",
@@ -50,7 +55,8 @@ MOST_WORDS_OF_THE_MAP = 3000
 #: folders that a page may leave out in front of a path
 _FOLDERS = (
     "", "attn_compiler", "attn_compiler/lowerings", "attn_compiler/lowerings/shared", "attn_compiler/lowerings/choice",
-    "attn_compiler/passes/recovering/reading", "attn_compiler/lowerings/shared/kernels", "benchmarks",
+    "attn_compiler/lowerings/fp8", "attn_compiler/lowerings/hopper", "attn_compiler/passes/recovering/reading",
+    "attn_compiler/lowerings/shared/kernels", "benchmarks",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ left out for bfloat16: it was measured with products in half precision, which ov
     c 1x8, S 512        23487 / 25266 / 23364         11335 / 20196
     c 1x4, S 1024       108150 / 96852 / 69964        134193 / 69806
 
-Half precision on one thread of an AMD EPYC without AVX-512, 2026-11-22, a machine that others used, too; the process's own time, medians,
+Half precision on one thread of an AMD EPYC without AVX-512, 2026-11-22, a machine that others used, too. The process's own time, medians,
 head dim 64 (e: 32; f: 128, no mask), of "math" in float32 / "sdpa_cpu_flash" ("math" with products in bfloat16: 2.5 to 26 times as long):
 
                         bfloat16            with the backward         float16

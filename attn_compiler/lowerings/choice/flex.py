@@ -2,9 +2,9 @@
 an element for each score.
 
 Flex's kernel computes masks and what is added as it goes, and leaves out blocks without any score. A tensor of B · H · Sq · Skv elements
-that is made for another kernel costs memory that the model does not have to have, and takes time: on one thread of a CPU (torch 2.13,
-q of (1, 8, 1024, 64) in float32) Flex took 48 ms for a window of 128 keys, and PyTorch's flash kernel with that mask 122. Without a mask
-they took 119 and 70, and for a causal one 91 and 76. On GPUs that was not measured.
+that is made for another kernel costs memory that the model does not have to have, and takes time. On one thread of a CPU (torch 2.13, q of
+(1, 8, 1024, 64) in float32) Flex took 48 ms for a window of 128 keys, and PyTorch's flash kernel with that mask 122. Without a mask they
+took 119 and 70, and for a causal one 91 and 76. On GPUs that was not measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WRITE_SCORES = frozenset({"math", "reference", "reference_fp8"})
 _GIVEN = "sdpa_"
 
 
-def check(spec: AttentionSpec, name: str) -> list[Reason]:
+def check_flex_call(spec: AttentionSpec, name: str) -> list[Reason]:
     """Why the lowering does not take the place of a call of FlexAttention's, or of a library's, that it could serve."""
     if name in _WRITE_SCORES:
         return [_reason(name, "it writes the scores")]

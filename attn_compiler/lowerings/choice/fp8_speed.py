@@ -7,14 +7,12 @@ and attention takes longer with each key. A shape that no row speaks for is not 
 
 from __future__ import annotations
 
-import csv
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import nearest, shape_class
+from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.reasons.codes import Code
@@ -23,28 +21,21 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.fp8_recipe import CurrentScaling
 from attn_compiler.spec.target import Target
 
-MEASURED = Path(__file__).with_name("fp8_sm90.csv")
-#: columns of MEASURED, in its order
-COLUMNS = (
-    *("lowering", "mask", "head_dim_from", "head_dim_to", "seqlen", "keys"),
-    *("grouped", "training", "scaling", "backward"),
-    *("tflops", "since", "case"),
-)
 _SM = 90
 #: sorts of masks that rows of their band speak for: what there is besides saves or takes as much in FP8 as without
 _BY_BAND = ("sinks", "softcap", "lengths")
-_YES_NO = {"yes": True, "no": False, "": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedRow:
     """One lowering's speed. keys: that a query may use, on average. grouped: with fewer heads of k and v, which take less time to
     round. training: of forward and backward together. scaling: of `scaling_of`, "" for no FP8. backward: that is in FP8 too, as the
-    recipe said; None: no FP8. since: the date of the measurement."""
+    recipe said; None: no FP8. since, case: the date, and what was measured."""
 
     lowering: str
     mask: str
-    head_dims: tuple[int, int]
+    head_dim_from: int
+    head_dim_to: int
     seqlen: int
     keys: float
     grouped: bool
@@ -53,6 +44,7 @@ class SpeedRow:
     backward: bool | None
     tflops: float
     since: str
+    case: str
 
     @property
     def words(self) -> str:
@@ -61,11 +53,10 @@ class SpeedRow:
 
     def fits(self, asked: SpeedAsked) -> bool:
         """Whether it is of that mask, head dim and pass, and no faster for having fewer heads than the site."""
-        first, last = self.head_dims
         return (
             self.mask == asked.mask
             and self.training == asked.training
-            and first <= asked.head_dim <= last
+            and self.head_dim_from <= asked.head_dim <= self.head_dim_to
             and self.grouped <= asked.grouped
             and self.backward in (None, asked.backward)
         )
@@ -89,27 +80,7 @@ class SpeedAsked:
     seqlen: int
 
 
-@functools.cache
-def rows() -> tuple[SpeedRow, ...]:
-    """Of MEASURED."""
-    with MEASURED.open(newline="") as file:
-        return tuple(map(_row, csv.DictReader(file)))
-
-
-def _row(line: Mapping[str, str]) -> SpeedRow:
-    return SpeedRow(
-        lowering=line["lowering"],
-        mask=line["mask"],
-        head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
-        seqlen=int(line["seqlen"]),
-        keys=float(line["keys"]),
-        grouped=line["grouped"] == "yes",
-        training=line["training"] == "yes",
-        scaling=line["scaling"],
-        backward=_YES_NO[line["backward"]],
-        tflops=float(line["tflops"]),
-        since=line["since"],
-    )
+TABLE = Table("fp8_sm90.csv", SpeedRow)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,7 +111,7 @@ def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -
     if asked is None:
         return None
     wanted = (asked.keys, asked.seqlen) if like is None else (like.keys, like.seqlen)
-    fitting = [row for row in rows() if row.lowering == lowering and row.fits(asked)]
+    fitting = [row for row in TABLE.rows() if row.lowering == lowering and row.fits(asked)]
     there = nearest.of(fitting, lambda row: (row.keys, row.seqlen), wanted)
     there = [row for row in there if row.grouped == asked.grouped] or there
     own = [row for row in there if row.scaling in ("", asked.scaling)]
@@ -187,7 +158,7 @@ def scaling_of(spec: AttentionSpec) -> str:
     return scaling.granularity if isinstance(scaling, CurrentScaling) else "before"
 
 
-def check(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
+def check_fp8_speed(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
     """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe; or that was not measured, where the
     fastest of those that were is slower. And where all that was measured has more than twice as many keys for a query: rounding takes
     the larger share of the time, the fewer keys there are."""

@@ -7,49 +7,31 @@ ones of the nearest length decide. A shape that no row speaks for gets the next 
 
 from __future__ import annotations
 
-import csv
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from attn_compiler.lowerings.choice import nearest, shape_class
+from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec.attention import AttentionSpec
-
-MEASURED = Path(__file__).with_name("head_parts_sm90.csv")
-#: columns of MEASURED, in its order
-COLUMNS = tuple("mask band head_dim_qk head_dim_v seqlen summed padded since case".split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartsRow:
-    """head_dims: of q and k, and of v, as sums. summed, padded: TFLOP/s on allowed pairs, of the forward alone."""
+    """head_dim_qk, head_dim_v: as sums. summed, padded: TFLOP/s on allowed pairs, of the forward alone. since, case: the date,
+    and what was measured."""
 
     mask: str
     band: str
-    head_dims: tuple[int, int]
+    head_dim_qk: int
+    head_dim_v: int
     seqlen: int
     summed: float
     padded: float
+    since: str
+    case: str
 
 
-@functools.cache
-def rows() -> tuple[PartsRow, ...]:
-    """Of MEASURED."""
-    with MEASURED.open(newline="") as file:
-        return tuple(map(_row, csv.DictReader(file)))
-
-
-def _row(line: Mapping[str, str]) -> PartsRow:
-    return PartsRow(
-        mask=line["mask"],
-        band=line["band"],
-        head_dims=(int(line["head_dim_qk"]), int(line["head_dim_v"])),
-        seqlen=int(line["seqlen"]),
-        summed=float(line["summed"]),
-        padded=float(line["padded"]),
-    )
+TABLE = Table("head_parts_sm90.csv", PartsRow)
 
 
 def is_faster(spec: AttentionSpec) -> bool:
@@ -58,7 +40,8 @@ def is_faster(spec: AttentionSpec) -> bool:
     if head_dims == head_dim_tiles(spec):
         return False
     sort = shape_class.sort_of_mask(spec), shape_class.of(spec).band
-    there = [row for row in rows() if (row.mask, row.band) == sort and row.head_dims == head_dims]
-    if not there or nearest.is_far(seqlens, min(row.seqlen for row in there)):
-        return False
-    return all(row.summed > row.padded for row in nearest.of(there, lambda row: (row.seqlen,), seqlens[:1]))
+    there = [
+        row for row in TABLE.rows() if (row.mask, row.band, row.head_dim_qk, row.head_dim_v) == (*sort, *head_dims)
+    ]
+    near = nearest.of_length(there, seqlens) if there else ""
+    return not isinstance(near, str) and all(row.summed > row.padded for row in near)

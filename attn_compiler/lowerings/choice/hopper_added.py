@@ -9,22 +9,17 @@ family's either way.
 
 from __future__ import annotations
 
-import csv
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from attn_compiler.lowerings.choice import nearest, shape_class
+from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.parts import PartKind
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 
-MEASURED = Path(__file__).with_name("hopper_added_sm90.csv")
-#: columns of MEASURED, in its order
-COLUMNS = tuple("part pass head_dim_from head_dim_to seqlen hopper triton device since case".split())
 #: parts that rows have to speak for
 PARTS: frozenset[PartKind] = frozenset({"bias", "distances", "mask"})
 FORWARD, BACKWARD = "forward", "backward"
@@ -35,17 +30,19 @@ _WORDS: Mapping[PartKind, str] = {"mask": "a dense mask", "bias": "a dense bias"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedRow:
-    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. device, since: the GPU and the date of the
-    measurement."""
+    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. device, since, case: the GPU, the date, and
+    what was measured."""
 
     part: str
-    which: str
-    head_dims: tuple[int, int]
+    pass_: str
+    head_dim_from: int
+    head_dim_to: int
     seqlen: int
     hopper: float
     triton: float
     device: str
     since: str
+    case: str
 
     @property
     def words(self) -> str:
@@ -53,27 +50,10 @@ class AddedRow:
         return f"{self.hopper:.0f} TFLOP/s, {OTHER} {self.triton:.0f} (S {self.seqlen}; {self.device}, {self.since})"
 
 
-@functools.cache
-def rows() -> tuple[AddedRow, ...]:
-    """Of MEASURED."""
-    with MEASURED.open(newline="") as file:
-        return tuple(map(_row, csv.DictReader(file)))
+TABLE = Table("hopper_added_sm90.csv", AddedRow)
 
 
-def _row(line: Mapping[str, str]) -> AddedRow:
-    return AddedRow(
-        part=line["part"],
-        which=line["pass"],
-        head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
-        seqlen=int(line["seqlen"]),
-        hopper=float(line["hopper"]),
-        triton=float(line["triton"]),
-        device=line["device"],
-        since=line["since"],
-    )
-
-
-def check(spec: AttentionSpec, name: str) -> list[Reason]:
+def check_added_speed(spec: AttentionSpec, name: str) -> list[Reason]:
     """Why a lowering that nobody asked for by name does not serve a site that it could: for each such part of it, one reason."""
     wanted = site_parts.parts(spec).kinds & PARTS if name == FAMILY else frozenset()
     return [
@@ -91,18 +71,16 @@ def _check_part(spec: AttentionSpec, part: PartKind, which: str) -> list[Reason]
     shape = shape_class.of(spec)
     there = [
         row
-        for row in rows()
-        if (row.part, row.which) == (part, which)
+        for row in TABLE.rows()
+        if (row.part, row.pass_) == (part, which)
         and shape.head_dim is not None
-        and row.head_dims[0] <= shape.head_dim <= row.head_dims[1]
+        and row.head_dim_from <= shape.head_dim <= row.head_dim_to
     ]
     if not there:
         return [_refused(part, f"no row of the {which} with {_WORDS[part]} and such sizes, D {shape.head_dim}")]
-    least = min(row.seqlen for row in there)
-    if nearest.is_far(shape.seqlens, least):
-        shorter, longer = shape.seqlens
-        return [_refused(part, f"lengths of {shorter} and {longer}, and the nearest row has S {least}")]
-    near = nearest.of(there, lambda row: (row.seqlen,), shape.seqlens[:1])
+    near = nearest.of_length(there, shape.seqlens)
+    if isinstance(near, str):
+        return [_refused(part, near)]
     slower = [row for row in near if row.hopper <= row.triton]
     return [_refused(part, slower[0].words)] if slower else []
 

@@ -6,22 +6,16 @@ and its head dims. Of these rows the ones that are nearest to a shape decide. A 
 
 from __future__ import annotations
 
-import csv
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from attn_compiler.lowerings.choice import nearest, shape_class
+from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.lowerings.shared import persistent
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-MEASURED = Path(__file__).with_name("in_order_sm90.csv")
-#: columns of MEASURED, in its order
-COLUMNS = tuple("mask band head_dim_from head_dim_to seqlen heads in_order triton since case".split())
 #: what the other side is called
 OTHER = "triton"
 _RULE = "the backward that adds up in one order was measured to be faster than Triton's for such a shape"
@@ -34,16 +28,18 @@ _REMEDY = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderRow:
     """heads: of all batch rows, as many as are under way at once. in_order, triton: TFLOP/s on allowed pairs, of the backward alone.
-    since: the date of the measurement."""
+    since, case: the date, and what was measured."""
 
     mask: str
     band: str
-    head_dims: tuple[int, int]
+    head_dim_from: int
+    head_dim_to: int
     seqlen: int
     heads: int
     in_order: float
     triton: float
     since: str
+    case: str
 
     @property
     def words(self) -> str:
@@ -54,41 +50,23 @@ class OrderRow:
         )
 
 
-@functools.cache
-def rows() -> tuple[OrderRow, ...]:
-    """Of MEASURED."""
-    with MEASURED.open(newline="") as file:
-        return tuple(map(_row, csv.DictReader(file)))
+TABLE = Table("in_order_sm90.csv", OrderRow)
 
 
-def _row(line: Mapping[str, str]) -> OrderRow:
-    return OrderRow(
-        mask=line["mask"],
-        band=line["band"],
-        head_dims=(int(line["head_dim_from"]), int(line["head_dim_to"])),
-        seqlen=int(line["seqlen"]),
-        heads=int(line["heads"]),
-        in_order=float(line["in_order"]),
-        triton=float(line["triton"]),
-        since=line["since"],
-    )
-
-
-def check(spec: AttentionSpec, target: Target) -> list[Reason]:
+def check_order_speed(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Refuses the backward in one order where it was slower, where nothing like the shape was measured, and for sizes that are not known:
     whether blocks wait for each other depends on how many there are."""
     sizes = _sizes(spec)
     if sizes is None:
         return [_refused("sizes that are not known when the graph is compiled", "torch.compile(dynamic=False)")]
-    heads, (shorter, longer) = sizes
+    heads, seqlens = sizes
     there = _of_its_sort(spec)
     if not there:
         return [_refused(f"no row of a mask and head dims like these, {_sort_words(spec)}", _REMEDY)]
-    least = min(row.seqlen for row in there)
-    if nearest.is_far((shorter, longer), least):
-        return [_refused(f"lengths of {shorter} and {longer}, and the nearest row has S {least}", _REMEDY)]
-    wanted = (shorter, persistent.heads_at_once(heads, target.processors))
-    near = nearest.of(there, lambda row: (row.seqlen, row.heads), wanted)
+    at_once = persistent.heads_at_once(heads, target.processors)
+    near = nearest.of_length(there, seqlens, lambda row: (row.heads,), (at_once,))
+    if isinstance(near, str):
+        return [_refused(near, _REMEDY)]
     slower = [row for row in near if row.in_order <= row.triton]
     return [_refused(slower[0].words, _REMEDY)] if slower else []
 
@@ -111,10 +89,10 @@ def _of_its_sort(spec: AttentionSpec) -> list[OrderRow]:
     mask = shape_class.sort_of_mask(spec)
     return [
         row
-        for row in rows()
+        for row in TABLE.rows()
         if (row.mask, row.band) == (mask, shape.band)
         and shape.head_dim is not None
-        and row.head_dims[0] <= shape.head_dim <= row.head_dims[1]
+        and row.head_dim_from <= shape.head_dim <= row.head_dim_to
     ]
 
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+
+class HasLength(Protocol):
+    """seqlen: that a row was measured at."""
+
+    @property
+    def seqlen(self) -> int: ...
+
 
 Row = TypeVar("Row")
+OfLength = TypeVar("OfLength", bound=HasLength)
 
 #: Of a shape with so many times fewer positions than the shortest row, or so many times more keys than queries, nothing is known.
 _FAR = 2
@@ -26,6 +35,22 @@ def of(rows: Iterable[Row], sizes: Callable[[Row], tuple[float, ...]], wanted: t
     near = [(_distance(sizes(row), wanted), row) for row in rows]
     least = min((distance for distance, _ in near), default=None)
     return [row for distance, row in near if distance == least]
+
+
+def of_length(
+    rows: Sequence[OfLength],
+    seqlens: tuple[int, int],
+    further: Callable[[OfLength], tuple[float, ...]] = lambda row: (),
+    wanted: tuple[float, ...] = (),
+) -> list[OfLength] | str:
+    """The rows of the nearest length, and then of the nearest further sizes; or why none speaks for such lengths.
+
+    rows: at least one. seqlens: the smaller and the larger one.
+    """
+    least = min(row.seqlen for row in rows)
+    if is_far(seqlens, least):
+        return f"lengths of {seqlens[0]} and {seqlens[1]}, and the nearest row has S {least}"
+    return of(rows, lambda row: (row.seqlen, *further(row)), (seqlens[0], *wanted))
 
 
 def _distance(sizes: tuple[float, ...], wanted: tuple[float, ...]) -> tuple[float, ...]:

@@ -1,7 +1,8 @@
 """Which lowering is asked first where nothing was measured: other GPUs than sm90. priorities.py has the rest.
 
-Where a tensor joins the scores, rows go by the pairs that a kernel visits and the bytes that it reads for each (cost.py). Tests hold these
-rows against that model, and the model against what was measured on sm90. Elsewhere PyTorch's own order stays.
+Where a tensor joins the scores, rows go by the pairs that a kernel visits and the bytes that it reads for each
+(tests/lowerings/choice/cost.py). Tests hold these rows against that model, and the model against what was measured on sm90. Elsewhere
+PyTorch's own order stays.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _CHEAP: tuple[Mask, ...] = ("padding", "lengths", "window")
 #: as on sm90 (short_masks_h200.csv)
 _FEWEST = 64
 _BY_COST = (
-    "not measured here: by pairs and bytes (cost.py). PyTorch's kernels take a mask as a number for each pair and head, and visit every "
+    "not measured here: by pairs and bytes. PyTorch's kernels take a mask as a number for each pair and head, and visit every "
     "pair; ours visits those that positions allow, and reads nothing for a pair of a mask that was proved"
 )
-_BY_NUMBERS = "not measured here: by pairs and bytes (cost.py). Each kernel reads a number for each pair and head"
+_BY_NUMBERS = "not measured here: by pairs and bytes. Each kernel reads a number for each pair and head"
 
 
 def _row(sms: tuple[int, int], why: str, **fields: Any) -> Row:

@@ -1,7 +1,7 @@
 """What the decode kernel is told of one attention: pure data, made from the spec and the machine alone.
 
-Masks and score changes become the parts that shared/parts.py finds, with two differences: every interval of keys, bands
-included, is a pair of bounds for each query, since a band over few queries is nothing more; and no lists of tiles are made.
+Masks and score changes become the parts that shared/parts.py finds, with two differences. Every interval of keys, bands included, is a pair
+of bounds for each query, since a band over few queries is nothing more. And no lists of tiles are made.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ nothing else:
 
 Tiles and splits were tried with the kernel before (decode_tiles_h200.csv): the rule was within 5% of the best in all cases but one, head
 dim 256 with one sequence (5.4%). With the present one, for one sequence and head dim 128: 8 warps that share a tile, and tiles of 128 keys,
-are slower from 4096 keys on, and no faster at 1024. Of FP8 seven tiles were tried: at head dim 128, 64 w4 s6 takes 8.3, 26.5, 42.1 and
-249 us for the four sizes above, 128 w8 s4 9.3, 25.0, 37.9 and 281, 128 w4 s4 8.6, 27.6, 44.8 and 249.
+are slower from 4096 keys on, and no faster at 1024. Of FP8 seven tiles were tried. At head dim 128, 64 w4 s6 takes 8.3, 26.5, 42.1 and 249
+us for the four sizes above, 128 w8 s4 9.3, 25.0, 37.9 and 281, 128 w4 s4 8.6, 27.6, 44.8 and 249.
 
 Warps go on alone (slices) where there are no more than 16 rows, up to head dim 128. FP8 caches of more rows or wider heads, other
 machines, float32, and more than 16 rows at other head dims than 128, were compiled, not measured.

@@ -21,7 +21,7 @@ INSTALL = "pip install 'attn_compiler[fa4]'"
 _GRADIENT_MULTIPLE = 32
 
 
-def check(spec: AttentionSpec, target: Target) -> list[Reason]:
+def check_fa4(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Every reason against the spec on that machine, but for what only a compiler can say."""
     machine = check_machine(target) or limits.check_device(spec, target.device)
     if machine:

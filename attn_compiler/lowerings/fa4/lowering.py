@@ -35,7 +35,7 @@ class FlashAttention4(Lowering):
         return limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return limits.check(spec, target)
+        return limits.check_fa4(spec, target)
 
     def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         """The compiler's own refusal of a kernel."""

@@ -2,8 +2,8 @@
 made the tensor, which is then never written in the model's dtype.
 
 Where something has to be found Inductor 2.11 does it more slowly than an op (rounding.py). Of rotary embedding, magnitudes of blocks
-and cast it makes three kernels, each with a pass of its own over memory; with the largest magnitude of each row for steps to come it
-makes one, which took as long on an H200 as rotary embedding and op (123 µs for q and k of 67 MB each), or 70 µs longer (in prefill).
+and cast it makes three kernels, each with a pass of its own over memory. With the largest magnitude of each row for steps to come it makes
+one. On an H200 that took as long as rotary embedding and op (123 µs for q and k of 67 MB each), or 70 µs longer (in prefill).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ int8, which has none, 0. Keys that nobody may see become 0 and count for no magn
 no gradient: restoring.py attaches one to what comes of it.
 
 With smooth_k, k loses its mean over the sequence before it is rounded, and every score of a row loses the same by that, q · mean. A
-softmax does not change by it, so the backward gets k without its mean, too, and the lse that belongs to that: P, dK and dV are the same,
+softmax does not change by it, so the backward gets k without its mean, too, and the lse that belongs to that. P, dK and dV are the same,
 and so is dQ, as a row of dS adds up to 0. A softcap and sinks compare with scores themselves: there the kernel adds the shift, q · mean,
 and the backward's k has its mean again. With hadamard, q and k are turned by one rotation: scores stay.
 """

@@ -20,7 +20,7 @@ _REMEDY = "leave the choice to the compiler, or give lowering='triton', which ta
 _VECTOR = 16
 
 
-def check(spec: AttentionSpec, target: Target) -> list[Reason]:
+def check_hopper(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Every reason against the spec on that machine."""
     machine = check_machine(target) or shared_limits.check_device(spec, target.device)
     if machine:

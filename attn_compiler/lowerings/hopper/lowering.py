@@ -57,7 +57,7 @@ class HopperAttention(Lowering):
         ]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return limits.check(spec, target)
+        return limits.check_hopper(spec, target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return kernel_limits.DEMAND
@@ -114,7 +114,7 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
 def why_not_in_order(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Against this family's backward in one order, of a site that has to have one that gives the same bits in every run, and whose head
     dims it takes; nothing of other sites."""
-    return in_order.check(spec, target) if target.deterministic and has_backward(spec) else []
+    return in_order.check_order_speed(spec, target) if target.deterministic and has_backward(spec) else []
 
 
 def read_by_backward(

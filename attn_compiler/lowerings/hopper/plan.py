@@ -128,8 +128,8 @@ def is_ordered(spec: AttentionSpec) -> bool:
 
     Intervals and documents make blocks of any length, in any order. Others get longer with their number, or are about as long.
 
-    H200, forward and backward, times without that over times with it: packed rows of 1 to 512 tokens, D 64, 1.44 and 1.21; documents of
-    1024, causal, D 128, 1.19 and 1.06; padded on the right 0.97 to 0.98 and 0.95 to 0.99.
+    H200, forward and backward, times without that over times with it: packed rows of 1 to 512 tokens, D 64, 1.44 and 1.21. Documents of
+    1024, causal, D 128: 1.19 and 1.06. Padded on the right: 0.97 to 0.98 and 0.95 to 0.99.
     """
     return site_parts.of(spec).tiles and bool({"rows", "documents"} & site_parts.parts(spec).kinds)
 
@@ -193,8 +193,8 @@ def has_backward(spec: AttentionSpec) -> bool:
 def cudnn_is_faster(spec: AttentionSpec) -> bool:
     """Whether cuDNN's backward was measured to be the faster one, of sites that both take (select_hopper_h200.csv).
 
-    cuDNN's time over this kernel's on an H200: causal, from 1024 tokens on, 0.97 to 1.10, geometric mean 1.02; without a mask 0.90 to 0.99,
-    but for narrow heads and short sequences, 1.08; causal, 512 tokens, head dim 96 and 128 0.92 to 0.97, 64 1.14.
+    cuDNN's time over this kernel's on an H200: causal, from 1024 tokens on, 0.97 to 1.10, geometric mean 1.02. Without a mask 0.90 to 0.99,
+    but for narrow heads and short sequences, 1.08. Causal, 512 tokens, head dim 96 and 128 0.92 to 0.97, 64 1.14.
     """
     is_narrow = max(head_dim_tiles(spec)) == min(GRAD_BLOCKS)
     most = dims.range_of(spec, spec.seqlen_kv)[1]

@@ -172,8 +172,8 @@ class SdpaEfficient(_Pinned):
     """The memory-efficient kernel: any GPU, float32 too, a dense bias with its gradient, head_dim_qk != head_dim_v.
 
     Before torch 2.15 it takes no K/V of fewer heads. Those are then repeated here, by the nodes that a model without GQA
-    has itself (expand and a copy; a view for a single head): refusing would leave the site to the model's own repetition
-    and, with enable_gqa=True, to math, which writes all scores to memory.
+    has itself (expand and a copy; a view for a single head). Refusing would leave the site to the model's own repetition and, with
+    enable_gqa=True, to math, which writes all scores to memory.
     """
 
     name = "sdpa_efficient"

@@ -3,7 +3,7 @@
 It needs out and lse of any forward, and no package besides PyTorch. Gradients of q, k and v lie in memory as those do.
 
 PyTorch keeps the graphs that cuDNN runs by how q, k and v lie, and not by how out and its gradient do (aten/src/ATen/native/cudnn/MHA.cpp,
-MHACacheKeyWrapper): a call of which those lie otherwise than when the graph was built reads the wrong numbers, and says nothing. On an
+MHACacheKeyWrapper). A call of which those lie otherwise than when the graph was built reads the wrong numbers, and says nothing. On an
 H200, torch 2.11, after SDPA's own backward of the same q, k and v as (B, H, S, D) in memory, dQ and dK were wrong by 0.52 of their norms.
 So all calls from here have out and its gradient as BSHD (`grad_out_as_read`), and graphs of their own.
 """

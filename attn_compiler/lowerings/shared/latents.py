@@ -1,9 +1,9 @@
 """Attention over the latent that k and v are made of: when it costs less than to make them, and the products around it as nodes.
 
-Products for each key and layer, with H heads, rank r, n dims of k and v of v made of the latent, and Sq queries: to make k and v takes
-r · H(n + v), and to use them H · Sq(n + v) more; over the latent it is H · Sq · 2r, and r · H(n + v) · Sq for all keys together.
-So it is less work where 1 / Sq > (2r - n - v) / (r(n + v)) + 1 / Skv, whatever batch and heads. For DeepSeek (512, 128 and 128) that
-is up to 170 queries.
+Products for each key and layer, with H heads, rank r, n dims of k and v of v made of the latent, and Sq queries. To make k and v takes r ·
+H(n + v), and to use them H · Sq(n + v) more. Over the latent it is H · Sq · 2r, and r · H(n + v) · Sq for all keys together. So it is less
+work where 1 / Sq > (2r - n - v) / (r(n + v)) + 1 / Skv, whatever batch and heads. For DeepSeek (512, 128 and 128) that is up to 170
+queries.
 """
 
 from __future__ import annotations

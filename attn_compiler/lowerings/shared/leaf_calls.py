@@ -1,5 +1,5 @@
-"""What the leaf op and its backward are called with, and what every body of one does around the work of its family: it finds calls that
-lie alike, replays those that can be (replaying.py), and computes by its definition what a kernel fails at (by_definition.py).
+"""What the leaf op and its backward are called with, and what every body of one does around the work of its family. It finds calls that lie
+alike, replays those that can be (replaying.py), and computes by its definition what a kernel fails at (by_definition.py).
 
 The arguments are described once, by the two tuples here. Their order is the schemas' (ops.py).
 """

@@ -1,9 +1,9 @@
 """The op that makes lists of tiles, `attn_compiler::tile_lists`: which blocks of keys a block of queries visits, or the other way round.
 
-It asks each part of a mask what a tile holds, by block: the band by arithmetic, intervals, keys and documents by what they say of
+It asks each part of a mask what a tile holds, by block. The band says so by arithmetic, intervals, keys and documents by what they say of
 each query or key, and a dense mask by what `units` says of 32 × 32 pairs. So the work grows with the queries and keys, not with their
-pairs, and no other node is needed. A tile is visited if each part by itself allows a pair of it; a tile that no pair of all parts is
-left of is then visited in vain, which changes no result. Which tiles are allowed in full is exact.
+pairs, and no other node is needed. A tile is visited if each part by itself allows a pair of it; a tile that no pair of all parts is left
+of is then visited in vain, which changes no result. Which tiles are allowed in full is exact.
 
 An op of its own: Inductor takes 12 to 48 s to compile the sort that plain nodes need (32 to 128 blocks, an H200 machine, torch 2.11). On
 a GPU two small Triton kernels make the lists of any number of blocks (kernels/tile_lists.py).

@@ -142,7 +142,7 @@ def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
-    """For a kernel whose backward makes the weights anew from its lse, and gets a mask of finite numbers: beside numbers such as -1e9 an
+    """For a kernel whose backward makes the weights anew from its lse, and gets a mask of finite numbers. Beside numbers such as -1e9 an
     lse can't hold the logarithm of how many keys there are, so that each key of a query that has none counts as the only one.
 
     Passes complete what was read (passes/recovering/keyless.py)."""

@@ -1,8 +1,8 @@
 """Twins of the ops that launch Triton kernels, for programs that are compiled ahead: `attn_compiler::<op>_packaged`.
 
-A twin computes as its op does. Where a graph is traced to be compiled, it is taken apart: PyTorch's ops allocate tensors, and each
-launch is a call of `triton_kernel_wrapper_functional`, which Inductor compiles into code that needs no Python, as it does with every
-Triton kernel that a model calls. The body of the op says what is launched (recording.py).
+A twin computes as its op does. Where a graph is traced to be compiled, it is taken apart. PyTorch's ops allocate tensors, and each launch
+is a call of `triton_kernel_wrapper_functional`, which Inductor compiles into code that needs no Python, as it does with every Triton kernel
+that a model calls. The body of the op says what is launched (recording.py).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def heads_at_once(heads: int, programs: int) -> int:
     """How many heads are under way at once where blocks of a head wait for each other: such that each has two blocks under way, which then
     seldom wait, and all rounds have about as many heads.
 
-    H200 (132 programs), Hopper's backward in one order, causal, D 128, TFLOP/s by heads at once: S 2048 with 128 heads: 16: 269, 32: 305,
-    64: 313, 128: 265; S 8192 with 32 heads: 4: 319, 8: 371, 16: 405, 32: 423.
+    H200 (132 programs), Hopper's backward in one order, causal, D 128, TFLOP/s by heads at once. S 2048 with 128 heads: 16: 269, 32: 305,
+    64: 313, 128: 265. S 8192 with 32 heads: 4: 319, 8: 371, 16: 405, 32: 423.
     """
     rounds = -(-heads // max(programs // 2, 1))
     return -(-heads // max(rounds, 1))

@@ -15,10 +15,10 @@ S 8192, B·S·H·D = 32M, in TFLOP/s (cuDNN 9.19 and FlexAttention beside them i
     112           64x64 w4 s3: 377           128x64 w8 s3: 495     64x128 w8 s3: 453
     with a bias of all heads, D 128: 128x64 w8 s3: 370, 64x64 w4 s3: 282; D 64: 64x64 w4 s3: 304, 128x64 w8 s3: 226
 
-* apart: dk and dv in a pass each (together 228 and 191 at best). With what is learned, which keeps the scores' gradients, B 8, S 2048,
-µs, a bias / T5's table: dk and dv D 64 64x64 w4 s3: 1521 / 1644 (32x64: 1742 / 1713), D 128 32x64 w4 s3: 1367 / 1370 (64x128 w8 s2:
-1723 / 1787); dq and the other gradient D 64 64x64 w4 s3: 905 / 866 (128x64 w4 s3: 974 / 926), D 128 64x64 w4 s3: 572 / 568, of
-spans of 64 / 256 queries (128x64 w8 s3: 987 / 847, as of its registers there is room for one program).
+* apart: dk and dv in a pass each (together 228 and 191 at best). With what is learned, which keeps the scores' gradients, B 8, S 2048, µs,
+a bias / T5's table. dk and dv: D 64 64x64 w4 s3: 1521 / 1644 (32x64: 1742 / 1713), D 128 32x64 w4 s3: 1367 / 1370 (64x128 w8 s2: 1723 /
+1787). dq and the other gradient: D 64 64x64 w4 s3: 905 / 866 (128x64 w4 s3: 974 / 926), D 128 64x64 w4 s3: 572 / 568, of spans of 64 / 256
+queries. 128x64 w8 s3, of whose registers there is room for one program, took 987 / 847.
 
 Registers are capped (r) where the compiler's own choice is just above what lets one more program run on a multiprocessor (128 threads:
 168 for three, 128 for four) and nothing that loops is spilled for it. What that brings, TFLOP/s without and with:
@@ -28,7 +28,7 @@ Registers are capped (r) where the compiler's own choice is just above what lets
     dq, D 64: left padding 332, 389; documents 446, 526
     D 72: causal 284, 294. D 80: causal 338, 398; left padding 220, 262, dq 292, 357. D 96: causal 388, 395; left padding 262, 286
 
-dk and dv at D 128, 64x128 w8 s3 and 32x64 w4 s3: left padding (grouped heads) 342, 404; softcap 399, 457; window 391, 425; but causal
+dk and dv at D 128, 64x128 w8 s3 and 32x64 w4 s3: left padding (grouped heads) 342, 404; softcap 399, 457; window 391, 425. But causal
 527, 491 (518 with 4 stages); no mask 583, 536; documents 471, 444; ALiBi 407, 406.
 
 Head dims above 256: an H200, 2026-11-27 and 28 (benchmarks/results/wide_h200.csv, docs/kernels.md): forward 64x32 w8 s2: 198, of keys that
@@ -58,9 +58,8 @@ Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileRow:
-    """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, with at most `seqlen_q`
-    queries (None: any), that holds any of the parts in `holds` (none given: whatever it holds), on a GPU from
-    `first_sm` on.
+    """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, on a GPU from `first_sm` on. It
+    has at most `seqlen_q` queries (None: any), and holds any of the parts in `holds` (none given: whatever it holds).
 
     small: for machines with little shared memory alone (`is_small`).
     listed_grad_q: for dq where it visits the forward's lists, and so has the forward's keys, and all or a part of its queries.

@@ -28,7 +28,7 @@ _TAKE_IN = frozenset(
 _OF_HEADS = 4
 
 
-def check(mirror: Mirror, site: Site, replicated: tuple[str, ...]) -> None:
+def check_uncached(mirror: Mirror, site: Site, replicated: tuple[str, ...]) -> None:
     """Raise CannotShard if a site's keys are kept in a cache. replicated: inputs that every rank has as a whole."""
     name = _behind(mirror, site.match.k.node, replicated)
     if name is not None:

@@ -1,7 +1,7 @@
 """Where each value of the mirror holds the sequence: from the inputs on, op by op. What mixes positions has no such place, and says why.
 
-Nothing is taken for granted: an op without a line in `ops.py` that reads positions mixes them. A tensor that has an element for each of
-the rank's own positions, but was not made of the sequence (an arange), may not meet one that was: those are positions that the model
+Nothing is taken for granted: an op without a line in axis_rules.py that reads positions mixes them. A tensor that has an element for each
+of the rank's own positions, but was not made of the sequence (an arange), may not meet one that was. Those are positions that the model
 counts itself, and every rank would count from zero.
 """
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import fx
 
-from attn_compiler.passes.graph import axes
-from attn_compiler.passes.graph.axes import AxisError, Dim, Dims
-
-if TYPE_CHECKING:
-    from attn_compiler.passes.context_parallel.following import Following
-
+from attn_compiler.passes.graph import axes, axis_rules
+from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
+from attn_compiler.passes.graph.axis_rules import Mixed
+from attn_compiler.passes.graph.mirror import Mirror
 
 #: what to do where a model counts positions itself
 GIVE_POSITIONS = (
@@ -46,24 +44,72 @@ class Mixes:
     op: str | None = None
 
 
-Rule = Callable[["Following", fx.Node], "Place | Mixes"]
+class Places(Protocol):
+    """What is known so far of a graph. places: of each mirror node that is a tensor. ranks: those that share the sequence."""
+
+    mirror: Mirror
+    ranks: frozenset[int]
+    places: dict[fx.Node, Place | Mixes]
+
+    @property
+    def atoms(self) -> frozenset[Atom]:
+        """The sequences, by their lengths."""
+        ...
+
+    def holds(self, node: fx.Node) -> bool: ...
+
+    def is_counted(self, node: fx.Node) -> bool: ...
+
+    def inside(self, mirror: Mirror, known: Mapping[fx.Node, Place]) -> Places:
+        """What one call does, traced by itself. known: the places of its inputs."""
+        ...
 
 
-def place_of(context: Following, node: fx.Node) -> Place:
+def place_of(context: Places, node: fx.Node) -> Place:
     found = context.places[node]
     if isinstance(found, Mixes):
         raise AxisError(found.why)
     return found
 
 
-def has(context: Following, dim: Dim) -> bool:
-    return any(atom in context.atoms for atom in axes.resolve(dim))
+@dataclass(frozen=True)
+class Sequences:
+    """Positions that ranks share, as the table of all ops asks for them."""
+
+    context: Places
+
+    words = "the sequence"
+
+    @property
+    def atoms(self) -> frozenset[Atom]:
+        return self.context.atoms
+
+    def axes_of(self, node: fx.Node) -> Place:
+        return place_of(self.context, node)
+
+    def cannot_meet(self, operands: Sequence[tuple[fx.Node, Dim]], *, whole: bool) -> Mixed | None:
+        """A number for each position has to be one for each position of the sequence, unless all numbers are the same."""
+        first = next(dim for _, dim in operands if axis_rules.has(self, dim))
+        for x, dim in operands:
+            place = place_of(self.context, x)
+            if not whole and (place.is_uniform or place.is_repeated):
+                continue
+            if not axis_rules.has(self, dim):
+                why = f"{x.name} has numbers for positions that are not those of the sequence"
+                return Mixed(why=why, remedy=GIVE_POSITIONS)
+            if not alike(self.atoms, dim, first):
+                return Mixed(why="operands meet that hold the sequence in two ways")
+        return None
 
 
-def alike(context: Following, a: Dim, b: Dim) -> bool:
+def has(context: Places, dim: Dim) -> bool:
+    return axis_rules.has(Sequences(context), dim)
+
+
+def alike(atoms: frozenset[Atom], a: Dim, b: Dim) -> bool:
     """Whether two dimensions hold the same sequence at the same place among axes of the same sizes."""
-    long = [[x for x in dim if x.size != axes.ONE] for dim in (a, b)]
+    long = [[x for x in axes.resolve(dim) if x.size != axes.ONE] for dim in (a, b)]
     if len(long[0]) != len(long[1]):
         return False
     pairs = zip(*long, strict=True)
-    return all(x is y if x in context.atoms or y in context.atoms else axes.same_size(x.size, y.size) for x, y in pairs)
+    return all(x is y if x in atoms or y in atoms else axes.same_size(x.size, y.size) for x, y in pairs)

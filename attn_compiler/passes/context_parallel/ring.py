@@ -1,7 +1,7 @@
 """Keys and values of one rank at a time: n steps, in each of which every rank gets those of one rank, and attends to them.
 
 At first each rank takes its own apart and gives every rank a slice of it, of one exchange. From then on each step is an all-gather of the
-slices of one rank's keys and values, which is the same step on all ranks: so no graph holds a rank, positions of keys are numbers that are
+slices of one rank's keys and values, which is the same step on all ranks. So no graph holds a rank, positions of keys are numbers that are
 known, and the gradients of a step are summed by a reduce-scatter. The next step's gather begins before this step's attention. The backward
 gathers again. Results are merged by their logsumexp (merging.py).
 """

@@ -52,7 +52,7 @@ class RewrittenSite:
         return f"{how}; queries without keys give 0, and not the mean of all ranks' v" if self.leaves_zero else how
 
 
-def check(site: Site, spec: AttentionSpec) -> None:
+def check_shareable(site: Site, spec: AttentionSpec) -> None:
     """Raise CannotShard for what can't be told, or done, of the whole sequence."""
     at = site.match.out
     rule = "an attention over parts of a sequence is understood in full"

@@ -154,7 +154,7 @@ def _rewritten(
     others = [miss for miss in found.misses if places.holds_still(miss.anchor)]
     _check_found(unit, found, others)
     for site in found.sites:
-        caches.check(mirror, site, cp.replicated)
+        caches.check_uncached(mirror, site, cp.replicated)
     shared = [site for site in found.sites if _is_shared(places, site, cp)]
     _check_outputs(mirror, places)
     look = _look(unit, mirror, found, cp, beside, given) if unit.options.verify else None
@@ -336,7 +336,7 @@ def _rewrite_sites(
         unit.log.current = site.module
         if site.spec is None:
             raise ValueError(f"the site at {site.module} has no spec")
-        sites.check(site, site.spec)
+        sites.check_shareable(site, site.spec)
         if not are_chance:
             sites.check_scale(site, site.spec)
         if outside.WINDOW not in cp.allow and isinstance(site.spec.seqlen_q, int):

@@ -7,21 +7,18 @@ goes from local tensors to DTensors and back is told by its name.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from attn_compiler.passes.context_parallel.places import Mixes, Place, has
+from attn_compiler.passes.context_parallel.places import Mixes, Place, Places, has
 from attn_compiler.passes.graph import axes, closed, mutation
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror, Origins, opaque
 from attn_compiler.torch_private import dtensors as torch_dtensors, tracing as torch_tracing
-
-if TYPE_CHECKING:
-    from attn_compiler.passes.context_parallel.following import Following
 
 #: what gives the same numbers as a tensor of another kind, or in other shares; Dynamo of torch 2.11 writes "prim" before some of them
 DOORS = frozenset({"from_local", "of_local", "to_local", "summed_to_local", "share_of", "redistribute", "full_tensor"})
@@ -43,7 +40,7 @@ def name(mirror: Mirror, node: fx.Node) -> str:
     return str(node.target) if made_by is None else target_name(made_by)
 
 
-def place(context: Following, node: fx.Node, call: fx.Node) -> Place | Mixes:
+def place(context: Places, node: fx.Node, call: fx.Node) -> Place | Mixes:
     """The place of what a call of DTensors gives. node: one of its results in the mirror. call: of the Dynamo graph."""
     given = [x for x in call.all_input_nodes if isinstance(x.meta.get("example_value"), torch.Tensor)]
     if len(given) != len(node.args):
@@ -68,7 +65,7 @@ def place(context: Following, node: fx.Node, call: fx.Node) -> Place | Mixes:
     return found if isinstance(found, Mixes) else on_other_ranks(context, node, found, value)
 
 
-def on_other_ranks(context: Following, node: fx.Node, found: Place, value: Any) -> Place | Mixes:
+def on_other_ranks(context: Places, node: fx.Node, found: Place, value: Any) -> Place | Mixes:
     """What a DTensor with a part of the sequence means by its mesh: ranks that share the sequence have other parts of it."""
     if not torch_dtensors.is_dtensor(value) or not any(has(context, dim) for dim in found.dims):
         return found
@@ -102,7 +99,7 @@ def _is_traced(x: object) -> bool:
     return isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _resized(context: Following, node: fx.Node, of_given: Place, given: Any, value: Any) -> Place | Mixes:
+def _resized(context: Places, node: fx.Node, of_given: Place, given: Any, value: Any) -> Place | Mixes:
     """The same numbers, whole or in shares: an axis of another size is one that is cut."""
     before, after = axes.shape_exprs(given), axes.shape_exprs(value)
     if len(before) != len(after) or len(of_given.dims) != len(before):
@@ -120,7 +117,7 @@ def _resized(context: Following, node: fx.Node, of_given: Place, given: Any, val
 
 
 def _as_whole(
-    context: Following, node: fx.Node, call: fx.Node, of_given: dict[fx.Node, Place], at: int, value: Any
+    context: Places, node: fx.Node, call: fx.Node, of_given: dict[fx.Node, Place], at: int, value: Any
 ) -> Place | Mixes:
     """What the same call does with whole tensors."""
     traced = _traced(call, list(of_given))

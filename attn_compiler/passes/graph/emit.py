@@ -272,8 +272,8 @@ class GraphBuilder:
         return dynamo
 
     def loaded(self, version: Version, name: str = "mask") -> fx.Node:
-        """What a tensor holds between two writes, for what is inserted here: the tensor itself, or a copy from before it is written, or
-        an input that stands for it where it is a tensor of the graph that calls this one. name: of the copy, in the report.
+        """What a tensor holds between two writes, for what is inserted here. That is the tensor itself, or a copy from before it is
+        written, or an input that stands for it where it is a tensor of the graph that calls this one. name: of the copy, in the report.
 
         To be used inside of `at`. Raises AxisError where neither can be had (copied_before).
         """

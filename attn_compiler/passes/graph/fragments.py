@@ -1,8 +1,8 @@
 """What tracing made of a Dynamo node, kept to be made again: equal layers are traced once.
 
 A fragment is the ATen nodes of one Dynamo node as data. It is made again for another node that calls the same function of PyTorch's on
-the same numbers and on tensors that agree in all that a trace can see: dtype, device, shape, strides, offset, requires_grad, which of them
-are one tensor or share memory, and under the same grad mode and autocast. So no layer has to be detected. What writes in place, makes a
+the same numbers and on tensors that agree in all that a trace can see. That is dtype, device, shape, strides, offset, requires_grad, which
+of them are one tensor or share memory, and the same grad mode and autocast. So no layer has to be detected. What writes in place, makes a
 constant, reads values or has a result that is no tensor is traced each time, and so is whatever this file does not know.
 
 Symbolic sizes agree if their expressions do. The node that gives a symbolic number to the first call gives it to all others, too.

@@ -40,7 +40,7 @@ class AlikeRun:
     inputs: tuple[int, ...]
 
 
-def run(
+def run_on_fakes(
     nodes: Sequence[fx.Node], mode: FakeTensorMode, known: dict[Hashable, AlikeRun] | None = None
 ) -> GradientRun | None:
     """Run Dynamo nodes, in the order of their graph, on fake values. None if that can't be done. known: earlier runs, where nodes that are

@@ -1,12 +1,12 @@
 """The canonical pre-dispatch ATen mirror of one Dynamo graph, with provenance: what is matched on, and never compiled.
 
 Dynamo's graph has many spellings of one thing (methods, functions, operators); here there is one ATen op for each,
-with bound arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole. Higher-order and
-functorch nodes are opaque: each result becomes an `opaque` call on the node's inputs, shaped like its example value and in
-the memory of the input that it is a view of; what a body writes to is an `effect` on those inputs, and so are the inputs of a
-call without a result. Which axis a vmap adds or removes is kept (vmap_axes).
-Autocast regions are entered for real while tracing, so that dtypes are right. Dynamo's example values are the truth:
-where tracing gives another dtype, the mirror takes Dynamo's.
+with bound arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole.
+
+Higher-order and functorch nodes are opaque. Each result becomes an `opaque` call on the node's inputs, shaped like its example value and in
+the memory of the input that it is a view of. What a body writes to is an `effect` on those inputs, and so are the inputs of a call without
+a result. Which axis a vmap adds or removes is kept (vmap_axes). Autocast regions are entered for real while tracing, so that dtypes are
+right. Dynamo's example values are the truth: where tracing gives another dtype, the mirror takes Dynamo's.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from attn_compiler.lowerings.base import PART
 from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.calls import target_name
-from attn_compiler.passes.graph.gradient_runs import GradientRun, run
+from attn_compiler.passes.graph.gradient_runs import GradientRun, run_on_fakes
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import KeptOutputs, Match, Operand
 from attn_compiler.passes.graph.unit import BodyCall, Unit
@@ -89,7 +89,7 @@ class Keeping:
         """The model's own computation of the site, from the first product to the output."""
         owners = {self.mirror.owner(node) for node in self.match.covered}
         nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
-        return run(nodes, self.unit.mode, self.unit.memory.runs)
+        return run_on_fakes(nodes, self.unit.mode, self.unit.memory.runs)
 
     @cached_property
     def _read(self) -> Storages:

@@ -2,9 +2,9 @@
 
 A model's `view` only works on the strides that it was written for, and code after a graph break sees a graph's outputs. So the
 nodes downstream are run on fake values with the new strides, until those are the recorded ones again (after a contiguous, a
-linear, ...). What fails, or would hand other strides out of the graph, relies on the old ones; so does a reshape or a contiguous
-that becomes a view, or no longer is one, if one of the two tensors may be written in place later on: in the graph, or by whoever
-gets it from the graph.
+linear, ...). What fails, or would hand other strides out of the graph, relies on the old ones. So does a reshape or a contiguous that
+becomes a view, or no longer is one, if one of the two tensors may be written in place later on: in the graph, or by whoever gets it from
+the graph.
 """
 
 from __future__ import annotations

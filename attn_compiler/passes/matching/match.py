@@ -20,7 +20,7 @@ from attn_compiler.reasons.decisions import Reason
 _ON_PLAIN = "call attention on plain tensors, such as the local ones of a DTensor (x.to_local())"
 
 
-def run(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
+def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
     """Sites, misses, and what no pattern is tried on, in graph order."""
     untried = dict(spelling.left)
     for node in unit.graph.nodes:

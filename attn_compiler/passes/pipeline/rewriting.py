@@ -115,7 +115,7 @@ def rewrite(
 
 
 def _run(work: Work) -> Report:
-    running.run(work)
+    running.run_steps(work)
     if work.report is None:
         raise ValueError("no step gave a report")
     return work.report

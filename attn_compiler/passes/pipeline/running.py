@@ -15,7 +15,7 @@ from attn_compiler.reporting.dump import Dumper
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 
 
-def run(work: Work) -> None:
+def run_steps(work: Work) -> None:
     """Every step, until one says that nothing more is done."""
     pipeline = steps.PIPELINE
     at = 0

@@ -171,7 +171,7 @@ def _block_masks(work: Work, unit: Unit) -> None:
 def _match(_: Work, unit: Unit) -> Onward | None:
     from attn_compiler.passes.pipeline import rooms
 
-    unit.found = rooms.match.run(unit, unit.mirrored, unit.spelling)
+    unit.found = rooms.match.find_sites(unit, unit.mirrored, unit.spelling)
     if unit.found.sites:
         return None
     if unit.options.is_context_parallel and rooms.spreading.asked(unit) is not None:
@@ -230,14 +230,14 @@ def _unpad(work: Work, unit: Unit) -> Again | None:
 def _fp8_sites(_: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    rooms.fp8_sites.run(unit, unit.found)
+    rooms.fp8_sites.ask_for_fp8(unit, unit.found)
 
 
 def _select(work: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
     among = None if work.trial is None else rooms.judging.LEAVING_OUT
-    rooms.select.run(unit, unit.found, work.targets, among)
+    rooms.select.select_lowerings(unit, unit.found, work.targets, among)
 
 
 def _packed(work: Work, unit: Unit) -> Onward | None:
@@ -257,13 +257,13 @@ def _packed(work: Work, unit: Unit) -> Onward | None:
 def _layout(_: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    rooms.layout.run(unit, unit.found)
+    rooms.layout.choose_copies(unit, unit.found)
 
 
 def _lower(work: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    rooms.lower.run(unit, unit.mirrored, unit.found, work.targets)
+    rooms.lower.lower_sites(unit, unit.mirrored, unit.found, work.targets)
 
 
 def _give_back(_: Work, unit: Unit) -> None:
@@ -280,7 +280,7 @@ def _last_look(_: Work, unit: Unit) -> None:
 def _verify(_: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    rooms.verify.run(unit, unit.found)
+    rooms.verify.verify_graph(unit, unit.found)
 
 
 # ---- on all of them ----------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """The one tensor that k and v are linear maps of, where there is one: multi-head latent attention, found in the graph.
 
-Models that cache a compressed form of k and v make both of the whole cache in each step: `linear(latent, W)`, cut into heads, of which one
-part is v and the other one, beside a part that is one for all heads and carries the positions, is k. With q multiplied by that weight, and
-the output too, attention can run over the latent itself: one head of keys and values for all heads of queries. No name is asked for;
-what k and v are made of is traced element by element (columns.py).
+Models that cache a compressed form of k and v make both of the whole cache in each step. That is `linear(latent, W)`, cut into heads, of
+which one part is v and the other one, beside a part that is one for all heads and carries the positions, is k. With q multiplied by that
+weight, and the output too, attention can run over the latent itself: one head of keys and values for all heads of queries. No name is asked
+for; what k and v are made of is traced element by element (columns.py).
 """
 
 from __future__ import annotations

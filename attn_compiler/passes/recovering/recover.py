@@ -1,8 +1,8 @@
 """A match to an AttentionSpec: the operands are made on fake values, so that shapes, strides and dtypes are what a kernel would see.
 
-The mask is read as a condition over (b, h, q, k) (meaning.py). One that lets everything through is dropped, a causal one becomes
-the kernels' own `is_causal`; any other stays one dense tensor that combines all that is added or masked, and its spec says what
-it was proved to be, or why it could not be read.
+The mask is read as a condition over (b, h, q, k) (meaning.py). One that lets everything through is dropped, a causal one becomes the
+kernels' own `is_causal`. Any other stays one dense tensor that combines all that is added or masked, and its spec says what it was proved
+to be, or why it could not be read.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class _Part:
         return int(self.anchor.meta["example_value"].dim())
 
 
-def run(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> FoundLocal:
+def spell_dtensors(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> FoundLocal:
     """Rewrite every attention of DTensors of one graph module that can be, in place."""
     graph, found = graph_module.graph, FoundLocal()
     anchors = [node for node in graph.nodes if _is_anchor(node)]

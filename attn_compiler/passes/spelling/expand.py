@@ -124,7 +124,7 @@ EXPANSIONS: dict[object, Callable[..., Any]] = {
 }
 
 
-def run(graph_module: fx.GraphModule, trying: Trying = untried) -> list[str]:
+def expand_calls(graph_module: fx.GraphModule, trying: Trying = untried) -> list[str]:
     """Expand every such call of one graph module in place; returns the names of the calls that were."""
     graph = graph_module.graph
     calls = [n for n in graph.nodes if n.op == "call_function" and n.target in EXPANSIONS and not closed.is_closed(n)]

@@ -51,7 +51,7 @@ def is_call(node: fx.Node) -> bool:
     return bodies.is_higher_order(node) and target_name(node) == OPERATION
 
 
-def run(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
+def spell_flex(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
     """Spell out every call of one graph module."""
     graph = graph_module.graph
     calls = [node for node in graph.nodes if is_call(node) and not closed.is_closed(node)]

@@ -20,7 +20,7 @@ from attn_compiler.torch_private import tracing as torch_tracing
 _MOST_STEPS = 8
 
 
-def run(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> list[str]:
+def put_keys_last(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> list[str]:
     """Rewrite every such softmax that a product comes after, in place; returns the names of the softmaxes."""
     graph = graph_module.graph
     found = [n for n in graph.nodes if _is_over_another_axis(n) and _reaches_product(n) and not closed.is_closed(n)]

@@ -40,7 +40,7 @@ from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as
 NAME = "library call"
 
 
-def run(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
+def spell_library_calls(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
     """Spell out every such call of one graph module that can be."""
     graph = graph_module.graph
     calls = {node: call for node in graph.nodes if (call := library_ops.kernel_in(node)) and not closed.is_closed(node)}

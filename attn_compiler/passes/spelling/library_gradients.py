@@ -1,8 +1,8 @@
 """Whether the backward of an autograd.Function around a kernel of a library is the gradient of its forward, tensor by tensor.
 
 The forward may pad the head dim of q, k and v, and slice that of the attention. The backward has to give the library's own backward the
-gradient of the result, padded as the attention was sliced, and what the forward saved; and to give each operand what that kernel wrote for
-it, sliced as the operand was padded. Anything else is another gradient, and nothing here knows of which attention.
+gradient of the result, padded as the attention was sliced, and what the forward saved. It has to give each operand what that kernel wrote
+for it, sliced as the operand was padded. Anything else is another gradient, and nothing here knows of which attention.
 """
 
 from __future__ import annotations

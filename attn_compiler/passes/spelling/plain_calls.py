@@ -19,30 +19,30 @@ from attn_compiler.passes.spelling import dtensors, expand, flex, keys_last, lib
 
 def expanded(unit: Unit, spelling: Spelling) -> Spelling:
     """Calls that hide an attention, such as F.multi_head_attention_forward, are what they compute."""
-    return replace(spelling, expanded=tuple(expand.run(unit.graph_module, _trying(unit))))
+    return replace(spelling, expanded=tuple(expand.expand_calls(unit.graph_module, _trying(unit))))
 
 
 def on_local_tensors(unit: Unit, spelling: Spelling) -> Spelling:
     """Calls on DTensors are calls on their local tensors."""
-    found = dtensors.run(unit.graph_module, unit.mode, _trying(unit))
+    found = dtensors.spell_dtensors(unit.graph_module, unit.mode, _trying(unit))
     return replace(spelling.leaving(found.left), local=found.local)
 
 
 def of_flex(unit: Unit, spelling: Spelling) -> Spelling:
     """Beside FlexAttention's calls stands what they compute."""
-    found = flex.run(unit.graph_module, _trying(unit))
+    found = flex.spell_flex(unit.graph_module, _trying(unit))
     return replace(spelling.leaving(found.left), calls=(*spelling.calls, *found.spelled))
 
 
 def of_libraries(unit: Unit, spelling: Spelling) -> Spelling:
     """Beside calls of libraries' kernels stands what they compute."""
-    found = library_calls.run(unit.graph_module, _trying(unit))
+    found = library_calls.spell_library_calls(unit.graph_module, _trying(unit))
     return replace(spelling.leaving(found.left), calls=(*spelling.calls, *found.spelled))
 
 
 def with_keys_last(unit: Unit, spelling: Spelling) -> Spelling:
     """Softmaxes run over the last axis."""
-    return replace(spelling, moved=tuple(keys_last.run(unit.graph_module, unit.mode, _trying(unit))))
+    return replace(spelling, moved=tuple(keys_last.put_keys_last(unit.graph_module, unit.mode, _trying(unit))))
 
 
 def given_back(unit: Unit, spelling: Spelling) -> None:

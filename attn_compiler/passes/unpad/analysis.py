@@ -41,7 +41,6 @@ class Analysis:
         self.padding = padding
         self.batch, self.seq = Atom(shape[0]), Atom(shape[1])
         self.facts: dict[fx.Node, RuntimeFact] = {}
-        self.num_attentions = 0
         self._pairs = {site.match.anchor: own for site, own in pairs.items()}
         self._values: dict[fx.Node, Value] = {}
         self._inputs: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -64,7 +63,7 @@ class Analysis:
         if node.target is SDPA:
             return self._attention(node)
         try:
-            result = self._ruled(node)
+            result = rules.of(self, node)
         except (KeepsPadding, AxisError) as error:
             why = error if isinstance(error, KeepsPadding) else forms.refused(node, str(error))
             return self._plain(node, given) if is_exact else self._exit(node, why)
@@ -108,9 +107,6 @@ class Analysis:
         except KeepsPadding:
             return None
         return FormRecipe(needs=(Need(node, form),), make=lambda _, given: given[0])
-
-    def _ruled(self, node: fx.Node) -> Result:
-        return rules.rule_of(node)(self, node)
 
     def _plain(self, node: fx.Node, given: list[Value]) -> Value:
         x = node.meta.get("val")
@@ -168,7 +164,6 @@ class Analysis:
             return Value(kind=Kind.LOST, lost=why)
         if pairs.count_positions:
             self.facts[node] = exits.side_by_side()
-        self.num_attentions += 1
         arguments = {name: views.argument(node, name) for name in ("dropout_p", "scale", "enable_gqa")}
 
         further = {} if pairs.scores is None else pairs.scores.tensors

@@ -119,7 +119,7 @@ def _run(unit: Unit, mirror: Mirror, found: FoundSites) -> Trial:
     padding, pairs = masks.of(found.sites)
     for site, own in zip(found.sites, pairs, strict=True):
         if own.scores is not None:
-            scores.check(site, own.scores, mirror, padding.tensor.node)
+            scores.check_scores(site, own.scores, mirror, padding.tensor.node)
     analysis = Analysis(mirror, padding, dict(zip(found.sites, pairs, strict=True)))
     graph = torch_compat.copied_graph(unit.graph)
     copies = dict(zip(unit.graph.nodes, graph.nodes, strict=True))
@@ -141,12 +141,12 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     asked_sizes.put_in(unit.graph, maker)
     _erase_unread(unit, maker)
     _check_gone(unit, maker)
-    drawing.check_once(maker)
+    drawing.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
     facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
     asked = [fact for same in facts.values() for fact in (same if same[0].needs else same[:1])]
     before = run_time_facts.graph(unit.graph_module, mirror, padding, asked)
     original = fx.GraphModule(unit.graph_module, torch_compat.copied_graph(unit.graph))
-    dropout, given_back = drawing.is_drawn(maker), _places(unit, maker, replaced)
+    dropout, given_back = drawing.is_drawn(maker.made, maker.analysis, maker.mirror), _places(unit, maker, replaced)
     packed = Packed(
         facts=tuple(fact.words for fact in asked),
         zeroed=zeroed,

@@ -102,7 +102,7 @@ def _refused(site: Site, observed: str) -> KeepsPadding:
     return KeepsPadding(Code.PADDING_MASK, _RULE, observed, at=site.match.out, remedy=_REMEDY)
 
 
-def check(site: Site, scores: PackedScores, mirror: Mirror, mask: fx.Node) -> None:
+def check_scores(site: Site, scores: PackedScores, mirror: Mirror, mask: fx.Node) -> None:
     """What is added can be written anew in this graph. mask: the padding, (B, S). Raises KeepsPadding."""
     _check_sizes(site, scores, mask)
     _check_gradient(site, mirror)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.axes import Atom, Dims
-
-if TYPE_CHECKING:
-    from attn_compiler.passes.unpad.making import Maker
-    from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.passes.unpad.refusing import KeepsPadding
 
 
 class Kind(enum.Enum):
@@ -51,10 +48,10 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FormRecipe:
-    """How a form is made: `make` gets the nodes of what it needs, in order."""
+    """How a form is made: `make` gets the Maker (making.py), and the nodes of what it needs, in order."""
 
     needs: tuple[Need, ...]
-    make: Callable[[Maker, tuple[fx.Node, ...]], fx.Node]
+    make: Callable[[Any, tuple[fx.Node, ...]], fx.Node]
 
 
 @dataclass(kw_only=True, eq=False)

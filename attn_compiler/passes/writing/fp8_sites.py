@@ -16,7 +16,7 @@ from attn_compiler.reporting.report import Report
 from attn_compiler.spec.fp8_recipe import DelayedScaling, Fp8Recipe
 
 
-def run(unit: Unit, found: FoundSites) -> None:
+def ask_for_fp8(unit: Unit, found: FoundSites) -> None:
     """Put the recipe into the specs of a unit's sites, and say of the others why it is not there."""
     recipe, options = unit.options.fp8_recipe, unit.options
     if recipe is None:
@@ -37,7 +37,7 @@ def run(unit: Unit, found: FoundSites) -> None:
                 site.notes.append(f"fp8_recipe: ignored, the lowerings asked for ({', '.join(asked)}) run in no FP8")
 
 
-def check(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> None:
+def check_recipe_used(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> None:
     """Say what users would not look into a report for: that patterns do not do what they seem to, or that a model is in float32.
 
     is_whole: the graph is all of its frame: of a part, patterns may well exclude all or none. Raises Fp8RecipeUnused if they exclude all.

@@ -15,7 +15,7 @@ from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 
 
-def run(unit: Unit, found: FoundSites) -> None:
+def choose_copies(unit: Unit, found: FoundSites) -> None:
     """Fill in the copies of every site that is going to be lowered."""
     for site in found.sites:
         if site.spec is None or site.decision is None or site.decision.lowering == UNTOUCHED:

@@ -30,7 +30,7 @@ from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import op_library, snapshots as torch_snapshots, symbols as torch_symbols
 
 
-def run(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> None:
+def lower_sites(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> None:
     """Lower every site that has a lowering, then recompile.
 
     In the order of the outputs: what sites share is made before the first of them, and kernels stand where outputs stood.
@@ -233,7 +233,7 @@ def _settle(
     given = {copy.node for copy in builder.held if saved.is_given_to_kernel(copy.node)}
     # Running costs milliseconds: not where it is seen that kernels are given all the copies.
     ran = (
-        gradient_runs.run(emitted, unit.mode, unit.memory.runs)
+        gradient_runs.run_on_fakes(emitted, unit.mode, unit.memory.runs)
         if why is not None or len(given) < len(builder.held)
         else None
     )

@@ -21,7 +21,9 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
 
-def run(unit: Unit, found: FoundSites, targets: Mapping[str, Target], among: tuple[str, ...] | None = None) -> None:
+def select_lowerings(
+    unit: Unit, found: FoundSites, targets: Mapping[str, Target], among: tuple[str, ...] | None = None
+) -> None:
     """Give every site its decision. targets: by device type. among: the only lowerings that may serve; None: whichever options allow."""
     options = unit.options if among is None else _among(unit.options, among)
     decided: dict[tuple[AttentionSpec, bool], Decision] = {}

@@ -11,7 +11,7 @@ from attn_compiler.reasons.errors import VerifyFailed
 from attn_compiler.torch_private import symbols as torch_symbols
 
 
-def run(unit: Unit, found: FoundSites) -> None:
+def verify_graph(unit: Unit, found: FoundSites) -> None:
     """Raise VerifyFailed if the graph is malformed, or a site's value changed in shape, dtype or device."""
     if not unit.options.check_invariants:
         return

@@ -4,19 +4,19 @@ from tests.fuzz.planted.fault import faults
 
 ALL = faults("""
 an op may work along the sequence
-passes/context_parallel/ops.py _along_dim; ranks: a mean over the rank's own positions is taken for that over all
-- if any(has(context, place.dims[i]) for i in which):
+passes/graph/axis_rules.py along_dim; ranks: a mean over the rank's own positions is taken for that over all
+- if any(has(context, dims[i]) for i in which):
 + if False:
 
 a slice may take some positions
-passes/context_parallel/ops.py _slice; ranks: the last position of a rank is not the last one
-- if isinstance(found, Mixes):
-+ if isinstance(found, Mixes) and (found := place_of(context, x)) is None:
+passes/graph/axis_rules.py slice_; ranks: the last position of a rank is not the last one
+- same(context, node) if whole else along_dim(context, node)
++ same(context, node)
 
 positions that are not the sequence's meet it
-passes/context_parallel/ops.py _joined; ranks: every rank counts its positions from 0
-- if not has(context, dim):
-+ if False:
+passes/context_parallel/places.py cannot_meet; ranks: every rank counts its positions from 0
+- if not whole and (place.is_uniform or place.is_repeated):
++ if not axis_rules.has(self, dim):
 
 numbers are not compared with those of the whole sequence
 passes/context_parallel/compared.py compare; ranks: a number of the rank's length is one of the model
@@ -39,7 +39,7 @@ passes/context_parallel/arguments.py unknown; ranks: an argument that counts pos
 + if False and not (
 
 the whole sequence is split like a rank's
-passes/context_parallel/ops.py _view; ranks: rows and positions are mixed
-- Mixes(at=node, why="it splits the sequence") if found is None else Place(dims=found)
-+ place_of(context, views.source(node)) if found is None else Place(dims=found)
+passes/graph/axis_rules.py view; ranks: rows and positions are mixed
+- Mixed(why=f"it splits {context.words}") if found is None else Axes(dims=found)
++ same(context, node) if found is None else Axes(dims=found)
 """)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from attn_compiler.lowerings.choice.measured import Table
+
 _RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
@@ -18,7 +20,7 @@ def without_evidence(module: Any, results: str, sides: Sequence[str], *keys: str
         seen = {
             (*(row[x] for x in ("case", "date", *keys)), row["side"], row["tflops"]) for row in csv.DictReader(file)
         }
-    with module.MEASURED.open(newline="") as file:
+    with module.TABLE.path.open(newline="") as file:
         said = [
             (*(row[x] for x in ("case", "since", *keys)), side, row[side])
             for row in csv.DictReader(file)
@@ -32,7 +34,5 @@ def rows_from(module: Any, lines: str, folder: Path) -> Iterator[None]:
     """A module of choice/ reads these lines within the block. folder: for its file."""
     path = folder / "rows.csv"
     path.write_text(lines)
-    with mock.patch.object(module, "MEASURED", path):
-        module.rows.cache_clear()
+    with mock.patch.object(module, "TABLE", Table(path, module.TABLE.kind)):
         yield
-    module.rows.cache_clear()

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from attn_compiler.lowerings.choice import cost
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 from benchmarks import bench_select, select_cases
+from tests.lowerings.choice import cost
 from tests.lowerings.specs import CAUSAL, dense, make_spec
 
 H200 = Target.fake()

@@ -10,6 +10,7 @@ from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import fp8_speed
+from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select
 from attn_compiler.spec.attention import AttentionSpec
@@ -49,17 +50,17 @@ def asked(seqlen: int, **given: Any) -> AttentionSpec:
 
 
 def test_it_is_refused_where_it_was_slower_with_both_speeds() -> None:
-    (reason,) = fp8_speed.check(asked(1200), H200, "hopper_fp8", "sdpa_cudnn")
+    (reason,) = fp8_speed.check_fp8_speed(asked(1200), H200, "hopper_fp8", "sdpa_cudnn")
     assert "300 TFLOP/s" in reason.observed
     assert "430" in reason.observed
     assert reason.remedy is not None
     assert "force" in reason.remedy
-    assert fp8_speed.check(asked(6000), H200, "hopper_fp8", "sdpa_cudnn") == []
+    assert fp8_speed.check_fp8_speed(asked(6000), H200, "hopper_fp8", "sdpa_cudnn") == []
 
 
 def test_it_is_held_against_what_the_site_would_get() -> None:
-    assert fp8_speed.check(asked(8192), H200, "hopper_fp8", "fa4") != []
-    assert fp8_speed.check(asked(8192), H200, "hopper_fp8", "triton") == []
+    assert fp8_speed.check_fp8_speed(asked(8192), H200, "hopper_fp8", "fa4") != []
+    assert fp8_speed.check_fp8_speed(asked(8192), H200, "hopper_fp8", "triton") == []
 
 
 @pytest.mark.parametrize(
@@ -68,17 +69,17 @@ def test_it_is_held_against_what_the_site_would_get() -> None:
     ids=["another mask", "another head dim"],
 )
 def test_what_was_not_measured_is_not_refused(spec: AttentionSpec) -> None:
-    assert fp8_speed.check(spec, H200, "hopper_fp8", "sdpa_cudnn") == []
+    assert fp8_speed.check_fp8_speed(spec, H200, "hopper_fp8", "sdpa_cudnn") == []
 
 
 def test_one_that_was_not_measured_is_no_faster_than_those_that_were() -> None:
-    (reason,) = fp8_speed.check(asked(1200), H200, "triton_fp8", "sdpa_cudnn")
+    (reason,) = fp8_speed.check_fp8_speed(asked(1200), H200, "triton_fp8", "sdpa_cudnn")
     assert "hopper_fp8 with rounding 300" in reason.observed
 
 
 def test_fewer_heads_of_keys_and_values_count_for_those_that_have_them() -> None:
-    assert fp8_speed.check(asked(1200), H200, "hopper_fp8", "sdpa_cudnn") != []
-    assert fp8_speed.check(asked(1200, heads_kv=2), H200, "hopper_fp8", "sdpa_cudnn") == []
+    assert fp8_speed.check_fp8_speed(asked(1200), H200, "hopper_fp8", "sdpa_cudnn") != []
+    assert fp8_speed.check_fp8_speed(asked(1200, heads_kv=2), H200, "hopper_fp8", "sdpa_cudnn") == []
     far = fp8_speed.estimate("hopper_fp8", asked(6000, heads_kv=2))
     assert far is not None
     assert (far.seqlen, far.grouped) == (8192, False)
@@ -86,16 +87,16 @@ def test_fewer_heads_of_keys_and_values_count_for_those_that_have_them() -> None
 
 def test_a_backward_in_fp8_has_speeds_of_its_own() -> None:
     training = asked(8192, needs_grad=True)
-    assert fp8_speed.check(training, H200, "cudnn_fp8", "sdpa_cudnn") != []
+    assert fp8_speed.check_fp8_speed(training, H200, "cudnn_fp8", "sdpa_cudnn") != []
     both = dataclasses.replace(training, fp8=Fp8Recipe(backward=True))
-    assert fp8_speed.check(both, H200, "cudnn_fp8", "sdpa_cudnn") == []
+    assert fp8_speed.check_fp8_speed(both, H200, "cudnn_fp8", "sdpa_cudnn") == []
 
 
 def test_each_way_to_find_scales_has_speeds_of_its_own() -> None:
     spec = asked(8192)
     delayed = dataclasses.replace(spec, fp8=Fp8Recipe(scaling=DelayedScaling()))
-    assert fp8_speed.check(spec, H200, "hopper_fp8", "fa4") != []
-    assert fp8_speed.check(delayed, H200, "hopper_fp8", "fa4") == []
+    assert fp8_speed.check_fp8_speed(spec, H200, "hopper_fp8", "fa4") != []
+    assert fp8_speed.check_fp8_speed(delayed, H200, "hopper_fp8", "fa4") == []
     of_a_head = dataclasses.replace(spec, fp8=Fp8Recipe(scaling=CurrentScaling(granularity="head")))
     nearest = fp8_speed.estimate("hopper_fp8", of_a_head)
     assert nearest is not None
@@ -103,20 +104,20 @@ def test_each_way_to_find_scales_has_speeds_of_its_own() -> None:
 
 
 def test_a_rotation_has_a_speed_of_its_own() -> None:
-    fp8_speed.MEASURED.write_text(
+    fp8_speed.TABLE.path.write_text(
         LINES + "hopper_fp8,causal,65,128,8192,4096.5,no,no,accurate,no,600,2026-11-22,causal_d128_s8192\n"
     )
     plain = asked(8192)
-    assert fp8_speed.check(plain, H200, "hopper_fp8", "sdpa_cudnn") == []
+    assert fp8_speed.check_fp8_speed(plain, H200, "hopper_fp8", "sdpa_cudnn") == []
     for changed in (Fp8Recipe(hadamard=True), Fp8Recipe(smooth_k=True)):
-        (reason,) = fp8_speed.check(dataclasses.replace(plain, fp8=changed), H200, "hopper_fp8", "sdpa_cudnn")
+        (reason,) = fp8_speed.check_fp8_speed(dataclasses.replace(plain, fp8=changed), H200, "hopper_fp8", "sdpa_cudnn")
         assert "with rounding 600" in reason.observed
 
 
 def test_the_nearest_length_counts_before_the_way_to_find_scales() -> None:
     """Delayed scaling was measured at 8192 alone, where it pays."""
     delayed = dataclasses.replace(asked(1200), fp8=Fp8Recipe(scaling=DelayedScaling()))
-    (reason,) = fp8_speed.check(delayed, H200, "hopper_fp8", "sdpa_cudnn")
+    (reason,) = fp8_speed.check_fp8_speed(delayed, H200, "hopper_fp8", "sdpa_cudnn")
     assert "300 TFLOP/s (S 1024)" in reason.observed
 
 
@@ -129,7 +130,7 @@ def test_both_speeds_are_of_one_length() -> None:
 @pytest.mark.parametrize(("seqlen", "refused"), [(4096, False), (4000, True), (64, True)])
 def test_far_below_what_was_measured_is_refused(seqlen: int, refused: bool) -> None:
     training = dataclasses.replace(asked(seqlen, needs_grad=True), fp8=Fp8Recipe(backward=True))
-    reasons = fp8_speed.check(training, H200, "cudnn_fp8", "sdpa_cudnn")
+    reasons = fp8_speed.check_fp8_speed(training, H200, "cudnn_fp8", "sdpa_cudnn")
     assert bool(reasons) == refused
     assert all(f"S {seqlen}" in reason.observed for reason in reasons)
 
@@ -153,18 +154,18 @@ def windowed(seqlen: int, window: int, **given: Any) -> AttentionSpec:
     "changes", [(), (Softcap(cap=30.0),), (Sinks(requires_grad=False),)], ids=["plain", "softcap", "sinks"]
 )
 def test_windows_go_by_the_keys_of_a_query(changes: tuple[ScoreChange, ...]) -> None:
-    fp8_speed.MEASURED.write_text(LINES + WINDOWS)
+    fp8_speed.TABLE.path.write_text(LINES + WINDOWS)
     for seqlen, window in ((8192, 4096), (32768, 3000), (32768, 8192)):
-        assert fp8_speed.check(windowed(seqlen, window, changes=changes), H200, "hopper_fp8", "cudnn") == []
+        assert fp8_speed.check_fp8_speed(windowed(seqlen, window, changes=changes), H200, "hopper_fp8", "cudnn") == []
     for seqlen, window in ((8192, 1024), (32768, 1024), (2048, 4096)):
-        (reason,) = fp8_speed.check(windowed(seqlen, window, changes=changes), H200, "hopper_fp8", "cudnn")
+        (reason,) = fp8_speed.check_fp8_speed(windowed(seqlen, window, changes=changes), H200, "hopper_fp8", "cudnn")
         assert "960 keys a query" in reason.observed
-    (short,) = fp8_speed.check(windowed(8192, 128, changes=changes), H200, "hopper_fp8", "cudnn")
+    (short,) = fp8_speed.check_fp8_speed(windowed(8192, 128, changes=changes), H200, "hopper_fp8", "cudnn")
     assert "127 keys a query" in short.observed
 
 
 def test_of_rows_with_as_many_keys_the_nearest_length_counts() -> None:
-    fp8_speed.MEASURED.write_text(LINES + WINDOWS.replace("960.1", "992.0"))
+    fp8_speed.TABLE.path.write_text(LINES + WINDOWS.replace("960.1", "992.0"))
     for seqlen in (8192, 16384):
         row = fp8_speed.estimate("hopper_fp8", windowed(seqlen, 1024))
         assert row is not None
@@ -174,7 +175,7 @@ def test_of_rows_with_as_many_keys_the_nearest_length_counts() -> None:
 def test_batch_rows_with_numbers_of_keys_go_by_their_band() -> None:
     own = KeyBound(side="last", bound=Load("lengths", (Index("b"),), "int"))
     mask = MaskSpec(kinds=(Causal(), own), dense=Dense(shape=(2, 1, 1200, 1200), dtype="bool"))
-    (reason,) = fp8_speed.check(asked(1200, mask=mask), H200, "hopper_fp8", "sdpa_cudnn")
+    (reason,) = fp8_speed.check_fp8_speed(asked(1200, mask=mask), H200, "hopper_fp8", "sdpa_cudnn")
     assert "300 TFLOP/s" in reason.observed
 
 
@@ -203,7 +204,7 @@ def test_sums_of_clipped_numbers(first: int, count: int, limit: int) -> None:
 
 
 def test_other_machines_were_not_measured() -> None:
-    assert fp8_speed.check(asked(1200), Target.fake(sm=100), "hopper_fp8", "sdpa_cudnn") == []
+    assert fp8_speed.check_fp8_speed(asked(1200), Target.fake(sm=100), "hopper_fp8", "sdpa_cudnn") == []
 
 
 def test_the_choice_goes_by_it_unless_it_is_forced() -> None:
@@ -225,8 +226,6 @@ def test_what_the_site_gets_without_fp8_is_decided_once(monkeypatch: pytest.Monk
     assert [spec.fp8 is None for spec in decided] == [False, True]
 
 
-def test_names_of_the_file_are_lowerings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_speed, "MEASURED", Path(fp8_speed.__file__).with_name("fp8_sm90.csv"))
-    fp8_speed.rows.cache_clear()
+def test_names_of_the_file_are_lowerings() -> None:
     known = set(FP8) | {"sdpa_cudnn", "triton", "fa4", "cudnn", "hopper"}
-    assert {row.lowering for row in fp8_speed.rows()} <= known
+    assert {row.lowering for row in Table("fp8_sm90.csv", fp8_speed.SpeedRow).rows()} <= known

@@ -42,10 +42,10 @@ def _biased(seqlen: int | str, **given: Any) -> AttentionSpec:
 
 
 def test_it_is_taken_where_it_was_faster(measured: None) -> None:
-    assert hopper_added.check(_biased(2048), "hopper") == []
-    assert hopper_added.check(_biased(8192), "hopper") == []
+    assert hopper_added.check_added_speed(_biased(2048), "hopper") == []
+    assert hopper_added.check_added_speed(_biased(8192), "hopper") == []
     # Any length, which is chosen for as 4096.
-    assert hopper_added.check(_biased("8*s0"), "hopper") == []
+    assert hopper_added.check_added_speed(_biased("8*s0"), "hopper") == []
 
 
 @pytest.mark.parametrize(
@@ -58,26 +58,26 @@ def test_it_is_taken_where_it_was_faster(measured: None) -> None:
     ],
 )
 def test_it_is_not_taken_where_it_was_not(spec: AttentionSpec, observed: str, measured: None) -> None:
-    (reason,) = hopper_added.check(spec, "hopper")
+    (reason,) = hopper_added.check_added_speed(spec, "hopper")
     assert reason.code == Code.ADDED_SLOWER
     assert reason.observed.startswith(observed)
 
 
 def test_with_gradients_a_mask_wants_a_faster_backward_too(measured: None) -> None:
     sizes: dict[str, Any] = {"seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}
-    assert hopper_added.check(make_spec(mask=MASK, needs_grad=False, **sizes), "hopper") == []
-    (reason,) = hopper_added.check(make_spec(mask=MASK, needs_grad=True, **sizes), "hopper")
+    assert hopper_added.check_added_speed(make_spec(mask=MASK, needs_grad=False, **sizes), "hopper") == []
+    (reason,) = hopper_added.check_added_speed(make_spec(mask=MASK, needs_grad=True, **sizes), "hopper")
     assert reason.observed.startswith("300 TFLOP/s, triton 310")
     # That of a learned bias is the Triton family's.
-    assert hopper_added.check(_biased(2048, needs_grad=True), "hopper") == []
+    assert hopper_added.check_added_speed(_biased(2048, needs_grad=True), "hopper") == []
     held = make_spec(changes=(bias(1, 8, 2048, 2048, requires_grad=False),), needs_grad=True, **sizes)
-    (reason,) = hopper_added.check(held, "hopper")
+    (reason,) = hopper_added.check_added_speed(held, "hopper")
     assert reason.observed.startswith("no row of the backward with a dense bias")
 
 
 def test_others_and_other_sites_are_not_asked(measured: None) -> None:
-    assert hopper_added.check(_biased(512), "triton") == []
-    assert hopper_added.check(make_spec(mask=CAUSAL), "hopper") == []
+    assert hopper_added.check_added_speed(_biased(512), "triton") == []
+    assert hopper_added.check_added_speed(make_spec(mask=CAUSAL), "hopper") == []
 
 
 def test_who_names_it_gets_it() -> None:
@@ -91,9 +91,7 @@ def test_who_does_not_gets_what_was_measured(measured: None) -> None:
 
 
 def test_the_file_has_its_columns() -> None:
-    first = hopper_added.MEASURED.read_text().splitlines()[0]
-    assert tuple(first.split(",")) == hopper_added.COLUMNS
-    assert {row.part for row in hopper_added.rows()} <= hopper_added.PARTS
+    assert {row.part for row in hopper_added.TABLE.rows()} <= hopper_added.PARTS
 
 
 def test_what_decides_was_measured() -> None:

@@ -55,13 +55,13 @@ _OF_KEY = Load("of_key", (Index("b"), Index("k")), "int")
 
 
 def test_it_is_taken_where_it_was_faster(measured: None) -> None:
-    assert in_order.check(_spec(8192), H200) == []
-    assert in_order.check(_spec(32768), H200) == []
-    assert in_order.check(_padded(2048, masks.KeyPadding(condition=truth(_OF_KEY))), H200) == []
+    assert in_order.check_order_speed(_spec(8192), H200) == []
+    assert in_order.check_order_speed(_spec(32768), H200) == []
+    assert in_order.check_order_speed(_padded(2048, masks.KeyPadding(condition=truth(_OF_KEY))), H200) == []
 
 
 def test_a_refusal_says_both_speeds_and_what_to_do(measured: None) -> None:
-    (reason,) = in_order.check(_spec(8192, batch=1, heads=4, heads_kv=4), H200)
+    (reason,) = in_order.check_order_speed(_spec(8192, batch=1, heads=4, heads_kv=4), H200)
     assert reason.code == Code.IN_ORDER_SLOWER
     assert "319 TFLOP/s, triton 368 (S 8192, 4 heads at once" in reason.observed
     assert reason.remedy is not None
@@ -69,15 +69,15 @@ def test_a_refusal_says_both_speeds_and_what_to_do(measured: None) -> None:
 
 
 def test_of_rows_that_are_as_near_all_have_to_be_faster(measured: None) -> None:
-    (reason,) = in_order.check(_spec(2048, batch=8), H200)
+    (reason,) = in_order.check_order_speed(_spec(2048, batch=8), H200)
     assert "280 TFLOP/s" in reason.observed
 
 
 def test_so_many_heads_count_as_are_under_way_at_once(measured: None) -> None:
     """A GPU with fewer multiprocessors has fewer heads under way."""
     many = _spec(8192, batch=8)
-    assert in_order.check(many, H200) == []
-    (reason,) = in_order.check(many, dataclasses.replace(H200, processors=8))
+    assert in_order.check_order_speed(many, H200) == []
+    (reason,) = in_order.check_order_speed(many, dataclasses.replace(H200, processors=8))
     assert "4 heads at once" in reason.observed
 
 
@@ -97,21 +97,19 @@ def test_so_many_heads_count_as_are_under_way_at_once(measured: None) -> None:
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_what_was_not_measured_is_left_to_the_triton_kernels(measured: None, spec: Any, observed: str) -> None:
-    (reason,) = in_order.check(spec, H200)
+    (reason,) = in_order.check_order_speed(spec, H200)
     assert observed in reason.observed
 
 
 def test_score_changes_have_the_row_of_their_band(measured: None) -> None:
-    assert in_order.check(_spec(8192, changes=(Softcap(cap=50.0),)), H200) == []
+    assert in_order.check_order_speed(_spec(8192, changes=(Softcap(cap=50.0),)), H200) == []
 
 
 def test_rows_are_of_sorts_that_there_are() -> None:
-    for row in in_order.rows():
+    for row in in_order.TABLE.rows():
         assert row.mask in shape_class.MASKS
         assert row.band in shape_class.BANDS
         assert row.in_order > 0 < row.triton
-    with in_order.MEASURED.open() as file:
-        assert file.readline().strip().split(",") == list(in_order.COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -130,4 +128,4 @@ def test_rows_are_of_sorts_that_there_are() -> None:
 )
 def test_what_was_measured_on_an_h200(given: dict[str, Any], is_faster: bool) -> None:
     spec = _spec(**given)
-    assert (in_order.check(spec, H200) == []) is is_faster
+    assert (in_order.check_order_speed(spec, H200) == []) is is_faster

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.choice import cost, evidence, priorities
+from attn_compiler.lowerings.choice import evidence, priorities
 from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
 from attn_compiler.lowerings.shared import parts
 from attn_compiler.options.options import Options
@@ -17,6 +17,7 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
 from benchmarks import select_cases
+from tests.lowerings.choice import cost
 from tests.lowerings.choice.test_cost import PYTORCHS, WITH_TENSOR, spec_of
 from tests.lowerings.golden_decisions import of_any_length
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec

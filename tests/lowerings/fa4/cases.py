@@ -69,7 +69,7 @@ def _more() -> tuple[Case, ...]:
 
 
 def _taken(problem: Problem, *, needs_grad: bool = True) -> bool:
-    return not limits.check(inputs(problem, device="cpu", needs_grad=needs_grad).spec_on_gpu, H200)
+    return not limits.check_fa4(inputs(problem, device="cpu", needs_grad=needs_grad).spec_on_gpu, H200)
 
 
 @dataclass(frozen=True, kw_only=True)

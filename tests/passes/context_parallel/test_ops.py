@@ -44,6 +44,13 @@ MIXING: dict[str, Before] = {
     "ones that are dropped": lambda m, x, d: x * F.dropout(torch.ones(1, x.shape[1], 1), 0.5),
     "table of local positions": lambda m, x, d: x + m.embedding(torch.arange(x.shape[1])),
     "mean of the length": lambda m, x, d: x / x.shape[1],
+    "einsum over positions": lambda m, x, d: x + torch.einsum("bsd,btd->bsd", x, x),
+    "einsum of pairs": lambda m, x, d: x + torch.einsum("bsd,btd->bst", x, x).sum(-1, keepdim=True),
+    "gather along the sequence": lambda m, x, d: x.gather(1, d["position_ids"][..., None].expand_as(x)),
+    "index along the sequence": lambda m, x, d: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
+    "select along the sequence": lambda m, x, d: x.index_select(1, torch.arange(x.shape[1])),
+    "bounds of the sequence": lambda m, x, d: x + m.embedding(torch.bucketize(d["position_ids"], d["position_ids"][0])),
+    "einsum of a diagonal": lambda m, x, d: x + torch.einsum("bsd,bsd->b", x, x)[:, None, None],
 }
 
 BESIDE: dict[str, Before] = {
@@ -52,6 +59,17 @@ BESIDE: dict[str, Before] = {
     "embedding of positions": lambda m, x, d: x + m.embedding(d["position_ids"]),
     "halved positions": lambda m, x, d: x + m.embedding(d["position_ids"] // 2),
     "zeros and ones": lambda m, x, d: x * torch.ones(LENGTH, 1) + torch.zeros(LENGTH, 1),
+    "einsum of features": lambda m, x, d: torch.einsum("bsd,de->bse", x, m.q.weight),
+    "table by positions": lambda m, x, d: x + m.embedding.weight[d["position_ids"]],
+    "index_select by positions": lambda m, x, d: (
+        x + m.embedding.weight.index_select(0, d["position_ids"].flatten()).view_as(x)
+    ),
+    "gather by positions": lambda m, x, d: (
+        x + m.embedding.weight[None, :, 0].expand(BATCH, -1).gather(1, d["position_ids"])[..., None]
+    ),
+    "index of features": lambda m, x, d: x[..., torch.arange(WIDTH - 1, -1, -1)],
+    "buckets": lambda m, x, d: x + m.embedding(torch.bucketize(d["position_ids"], torch.tensor([3, 7]))),
+    "einsum of heads": lambda m, x, d: torch.einsum("bsd,bsd->bs", x, x)[..., None] * x,
 }
 
 

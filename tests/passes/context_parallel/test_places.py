@@ -38,8 +38,8 @@ CONTEXT: Any = SimpleNamespace(atoms=frozenset({SEQUENCE, OTHER_SEQUENCE}))
     ],
 )
 def test_the_same_sequence_among_axes_of_the_same_sizes(one: Dim, other: Dim, are_alike: bool) -> None:
-    assert alike(CONTEXT, one, other) is are_alike
-    assert alike(CONTEXT, other, one) is are_alike
+    assert alike(CONTEXT.atoms, one, other) is are_alike
+    assert alike(CONTEXT.atoms, other, one) is are_alike
 
 
 def test_a_dimension_that_was_split_holds_what_its_parts_hold() -> None:

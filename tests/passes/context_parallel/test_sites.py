@@ -35,7 +35,7 @@ def _site(**changed: Any) -> Any:
     "spec", [{}, {"mask": CAUSAL}, {"changes": (Softcap(cap=30.0), Sinks(requires_grad=False))}], ids=str
 )
 def test_what_is_understood_is_taken(spec: dict[str, Any]) -> None:
-    sites.check(_site(), make_spec(**spec))
+    sites.check_shareable(_site(), make_spec(**spec))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_is_understood_is_taken(spec: dict[str, Any]) -> None:
 )
 def test_what_is_not_is_refused(spec: dict[str, Any], observed: str) -> None:
     with pytest.raises(CannotShard) as caught:
-        sites.check(_site(), make_spec(**spec))
+        sites.check_shareable(_site(), make_spec(**spec))
     assert observed in caught.value.reason.observed
     assert caught.value.at == "out"
 
@@ -62,7 +62,7 @@ def test_what_is_not_is_refused(spec: dict[str, Any], observed: str) -> None:
 )
 def test_what_a_match_has_besides_is_refused(changed: dict[str, Any], observed: str) -> None:
     with pytest.raises(CannotShard) as caught:
-        sites.check(_site(**changed), make_spec())
+        sites.check_shareable(_site(**changed), make_spec())
     assert observed in f"{caught.value.reason.rule} {caught.value.reason.observed}"
 
 

@@ -32,7 +32,7 @@ def saved_inputs(function: Callable[..., Any], *inputs: Tensor) -> set[str]:
     mode = torch_tracing.fake_mode_of_values(units_of.examples(gm))
     assert mode is not None
     nodes = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
-    found = gradient_runs.run(nodes, mode)
+    found = gradient_runs.run_on_fakes(nodes, mode)
     assert found is not None
     return {str(n.name).strip("l_") for n in gm.graph.nodes if n.op == "placeholder" and found.saves(n)}
 
@@ -70,7 +70,7 @@ def test_what_can_not_be_run_is_not_known() -> None:
         n for n in gm.graph.nodes if n.op == "call_function"
     ]
     node.args = (*node.args, "no third one", "nor a fourth")
-    assert gradient_runs.run([node], mode) is None
+    assert gradient_runs.run_on_fakes([node], mode) is None
 
 
 @pytest.mark.parametrize("dynamic", [(), (0, 2)], ids=["known", "symbolic"])
@@ -94,10 +94,10 @@ def test_alike_sites_are_run_once(dynamic: tuple[int, ...], monkeypatch: pytest.
         ran.append(len(nodes))
         return run(nodes, mode)
 
-    plain = [gradient_runs.run(nodes, mode) for nodes in sites]
+    plain = [gradient_runs.run_on_fakes(nodes, mode) for nodes in sites]
     monkeypatch.setattr(gradient_runs, "_run", watched)
     known: dict[Any, gradient_runs.AlikeRun] = {}
-    for one, other in zip([gradient_runs.run(nodes, mode, known) for nodes in sites], plain, strict=True):
+    for one, other in zip([gradient_runs.run_on_fakes(nodes, mode, known) for nodes in sites], plain, strict=True):
         assert one is not None
         assert other is not None
         assert [one.saves(n) for n in gm.graph.nodes] == [other.saves(n) for n in gm.graph.nodes]

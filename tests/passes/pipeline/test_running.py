@@ -40,7 +40,7 @@ def _ran(work: Work, monkeypatch: pytest.MonkeyPatch, *given: tuple[str, Says, d
 
     made = tuple(PipelineStep(name=name, run=noted(name, says), **fields) for name, says, fields in given)
     monkeypatch.setattr(steps, "PIPELINE", made)
-    running.run(work)
+    running.run_steps(work)
     return ran
 
 

@@ -220,14 +220,14 @@ def test_encoder_layer_in_autocast() -> None:
 def test_only_calls_in_the_table_are_expanded_and_values_are_carried_on() -> None:
     module = _mha().train()
     gm, _ = captured(lambda x: module(x, x, x, need_weights=False)[0].sin(), _x())
-    (call,) = expand.run(gm)
+    (call,) = expand.expand_calls(gm)
     assert "multi_head_attention_forward" in call
     gm.graph.lint()
     added = [n for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)]
     assert torch.ops.aten.scaled_dot_product_attention.default in {n.target for n in added}
     attention = next(n for n in added if n.target is torch.ops.aten.scaled_dot_product_attention.default)
     assert attention.meta["example_value"].requires_grad
-    assert expand.run(gm) == []
+    assert expand.expand_calls(gm) == []
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_a_site_without_a_lowering_keeps_the_call(function: Function, like: Func
 def test_giving_back_leaves_the_graph_as_it_came(function: Function, like: Function) -> None:
     gm, _ = captured(function, *_inputs())
     before = [(node.op, str(node.target), str(node.args)) for node in gm.graph.nodes]
-    found = flex.run(gm)
+    found = flex.spell_flex(gm)
     assert len(found.spelled) == 1
     flex.give_back(gm, found.spelled)
     gm.graph.lint()
@@ -203,7 +203,7 @@ def test_transformers_own_function() -> None:
         return module.flex_attention_forward(layer, q, k, v, block_mask, scaling=0.25, s_aux=sinks)[0]
 
     gm, _ = captured(function, *(x.to("meta") for x in _inputs(dtype=torch.bfloat16)))
-    (spelled,) = flex.run(gm).spelled
+    (spelled,) = flex.spell_flex(gm).spelled
     assert spelled.own.meta["example_value"].shape == (B, H, S, D)
     assert {"cat", "softmax"} <= {
         getattr(node.target, "overloadpacket", node.target).__name__ for node in spelled.nodes

@@ -61,12 +61,12 @@ def test_the_softmax_runs_over_the_last_axis_then(softmax: Callable[[Tensor], Te
     gm, _ = captured(lambda q, k, v: softmax(q @ k.mT) @ v, *_inputs())
     mode = fake_mode_of_values(n.meta.get("example_value") for n in gm.graph.nodes)
     assert mode is not None
-    (name,) = keys_last.run(gm, mode)
+    (name,) = keys_last.put_keys_last(gm, mode)
     gm.graph.lint()
     (node,) = (n for n in gm.graph.nodes if n.name == name)
     assert argument(node, 1, "dim") == -1
     assert node.meta["example_value"].requires_grad
-    assert keys_last.run(gm, mode) == []
+    assert keys_last.put_keys_last(gm, mode) == []
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_others_are_left_as_they_are(function: Callable[..., Tensor]) -> None:
     mode = fake_mode_of_values(n.meta.get("example_value") for n in gm.graph.nodes)
     before = gm.code
     assert mode is not None
-    assert keys_last.run(gm, mode) == []
+    assert keys_last.put_keys_last(gm, mode) == []
     gm.recompile()
     assert gm.code == before
 

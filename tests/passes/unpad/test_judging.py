@@ -25,7 +25,7 @@ def test_without_a_kernel_that_leaves_rows_out_padding_stays(monkeypatch: pytest
 
 
 def _broken_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, looks = match.run, []
+    run, looks = match.find_sites, []
 
     def second(*given: Any) -> Any:
         looks.append(given)
@@ -33,7 +33,7 @@ def _broken_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyError("not packed")
         return run(*given)
 
-    monkeypatch.setattr(match, "run", second)
+    monkeypatch.setattr(match, "find_sites", second)
 
 
 def test_a_fault_in_looking_at_the_packed_graph_costs_the_packing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +56,14 @@ def test_such_a_fault_is_raised_in_strict_mode(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_attention_that_is_not_found_again_keeps_padding_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, looks = match.run, []
+    run, looks = match.find_sites, []
 
     def fewer(*given: Any) -> Any:
         looks.append(given)
         found = run(*given)
         return type(found)(sites=found.sites[1:], misses=found.misses) if len(looks) == 2 else found
 
-    monkeypatch.setattr(match, "run", fewer)
+    monkeypatch.setattr(match, "find_sites", fewer)
     found = check(Encoder())
     assert found.kept is not None
     assert found.kept.rule == "each packed attention is understood"

@@ -147,7 +147,7 @@ def _site(options: Options) -> Site:
     size = dataclasses.replace(TENSOR, shape=(8, 16, 8192, 128))
     site.spec = dataclasses.replace(SPEC, q=size, k=size, v=size, mask=MaskSpec(kinds=(Causal(),), flag=Flag.CALLED))
     unit = types.SimpleNamespace(options=options, log=Log(strict=True))
-    select.run(unit, FoundSites(sites=(site,)), {SPEC.device: Target.fake()})  # type: ignore[arg-type]
+    select.select_lowerings(unit, FoundSites(sites=(site,)), {SPEC.device: Target.fake()})  # type: ignore[arg-type]
     return site
 
 

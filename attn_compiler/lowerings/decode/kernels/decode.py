@@ -1,9 +1,9 @@
 """Attention of few queries over a long cache: split-KV, in one launch (https://pytorch.org/blog/flash-decoding).
 
-A program has all queries of a group of heads as the rows of its tile, so keys and values are read once, where they lie, and only
-from the first to the last key that a row may use: the work follows what the device knows of a cache's length. Tiles of keys are
-dealt out to the splits in turn; a split that there is none for ends at once, and is not waited for. Each of the others leaves a
-partial result, and the last one to arrive combines them, which the counters tell.
+A program has all queries of a group of heads as the rows of its tile, so keys and values are read once, where they lie, and only from the
+first to the last key that a row may use. The work follows what the device knows of a cache's length. Tiles of keys are dealt out to the
+splits in turn; a split that there is none for ends at once, and is not waited for. Each of the others leaves a partial result, and the last
+one to arrive combines them, which the counters tell.
 
 Where rows are few, warps go on alone (SLICES): each has a part of every tile of keys and a softmax of its own, and they meet after
 the last tile. What a row's keys have in common would otherwise cross warps three times a tile, through shared memory.

@@ -1,8 +1,8 @@
 """Attention of few queries over the latent that k and v are made of: one head of keys, [latent, rope], whose first part is the values too.
 
-As decode.py, with what one wide head for all queries makes different: the rows of a program are heads, 16 to 64 of which tensor cores take
-at once; a tile of the latent is loaded once for both products; and the partial results of splits, 512 floats a row, are too many for one
-program to add up, so a second kernel does (`combine_latent`), by rows and columns. Results stay float32: to round them to half precision
+As decode.py, with what one wide head for all queries makes different. The rows of a program are heads, 16 to 64 of which tensor cores take
+at once. A tile of the latent is loaded once for both products. The partial results of splits, 512 floats a row, are too many for one
+program, so a second kernel adds them up (`combine_latent`), by rows and columns. Results stay float32: to round them to half precision
 would be most of the error of all of it.
 """
 

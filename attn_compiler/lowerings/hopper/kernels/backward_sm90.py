@@ -1,9 +1,9 @@
 """Attention backward in half precision for Hopper, in Gluon: one pass over the keys, with what forward_sm90.py takes of masks and scores.
 
-A program stays for several blocks of 128 keys. One warpgroup has the copy engine (TMA) fetch tiles of queries and of the output's
-gradient, two compute 64 keys each: their scores are transposed, (keys, queries), so that weights and their gradients stay in registers as
-the left operand of the products for dv and dk. The gradients of scores meet in shared memory, where both warpgroups take half of dq's
-columns (or rows) of them; the copy engine adds those to float32 sums in memory (https://arxiv.org/abs/2407.08608, section 3).
+A program stays for several blocks of 128 keys. One warpgroup has the copy engine (TMA) fetch tiles of queries and of the output's gradient,
+two compute 64 keys each. Their scores are transposed, (keys, queries), so that weights and their gradients stay in registers as the left
+operand of the products for dv and dk. The gradients of scores meet in shared memory, where both warpgroups take half of dq's columns (or
+rows) of them; the copy engine adds those to float32 sums in memory (https://arxiv.org/abs/2407.08608, section 3).
 
 Those sums come in no fixed order, so two runs may differ in the last bits of dq, unless blocks take turns (in_order_sm90.py). Gradients
 that come out as NaN raise a flag: a masked key may hold NaN, and 0 · NaN is NaN. Then the Triton family's kernels compute all of them

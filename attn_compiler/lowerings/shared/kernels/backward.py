@@ -3,8 +3,8 @@
 Each gradient has one writer, so the result is the same in every run; seven products instead of the five that a single pass with
 atomic additions to dq takes.
 
-Scores: where a bias is learned, the pass over the keys may keep the scores' gradients, (B, Hq, Skv, pitch) in q's dtype, for the
-others to read (kept_backward.py): then all take five products, and as much memory as PyTorch's own kernels for such a bias.
+Scores: where a bias is learned, the pass over the keys may keep the scores' gradients, (B, Hq, Skv, pitch) in q's dtype, for the others to
+read (kept_backward.py). Then all take five products, and as much memory as PyTorch's own kernels for such a bias.
 """
 
 from __future__ import annotations

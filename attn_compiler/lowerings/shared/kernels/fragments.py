@@ -4,10 +4,10 @@ A thread holds single pairs of neighbours of a product's result, and memory is r
 kernel takes its rows (keys) and columns (queries) in another order, in which what a thread holds are neighbours in memory. Only the
 order of loads and stores of whole rows changes by that.
 
-Of a result of (N, M) elements (PTX ISA, wgmma, "Matrix Fragments for D"), with N = (W, 2, 8) and M = (J, 4, 4, 2): a warp has one W and
-the four next W, a lane one of the 8 rows and one of the latter 4 columns, and everything else is in its registers. In memory these
-keys are (W, 8, 2) and these queries (J, 4', 4, 2), where 4' is the lane's.
-Elsewhere than on Hopper a product's result may be spread differently: then this is as right, and no faster than any other order.
+Of a result of (N, M) elements (PTX ISA, wgmma, "Matrix Fragments for D"), with N = (W, 2, 8) and M = (J, 4, 4, 2). A warp has one W and the
+four next W, a lane one of the 8 rows and one of the latter 4 columns, and everything else is in its registers. In memory these keys are (W,
+8, 2) and these queries (J, 4', 4, 2), where 4' is the lane's. Elsewhere than on Hopper a product's result may be spread differently: then
+this is as right, and no faster than any other order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The gradient of q, and that of what is added to the scores, of scores' gradients that the pass of dk and dv kept (kv_backward.py).
 
 Both read all that was kept, which is far more than anything else they read. So programs of both that read the same follow each other,
-and what one reads from memory the other finds in the L2 cache. A group of programs has a span of queries: of each head and batch row
-that what is added is shared by, there is a program of dq for each block of queries; after these come those of the other gradient.
+and what one reads from memory the other finds in the L2 cache. A group of programs has a span of queries. Of each head and batch row that
+what is added is shared by, there is a program of dq for each block of queries. After these come those of the other gradient.
 """
 
 from __future__ import annotations

@@ -94,12 +94,6 @@ def seconds(lowering: str, spec: AttentionSpec, target: Target) -> float | None:
     )
 
 
-def cheapest(names: Iterable[str], spec: AttentionSpec, target: Target) -> str | None:
-    """Of lowerings that take a site, the one that takes least; None where the model says nothing."""
-    found = {name: cost for name in names if (cost := seconds(name, spec, target)) is not None}
-    return min(found, key=found.__getitem__, default=None)
-
-
 def _machine(sm: int) -> Machine | None:
     return MACHINES.get(max((known for known in MACHINES if known <= sm), default=0))
 
@@ -136,3 +130,9 @@ def _read(lowering: str, spec: AttentionSpec) -> float:
     kinds = site_parts.parts(spec).kinds
     size = BYTES.get(tensor.dtype, _NUMBER) if "bias" in kinds else _TRUTH if "mask" in kinds else 0
     return size * (1 + (_READ_BY_OURS if spec.needs_grad else 0))
+
+
+def cheapest(names: Iterable[str], spec: AttentionSpec, target: Target) -> str | None:
+    """Of lowerings that take a site, the one that takes least; None where the model says nothing."""
+    found = {name: cost for name in names if (cost := seconds(name, spec, target)) is not None}
+    return min(found, key=found.__getitem__, default=None)
