@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Linear, Ranges
+from attn_compiler.index_expr import Expr, Linear, Load, Ranges
 from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
@@ -30,7 +30,7 @@ from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.spelling import fills
 from attn_compiler.spec import added_scores, masks
 from attn_compiler.spec.added_scores import ProvedScore
-from attn_compiler.spec.masks import MaskKind
+from attn_compiler.spec.masks import Formula, MaskKind
 
 #: characters of a formula in a reason
 _MOST = 120
@@ -45,7 +45,8 @@ _PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)
 class Meaning:
     """condition: when a pair is allowed by what masks; None if that could not be read.
 
-    kinds: what is masked; reason: why that could not be read; added: of what was read, why it may mask and nobody knows.
+    kinds: what is masked; reason: why that, or a part of it, could not be read; added: of what was read, why it may mask and nobody knows.
+    rest: what masks besides the kinds, where only what it loads could not be looked into.
     scores: what else is added, if all of it is known. tensors: what each name that `scores` loads from stands for. along: of each
     term (added ones first), the letters of the indices that its elements were not shown to be the same along. unusual: what happens
     to the scores that has no kind (fills.py).
@@ -55,6 +56,7 @@ class Meaning:
     condition: Expr | None = None
     kinds: tuple[MaskKind, ...] = ()
     reason: str | None = None
+    rest: Formula | None = None
     added: str | None = None
     scores: tuple[ProvedScore, ...] = ()
     tensors: dict[str, Version] = field(default_factory=dict)
@@ -70,7 +72,9 @@ class Meaning:
     @property
     def is_causal_only(self) -> bool:
         """Whether all that is done is a causal mask."""
-        return not self.scores and len(self.kinds) == 1 and isinstance(self.kinds[0], masks.Causal)
+        return (
+            self.reason is None and not self.scores and len(self.kinds) == 1 and isinstance(self.kinds[0], masks.Causal)
+        )
 
     @property
     def words(self) -> str:
@@ -129,15 +133,10 @@ class _Read:
         within = self._known(x, term)
         found = added.split(x, term.weight, scores_up_to=fills.of_scores(self._match), within=within)
         self._reach = self._reach.plus(found.reach(within))
-        if not ix.is_exact(found.allowed):
-            self._reasons.append(
-                f"{term.operand.node.name} masks by numbers that are rounded: {ix.text(found.allowed, _MOST)}"
-            )
+        rounded = _why_rounded(term, x, found)
+        if rounded is not None:
             self._add_unread(term)
-            return
-        if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
-            self._reasons.append(f"{term.operand.node.name} chooses by numbers that are rounded: {ix.text(x, _MOST)}")
-            self._add_unread(term)
+            self._mask_in_part(term, found, rounded)
             return
         self._conditions.append(found.allowed)
         self._fills |= found.fills
@@ -149,6 +148,17 @@ class _Read:
             if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
                 self._reasons.append(f"{self._origin(kind.tensor)}: it may mask too")
 
+    def _mask_in_part(self, term: Term, found: added.Split, rounded: str) -> None:
+        """What is exact of an added tensor's condition has to hold, whatever else it says."""
+        exact = _exact(found.allowed)
+        if not exact or found.sums or len(found.fills) != 1:
+            self._reasons.append(rounded)
+            return
+        self._conditions += exact
+        self._fills |= found.fills
+        self._step(term, MaskStep(allowed=None, fills=found.fills, replaces=False))
+        self._unread_masks.append(rounded)
+
     def mask(self, term: Term) -> None:
         """A truth value for each pair."""
         self._fills.add(term.fill)
@@ -158,31 +168,37 @@ class _Read:
             self._unread_masks.append(str(unreadable))
             self._step(term, self._masking(None, term))
             return
+        allowed = ix.invert(allowed) if term.inverted else allowed
+        self._conditions += _exact(allowed)
         if ix.is_exact(allowed):
-            allowed = ix.invert(allowed) if term.inverted else allowed
-            self._conditions.append(allowed)
             self._step(term, self._masking(allowed, term))
-        else:
-            self._step(term, self._masking(None, term))
-            self._unread_masks.append(
-                f"{term.operand.node.name} compares numbers that are rounded: {ix.text(allowed, _MOST)}"
-            )
+            return
+        self._step(term, self._masking(None, term))
+        rounded = next(part for part in kinds.conjuncts(allowed) if not ix.is_exact(part))
+        self._unread_masks.append(
+            f"{term.operand.node.name} compares numbers that are rounded: {ix.text(rounded, _MOST)}"
+        )
 
     def meaning(self) -> Meaning:
         condition = ix.apply("and", *self._conditions)
         seqlen_q, seqlen_kv = _length(self._match.axes.query), _length(self._match.axes.key)
         found: tuple[MaskKind, ...] = ()
-        reason = next(iter(self._unread_masks), None) or self._why_not(condition)
-        if reason is None and (seqlen_q is None or seqlen_kv is None):
-            reason = "a sequence length is no plain size"
-        elif reason is None and seqlen_q is not None and seqlen_kv is not None:
-            found = kinds.recognise(condition, seqlen_q, seqlen_kv)
+        read, rest = self._told_apart(condition)
+        reason = next(iter(self._unread_masks), None) or self._why_not(rest)
+        if seqlen_q is None or seqlen_kv is None:
+            reason = reason or "a sequence length is no plain size"
+        elif self._is_whole:
+            # All of them have to hold, whatever else has to.
+            found = kinds.recognise(read, seqlen_q, seqlen_kv)
+        if reason is None and not found:
             # A tensor that may mask too is one of the scores, so what the others mask is still all that has to be said.
-            reason = None if found else next(iter(self._reasons), None)
+            reason = next(iter(self._reasons), None)
+        is_all = not self._unread_masks and not self._scores
         return Meaning(
             condition=condition if reason is None else None,
             kinds=found,
             reason=reason,
+            rest=Formula(condition=rest) if found and is_all and rest != ix.TRUE else None,
             added=None if found or reason else unproved.why(self._scores),
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
@@ -221,9 +237,15 @@ class _Read:
         within = self._reader.within(x, term.operand.node, at)
         return {name: most for name, most in within.items() if not name.endswith(LOADED_KEY.format(""))}
 
-    def _why_not(self, condition: Expr) -> str | None:
+    def _told_apart(self, condition: Expr) -> tuple[Expr, Expr]:
+        """What was read, and what says nothing, since it reads an element for each query and key. Both have to hold."""
+        parts = kinds.conjuncts(condition)
+        said = [part for part in parts if _whole(part) is None]
+        return ix.apply("and", *said), ix.apply("and", *(part for part in parts if part not in said))
+
+    def _why_not(self, rest: Expr) -> str | None:
         """Why a condition that was read says nothing."""
-        whole = next((x for x in ix.loads(condition) if all(ix.mentions(x, i) for i in (kinds.Q, kinds.K))), None)
+        whole = _whole(rest)
         if whole is None:
             return None
         return f"{self._origin(whole.tensor)}, and holds an element for each query and key"
@@ -302,6 +324,25 @@ class _Read:
 
     def _version(self, name: str) -> Version:
         return self._unread[name] if name in self._unread else self._reader.tensors[name]
+
+
+def _exact(condition: Expr) -> list[Expr]:
+    """The parts of a conjunction that no rounding can change."""
+    return [part for part in kinds.conjuncts(condition) if ix.is_exact(part)]
+
+
+def _why_rounded(term: Term, x: Expr, found: added.Split) -> str | None:
+    """Why an added tensor's condition, or its choice of what it adds, is not exact."""
+    if not ix.is_exact(found.allowed):
+        return f"{term.operand.node.name} masks by numbers that are rounded: {ix.text(found.allowed, _MOST)}"
+    if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
+        return f"{term.operand.node.name} chooses by numbers that are rounded: {ix.text(x, _MOST)}"
+    return None
+
+
+def _whole(x: Expr) -> Load | None:
+    """A tensor that an expression reads an element of for each query and key."""
+    return next((load for load in ix.loads(x) if all(ix.mentions(load, i) for i in (kinds.Q, kinds.K))), None)
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:

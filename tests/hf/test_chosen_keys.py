@@ -1,0 +1,93 @@
+"""Models whose indexer chooses keys for each query (DeepSeek V3.2, GLM-5): what else masks is kept, and numbers are eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import attn_compiler
+from attn_compiler.reporting.report import SiteReport
+from attn_compiler.spec.masks import MaskSpec
+from tests.hf.family import SEED
+from tests.hf.latents import LATENTS, VOCAB
+from tests.hf.packages import Unavailable
+
+FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+LENGTH, CHOSEN, PADDED = 23, 6, 5
+
+
+@pytest.fixture(autouse=True)
+def _from_the_start() -> Iterator[None]:
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _model(family: str, attention: str) -> Any:
+    made = LATENTS[family]
+    try:
+        _, model = type(made)(
+            config=made.config, model=made.model, settings={**made.settings, "index_topk": CHOSEN}, impl=attention
+        ).build()
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    return model
+
+
+def _inputs() -> dict[str, torch.Tensor]:
+    """A batch that is padded on the left: queries there have no key."""
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(SEED))
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :PADDED] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _sites() -> list[SiteReport]:
+    return [site for report in attn_compiler.reports() for site in report.sites]
+
+
+def _assert_in_part(mask: MaskSpec) -> None:
+    assert [type(kind).__name__ for kind in mask.held] == ["Causal", "KeyPadding"], mask.words
+    assert mask.reason is not None
+    assert "scatter" in mask.reason
+    assert mask.rest is not None
+    assert mask.rest.formula.startswith("¬scatter")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_prompt(family: str, attention: str) -> None:
+    model, inputs = _model(family, attention), _inputs()
+    options = {"inner": "eager", "strict": True, "lowerings": ["math"], "cache_rewrites": False}
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).last_hidden_state
+        step = torch.compile(model, backend="attn_compiler", options=options)
+        found = step(**inputs, use_cache=False).last_hidden_state
+    kept = inputs["attention_mask"].bool()
+    torch.testing.assert_close(found[kept], expected[kept], rtol=0, atol=1e-4 * expected.abs().max().item())
+    assert _sites()
+    for site in _sites():
+        assert site.decision.lowering == "math"
+        _assert_in_part(site.spec.mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training(family: str) -> None:
+    """All of the parameters' gradients, with a loss over real tokens."""
+    inputs, found = _inputs(), {}
+    kept = inputs["attention_mask"].bool()
+    for name in ("eager", "ours"):
+        model = _model(family, "sdpa").train()
+        options = {"inner": "eager", "strict": True, "lowerings": ["math"], "cache_rewrites": False}
+        step = model if name == "eager" else torch.compile(model, backend="attn_compiler", options=options)
+        step(**inputs, use_cache=False).last_hidden_state[kept].square().sum().backward()
+        found[name] = {of: p.grad for of, p in model.named_parameters() if p.grad is not None}
+    assert found["ours"].keys() == found["eager"].keys()
+    for of, expected in found["eager"].items():
+        torch.testing.assert_close(found["ours"][of], expected, rtol=0, atol=2e-4 * float(expected.abs().max()) + 1e-6)
+    for site in _sites():
+        _assert_in_part(site.spec.mask)
