@@ -14,6 +14,7 @@ from typing import Literal
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import added_scores, fp8_recipe, masks, scores
+from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.codec import UNSAID, Codec
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
 
@@ -194,7 +195,7 @@ class AttentionSpec:
 CODEC = Codec(
     (
         *masks.KINDS,
-        *(masks.Dense, masks.Alignment, masks.Flag),
+        *(masks.Dense, masks.Alignment, masks.Flag, Chosen),
         *scores.KINDS,
         *added_scores.PROVED_KINDS,
         *added_scores.PARTS,

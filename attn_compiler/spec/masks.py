@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
+from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.codec import UNSAID
 from attn_compiler.spec.mask_inputs import Inputs
 
@@ -330,6 +331,7 @@ class MaskSpec:
         knows.
     rest: of a tensor that was read in part, the condition that holds besides its kinds, whose tensors hold an element for each query and
         key. None where the tensor alone says it.
+    chosen: the only keys that a query may use, by their indices. The others say so, too.
     own_rows: the model alone knows what a query without keys gets: by its tensor's numbers, or all that it does. None: nodes can say.
     means: a kernel gives a query without keys the mean of v, with the gradients that an added number leaves to q and k; else nodes do.
     out_of_reach: tensors and sizes that `kinds` read and a lowering can't get: of another graph, of one call, or written to by then.
@@ -344,6 +346,7 @@ class MaskSpec:
     added: str | None = field(default=None, metadata=UNSAID)
     means: bool = field(default=False, metadata=UNSAID)
     rest: Formula | None = field(default=None, metadata=UNSAID)
+    chosen: Chosen | None = field(default=None, metadata=UNSAID)
 
     @property
     def is_partial(self) -> bool:
@@ -351,9 +354,9 @@ class MaskSpec:
         return self.reason is not None and bool(self.held)
 
     @property
-    def conditions(self) -> tuple[MaskKind, ...]:
-        """The kinds, and the rest."""
-        return self.kinds if self.rest is None else (*self.kinds, self.rest)
+    def conditions(self) -> tuple[MaskKind | Chosen, ...]:
+        """All that reads tensors."""
+        return (*self.kinds, *(each for each in (self.rest, self.chosen) if each is not None))
 
     @property
     def flagged(self) -> Causal | None:
@@ -382,9 +385,7 @@ class MaskSpec:
 
     @property
     def formula(self) -> str | None:
-        """What was read, over (b, h, q, k); None if nothing was. A mask that lets everything through has none.
-
-        "…" is what could not be read."""
+        """What was read, over (b, h, q, k), and "…" for the rest; None if nothing was. A mask that lets everything through has none."""
         unread = ["…" if self.rest is None else self.rest.formula] if self.is_partial else []
         return " ∧ ".join([*(kind.formula for kind in self.read), *unread]) or None
 

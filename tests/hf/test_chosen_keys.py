@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import attn_compiler
 from attn_compiler.reporting.report import SiteReport
+from attn_compiler.spec import target
 from attn_compiler.spec.masks import MaskSpec
 from tests.hf.family import SEED
-from tests.hf.latents import LATENTS, VOCAB
+from tests.hf.latents import LATENTS, VOCAB, decoded
 from tests.hf.packages import Unavailable
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
@@ -91,3 +93,25 @@ def test_training(family: str) -> None:
         torch.testing.assert_close(found["ours"][of], expected, rtol=0, atol=2e-4 * float(expected.abs().max()) + 1e-6)
     for site in _sites():
         _assert_in_part(site.spec.mask)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter, on a CPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_reads_the_chosen_slots_of_a_static_cache(family: str) -> None:
+    """The latent of these alone, and the tokens and scores of eager decoding."""
+    model = _model(family, "sdpa")
+    config = model.config
+    expected = decoded(model, model, config, static=True, steps=3)
+    options = {"inner": "eager", "strict": True, "lowering": "decode_latent", "cache_rewrites": False}
+    with (
+        mock.patch.object(target, "TRITON_INTERPRETED", True),
+        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
+    ):
+        step = torch.compile(model, backend="attn_compiler", dynamic=False, options=options)
+        found = decoded(model, step, config, static=True, steps=3)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4 * expected.scores.abs().max().item())
+    assert _sites()
+    for site in _sites():
+        assert site.decision.lowering == "decode_latent"
+        assert any(note.startswith(f"the {CHOSEN} keys of ") for note in site.notes), site.notes

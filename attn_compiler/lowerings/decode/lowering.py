@@ -13,7 +13,7 @@ from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.choice.rows import MOST_QUERIES
-from attn_compiler.lowerings.decode import operands as decode_operands, schedule as decode_schedule
+from attn_compiler.lowerings.decode import gathered, operands as decode_operands, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
 from attn_compiler.lowerings.shared import kernel_limits, mask_limits, takes
@@ -59,6 +59,7 @@ class Decode(Lowering):
 
 
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+    spec, operands = gathered.read(emitter, spec, operands)
     spec, k, v = as_read(spec, operands, emitter.target)
     call = DecodeCall(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target), one_kv=k is v)
     further = decode_operands.emit(emitter, call, operands)

@@ -24,12 +24,13 @@ from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Keyless, Match, Term
-from attn_compiler.passes.recovering import added, elements, keyless, kinds, reading, score_kinds, unproved
+from attn_compiler.passes.recovering import added, chosen, elements, keyless, kinds, reading, score_kinds, unproved
 from attn_compiler.passes.recovering.keyless import MaskStep
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.spelling import fills
 from attn_compiler.spec import added_scores, masks
 from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import Formula, MaskKind
 
 #: characters of a formula in a reason
@@ -47,6 +48,7 @@ class Meaning:
 
     kinds: what is masked; reason: why that, or a part of it, could not be read; added: of what was read, why it may mask and nobody knows.
     rest: what masks besides the kinds, where only what it loads could not be looked into.
+    chosen: the only keys that a query may use, where they have indices.
     scores: what else is added, if all of it is known. tensors: what each name that `scores` loads from stands for. along: of each
     term (added ones first), the letters of the indices that its elements were not shown to be the same along. unusual: what happens
     to the scores that has no kind (fills.py).
@@ -57,6 +59,7 @@ class Meaning:
     kinds: tuple[MaskKind, ...] = ()
     reason: str | None = None
     rest: Formula | None = None
+    chosen: Chosen | None = None
     added: str | None = None
     scores: tuple[ProvedScore, ...] = ()
     tensors: dict[str, Version] = field(default_factory=dict)
@@ -199,6 +202,7 @@ class _Read:
             kinds=found,
             reason=reason,
             rest=Formula(condition=rest) if found and is_all and rest != ix.TRUE else None,
+            chosen=chosen.of(self._mirror, self._reader, kinds.conjuncts(condition)) if self._is_whole else None,
             added=None if found or reason else unproved.why(self._scores),
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,

@@ -319,8 +319,9 @@ def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bi
     if tensors.mask is not None and not bias:
         terms = len(match.scores.additive) + len(match.scores.allowed)
         dense = masks.Dense(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype), terms=terms)
-    added, rest = (None, None) if dense is None else (proved.added, proved.rest)
-    spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason, added=added, rest=rest)
+    spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason)
+    if dense is not None:
+        spec = dataclasses.replace(spec, added=proved.added, rest=proved.rest, chosen=proved.chosen)
     if not match.scores.is_causal:
         return spec
     if tensors.mask is None and proved.kinds:

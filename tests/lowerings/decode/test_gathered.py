@@ -1,0 +1,258 @@
+"""Decoding over chosen keys: the kernel, in Triton's interpreter, reads these alone, and the numbers are eager's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Index, Load
+from attn_compiler.lowerings.decode import gathered
+from attn_compiler.spec import added_scores, masks, target
+from attn_compiler.spec.attention import AttentionSpec, StoredSpec
+from attn_compiler.spec.chosen_keys import Chosen
+from attn_compiler.spec.masks import Dense, MaskSpec
+from tests.lowerings.specs import make_spec
+from tests.passes.compiling import Compiled, compiled, mark
+
+B, Q, H, K = map(Index, "bqhk")
+BATCH, HEADS, HEADS_KV, KEYS, COUNT, D = 2, 4, 2, 300, 20, 16
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter, on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    with (
+        mock.patch.object(target, "TRITON_INTERPRETED", True),
+        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
+    ):
+        yield
+
+
+# ---- when it is taken ---------------------------------------------------------------------------------------------
+
+SCATTERED = ix.invert(Load("scattered", (B, ix.ZERO, K), "bool"))
+PADDING = masks.KeyPadding(condition=ix.as_bool(Load("padding", (B, K), "int")))
+CHOSEN = Chosen(tensor="top", at=(B, ix.ZERO), count=COUNT, distinct=True, condition=SCATTERED)
+DENSE = Dense(shape=(BATCH, 1, 1, KEYS), dtype="bool")
+
+
+def _spec(chosen: Chosen | None = CHOSEN, **of: Any) -> AttentionSpec:
+    kinds = of.pop("kinds", (masks.KeyPadding(condition=SCATTERED), PADDING))
+    mask = MaskSpec(kinds=kinds, dense=DENSE, chosen=chosen, out_of_reach=of.pop("lost", ()))
+    return make_spec(**{"mask": mask, "batch": BATCH, "seqlen_q": 1, "seqlen_kv": KEYS, "needs_grad": False, **of})
+
+
+def test_chosen_keys_are_gathered_where_they_are_few() -> None:
+    assert gathered.chosen_of(_spec()) == CHOSEN
+    assert gathered.chosen_of(_spec(None)) is None
+    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count=KEYS // 4))) is not None
+    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count=KEYS // 4 + 1))) is None
+    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count="s0"))) is None
+
+
+def test_a_cache_of_unknown_length_is_chosen_for_as_a_long_one() -> None:
+    assert gathered.chosen_of(_spec(seqlen_kv="s0")) is not None
+    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count=2048), seqlen_kv="s0")) is None
+
+
+BIAS = added_scores.Alibi(slopes=Load("slopes", (H,), "float"), position=K)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        _spec(seqlen_q=2),
+        _spec(lost=("top",)),
+        _spec(dataclasses.replace(CHOSEN, at=(B, H))),
+        _spec(kinds=(masks.Formula(condition=ix.as_bool(Load("any", (B, H, K), "int"))),)),
+        dataclasses.replace(_spec(), score=dataclasses.replace(_spec().score, proved=(BIAS,))),
+        dataclasses.replace(_spec(), stored=StoredSpec(k=_spec().k, v=_spec().v)),
+    ],
+    ids=["two queries", "out of reach", "of a head", "more than keys", "a bias", "FP8"],
+)
+def test_where_the_cache_is_read_as_it_lies(spec: AttentionSpec) -> None:
+    assert gathered.chosen_of(spec) is None
+
+
+def test_a_mask_out_of_reach_is_no_matter_if_it_is_the_choice_itself() -> None:
+    """What was scattered need not be at hand, if only the tensor of indices is."""
+    assert gathered.chosen_of(_spec(lost=("others",))) == CHOSEN
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------------
+
+
+def _left_out(chosen: Tensor) -> Tensor:
+    return chosen.new_ones((chosen.shape[0], 1, KEYS), dtype=torch.bool).scatter(-1, chosen.long(), False)[:, None]
+
+
+def _called(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """As DeepSeek V3.2."""
+    allowed = padding.bool()[:, None, None] & ~_left_out(scores.topk(COUNT, -1).indices.int())
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+def _added(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    added = torch.full((q.shape[0], 1, KEYS), -torch.inf, dtype=q.dtype)
+    added.scatter_(-1, scores.topk(COUNT, -1).indices, 0.0)
+    added = added[:, None].masked_fill(padding[:, None, None] == 0, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=added, enable_gqa=True)
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """Keys that a row names twice, and three times."""
+    top = scores.topk(COUNT, -1).indices // 3
+    allowed = padding.bool()[:, None, None] & ~_left_out(top)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """Nothing else masks."""
+    allowed = ~_left_out(scores.topk(COUNT, -1).indices)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+def _up_to(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """A static cache, which is filled up to a length that is a tensor; the choice is of what is beyond, too."""
+    filled = torch.arange(KEYS)[None, None, None] <= padding.sum(-1)[:, None, None, None] - 1
+    allowed = filled & ~_left_out(scores.topk(COUNT, -1).indices)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """By hand, with a softcap, one k for v and for all heads, and finite numbers."""
+    lowest = torch.finfo(q.dtype).min
+    s = torch.tanh(q @ k[:, :1].mT * D**-0.5 / 20.0) * 20.0
+    s = s.masked_fill(_left_out(scores.topk(COUNT, -1).indices), lowest).masked_fill(
+        padding[:, None, None] == 0, lowest
+    )
+    return F.softmax(s, -1) @ k[:, :1]
+
+
+FORMS: dict[str, Callable[..., Tensor]] = {
+    "called": _called,
+    "added": _added,
+    "repeated": _repeated,
+    "alone": _alone,
+    "up to": _up_to,
+    "eager": _eager,
+}
+
+
+def _given(seed: int = 0, batch: int = BATCH) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((HEADS, 1), (HEADS_KV, KEYS), (HEADS_KV, KEYS))
+    q, k, v = (torch.randn(batch, *shape, D, generator=generator) for shape in shapes)
+    padding = torch.ones(batch, KEYS, dtype=torch.int64)
+    padding[-1, KEYS // 2 :] = 0
+    return [q, k, v, torch.randn(batch, 1, KEYS, generator=generator), padding]
+
+
+def _assert_gathered(run: Compiled) -> None:
+    """The kernel is given as many keys as were chosen."""
+    assert [site.decision.lowering for report in run.reports for site in report.sites] == ["decode"] * len(run.reports)
+    notes = [note for report in run.reports for site in report.sites for note in site.notes]
+    assert any(note.startswith(f"the {COUNT} keys of ") for note in notes)
+    assert all(call not in run.calls for call in ("scaled_dot_product_attention", "softmax"))
+    leaf = run.text[run.text.index("decode_default =") :]
+    assert f",{COUNT},{D}]" in leaf
+    assert f",{KEYS},{D}]" not in leaf
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers(form: str) -> None:
+    run = compiled(FORMS[form], lowering="decode")
+    found, expected = (
+        run(*_given(len(form))),
+        FORMS[form](*[x.double() if x.is_floating_point() else x for x in _given(len(form))]),
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+    _assert_gathered(run)
+
+
+def test_what_was_not_chosen_is_not_read() -> None:
+    """And what was, and does not count, gets into no result."""
+
+    def given() -> list[Tensor]:
+        made = _given(7)
+        chosen = torch.zeros(BATCH, KEYS, dtype=torch.bool).scatter(-1, made[3][:, 0].topk(COUNT, -1).indices, True)
+        used = (chosen & made[4].bool())[:, None, :, None]
+        made[1], made[2] = (torch.where(used, x, torch.nan) for x in made[1:3])
+        return made
+
+    def cleared(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+        return _called(q, k.nan_to_num(0.0), v.nan_to_num(0.0), *others)
+
+    run = compiled(_called, lowering="decode")
+    torch.testing.assert_close(run(*given()), cleared(*given()))
+    _assert_gathered(run)
+
+
+def test_a_query_whose_chosen_keys_do_not_count() -> None:
+    """PyTorch gives 0 where truth values leave no key."""
+
+    def given() -> list[Tensor]:
+        made = _given(8)
+        made[4][0] = 0
+        return made
+
+    run = compiled(_called, lowering="decode")
+    found = run(*given())
+    torch.testing.assert_close(found, _called(*given()))
+    assert not found[0].any()
+
+
+def test_a_batch_of_any_size() -> None:
+    run = compiled(_called, lowering="decode")
+    for batch in (3, 5, 7):
+        given = [mark(x, (batch,)) for x in _given(batch, batch)]
+        torch.testing.assert_close(run(*given), _called(*_given(batch, batch)))
+    assert len(run.reports) == 1
+    _assert_gathered(run)
+
+
+def test_layers_share_the_choice() -> None:
+    """Those of one indexer (GLM-5) gather by one tensor of keys."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+        allowed = padding.bool()[:, None, None] & ~_left_out(scores.topk(COUNT, -1).indices)
+        first = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+        return F.scaled_dot_product_attention(first, k + 1, v, attn_mask=allowed, enable_gqa=True)
+
+    run = compiled(function, lowering="decode")
+    torch.testing.assert_close(run(*_given(5)), function(*_given(5)))
+    assert run.calls.count("decode") == 2
+    # The indices, the padding, and k and v of each layer; v is the same.
+    assert run.calls.count("index") <= 6
+
+
+def test_a_prompt_reads_a_tensor() -> None:
+    """More queries have keys of their own each: the rest of their mask is one tensor."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+        left_out = chosen.new_ones((BATCH, 6, KEYS), dtype=torch.bool).scatter(-1, chosen, False)[:, None]
+        causal = torch.arange(KEYS) <= torch.arange(6)[:, None] + KEYS - 6
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal & ~left_out)
+
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(BATCH, HEADS, n, D, generator=generator) for n in (6, KEYS, KEYS))
+    chosen = torch.randn(BATCH, 6, KEYS, generator=generator).topk(COUNT, -1).indices
+    run = compiled(function, lowering="decode")
+    torch.testing.assert_close(run(q, k, v, chosen), function(q, k, v, chosen))
+    assert run.site.spec.mask.chosen is not None
+    assert run.site.spec.mask.is_partial
+    assert not any("keys of" in note for note in run.site.notes)
+
+
+def test_the_strides_of_gathered_keys() -> None:
+    with pytest.raises(TypeError, match="unknown heads"):
+        gathered._strides("s0", COUNT, D)
+    assert gathered._strides(2, 20, 16) == torch.empty(3, 20, 2, 16).transpose(1, 2).stride()
