@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from attn_compiler.spec import target
 from attn_compiler.spec.masks import MaskSpec
 from tests.hf.family import SEED
 from tests.hf.latents import LATENTS, VOCAB, decoded
-from tests.hf.packages import Unavailable
+from tests.hf.packages import Unavailable, import_package
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 LENGTH, CHOSEN, PADDED = 23, 6, 5
@@ -115,3 +116,70 @@ def test_a_step_reads_the_chosen_slots_of_a_static_cache(family: str) -> None:
     for site in _sites():
         assert site.decision.lowering == "decode_latent"
         assert any(note.startswith(f"the {CHOSEN} keys of ") for note in site.notes), site.notes
+
+
+def _minimax() -> tuple[Any, Any]:
+    try:
+        configs = importlib.import_module("transformers.models.minimax_m3_vl.configuration_minimax_m3_vl")
+        models = importlib.import_module("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    except ModuleNotFoundError as missing:
+        pytest.skip(str(missing))
+    config = configs.MiniMaxM3VLTextConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rotary_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        dense_intermediate_size=64,
+        shared_intermediate_size=64,
+        mlp_layer_types=["dense", "sparse"],
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        index_n_heads=2,
+        index_head_dim=32,
+        index_block_size=8,
+        index_topk_blocks=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(SEED)
+    return config, models.MiniMaxM3VLTextModel._from_config(config, attn_implementation="sdpa").eval()
+
+
+def _minimax_steps(config: Any, model: Any, step: Any) -> torch.Tensor:
+    """What three tokens after a padded prompt get, over a static cache of twelve blocks."""
+    ids = torch.randint(3, VOCAB, (2, 40), generator=torch.Generator().manual_seed(SEED))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :9] = 0
+    cache, found = import_package("transformers").StaticCache(config=config, max_cache_len=96), []
+    with torch.no_grad():
+        for number in range(4):
+            run = step if number else model
+            out = run(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            found.append(out.last_hidden_state[:, -1])
+            ids, mask = torch.full((2, 1), 5 + number), torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    return torch.stack(found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter, on a CPU")
+def test_blocks_of_keys_by_groups_of_heads() -> None:
+    """MiniMax M3: of 96 slots, two blocks of 8."""
+    config, model = _minimax()
+    expected = _minimax_steps(config, model, model)
+    options = {"inner": "eager", "strict": True, "lowering": "decode", "cache_rewrites": False}
+    with (
+        mock.patch.object(target, "TRITON_INTERPRETED", True),
+        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
+    ):
+        step = torch.compile(model, backend="attn_compiler", dynamic=False, options=options)
+        found = _minimax_steps(config, model, step)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    gathering = [site for site in _sites() if site.modules == ("layers.1.self_attn",)]
+    assert gathering
+    for site in gathering:
+        assert any(note.startswith("the 16 keys of ") for note in site.notes), site.notes

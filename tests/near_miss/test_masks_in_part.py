@@ -81,6 +81,16 @@ def a_threshold_on_rounded_numbers_that_is_added(x: Tensor) -> Tensor:
     return torch.where(causal() & (x * 0.1 > -0.05), 0.0, -torch.inf)
 
 
+@near_miss("causal", unproved="compares numbers that are rounded", x=numbers)
+def a_threshold_on_rounded_numbers_of_keys(x: Tensor) -> Tensor:
+    return causal() & (x[:1] * 0.1 > -0.15)
+
+
+@near_miss("causal", unproved="masks by numbers that are rounded", x=numbers)
+def a_threshold_on_rounded_numbers_of_keys_that_is_added(x: Tensor) -> Tensor:
+    return torch.where(causal() & (x[:1] * 0.1 > -0.15), 0.0, -torch.inf)
+
+
 # ---- what only looks like it -----------------------------------------------------------------------------------------
 
 

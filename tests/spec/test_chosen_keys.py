@@ -26,6 +26,13 @@ def test_a_query_has_the_keys_of_its_row() -> None:
     assert found == [[[0, 3], [1]], [[0, 2], [2, 3]]]
 
 
+def test_a_number_may_name_a_block_of_keys() -> None:
+    inputs = Inputs(seqlen_q=2, seqlen_kv=16, load=lambda name, at: int(ROWS[at].item()))
+    chosen = dataclasses.replace(CHOSEN, block=3)
+    assert [k for k in range(16) if chosen.has(0, 0, 0, k, inputs)] == [0, 1, 2, 9, 10, 11]
+    assert chosen.words == "top[b, q, :], in blocks of 3"
+
+
 def test_a_row_of_symbolic_length() -> None:
     inputs = Inputs(seqlen_q=2, seqlen_kv=4, load=lambda name, at: int(ROWS[at].item()), sizes={"s3": 1})
     chosen = dataclasses.replace(CHOSEN, count="s3")

@@ -8,25 +8,27 @@ has `_TIMES` as many keys.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Index, Load, on_nodes
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Load, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
-from attn_compiler.lowerings.base import Emitter, LatentNodes, Operands
+from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.decode import plan as decode_plan
-from attn_compiler.lowerings.shared import part_tensors
+from attn_compiler.lowerings.shared import latents, part_tensors
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, mentions_any
 from attn_compiler.lowerings.shared.parts import Parts
 from attn_compiler.spec import reads
-from attn_compiler.spec.attention import AttentionSpec, Dim, LatentSpec, TensorSpec
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.chosen_keys import Chosen
-from attn_compiler.spec.masks import Dense, MaskSpec
+from attn_compiler.spec.masks import Dense, Formula, KeyPadding, MaskSpec
 
 aten = torch.ops.aten
 
@@ -40,138 +42,223 @@ _OF_A_KEY = frozenset({"rows", "lengths", "keys"})
 
 def chosen_of(spec: AttentionSpec) -> Chosen | None:
     """What one query's keys are gathered by; None where they are not."""
-    chosen, found = spec.mask.chosen, decode_plan.parts(spec)
+    chosen, score = spec.mask.chosen, spec.score
     if chosen is None or not isinstance(chosen.count, int) or spec.seqlen_q != 1 or spec.stored is not None:
         return None
-    is_lost = reads.names_in(Load(chosen.tensor, chosen.at, "int")) & set(spec.mask.out_of_reach)
-    if is_lost or any(mentions_any(x, H, K) for x in chosen.at):
+    if spec.latent is not None and any(mentions_any(x, H) for x in chosen.at):
         return None
+    is_lost = reads.names_in(Load(chosen.tensor, chosen.at, "int")) & set(spec.mask.out_of_reach)
+    if is_lost or score.proved or score.bias is not None or not _is_by_group(spec, chosen):
+        return None
+    found = _others(spec, chosen)
     if not found.kinds <= _OF_A_KEY or found.keys_given:
         return None
-    return chosen if shape_class.chosen_for(spec, spec.seqlen_kv) >= _TIMES * chosen.count else None
+    return chosen if shape_class.chosen_for(spec, spec.seqlen_kv) >= _TIMES * chosen.count * chosen.block else None
 
 
-def read(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
-    """The attention over the chosen keys, where they are gathered; else the very same."""
+def read(
+    emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool = False
+) -> tuple[AttentionSpec, Operands]:
+    """The attention over the chosen keys, where they are gathered; else the very same. of_latent: in place of k and v, their latent is."""
     chosen = chosen_of(spec)
     if chosen is None or not isinstance(chosen.count, int):
         return spec, operands
-    emitter.note(f"the {chosen.count} keys of {chosen.words} are read, and no others of {spec.seqlen_kv}")
+    count = chosen.count * chosen.block
+    emitter.note(f"the {count} keys of {chosen.words} are read, and no others of {spec.seqlen_kv}")
     gathering = _Gathering(emitter, spec, operands, chosen)
     mask = gathering.mask()
-    operands = gathering.gathered()
-    dense = None if mask is None else Dense(shape=(spec.batch, 1, 1, chosen.count), dtype="bool")
-    return _of_chosen(spec, chosen.count, MaskSpec(dense=dense)), dataclasses.replace(operands, mask=mask)
+    dense = None
+    if mask is not None:
+        heads = spec.num_heads_q if gathering.by_head else 1
+        dense = Dense(shape=(spec.batch, heads, 1, count), dtype="bool")
+    operands = dataclasses.replace(gathering.of_latent() if of_latent else gathering.of_keys(), mask=mask)
+    return _of_chosen(spec, count, MaskSpec(dense=dense), by_head=gathering.by_head), operands
+
+
+def _is_by_group(spec: AttentionSpec, chosen: Chosen) -> bool:
+    """Whether all heads that share a key have one row."""
+    if any(mentions_any(x, K) for x in chosen.at):
+        return False
+    return all(x.facts.indices.isdisjoint({"h"}) or _is_of_groups(x, spec) for x in chosen.at)
+
+
+def _is_of_groups(x: Expr, spec: AttentionSpec) -> bool:
+    """Whether an expression is h, or h over a number of heads, and no other for two heads of a group."""
+    group = _group(spec)
+    match x:
+        case Index(name="h"):
+            return group == 1
+        case Apply(op="floordiv", args=(Index(name="h"), Const(value=int(size)))):
+            return group is not None and size % group == 0
+    return False
+
+
+def _group(spec: AttentionSpec) -> int | None:
+    heads, heads_kv = spec.num_heads_q, spec.num_heads_kv
+    return heads // heads_kv if isinstance(heads, int) and isinstance(heads_kv, int) else None
+
+
+def _others(spec: AttentionSpec, chosen: Chosen) -> Parts:
+    """The parts of the mask, but for the choice itself."""
+    kinds = tuple(
+        kind
+        for kind in spec.mask.kinds
+        if not (isinstance(kind, (KeyPadding, Formula)) and kind.condition == chosen.condition)
+    )
+    if not kinds:
+        return Parts()
+    return decode_plan.parts(dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, kinds=kinds)))
 
 
 class _Gathering:
+    """Indices are (B, L), or (B, Hkv, L) where heads differ in their keys."""
+
     def __init__(self, emitter: Emitter, spec: AttentionSpec, operands: Operands, chosen: Chosen) -> None:
         self._emitter = emitter
         self._spec = spec
         self._given = operands
         self._chosen = chosen
         self._device = emitter.value(operands.q).device
-        self._row = emitter.once(("batch rows", spec.batch, self._device), self._rows_of_batch)
-        self._keys = emitter.once(self._key("chosen keys"), self._chosen_keys)
+        self.by_head = any(mentions_any(x, H) for x in chosen.at)
+        further = 2 if self.by_head else 1
+        self._row = self._once("batch rows", lambda: self._count(self._batch, further))
+        self._head = self._once("heads", lambda: self._count(self._heads, 1)) if self.by_head else None
+        self._numbers = self._once("chosen numbers", self._chosen_numbers)
+        self._named = self._once("named keys", self._named_keys)
+        self._keys = self._named if chosen.is_within else self._once("chosen keys", self._within)
 
     def mask(self) -> fx.Node | None:
-        """bool (B, 1, 1, count): which of the chosen keys count; None if all do."""
-        conditions = [*_conditions(decode_plan.parts(self._spec), self._chosen)]
+        """bool (B, 1 or Hq, 1, L): which of the chosen keys count; None if all do."""
+        conditions = [*_conditions(_others(self._spec, self._chosen))]
+        if not self._chosen.is_within:
+            conditions.append(ix.compare("<", K, SEQLEN_KV))
         if not conditions and self._chosen.distinct:
             return None
-        return self._emitter.once(self._key("chosen keys that count", *conditions), lambda: self._counting(conditions))
+        return self._once("chosen keys that count", lambda: self._counting(conditions), *conditions)
 
-    def gathered(self) -> Operands:
-        """k and v, or what they are made of, at the chosen keys."""
-        given = self._given
-        if self._spec.latent is not None and given.latent is not None:
-            nodes = given.latent
-            rope = None if nodes.rope is None else self._at_keys(nodes.rope)
-            latent = LatentNodes(
-                latent=self._at_keys(nodes.latent), rope=rope, weight_k=nodes.weight_k, weight_v=nodes.weight_v
-            )
-            return dataclasses.replace(given, latent=latent)
-        k = self._at_keys(given.k)
-        return dataclasses.replace(given, k=k, v=k if given.v is given.k else self._at_keys(given.v))
+    def of_keys(self) -> Operands:
+        """k and v at the chosen keys."""
+        k = self._at_keys(self._given.k)
+        v = k if self._given.v is self._given.k else self._at_keys(self._given.v)
+        return dataclasses.replace(self._given, k=k, v=v)
+
+    def of_latent(self) -> Operands:
+        """What k and v are made of."""
+        nodes = latents.given(self._given)
+        rope = None if nodes.rope is None else self._at_keys(nodes.rope)
+        moved = dataclasses.replace(nodes, latent=self._at_keys(nodes.latent), rope=rope)
+        return dataclasses.replace(self._given, latent=moved)
 
     def _at_keys(self, x: fx.Node) -> fx.Node:
-        """(B, heads, Skv, dims) at the chosen keys: (B, heads, count, dims), a key's heads side by side."""
-        found = self._emitter.call(aten.index.Tensor, x, [self._row, None, self._keys])
-        return self._emitter.call(torch.transpose, found, 1, 2)
+        """(B, heads, Skv, dims) at the chosen keys: (B, heads, L, dims)."""
+        found = self._call(aten.index.Tensor, x, [self._row, self._head, self._keys])
+        return found if self.by_head else self._call(torch.transpose, found, 1, 2)
 
-    def _rows_of_batch(self) -> fx.Node:
-        """int64 (B, 1)"""
-        size = on_nodes.size_of(self._emitter, self._given.q, 0)
-        return self._emitter.call(torch.unsqueeze, self._emitter.call(torch.arange, size, device=self._device), 1)
+    def _chosen_numbers(self) -> fx.Node:
+        """int64 (B, count) or (B, Hkv, count): the query's row."""
+        places = self._call(torch.arange, self._chosen.count, device=self._device)
+        for _ in range(2 if self.by_head else 1):
+            places = self._call(torch.unsqueeze, places, 0)
+        heads = ix.mul(H, Const(_group(self._spec) or 1))
+        at = [ix.substitute(ix.substitute(x, Q, ix.ZERO), H, heads) for x in self._chosen.at]
+        load = Load(self._chosen.tensor, (*at, J), "int")
+        found = on_nodes.emit(self._emitter, load, self._names((load,), {**self._indices, "j": places}))
+        shape = [self._batch, *([self._heads] if self.by_head else []), -1]
+        return self._call(torch.Tensor.expand, found, *shape)
 
-    def _chosen_keys(self) -> fx.Node:
-        """int64 (B, count)"""
-        places = self._emitter.call(torch.unsqueeze, self._emitter.call(
-            torch.arange, self._chosen.count, device=self._device), 0
-        )  # fmt: skip
-        at = (*(ix.substitute(x, Q, ix.ZERO) for x in self._chosen.at), J)
-        load = Load(self._chosen.tensor, at, "int")
-        counted = {"b": self._emitter.value(self._given.q).shape[0], "j": self._emitter.value(places).shape[1]}
-        names = dataclasses.replace(self._names((load,)), indices={"b": self._row, "j": places}, counted=counted)
-        found = on_nodes.emit(self._emitter, load, names)
-        return self._emitter.call(torch.Tensor.expand, found, on_nodes.size_of(self._emitter, self._given.q, 0), -1)
+    def _named_keys(self) -> fx.Node:
+        """int64 (…, L)"""
+        if self._chosen.block == 1:
+            return self._numbers
+        first = self._call(torch.unsqueeze, self._call(torch.mul, self._numbers, self._chosen.block), -1)
+        inner = self._call(torch.arange, self._chosen.block, device=self._device)
+        return self._call(torch.flatten, self._call(torch.add, first, inner), -2)
+
+    def _within(self) -> fx.Node:
+        """The last key in the place of those behind it."""
+        _, keys = part_tensors.lengths(self._emitter, self._spec, self._given)
+        last = keys - 1 if isinstance(keys, int) else self._call(operator.sub, keys, 1)
+        return self._call(torch.clamp, self._named, max=last)
 
     def _counting(self, conditions: list[Expr]) -> fx.Node:
-        names = dataclasses.replace(self._names(conditions), indices={"b": self._row, "k": self._keys})
+        names = self._names(conditions, {**self._indices, "k": self._named})
         found = [on_nodes.emit(self._emitter, ix.substitute(x, Q, ix.ZERO), names) for x in conditions]
         found += [] if self._chosen.distinct else [self._first_of_each()]
-        allowed = reduce(lambda a, b: self._emitter.call(torch.logical_and, a, b), found)
-        whole = self._emitter.call(torch.Tensor.expand_as, allowed, self._keys)
-        return self._emitter.call(torch.unsqueeze, self._emitter.call(torch.unsqueeze, whole, 1), 1)
+        allowed = reduce(lambda a, b: self._call(torch.logical_and, a, b), found)
+        whole = self._call(torch.Tensor.expand_as, allowed, self._named)
+        whole = self._call(torch.unsqueeze, whole, -2)
+        if not self.by_head:
+            return self._call(torch.unsqueeze, whole, 1)
+        return self._call(torch.repeat_interleave, whole, _group(self._spec) or 1, 1)
 
     def _first_of_each(self) -> fx.Node:
-        """bool (B, count): a key that a row names twice counts once."""
-        ours, others = (self._emitter.call(torch.unsqueeze, self._keys, axis) for axis in (2, 1))
-        same = self._emitter.call(torch.tril, self._emitter.call(torch.eq, ours, others), -1)
-        return self._emitter.call(torch.logical_not, self._emitter.call(torch.any, same, -1))
+        """bool (…, L): a number that a row has twice counts once."""
+        ours, others = (self._call(torch.unsqueeze, self._numbers, axis) for axis in (-1, -2))
+        same = self._call(torch.tril, self._call(torch.eq, ours, others), -1)
+        first = self._call(torch.logical_not, self._call(torch.any, same, -1))
+        block = self._chosen.block
+        return first if block == 1 else self._call(torch.repeat_interleave, first, block, -1)
 
-    def _names(self, used: Iterable[Expr]) -> Names:
-        """What expressions name, but for their indices."""
+    # ---- nodes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _batch(self) -> int | fx.Node:
+        return on_nodes.size_of(self._emitter, self._given.q, 0)
+
+    @property
+    def _heads(self) -> int:
+        """Of keys."""
+        return decode_plan.known(self._spec.num_heads_kv)
+
+    @property
+    def _indices(self) -> dict[str, fx.Node]:
+        return {"b": self._row} | ({} if self._head is None else {"h": self._head})
+
+    def _names(self, used: Iterable[Expr], indices: dict[str, fx.Node]) -> Names:
         queries, keys = part_tensors.lengths(self._emitter, self._spec, self._given)
         sizes = {SEQLEN_Q.name: queries, SEQLEN_KV.name: keys}
         for name in sorted({name for x in used for name in reads.names_in(x)} & self._given.sizes.keys()):
             place = self._given.sizes[name]
-            own = place.node if place.axis is None else on_nodes.size_of(self._emitter, place.node, place.axis)
-            sizes[name] = own
-        return Names(device=self._device, sizes=sizes, tensors=self._given.loads)
+            sizes[name] = place.node if place.axis is None else on_nodes.size_of(self._emitter, place.node, place.axis)
+        return Names(device=self._device, indices=indices, sizes=sizes, tensors=self._given.loads)
 
-    def _key(self, name: str, *made_from: Expr) -> tuple[object, ...]:
+    def _count(self, size: int | fx.Node, following: int) -> fx.Node:
+        """int64 0, 1, … below a size, with axes of size one after it."""
+        indices = self._call(torch.arange, size, device=self._device)
+        return reduce(lambda x, _: self._call(torch.unsqueeze, x, -1), range(following), indices)
+
+    def _once(self, name: str, make: Callable[[], fx.Node], *made_from: Expr) -> fx.Node:
+        """One node for all layers that have the choice."""
         loads = tuple(sorted((name, node.name) for name, node in self._given.loads.items()))
-        return name, self._chosen, made_from, loads, self._spec.batch, self._spec.seqlen_kv, self._device
+        sizes = (self._spec.batch, self._spec.num_heads_q, self._spec.num_heads_kv, self._spec.seqlen_kv, self._device)
+        return self._emitter.once((name, self._chosen, made_from, loads, sizes), make)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self._emitter.call(function, *args, **kwargs)
 
 
-def _conditions(found: Parts, chosen: Chosen) -> Iterable[Expr]:
+def _conditions(found: Parts) -> Iterator[Expr]:
     """What a key has to hold, but for being chosen."""
     if found.rows is not None and found.rows.lower is not None:
         yield ix.compare(">=", K, found.rows.lower)
     if found.rows is not None and found.rows.upper is not None:
         yield ix.compare("<", K, found.rows.upper)
     if found.keys is not None:
-        parts = found.keys.args if isinstance(found.keys, ix.Apply) and found.keys.op == "and" else (found.keys,)
-        yield from (part for part in parts if part != chosen.condition)
+        yield found.keys
 
 
-def _of_chosen(spec: AttentionSpec, count: int, mask: MaskSpec) -> AttentionSpec:
+def _of_chosen(spec: AttentionSpec, count: int, mask: MaskSpec, *, by_head: bool) -> AttentionSpec:
     """The spec of so many keys, as they lie when they are gathered."""
 
     def moved(x: TensorSpec) -> TensorSpec:
         batch, heads, _, dims = x.shape
-        return dataclasses.replace(x, shape=(batch, heads, count, dims), strides=_strides(heads, count, dims))
+        heads, dims = decode_plan.known(heads), decode_plan.known(dims)
+        of_key, of_head = (dims, count * dims) if by_head else (heads * dims, dims)
+        strides = (count * heads * dims, of_head, of_key, 1)
+        return dataclasses.replace(x, shape=(batch, heads, count, dims), strides=strides)
 
-    latent: LatentSpec | None = spec.latent
+    latent = spec.latent
     if latent is not None:
         rope = None if latent.rope is None else moved(latent.rope)
         latent = dataclasses.replace(latent, latent=moved(latent.latent), rope=rope)
     return dataclasses.replace(spec, k=moved(spec.k), v=moved(spec.v), latent=latent, mask=mask)
-
-
-def _strides(heads: Dim, count: int, dims: Dim) -> tuple[Dim, ...]:
-    """Of (B, heads, count, dims) where the heads of a key lie side by side. Raises TypeError for sizes that are not known."""
-    if not isinstance(heads, int) or not isinstance(dims, int):
-        raise TypeError(f"why_not refuses unknown heads and head dims, got {heads!r} and {dims!r}")
-    return (count * heads * dims, dims, heads * dims, 1)

@@ -53,7 +53,7 @@ class DecodeLatent(Lowering):
             raise ValueError("the site has no latent")
         dtype = emitter.value(operands.q).dtype
         emitter.note(latents.note(spec, latent))
-        spec, operands = gathered.read(emitter, spec, operands)
+        spec, operands = gathered.read(emitter, spec, operands, of_latent=True)
         given = latents.given(operands)
         emitter.note(latent_hopper.note(latent_hopper.refused(spec, emitter.target)))
         nope, of_rope = latents.parts_of_q(emitter, latent, operands.q)

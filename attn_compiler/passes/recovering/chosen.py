@@ -1,4 +1,5 @@
-"""Keys that a mask leaves a query by their indices: `ones.scatter(-1, topk, False)`, and what of it is then asked of each key.
+"""Keys that a mask leaves a query by their indices: `ones.scatter(-1, topk, False)`, and what of it is then asked of each key, or of the
+block that a key is in.
 
 Where the tensor is one number but at the indices, and a part of the mask is false for that number, a query uses no key but those that
 the indices name. So it is a fact of its own: the mask says it too, and nothing rests on what was written at the indices.
@@ -9,15 +10,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
+import sympy
 import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Load
 from attn_compiler.index_expr.changing import throughout
 from attn_compiler.passes.graph import axes, views
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Match
 from attn_compiler.passes.graph.views import argument
 from attn_compiler.passes.recovering.reading import Reader, Unreadable, fake
 from attn_compiler.spec.chosen_keys import Chosen
@@ -37,17 +40,18 @@ _SAME: tuple[object, ...] = (
 )
 
 
-def of(mirror: Mirror, reader: Reader, parts: Iterable[Expr]) -> Chosen | None:
+def of(mirror: Mirror, match: Match, reader: Reader, parts: Iterable[Expr]) -> Chosen | None:
     """What the first part of a conjunction that asks for chosen keys says."""
-    return next(
-        (found for part in parts for load in ix.loads(part) if (found := _of(mirror, reader, part, load))), None
-    )
+    keys = axes.dim_size(match.axes.key)
+    found = (_of(mirror, reader, part, load, keys) for part in parts for load in ix.loads(part))
+    return next((each for each in found if each is not None), None)
 
 
-def _of(mirror: Mirror, reader: Reader, part: Expr, load: Load) -> Chosen | None:
-    version = reader.tensors[load.tensor]
-    writer = _scatter(mirror, version)
-    if writer is None or load.at[-1] != K or any(ix.mentions(x, K) for x in load.at[:-1]):
+def _of(mirror: Mirror, reader: Reader, part: Expr, load: Load, keys: sympy.Expr) -> Chosen | None:
+    """keys: how many there are."""
+    writer = _scatter(mirror, reader.tensors[load.tensor])
+    block = _block(load.at[-1]) if load.at else None
+    if writer is None or block is None or any(ix.mentions(x, K) for x in load.at[:-1]):
         return None
     base, indices = writer.args[0], argument(writer, "index")
     if not isinstance(base, fx.Node) or not isinstance(indices, fx.Node) or not _is_of_rows(writer, indices):
@@ -70,7 +74,19 @@ def _of(mirror: Mirror, reader: Reader, part: Expr, load: Load) -> Chosen | None
         count=torch_symbols.dim_of(fake(indices).shape[-1]),
         distinct=_are_distinct(indices),
         condition=part,
+        block=block,
+        is_within=block == 1 and axes.shape_exprs(fake(writer))[-1] == keys,
     )
+
+
+def _block(at: Expr) -> int | None:
+    """How many keys in a row have one element."""
+    if at == K:
+        return 1
+    match at:
+        case Apply(op="floordiv", args=(Index(name="k"), Const(value=int(size)))) if size > 0:
+            return size
+    return None
 
 
 def _scatter(mirror: Mirror, version: Version) -> fx.Node | None:

@@ -75,9 +75,8 @@ class Meaning:
     @property
     def is_causal_only(self) -> bool:
         """Whether all that is done is a causal mask."""
-        return (
-            self.reason is None and not self.scores and len(self.kinds) == 1 and isinstance(self.kinds[0], masks.Causal)
-        )
+        is_all = self.reason is None and len(self.kinds) == 1
+        return not self.scores and is_all and isinstance(self.kinds[0], masks.Causal)
 
     @property
     def words(self) -> str:
@@ -202,7 +201,7 @@ class _Read:
             kinds=found,
             reason=reason,
             rest=Formula(condition=rest) if found and is_all and rest != ix.TRUE else None,
-            chosen=chosen.of(self._mirror, self._reader, kinds.conjuncts(condition)) if self._is_whole else None,
+            chosen=self._chosen(condition),
             added=None if found or reason else unproved.why(self._scores),
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
@@ -210,6 +209,11 @@ class _Read:
             unusual=fills.unusual(self._match, self._fills, self._reach),
             keyless=self._keyless(),
         )
+
+    def _chosen(self, condition: Expr) -> Chosen | None:
+        if not self._is_whole:
+            return None
+        return chosen.of(self._mirror, self._match, self._reader, kinds.conjuncts(condition))
 
     def _masking(self, allowed: Expr | None, term: Term) -> MaskStep:
         return MaskStep(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces)

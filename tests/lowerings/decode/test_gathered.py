@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Index, Load
+from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.decode import gathered
 from attn_compiler.spec import added_scores, masks, target
 from attn_compiler.spec.attention import AttentionSpec, StoredSpec
@@ -24,6 +24,7 @@ from tests.passes.compiling import Compiled, compiled, mark
 
 B, Q, H, K = map(Index, "bqhk")
 BATCH, HEADS, HEADS_KV, KEYS, COUNT, D = 2, 4, 2, 300, 20, 16
+BLOCK, OF_BLOCKS = 4, 5
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter, on a CPU")
 
 
@@ -71,15 +72,33 @@ BIAS = added_scores.Alibi(slopes=Load("slopes", (H,), "float"), position=K)
     [
         _spec(seqlen_q=2),
         _spec(lost=("top",)),
-        _spec(dataclasses.replace(CHOSEN, at=(B, H))),
+        _spec(dataclasses.replace(CHOSEN, at=(B, H)), heads=4, heads_kv=2),
+        _spec(dataclasses.replace(CHOSEN, at=(B, ix.apply("floordiv", H, Const(3)))), heads=4, heads_kv=2),
+        _spec(dataclasses.replace(CHOSEN, block=4)),
         _spec(kinds=(masks.Formula(condition=ix.as_bool(Load("any", (B, H, K), "int"))),)),
         dataclasses.replace(_spec(), score=dataclasses.replace(_spec().score, proved=(BIAS,))),
         dataclasses.replace(_spec(), stored=StoredSpec(k=_spec().k, v=_spec().v)),
     ],
-    ids=["two queries", "out of reach", "of a head", "more than keys", "a bias", "FP8"],
+    ids=[
+        "two queries",
+        "out of reach",
+        "of a head",
+        "of three heads",
+        "large blocks",
+        "more than keys",
+        "a bias",
+        "FP8",
+    ],
 )
 def test_where_the_cache_is_read_as_it_lies(spec: AttentionSpec) -> None:
     assert gathered.chosen_of(spec) is None
+
+
+def test_heads_that_share_a_key_share_the_choice() -> None:
+    for size in (2, 4):
+        of_group = dataclasses.replace(CHOSEN, at=(B, ix.apply("floordiv", H, Const(size))))
+        assert gathered.chosen_of(_spec(of_group, heads=4, heads_kv=2)) is not None
+    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, at=(B, H)), heads=4, heads_kv=4)) is not None
 
 
 def test_a_mask_out_of_reach_is_no_matter_if_it_is_the_choice_itself() -> None:
@@ -137,7 +156,41 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> 
     return F.softmax(s, -1) @ k[:, :1]
 
 
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """As MiniMax M3: blocks of keys by group of heads; those that are none fall into a column that is cut off."""
+    blocks = -(-KEYS // BLOCK)
+    by_group = torch.stack([scores, scores.flip(-1)], 1)
+    of_blocks = F.pad(by_group, (0, blocks * BLOCK - KEYS), value=-torch.inf).unflatten(-1, (blocks, BLOCK)).amax(-1)
+    of_blocks = of_blocks.masked_fill(torch.arange(blocks) % 5 == 0, -torch.inf)
+    best, top = of_blocks.topk(OF_BLOCKS, -1)
+    top = top.masked_fill(best < 1.9, blocks)
+    kept = torch.full((q.shape[0], HEADS_KV, 1, blocks + 1), -torch.inf, dtype=q.dtype).scatter_(-1, top, 0.0)
+    kept = (kept[..., :blocks] == 0.0).repeat_interleave(BLOCK, dim=-1)[..., :KEYS]
+    kept = kept.repeat_interleave(HEADS // HEADS_KV, dim=1) & padding.bool()[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=kept, enable_gqa=True)
+
+
+def _one_more(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """What is not chosen is written behind the last key."""
+    top = scores.topk(COUNT, -1)
+    kept = torch.zeros(q.shape[0], 1, KEYS + 1, dtype=torch.bool)
+    kept = kept.scatter(-1, top.indices.masked_fill(top.values < 1.8, KEYS), True)[..., :KEYS]
+    allowed = kept[:, None] & padding.bool()[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """Heads that share no keys each choose their own."""
+    k, v = torch.cat([k, v], 1), torch.cat([v, k], 1)
+    by_head = torch.stack([scores.roll(n, -1) for n in range(HEADS)], 1)
+    kept = torch.zeros(q.shape[0], HEADS, 1, KEYS, dtype=torch.bool).scatter(-1, by_head.topk(COUNT, -1).indices, True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=kept & padding.bool()[:, None, None])
+
+
 FORMS: dict[str, Callable[..., Tensor]] = {
+    "in blocks": _in_blocks,
+    "one more": _one_more,
+    "by head": _by_head,
     "called": _called,
     "added": _added,
     "repeated": _repeated,
@@ -253,6 +306,7 @@ def test_a_prompt_reads_a_tensor() -> None:
 
 
 def test_the_strides_of_gathered_keys() -> None:
-    with pytest.raises(TypeError, match="unknown heads"):
-        gathered._strides("s0", COUNT, D)
-    assert gathered._strides(2, 20, 16) == torch.empty(3, 20, 2, 16).transpose(1, 2).stride()
+    spec = _spec(heads=4, heads_kv=2, head_dim=16)
+    for by_head, made in ((False, torch.empty(2, 20, 2, 16).transpose(1, 2)), (True, torch.empty(2, 2, 20, 16))):
+        k = gathered._of_chosen(spec, 20, MaskSpec(), by_head=by_head).k
+        assert (k.shape, k.strides) == (tuple(made.shape), made.stride())

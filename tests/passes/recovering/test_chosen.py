@@ -95,6 +95,31 @@ def test_one_query_of_a_cache() -> None:
     assert mask.reason is None
 
 
+def test_blocks_of_keys() -> None:
+    def make(scores: Tensor) -> Tensor:
+        top = scores[..., : KEYS // 3].topk(2, -1).indices
+        kept = torch.zeros(B, S, KEYS // 3, dtype=torch.bool).scatter(-1, top, True)
+        return kept.repeat_interleave(3, -1)
+
+    chosen = _mask(make).chosen
+    assert chosen is not None
+    assert (chosen.block, chosen.count, chosen.is_within, chosen.distinct) == (3, 2, False, True)
+
+
+def test_a_column_that_is_cut_off() -> None:
+    def make(scores: Tensor) -> Tensor:
+        top = scores.topk(COUNT, -1)
+        left = top.indices.masked_fill(top.values < 0.5, KEYS)
+        return torch.zeros(B, S, KEYS + 1, dtype=torch.bool).scatter(-1, left, True)[..., :KEYS]
+
+    chosen = _mask(make).chosen
+    assert chosen is not None
+    assert (chosen.block, chosen.is_within, chosen.distinct) == (1, False, False)
+    within = _mask(FORMS["truth values"]).chosen
+    assert within is not None
+    assert within.is_within
+
+
 #: where other keys may count, or the indices are not of the query's own row
 NEAR_MISSES: dict[str, Make] = {
     "all others": lambda x: _ones().scatter(-1, _top(x), False),
