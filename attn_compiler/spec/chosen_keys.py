@@ -16,7 +16,7 @@ class Chosen:
 
     tensor: the row of a query is tensor[*at, :], whole numbers from 0 on.
     at: over b, h and q.
-    count: how long a row is.
+    count: how long a row is. most: it is no longer than that, where that is known of a symbolic size.
     block: a number names so many keys, from number · block on.
     distinct: no number stands in a row twice.
     is_within: each number names keys that there are. Else one may name keys behind the last.
@@ -30,11 +30,18 @@ class Chosen:
     condition: Expr
     block: int = 1
     is_within: bool = True
+    most: int | None = None
 
     @property
     def words(self) -> str:
         blocks = f", in blocks of {self.block}" if self.block > 1 else ""
         return f"{self.tensor}[{', '.join([*map(ix.text, self.at), ':'])}]{blocks}"
+
+    @property
+    def keys(self) -> int | None:
+        """How many keys a row names at most; None where that is not known."""
+        count = self.count if isinstance(self.count, int) else self.most
+        return None if count is None else count * self.block
 
     def has(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
         """Whether the query's row names the key. Raises LookupError for a tensor or a size that was not given."""

@@ -1,8 +1,8 @@
 """The chosen keys alone, where a model names a query's keys by their indices: the kernel then reads a short sequence in the cache's place.
 
 Time follows the chosen keys and not the cache. Which of them count, the other parts of the mask say, each asked at the key's own place.
-By reasoning, and not measured: a gather reads and writes each chosen key, and the kernel reads it again, so it is taken where the cache
-has `_TIMES` as many keys.
+By reasoning, and not measured: a gather reads and writes each chosen key, and the kernel reads it again. So it is taken where the cache
+has `_TIMES` as many keys, and where it is as long as it comes: of a short one there is little to read, whichever way.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Load, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands
-from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.shared import latents, part_tensors
 from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, mentions_any
 from attn_compiler.lowerings.shared.parts import Parts
-from attn_compiler.spec import reads
+from attn_compiler.spec import dims, reads
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import Dense, Formula, KeyPadding, MaskSpec
+from attn_compiler.torch_private import symbols as torch_symbols
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ _OF_A_KEY = frozenset({"rows", "lengths", "keys"})
 def chosen_of(spec: AttentionSpec) -> Chosen | None:
     """What one query's keys are gathered by; None where they are not."""
     chosen, score = spec.mask.chosen, spec.score
-    if chosen is None or not isinstance(chosen.count, int) or spec.seqlen_q != 1 or spec.stored is not None:
+    if chosen is None or spec.seqlen_q != 1 or spec.stored is not None or not _are_few(spec, chosen):
         return None
     if spec.latent is not None and any(mentions_any(x, H) for x in chosen.at):
         return None
@@ -51,9 +51,7 @@ def chosen_of(spec: AttentionSpec) -> Chosen | None:
     if is_lost or score.proved or score.bias is not None or not _is_by_group(spec, chosen):
         return None
     found = _others(spec, chosen)
-    if not found.kinds <= _OF_A_KEY or found.keys_given:
-        return None
-    return chosen if shape_class.chosen_for(spec, spec.seqlen_kv) >= _TIMES * chosen.count * chosen.block else None
+    return chosen if found.kinds <= _OF_A_KEY and not found.keys_given else None
 
 
 def read(
@@ -61,18 +59,19 @@ def read(
 ) -> tuple[AttentionSpec, Operands]:
     """The attention over the chosen keys, where they are gathered; else the very same. of_latent: in place of k and v, their latent is."""
     chosen = chosen_of(spec)
-    if chosen is None or not isinstance(chosen.count, int):
+    if chosen is None:
         return spec, operands
-    count = chosen.count * chosen.block
-    emitter.note(f"the {count} keys of {chosen.words} are read, and no others of {spec.seqlen_kv}")
+    emitter.note(f"the {chosen.keys} keys of {chosen.words} are read, and no others of {spec.seqlen_kv}")
     gathering = _Gathering(emitter, spec, operands, chosen)
     mask = gathering.mask()
-    dense = None
-    if mask is not None:
-        heads = spec.num_heads_q if gathering.by_head else 1
-        dense = Dense(shape=(spec.batch, heads, 1, count), dtype="bool")
     operands = dataclasses.replace(gathering.of_latent() if of_latent else gathering.of_keys(), mask=mask)
-    return _of_chosen(spec, count, MaskSpec(dense=dense), by_head=gathering.by_head), operands
+    return _of_chosen(emitter, spec, operands, of_latent=of_latent), operands
+
+
+def _are_few(spec: AttentionSpec, chosen: Chosen) -> bool:
+    """Beside the keys of the cache, in some call at least."""
+    _, most = dims.range_of(spec, spec.seqlen_kv)
+    return chosen.keys is not None and (most is None or most >= _TIMES * chosen.keys)
 
 
 def _is_by_group(spec: AttentionSpec, chosen: Chosen) -> bool:
@@ -156,7 +155,8 @@ class _Gathering:
 
     def _chosen_numbers(self) -> fx.Node:
         """int64 (B, count) or (B, Hkv, count): the query's row."""
-        places = self._call(torch.arange, self._chosen.count, device=self._device)
+        count = on_nodes.size_of(self._emitter, self._given.loads[self._chosen.tensor], -1)
+        places = self._call(torch.arange, count, device=self._device)
         for _ in range(2 if self.by_head else 1):
             places = self._call(torch.unsqueeze, places, 0)
         heads = ix.mul(H, Const(_group(self._spec) or 1))
@@ -247,18 +247,22 @@ def _conditions(found: Parts) -> Iterator[Expr]:
         yield found.keys
 
 
-def _of_chosen(spec: AttentionSpec, count: int, mask: MaskSpec, *, by_head: bool) -> AttentionSpec:
-    """The spec of so many keys, as they lie when they are gathered."""
+def _of_chosen(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool) -> AttentionSpec:
+    """The spec of the chosen keys, as they lie when they are gathered."""
 
-    def moved(x: TensorSpec) -> TensorSpec:
-        batch, heads, _, dims = x.shape
-        heads, dims = decode_plan.known(heads), decode_plan.known(dims)
-        of_key, of_head = (dims, count * dims) if by_head else (heads * dims, dims)
-        strides = (count * heads * dims, of_head, of_key, 1)
-        return dataclasses.replace(x, shape=(batch, heads, count, dims), strides=strides)
+    def moved(node: fx.Node) -> TensorSpec:
+        value = emitter.value(node)
+        shape, strides = (tuple(map(torch_symbols.dim_of, sizes)) for sizes in (value.shape, value.stride()))
+        return TensorSpec(shape=shape, strides=strides, dtype=str(value.dtype).removeprefix("torch."))
 
-    latent = spec.latent
-    if latent is not None:
-        rope = None if latent.rope is None else moved(latent.rope)
-        latent = dataclasses.replace(latent, latent=moved(latent.latent), rope=rope)
-    return dataclasses.replace(spec, k=moved(spec.k), v=moved(spec.v), latent=latent, mask=mask)
+    dense = None if operands.mask is None else Dense(shape=moved(operands.mask).shape, dtype="bool")
+    spec = dataclasses.replace(spec, mask=MaskSpec(dense=dense))
+    if not of_latent or spec.latent is None:
+        return dataclasses.replace(spec, k=moved(operands.k), v=moved(operands.v))
+    nodes = latents.given(operands)
+    latent = dataclasses.replace(
+        spec.latent, latent=moved(nodes.latent), rope=None if nodes.rope is None else moved(nodes.rope)
+    )
+    keys = latent.latent.shape[2]
+    k, v = (dataclasses.replace(x, shape=(*x.shape[:2], keys, x.shape[3])) for x in (spec.k, spec.v))
+    return dataclasses.replace(spec, k=k, v=v, latent=latent)

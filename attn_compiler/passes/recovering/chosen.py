@@ -68,10 +68,12 @@ def _of(mirror: Mirror, reader: Reader, part: Expr, load: Load, keys: sympy.Expr
         or throughout(part, lambda x: before if x == load else x) != ix.FALSE
     ):
         return None
+    count = torch_symbols.dim_of(fake(indices).shape[-1])
     return Chosen(
         tensor=element.tensor,
         at=load.at[:-1],
-        count=torch_symbols.dim_of(fake(indices).shape[-1]),
+        count=count,
+        most=None if isinstance(count, int) else torch_symbols.range_of(fake(indices).shape[-1])[1],
         distinct=_are_distinct(indices),
         condition=part,
         block=block,

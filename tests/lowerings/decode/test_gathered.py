@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.decode import gathered
 from attn_compiler.spec import added_scores, masks, target
-from attn_compiler.spec.attention import AttentionSpec, StoredSpec
+from attn_compiler.spec.attention import AttentionSpec, SizeRange, StoredSpec
 from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import Dense, MaskSpec
 from tests.lowerings.specs import make_spec
@@ -59,9 +60,16 @@ def test_chosen_keys_are_gathered_where_they_are_few() -> None:
     assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count="s0"))) is None
 
 
-def test_a_cache_of_unknown_length_is_chosen_for_as_a_long_one() -> None:
+def test_a_cache_of_unknown_length_may_be_long() -> None:
+    """A row is then as long as the cache, up to a number that is known."""
+    many = dataclasses.replace(CHOSEN, count="Min(2048, s0)")
     assert gathered.chosen_of(_spec(seqlen_kv="s0")) is not None
-    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count=2048), seqlen_kv="s0")) is None
+    assert gathered.chosen_of(_spec(dataclasses.replace(many, most=2048), seqlen_kv="s0")) is not None
+    assert gathered.chosen_of(_spec(many, seqlen_kv="s0")) is None
+    for most, is_gathered in ((8192, True), (8191, False)):
+        spec = _spec(dataclasses.replace(many, most=2048), seqlen_kv="s0")
+        spec = dataclasses.replace(spec, ranges=(SizeRange(size="s0", least=2, most=most),))
+        assert (gathered.chosen_of(spec) is not None) is is_gathered
 
 
 BIAS = added_scores.Alibi(slopes=Load("slopes", (H,), "float"), position=K)
@@ -272,6 +280,57 @@ def test_a_batch_of_any_size() -> None:
     _assert_gathered(run)
 
 
+@pytest.mark.parametrize("form", ["called", "in blocks", "one more", "repeated"])
+def test_a_cache_that_grows(form: str) -> None:
+    """Rows are as long as the cache, until that has more than are chosen."""
+    count = {"in blocks": OF_BLOCKS * BLOCK}.get(form, COUNT)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+        return _GROWING[form](q, k, v, scores, padding)
+
+    run = compiled(function, lowering="decode")
+    for keys in (11, 19, 20, 21, 64, 150):
+        q, k, v, scores, padding = _given(keys)
+        given = [q, *(mark(x[:, :, :keys].clone(), (keys,)) for x in (k, v))]
+        given += [mark(x[..., -keys:].clone(), (keys,)) for x in (scores, padding)]
+        wide = [x.double() if x.is_floating_point() else x for x in given]
+        torch.testing.assert_close(run(*given).double(), function(*wide), rtol=0, atol=2e-6)
+    # Tracing a slice of repeated blocks asks whether it cuts any off, gathered or not.
+    assert len(run.reports) == (2 if form == "in blocks" else 1)
+    for report in run.reports:
+        assert any(note.startswith(f"the {count} keys of ") for site in report.sites for note in site.notes)
+
+
+def _grows(
+    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor, *, divided: int = 1, more: int = 0
+) -> Tensor:
+    keys = k.shape[2]
+    top = scores.topk(min(COUNT, keys), -1)
+    indices = top.indices // divided
+    indices = indices.masked_fill(top.values < 0.3, keys) if more else indices
+    kept = torch.zeros(q.shape[0], 1, keys + more, dtype=torch.bool).scatter(-1, indices, True)[..., :keys]
+    allowed = kept[:, None] & padding.bool()[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+def _grows_in_blocks(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    keys = k.shape[2]
+    blocks = (keys + BLOCK - 1) // BLOCK
+    by_group = torch.stack([scores, scores.flip(-1)], 1)[..., :blocks]
+    top = by_group.topk(min(OF_BLOCKS, blocks), -1).indices
+    kept = torch.zeros(q.shape[0], HEADS_KV, 1, blocks, dtype=torch.bool).scatter(-1, top, True)
+    kept = kept.repeat_interleave(BLOCK, dim=-1)[..., :keys].repeat_interleave(HEADS // HEADS_KV, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=kept & padding.bool()[:, None, None], enable_gqa=True)
+
+
+_GROWING: dict[str, Callable[..., Tensor]] = {
+    "called": _grows,
+    "one more": functools.partial(_grows, more=1),
+    "repeated": functools.partial(_grows, divided=3),
+    "in blocks": _grows_in_blocks,
+}
+
+
 def test_layers_share_the_choice() -> None:
     """Those of one indexer (GLM-5) gather by one tensor of keys."""
 
@@ -303,10 +362,3 @@ def test_a_prompt_reads_a_tensor() -> None:
     assert run.site.spec.mask.chosen is not None
     assert run.site.spec.mask.is_partial
     assert not any("keys of" in note for note in run.site.notes)
-
-
-def test_the_strides_of_gathered_keys() -> None:
-    spec = _spec(heads=4, heads_kv=2, head_dim=16)
-    for by_head, made in ((False, torch.empty(2, 20, 2, 16).transpose(1, 2)), (True, torch.empty(2, 2, 20, 16))):
-        k = gathered._of_chosen(spec, 20, MaskSpec(), by_head=by_head).k
-        assert (k.shape, k.strides) == (tuple(made.shape), made.stride())
