@@ -71,6 +71,15 @@ def _rounded(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, padding: Tensor) -
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def _rounded_and_added(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, padding: Tensor) -> Tensor:
+    """The same as numbers, and finite ones."""
+    near = torch.rand(q.shape[2], k.shape[2], generator=torch.Generator().manual_seed(6)) * 0.1 < 0.06
+    near |= torch.arange(k.shape[2]) == 0
+    mask = _causal(q.shape[2], k.shape[2]) & padding[:, None, None, :].bool() & near
+    added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+    return F.softmax(q @ k.mT * D**-0.5 + added, -1) @ v
+
+
 def _of_one_sort(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, padding: Tensor) -> Tensor:
     """What can not be read is the same for all batch rows."""
     mask = _causal(q.shape[2], k.shape[2]) & padding[:, None, None, :].bool()
@@ -83,6 +92,7 @@ FORMS: dict[str, Attend] = {
     "filled": _filled,
     "of one sort": _of_one_sort,
     "rounded": _rounded,
+    "rounded and added": _rounded_and_added,
 }
 
 
@@ -129,7 +139,7 @@ def test_forward_and_backward(form: str, lowering: str) -> None:
     mask = _site(run).spec.mask
     assert [type(kind).__name__ for kind in mask.held] == ["Causal", "KeyPadding"]
     assert mask.reason is not None
-    assert (mask.rest is None) is (form == "rounded")
+    assert (mask.rest is None) is form.startswith("rounded")
 
 
 @pytest.mark.parametrize("lowering", ["triton", "sdpa_cpu_flash", "math"])
@@ -147,7 +157,7 @@ def test_a_few_queries_over_a_cache(form: str) -> None:
     assert _site(run).spec.mask.is_partial
 
 
-@pytest.mark.parametrize("form", ["added", "filled"])
+@pytest.mark.parametrize("form", ["added", "filled", "rounded and added"])
 @pytest.mark.parametrize("lowering", ["triton", "math"])
 def test_queries_without_keys_get_what_the_model_gives_them(form: str, lowering: str) -> None:
     """A batch row is padding alone, and a query has chosen what comes behind it."""
