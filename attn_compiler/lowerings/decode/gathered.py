@@ -1,4 +1,5 @@
 """The chosen keys alone, where a model names a query's keys by their indices: the kernel then reads a short sequence in the cache's place.
+Of several queries each is a batch row of its own.
 
 Time follows the chosen keys and not the cache. Which of them count, the other parts of the mask say, each asked at the key's own place.
 By reasoning, and not measured: a gather reads and writes each chosen key, and the kernel reads it again. So it is taken where the cache
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -41,9 +43,9 @@ _OF_A_KEY = frozenset({"rows", "lengths", "keys"})
 
 
 def chosen_of(spec: AttentionSpec) -> Chosen | None:
-    """What one query's keys are gathered by; None where they are not."""
+    """What each query's keys are gathered by; None where they are not."""
     chosen, score = spec.mask.chosen, spec.score
-    if chosen is None or spec.seqlen_q != 1 or spec.stored is not None or not _are_few(spec, chosen):
+    if chosen is None or spec.stored is not None or not _are_few(spec, chosen) or not _says_all(spec.mask, chosen):
         return None
     if spec.latent is not None and any(mentions_any(x, H) for x in chosen.at):
         return None
@@ -54,24 +56,47 @@ def chosen_of(spec: AttentionSpec) -> Chosen | None:
     return chosen if found.kinds <= _OF_A_KEY and not found.keys_given else None
 
 
-def read(
-    emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool = False
-) -> tuple[AttentionSpec, Operands]:
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """What the kernel reads. queries: of the site, where each is a batch row; None: they are as they were."""
+
+    spec: AttentionSpec
+    operands: Operands
+    queries: int | None = None
+
+    def restored(self, emitter: Emitter, x: fx.Node) -> fx.Node:
+        """The kernel's (B · Sq, H, 1, …) as (B, H, Sq, …)."""
+        if self.queries is None:
+            return x
+        by_query = emitter.call(torch.squeeze, emitter.call(torch.unflatten, x, 0, (-1, self.queries)), 3)
+        return emitter.call(torch.transpose, by_query, 1, 2)
+
+
+def read(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool = False) -> Read:
     """The attention over the chosen keys, where they are gathered; else the very same. of_latent: in place of k and v, their latent is."""
     chosen = chosen_of(spec)
     if chosen is None:
-        return spec, operands
+        return Read(spec=spec, operands=operands)
     emitter.note(f"the {chosen.keys} keys of {chosen.words} are read, and no others of {spec.seqlen_kv}")
     gathering = _Gathering(emitter, spec, operands, chosen)
-    mask = gathering.mask()
-    operands = dataclasses.replace(gathering.of_latent() if of_latent else gathering.of_keys(), mask=mask)
-    return _of_chosen(emitter, spec, operands, of_latent=of_latent), operands
+    mask, queries = gathering.mask(), gathering.queries
+    operands = gathering.of_latent() if of_latent else gathering.of_keys()
+    operands = dataclasses.replace(operands, q=gathering.by_query(operands.q), mask=mask)
+    spec = _of_chosen(emitter, spec, operands, of_latent=of_latent)
+    return Read(spec=spec, operands=operands, queries=None if queries == 1 else queries)
 
 
 def _are_few(spec: AttentionSpec, chosen: Chosen) -> bool:
     """Beside the keys of the cache, in some call at least."""
+    if chosen.keys is None or not isinstance(spec.seqlen_q, int):
+        return False
     _, most = dims.range_of(spec, spec.seqlen_kv)
-    return chosen.keys is not None and (most is None or most >= _TIMES * chosen.keys)
+    return most is None or most >= _TIMES * chosen.keys * spec.seqlen_q
+
+
+def _says_all(mask: MaskSpec, chosen: Chosen) -> bool:
+    """Whether the kinds say all that the mask does, but for the choice."""
+    return mask.reason is None or (mask.rest is not None and mask.rest.condition == chosen.condition)
 
 
 def _is_by_group(spec: AttentionSpec, chosen: Chosen) -> bool:
@@ -106,11 +131,12 @@ def _others(spec: AttentionSpec, chosen: Chosen) -> Parts:
     )
     if not kinds:
         return Parts()
-    return decode_plan.parts(dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, kinds=kinds)))
+    mask = dataclasses.replace(spec.mask, kinds=kinds, reason=None, rest=None)
+    return decode_plan.parts(dataclasses.replace(spec, mask=mask))
 
 
 class _Gathering:
-    """Indices are (B, L), or (B, Hkv, L) where heads differ in their keys."""
+    """Indices are (R, L), or (R, Hkv, L) where heads differ in their keys; a row R is one of the batch, and one of its queries."""
 
     def __init__(self, emitter: Emitter, spec: AttentionSpec, operands: Operands, chosen: Chosen) -> None:
         self._emitter = emitter
@@ -119,15 +145,29 @@ class _Gathering:
         self._chosen = chosen
         self._device = emitter.value(operands.q).device
         self.by_head = any(mentions_any(x, H) for x in chosen.at)
+        self.queries = decode_plan.known(spec.seqlen_q)
         further = 2 if self.by_head else 1
-        self._row = self._once("batch rows", lambda: self._count(self._batch, further))
+        row = self._once("chosen rows", lambda: self._count(self._rows, further))
+        self._row, self._query = row, None
+        if self.queries > 1:
+            self._row = self._once(
+                "batch rows", lambda: self._call(torch.div, row, self.queries, rounding_mode="floor")
+            )
+            self._query = self._once("queries of rows", lambda: self._call(torch.remainder, row, self.queries))
         self._head = self._once("heads", lambda: self._count(self._heads, 1)) if self.by_head else None
         self._numbers = self._once("chosen numbers", self._chosen_numbers)
         self._named = self._once("named keys", self._named_keys)
         self._keys = self._named if chosen.is_within else self._once("chosen keys", self._within)
 
+    def by_query(self, q: fx.Node) -> fx.Node:
+        """(B, Hq, Sq, D) as (R, Hq, 1, D)."""
+        if self.queries == 1:
+            return q
+        rows = self._call(torch.flatten, self._call(torch.transpose, q, 1, 2), 0, 1)
+        return self._call(torch.unsqueeze, rows, 2)
+
     def mask(self) -> fx.Node | None:
-        """bool (B, 1 or Hq, 1, L): which of the chosen keys count; None if all do."""
+        """bool (R, 1 or Hq, 1, L): which of the chosen keys count; None if all do."""
         conditions = [*_conditions(_others(self._spec, self._chosen))]
         if not self._chosen.is_within:
             conditions.append(ix.compare("<", K, SEQLEN_KV))
@@ -149,21 +189,21 @@ class _Gathering:
         return dataclasses.replace(self._given, latent=moved)
 
     def _at_keys(self, x: fx.Node) -> fx.Node:
-        """(B, heads, Skv, dims) at the chosen keys: (B, heads, L, dims)."""
+        """(B, heads, Skv, dims) at the chosen keys: (R, heads, L, dims)."""
         found = self._call(aten.index.Tensor, x, [self._row, self._head, self._keys])
         return found if self.by_head else self._call(torch.transpose, found, 1, 2)
 
     def _chosen_numbers(self) -> fx.Node:
-        """int64 (B, count) or (B, Hkv, count): the query's row."""
+        """int64 (R, count) or (R, Hkv, count)."""
         count = on_nodes.size_of(self._emitter, self._given.loads[self._chosen.tensor], -1)
         places = self._call(torch.arange, count, device=self._device)
         for _ in range(2 if self.by_head else 1):
             places = self._call(torch.unsqueeze, places, 0)
         heads = ix.mul(H, Const(_group(self._spec) or 1))
-        at = [ix.substitute(ix.substitute(x, Q, ix.ZERO), H, heads) for x in self._chosen.at]
+        at = [ix.substitute(self._of_row(x), H, heads) for x in self._chosen.at]
         load = Load(self._chosen.tensor, (*at, J), "int")
         found = on_nodes.emit(self._emitter, load, self._names((load,), {**self._indices, "j": places}))
-        shape = [self._batch, *([self._heads] if self.by_head else []), -1]
+        shape = [self._rows, *([self._heads] if self.by_head else []), -1]
         return self._call(torch.Tensor.expand, found, *shape)
 
     def _named_keys(self) -> fx.Node:
@@ -182,7 +222,7 @@ class _Gathering:
 
     def _counting(self, conditions: list[Expr]) -> fx.Node:
         names = self._names(conditions, {**self._indices, "k": self._named})
-        found = [on_nodes.emit(self._emitter, ix.substitute(x, Q, ix.ZERO), names) for x in conditions]
+        found = [on_nodes.emit(self._emitter, self._of_row(x), names) for x in conditions]
         found += [] if self._chosen.distinct else [self._first_of_each()]
         allowed = reduce(lambda a, b: self._call(torch.logical_and, a, b), found)
         whole = self._call(torch.Tensor.expand_as, allowed, self._named)
@@ -201,9 +241,16 @@ class _Gathering:
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
+    def _of_row(self, x: Expr) -> Expr:
+        """Of the one query there is."""
+        return ix.substitute(x, Q, ix.ZERO) if self._query is None else x
+
     @property
-    def _batch(self) -> int | fx.Node:
-        return on_nodes.size_of(self._emitter, self._given.q, 0)
+    def _rows(self) -> int | fx.Node:
+        batch = on_nodes.size_of(self._emitter, self._given.q, 0)
+        if isinstance(batch, int):
+            return batch * self.queries
+        return batch if self.queries == 1 else self._call(operator.mul, batch, self.queries)
 
     @property
     def _heads(self) -> int:
@@ -212,7 +259,8 @@ class _Gathering:
 
     @property
     def _indices(self) -> dict[str, fx.Node]:
-        return {"b": self._row} | ({} if self._head is None else {"h": self._head})
+        given = {"b": self._row, "q": self._query, "h": self._head}
+        return {name: node for name, node in given.items() if node is not None}
 
     def _names(self, used: Iterable[Expr], indices: dict[str, fx.Node]) -> Names:
         queries, keys = part_tensors.lengths(self._emitter, self._spec, self._given)
@@ -230,7 +278,8 @@ class _Gathering:
     def _once(self, name: str, make: Callable[[], fx.Node], *made_from: Expr) -> fx.Node:
         """One node for all layers that have the choice."""
         loads = tuple(sorted((name, node.name) for name, node in self._given.loads.items()))
-        sizes = (self._spec.batch, self._spec.num_heads_q, self._spec.num_heads_kv, self._spec.seqlen_kv, self._device)
+        spec = self._spec
+        sizes = (spec.batch, spec.num_heads_q, spec.num_heads_kv, spec.seqlen_q, spec.seqlen_kv, self._device)
         return self._emitter.once((name, self._chosen, made_from, loads, sizes), make)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -258,11 +307,11 @@ def _of_chosen(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_
     dense = None if operands.mask is None else Dense(shape=moved(operands.mask).shape, dtype="bool")
     spec = dataclasses.replace(spec, mask=MaskSpec(dense=dense))
     if not of_latent or spec.latent is None:
-        return dataclasses.replace(spec, k=moved(operands.k), v=moved(operands.v))
+        return dataclasses.replace(spec, q=moved(operands.q), k=moved(operands.k), v=moved(operands.v))
     nodes = latents.given(operands)
     latent = dataclasses.replace(
         spec.latent, latent=moved(nodes.latent), rope=None if nodes.rope is None else moved(nodes.rope)
     )
-    keys = latent.latent.shape[2]
-    k, v = (dataclasses.replace(x, shape=(*x.shape[:2], keys, x.shape[3])) for x in (spec.k, spec.v))
-    return dataclasses.replace(spec, k=k, v=v, latent=latent)
+    rows, _, keys, _ = latent.latent.shape
+    k, v = (dataclasses.replace(x, shape=(rows, x.shape[1], keys, x.shape[3])) for x in (spec.k, spec.v))
+    return dataclasses.replace(spec, q=moved(operands.q), k=k, v=v, latent=latent)

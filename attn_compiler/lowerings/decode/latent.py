@@ -53,7 +53,8 @@ class DecodeLatent(Lowering):
             raise ValueError("the site has no latent")
         dtype = emitter.value(operands.q).dtype
         emitter.note(latents.note(spec, latent))
-        spec, operands = gathered.read(emitter, spec, operands, of_latent=True)
+        chosen = gathered.read(emitter, spec, operands, of_latent=True)
+        spec, operands = chosen.spec, chosen.operands
         given = latents.given(operands)
         emitter.note(latent_hopper.note(latent_hopper.refused(spec, emitter.target)))
         nope, of_rope = latents.parts_of_q(emitter, latent, operands.q)
@@ -66,7 +67,7 @@ class DecodeLatent(Lowering):
         outputs = emitter.call(leaf, q, given.latent, given.latent, further, call.to_text())
         out = emitter.call(operator.getitem, outputs, 0)
         weight = emitter.call(torch.transpose, given.weight_v, 1, 2)
-        return _times(emitter, out, weight, dtype)
+        return chosen.restored(emitter, _times(emitter, out, weight, dtype))
 
 
 def _times(emitter: Emitter, out: fx.Node, weight: fx.Node, dtype: torch.dtype) -> fx.Node:

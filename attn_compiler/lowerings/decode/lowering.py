@@ -52,14 +52,16 @@ class Decode(Lowering):
         return LayoutDemand(alignment=1 if spec.dtype == "float32" else _VECTOR)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)
+        read = gathered.read(emitter, spec, operands)
+        return read.restored(emitter, emitter.call(operator.getitem, _outputs(emitter, read.spec, read.operands), 0))
 
     def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
-        return first_two(emitter, _outputs(emitter, spec, operands))
+        read = gathered.read(emitter, spec, operands)
+        out, lse = first_two(emitter, _outputs(emitter, read.spec, read.operands))
+        return read.restored(emitter, out), read.restored(emitter, lse)
 
 
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-    spec, operands = gathered.read(emitter, spec, operands)
     spec, k, v = as_read(spec, operands, emitter.target)
     call = DecodeCall(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target), one_kv=k is v)
     further = decode_operands.emit(emitter, call, operands)

@@ -48,7 +48,8 @@ DENSE = Dense(shape=(BATCH, 1, 1, KEYS), dtype="bool")
 
 def _spec(chosen: Chosen | None = CHOSEN, **of: Any) -> AttentionSpec:
     kinds = of.pop("kinds", (masks.KeyPadding(condition=SCATTERED), PADDING))
-    mask = MaskSpec(kinds=kinds, dense=DENSE, chosen=chosen, out_of_reach=of.pop("lost", ()))
+    told = {name: of.pop(name, None) for name in ("reason", "rest")}
+    mask = MaskSpec(kinds=kinds, dense=DENSE, chosen=chosen, out_of_reach=of.pop("lost", ()), **told)
     return make_spec(**{"mask": mask, "batch": BATCH, "seqlen_q": 1, "seqlen_kv": KEYS, "needs_grad": False, **of})
 
 
@@ -78,7 +79,10 @@ BIAS = added_scores.Alibi(slopes=Load("slopes", (H,), "float"), position=K)
 @pytest.mark.parametrize(
     "spec",
     [
-        _spec(seqlen_q=2),
+        _spec(seqlen_q=4),
+        _spec(seqlen_q="s0"),
+        _spec(reason="x compares numbers that are rounded"),
+        _spec(reason="not read", rest=masks.Formula(condition=ix.apply("or", SCATTERED, PADDING.condition))),
         _spec(lost=("top",)),
         _spec(dataclasses.replace(CHOSEN, at=(B, H)), heads=4, heads_kv=2),
         _spec(dataclasses.replace(CHOSEN, at=(B, ix.apply("floordiv", H, Const(3)))), heads=4, heads_kv=2),
@@ -88,7 +92,10 @@ BIAS = added_scores.Alibi(slopes=Load("slopes", (H,), "float"), position=K)
         dataclasses.replace(_spec(), stored=StoredSpec(k=_spec().k, v=_spec().v)),
     ],
     ids=[
-        "two queries",
+        "four queries",
+        "any queries",
+        "unread",
+        "more than the choice",
         "out of reach",
         "of a head",
         "of three heads",
@@ -346,6 +353,78 @@ def test_layers_share_the_choice() -> None:
     assert run.calls.count("index") <= 6
 
 
+def _few(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """Several tokens at the end of a cache, as checked drafts are."""
+    queries = q.shape[2]
+    top = scores.topk(COUNT, -1).indices
+    left_out = top.new_ones((top.shape[0], queries, KEYS), dtype=torch.bool).scatter(-1, top, False)[:, None]
+    causal = torch.arange(KEYS) <= torch.arange(queries)[:, None] + KEYS - queries
+    allowed = causal & padding.bool()[:, None, None] & ~left_out
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+def _few_by_group(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor) -> Tensor:
+    """Groups of heads choose their own, by indices that may repeat."""
+    queries = q.shape[2]
+    top = torch.stack([scores, scores.flip(-1)], 1).topk(COUNT, -1).indices // 2
+    kept = torch.zeros(top.shape[0], HEADS_KV, queries, KEYS, dtype=torch.bool).scatter(-1, top, True)
+    causal = torch.arange(KEYS) <= torch.arange(queries)[:, None] + KEYS - queries
+    allowed = causal & kept.repeat_interleave(HEADS // HEADS_KV, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+
+@pytest.mark.parametrize("form", [_few, _few_by_group])
+@pytest.mark.parametrize("queries", [2, 3])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_few_queries_read_their_own_keys_each(form: Callable[..., Tensor], queries: int, dynamic: bool) -> None:
+    run = compiled(form, lowering="decode")
+    for batch in (5, 7) if dynamic else (2,):
+        _, k, v, _, padding = _given(queries, batch)
+        generator = torch.Generator().manual_seed(queries)
+        given = [
+            torch.randn(batch, HEADS, queries, D, generator=generator),
+            *(k, v),
+            torch.randn(batch, queries, KEYS, generator=generator),
+            padding,
+        ]
+        wide = [x.double() if x.is_floating_point() else x for x in given]
+        found = run(*([mark(x, (batch,)) for x in given] if dynamic else given))
+        torch.testing.assert_close(found.double(), form(*wide), rtol=0, atol=2e-6)
+    _assert_gathered(run)
+    assert len(run.reports) == 1
+    assert run.site.spec.mask.is_partial
+
+
+class _AtOnce:
+    """Calls instead of putting nodes."""
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def test_what_the_kernel_gives_is_put_back_by_query() -> None:
+    out, lse = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3)
+    by_row = out.transpose(1, 2).flatten(0, 1).unsqueeze(2), lse.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+    read = gathered.Read(spec=_spec(), operands=mock.Mock(), queries=3)
+    for given, expected in zip(by_row, (out, lse), strict=True):
+        assert torch.equal(read.restored(_AtOnce(), given), expected)  # type: ignore[arg-type]
+
+
+def test_a_mask_that_says_more_than_was_read_is_read_as_it_lies() -> None:
+    """A threshold on rounded numbers of keys is no kind, and the choice is not all that is left."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tensor, x: Tensor) -> Tensor:
+        allowed = ~_left_out(scores.topk(COUNT, -1).indices) & padding.bool()[:, None, None] & (x * 0.1 > -0.05)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+    given = [*_given(3), torch.randn(KEYS, generator=torch.Generator().manual_seed(3))]
+    run = compiled(function, lowering="decode")
+    torch.testing.assert_close(run(*given), function(*given))
+    assert run.site.spec.mask.chosen is not None
+    assert run.site.spec.mask.reason is not None
+    assert not any("keys of" in note for note in run.site.notes)
+
+
 def test_a_prompt_reads_a_tensor() -> None:
     """More queries have keys of their own each: the rest of their mask is one tensor."""
 
@@ -362,3 +441,32 @@ def test_a_prompt_reads_a_tensor() -> None:
     assert run.site.spec.mask.chosen is not None
     assert run.site.spec.mask.is_partial
     assert not any("keys of" in note for note in run.site.notes)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_over_a_latent(queries: int) -> None:
+    """What k and v are made of is gathered, and neither of them is made."""
+    rank, rope_dim, nope, slots = 32, 8, 16, 96 * queries
+
+    def function(q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, scores: Tensor, length: Tensor) -> Tensor:
+        made = F.linear(latent, weight).unflatten(-1, (HEADS, 2 * nope)).transpose(1, 2)
+        k = torch.cat([made[..., :nope], rope[:, None].expand(-1, HEADS, -1, -1)], -1)
+        chosen = scores.topk(COUNT, -1).indices
+        left_out = chosen.new_ones(scores.shape, dtype=torch.bool).scatter(-1, chosen, False)[:, None]
+        filled = torch.arange(slots) < length + torch.arange(queries)[:, None]
+        return F.scaled_dot_product_attention(q, k, made[..., nope:], attn_mask=filled & ~left_out)
+
+    generator = torch.Generator().manual_seed(queries)
+    given = [
+        torch.randn(BATCH, HEADS, queries, nope + rope_dim, generator=generator),
+        torch.randn(BATCH, slots, rank, generator=generator),
+        torch.randn(BATCH, slots, rope_dim, generator=generator),
+        torch.randn(HEADS * 2 * nope, rank, generator=generator) / 6,
+        torch.randn(BATCH, queries, slots, generator=generator),
+        torch.tensor(60),
+    ]
+    run = compiled(function, lowering="decode_latent")
+    with torch.no_grad():
+        torch.testing.assert_close(run(*given), function(*given), rtol=0, atol=1e-5)
+    assert any(note.startswith(f"the {COUNT} keys of ") for note in run.site.notes)
+    assert "linear" not in run.calls
