@@ -91,6 +91,18 @@ def a_threshold_on_rounded_numbers_of_keys_that_is_added(x: Tensor) -> Tensor:
     return torch.where(causal() & (x[:1] * 0.1 > -0.15), 0.0, -torch.inf)
 
 
+@near_miss("causal ∨ keys from 4", unproved=UNREAD, indices=chosen)
+def chosen_keys_behind_the_others(indices: Tensor) -> Tensor:
+    """As DeepSeek V4, whose last keys are summaries."""
+    return torch.where(columns() < 4, causal(), ~left_out(indices))
+
+
+@near_miss("window (2 back)", unproved=UNREAD, indices=chosen)
+def two_ways_in_of_which_one_is_not_read(indices: Tensor) -> Tensor:
+    window = rows() - columns() <= 2
+    return (window & causal()) | (window & ~left_out(indices))
+
+
 # ---- what only looks like it -----------------------------------------------------------------------------------------
 
 
@@ -109,7 +121,7 @@ def the_diagonal_for_keys_that_are_not_chosen(indices: Tensor) -> Tensor:
     return torch.where(left_out(indices), causal(), True)
 
 
-@near_miss(unproved=UNREAD, indices=chosen)
+@near_miss("causal ∨ (k = 4 ∧ q = 1)", unproved=UNREAD, indices=chosen)
 def one_pair_is_let_through_behind_both(indices: Tensor) -> Tensor:
     return (causal() & ~left_out(indices)) | ((rows() == 1) & (columns() == 4))
 

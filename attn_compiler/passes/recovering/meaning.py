@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Linear, Load, Ranges
+from attn_compiler.index_expr import Apply, Expr, Linear, Load, Ranges
 from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
@@ -246,10 +246,10 @@ class _Read:
         return {name: most for name, most in within.items() if not name.endswith(LOADED_KEY.format(""))}
 
     def _told_apart(self, condition: Expr) -> tuple[Expr, Expr]:
-        """What was read, and what says nothing, since it reads an element for each query and key. Both have to hold."""
+        """What was read, and what reads an element for each query and key, which says nothing. Both have to hold."""
         parts = kinds.conjuncts(condition)
-        said = [part for part in parts if _whole(part) is None]
-        return ix.apply("and", *said), ix.apply("and", *(part for part in parts if part not in said))
+        said = ix.apply("and", *map(_at_most, parts))
+        return ix.decide(said, self._ranges), ix.apply("and", *(part for part in parts if _whole(part) is not None))
 
     def _why_not(self, rest: Expr) -> str | None:
         """Why a condition that was read says nothing."""
@@ -346,6 +346,18 @@ def _why_rounded(term: Term, x: Expr, found: added.Split) -> str | None:
     if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
         return f"{term.operand.node.name} chooses by numbers that are rounded: {ix.text(x, _MOST)}"
     return None
+
+
+def _at_most(x: Expr) -> Expr:
+    """What holds wherever a condition does, whatever elements for each query and key are."""
+    if _whole(x) is None:
+        return x
+    match x:
+        case Apply(op="and" | "or" as op, args=args):
+            return ix.apply(op, *map(_at_most, args))
+        case Apply(op="where", args=(condition, a, b)) if _whole(condition) is None:
+            return ix.where(condition, _at_most(a), _at_most(b))
+    return ix.TRUE
 
 
 def _whole(x: Expr) -> Load | None:
