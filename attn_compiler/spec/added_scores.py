@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.index_expr.reach import is_known, reach
-from attn_compiler.spec.masks import Inputs
+from attn_compiler.spec.mask_inputs import Inputs
 
 #: characters of a formula in the words of a kind
 _MOST = 80

@@ -14,6 +14,7 @@ from typing import Literal
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import added_scores, fp8_recipe, masks, scores
+from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.codec import UNSAID, Codec
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
 
@@ -175,10 +176,16 @@ class AttentionSpec:
         return self.num_heads_q != self.num_heads_kv
 
     @property
+    def only_masks(self) -> bool:
+        """Of a mask that was read in part, whether all numbers of its tensor are 0 or leave a pair out."""
+        return self.mask.is_partial and not self.score.proved and self.score.bias is None
+
+    @property
     def adds_unread(self) -> bool:
         """Whether numbers are added that nobody could read: a query may get nothing but low ones, and then has no keys."""
         tensor = self.mask.dense or self.score.bias
-        return self.mask.reason is not None and tensor is not None and tensor.dtype != "bool"
+        is_unread = self.mask.reason is not None and not self.only_masks
+        return is_unread and tensor is not None and tensor.dtype != "bool"
 
     def to_text(self) -> str:
         """Canonical JSON: the same spec always gives the same text, and `from_text` gives the spec back."""
@@ -194,7 +201,7 @@ class AttentionSpec:
 CODEC = Codec(
     (
         *masks.KINDS,
-        *(masks.Dense, masks.Alignment, masks.Flag),
+        *(masks.Dense, masks.Alignment, masks.Flag, Chosen),
         *scores.KINDS,
         *added_scores.PROVED_KINDS,
         *added_scores.PARTS,

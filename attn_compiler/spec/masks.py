@@ -12,35 +12,14 @@ tensor nor a flag says, `check_masks` in lowerings/shared/mask_limits.py makes a
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
+from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.codec import UNSAID
-
-
-def _no_tensor(tensor: str, at: tuple[int, ...]) -> Any:
-    raise LookupError(f"the mask reads {tensor}{list(at)}, and no run-time tensors were given")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What a mask depends on besides the pair.
-
-    seqlen_q, seqlen_kv: sizes of the scores. load(tensor, indices): an element of a run-time tensor. sizes: every symbolic size
-    that the mask's expressions name.
-    """
-
-    seqlen_q: int
-    seqlen_kv: int
-    load: Callable[[str, tuple[int, ...]], Any] = _no_tensor
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    def value(self, x: Expr, b: int, h: int, q: int, k: int) -> Any:
-        """An index expression's value for one pair. Raises LookupError for a tensor or a size that was not given."""
-        return ix.evaluate(x, {**self.sizes, "b": b, "h": h, "q": q, "k": k}, self.load)
+from attn_compiler.spec.mask_inputs import Inputs
 
 
 class Alignment(enum.Enum):
@@ -345,10 +324,14 @@ class MaskSpec:
     """Which pairs take part. Empty: every pair does.
 
     kinds: all that is known of which pairs do: a pair has to be allowed by each. First what a flag says, then what the tensor was shown to
-        mean, or the scores' DenseBias where there is no other tensor.
+        mean, or the scores' DenseBias where there is no other tensor. Of a tensor that was read in part: some of what has to hold.
     flag: why the first kind, a causal one, is to be applied by itself; None if none is.
     dense: the model's own tensor. A lowering may apply its kinds in its place.
-    reason: why the tensor could not be read; None if it was. added: of one that was read, why it may mask and nobody knows.
+    reason: why the tensor, or a part of it, could not be read; None if it was. added: of one that was read, why it may mask and nobody
+        knows.
+    rest: of a tensor that was read in part, the condition that holds besides its kinds, whose tensors hold an element for each query and
+        key. None where the tensor alone says it.
+    chosen: the only keys that a query may use, by their indices. The others say so, too.
     own_rows: the model alone knows what a query without keys gets: by its tensor's numbers, or all that it does. None: nodes can say.
     means: a kernel gives a query without keys the mean of v, with the gradients that an added number leaves to q and k; else nodes do.
     out_of_reach: tensors and sizes that `kinds` read and a lowering can't get: of another graph, of one call, or written to by then.
@@ -362,6 +345,18 @@ class MaskSpec:
     own_rows: Literal["numbers", "model"] | None = field(default=None, metadata=UNSAID)
     added: str | None = field(default=None, metadata=UNSAID)
     means: bool = field(default=False, metadata=UNSAID)
+    rest: Formula | None = field(default=None, metadata=UNSAID)
+    chosen: Chosen | None = field(default=None, metadata=UNSAID)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the tensor says more than the kinds do, and what more is not known."""
+        return self.reason is not None and bool(self.held)
+
+    @property
+    def conditions(self) -> tuple[MaskKind | Chosen, ...]:
+        """All that reads tensors."""
+        return (*self.kinds, *(each for each in (self.rest, self.chosen) if each is not None))
 
     @property
     def flagged(self) -> Causal | None:
@@ -382,13 +377,17 @@ class MaskSpec:
             return applied or "none"
         if meaning == applied:
             return f"{applied} (proved)"
+        if self.is_partial:
+            rest = "a rest" if self.rest is None else self.rest.words
+            return f"{meaning} (proved) ∧ {rest}, {f'as {applied}' if applied else 'within the bias'}"
         # A mask that is proved and not applied is one in the scores' DenseBias.
         return f"{meaning} (proved), {f'as {applied}' if applied else 'within the bias'}"
 
     @property
     def formula(self) -> str | None:
-        """What was read, over (b, h, q, k); None if nothing was. A mask that lets everything through has none."""
-        return " ∧ ".join(kind.formula for kind in self.read) or None
+        """What was read, over (b, h, q, k), and "…" for the rest; None if nothing was. A mask that lets everything through has none."""
+        unread = ["…" if self.rest is None else self.rest.formula] if self.is_partial else []
+        return " ∧ ".join([*(kind.formula for kind in self.read), *unread]) or None
 
     @property
     def is_causal(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr
 from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import MaskKind
 
 _EXPRESSIONS: tuple[type[Any], ...] = typing.get_args(ix.Expr)
@@ -18,24 +19,24 @@ _EXPRESSIONS: tuple[type[Any], ...] = typing.get_args(ix.Expr)
 _NAMES = ("table", "tensor")
 
 
-def expressions(kind: MaskKind | ProvedScore) -> Iterator[Expr]:
+def expressions(kind: MaskKind | ProvedScore | Chosen) -> Iterator[Expr]:
     """Every index expression in a kind, those of kinds that it is made of included."""
     for field in dataclasses.fields(kind):
         yield from _expressions(getattr(kind, field.name))
 
 
-def tensors(kind: MaskKind | ProvedScore) -> frozenset[str]:
+def tensors(kind: MaskKind | ProvedScore | Chosen) -> frozenset[str]:
     """The names of the tensors that a kind loads from."""
     named = {getattr(kind, field.name) for field in dataclasses.fields(kind) if field.name in _NAMES}
     return frozenset(named) | {load.tensor for x in expressions(kind) for load in ix.loads(x)}
 
 
-def sizes(kind: MaskKind | ProvedScore) -> frozenset[str]:
+def sizes(kind: MaskKind | ProvedScore | Chosen) -> frozenset[str]:
     """The names of the symbolic sizes that a kind's expressions hold."""
     return frozenset(name for x in expressions(kind) for name in ix.sizes(x))
 
 
-def names(kind: MaskKind | ProvedScore) -> frozenset[str]:
+def names(kind: MaskKind | ProvedScore | Chosen) -> frozenset[str]:
     """Everything that has to be at hand to evaluate a kind: its tensors and its sizes."""
     return tensors(kind) | sizes(kind)
 

@@ -27,10 +27,13 @@ _FROM_OUTSIDE = "is an input of the graph"
 
 
 def kind_of(site: SiteReport) -> str:
-    """ "no mask" (none, or one proved true everywhere), the names of the proved kinds, "ready-made" or "dense"."""
+    """ "no mask" (none, or one proved true everywhere), the names of the proved kinds, "ready-made" or "dense".
+
+    Of a mask that was read in part the names and "dense"."""
     mask = site.spec.mask
     if mask.read:
-        return " ∧ ".join(dict.fromkeys(NAMES[type(kind)] for kind in mask.read))
+        rest = [DENSE] if mask.is_partial else []
+        return " ∧ ".join(dict.fromkeys([*(NAMES[type(kind)] for kind in mask.read), *rest]))
     if mask.dense is None:
         return NAMES[masks.Causal] if mask.is_causal else NO_MASK
     return READY_MADE if _FROM_OUTSIDE in (mask.reason or "") else DENSE if mask.reason else NO_MASK
@@ -48,12 +51,12 @@ def counted(reports: Iterable[tuple[Report, int]]) -> tuple[tuple[str, int], ...
 def reasons(reports: Iterable[Report]) -> tuple[str, ...]:
     """Why masks that were made in the graph stayed dense, each reason once."""
     sites = (site for report in reports for site in report.sites)
-    return tuple(dict.fromkeys(site.spec.mask.reason or "" for site in sites if kind_of(site) == DENSE))
+    return tuple(dict.fromkeys(site.spec.mask.reason or "" for site in sites if DENSE in kind_of(site)))
 
 
 def is_proved(kind: str) -> bool:
     """Whether every part of the mask has a name."""
-    return kind not in (NO_MASK, READY_MADE, DENSE) and NAMES[masks.Formula] not in kind.split(" ∧ ")
+    return not {NO_MASK, READY_MADE, DENSE, NAMES[masks.Formula]} & set(kind.split(" ∧ "))
 
 
 def table(rows: Sequence[tuple[str, tuple[tuple[str, int], ...]]]) -> list[str]:

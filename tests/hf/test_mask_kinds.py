@@ -40,6 +40,7 @@ def _site(mask: masks.MaskSpec, modules: int = 1) -> SiteReport:
             False,
         ),
         (masks.MaskSpec(dense=DENSE, reason="m is written in place"), "dense", False),
+        (masks.MaskSpec(kinds=(PADDING,), dense=DENSE, reason="m is written in place"), "key padding ∧ dense", False),
     ],
 )
 def test_kind_of(mask: masks.MaskSpec, kind: str, proved: bool) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 
 import attn_compiler
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.masks import Inputs
+from attn_compiler.spec.mask_inputs import Inputs
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, assert_same, normal
 from tests.passes.compiling import captured
 
@@ -28,7 +28,8 @@ S, KEYS = 6, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """make: the mask, from inputs by name. words: of the kinds that it is proved to be. unproved: part of the reason otherwise.
+    """make: the mask, from inputs by name. words: of the kinds that it is proved to be. unproved: part of the reason otherwise; with
+    words, the mask is those kinds and a rest that is not known.
 
     is_bias: it is no mask at all, and nothing may be said to be masked.
     """
@@ -139,7 +140,7 @@ def _values(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> dict[s
 
 
 def _assert_true(spec: AttentionSpec, case: Case, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
-    """What was proved is the mask itself, for every pair."""
+    """What was proved is the mask itself, for every pair. Of one that was read in part: what was proved, and its rest."""
     mask, seqlens = spec.mask, (spec.seqlen_q, spec.seqlen_kv)
     values = _values(function, inputs)
     real = case.make(*inputs[3:]).expand(BATCH, HEADS, S, case.keys)
@@ -148,6 +149,10 @@ def _assert_true(spec: AttentionSpec, case: Case, function: Callable[..., Tensor
     for at in itertools.product(*map(range, real.shape)):
         claimed = all(kind.mask_mod(*at, known) for kind in mask.read)
         allowed = bool(real[at]) if real.dtype == torch.bool else real[at].item() == 0
+        if mask.rest is not None:
+            claimed = claimed and mask.rest.mask_mod(*at, known)
+        elif mask.is_partial:
+            claimed = claimed and allowed
         assert claimed == allowed, f"{mask.words} at {at}"
 
 
@@ -167,6 +172,8 @@ def check(case: Case) -> None:
         _assert_true(site.spec, case, function, _tensors(case))
         assert mask.formula in str(report).replace("\n", " ") or len(mask.formula or "") > 60
         assert "(proved)" in str(report)
+    if mask.read and not case.unproved:
+        assert mask.reason is None
         return
     assert mask.reason
     assert case.unproved in mask.reason, mask.reason

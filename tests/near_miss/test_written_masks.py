@@ -174,14 +174,14 @@ def a_diagonal() -> Tensor:
 
 
 # index_fill_ from torch 2.15 on.
-@near_miss(unproved="is written in place, by index_", rows_kept=whole(0, 1, 1, 2, 4, 5))
+@near_miss("causal", unproved="is written in place, by index_", rows_kept=whole(0, 1, 1, 2, 4, 5))
 def rows_by_number(rows_kept: Tensor) -> Tensor:
     mask = causal().clone()
     mask[rows_kept] = True
     return mask & causal()
 
 
-@near_miss(unproved="mask is an input of the graph", mask=lambda: normal(S, S, seed=5) > -1)
+@near_miss("causal", unproved="mask is an input of the graph", mask=lambda: normal(S, S, seed=5) > -1)
 def the_users_own_mask_is_written_to(mask: Tensor) -> Tensor:
     mask &= causal()
     return mask

@@ -17,7 +17,7 @@ from attn_compiler.passes.matching.patterns import PATTERNS
 from attn_compiler.passes.recovering import elements, meaning, reading
 from attn_compiler.passes.recovering.meaning import Meaning
 from attn_compiler.passes.recovering.reading import Reader
-from attn_compiler.spec.masks import Inputs
+from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.mirror_values import MirrorValues
 

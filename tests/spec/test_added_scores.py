@@ -17,7 +17,7 @@ from attn_compiler.spec.added_scores import (
     RegionPenalty,
     RelativeBias,
 )
-from attn_compiler.spec.masks import Inputs
+from attn_compiler.spec.mask_inputs import Inputs
 
 B, H, Q, K = map(Index, "bhqk")
 

@@ -12,6 +12,7 @@ from attn_compiler.index_expr import Expr
 from attn_compiler.spec import added_scores, attention as spec, masks, scores
 from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
 from tests.index_expr.expressions import expressions
+from tests.lowerings.specs import make_spec
 
 DIMS = st.integers(0, 4096) | st.sampled_from(["s0", "s1", "4*s0", "s0*s1 + 1", "u0"])
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "float64"])
@@ -178,3 +179,17 @@ def test_every_kind_can_be_written_and_read() -> None:
         if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
     }
     assert defined - {"MaskSpec", "ScoreSpec", "Inputs"} == listed
+
+
+def test_a_mask_that_was_read_in_part_may_be_known_to_add_nothing() -> None:
+    """Numbers are unread where what they are is not known: those that leave pairs out in one part of a mask are."""
+    dense = masks.Dense(shape=(2, 1, 128, 128), dtype="float32")
+    unread = make_spec(mask=masks.MaskSpec(dense=dense, reason="not read"))
+    assert (unread.only_masks, unread.adds_unread) == (False, True)
+    part = dataclasses.replace(unread, mask=dataclasses.replace(unread.mask, kinds=(masks.Causal(),)))
+    assert (part.only_masks, part.adds_unread) == (True, False)
+    bias = added_scores.Bias(tensor="x", at=(), shape=(2, 1, 128, 128))
+    beside = dataclasses.replace(part, score=dataclasses.replace(part.score, proved=(bias,)))
+    assert (beside.only_masks, beside.adds_unread) == (False, True)
+    read = dataclasses.replace(part, mask=dataclasses.replace(part.mask, reason=None))
+    assert (read.only_masks, read.adds_unread) == (False, False)

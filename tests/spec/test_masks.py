@@ -9,6 +9,7 @@ import torch
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load, Size
 from attn_compiler.spec import masks
+from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.spec.masks import (
     Alignment,
     AnyOf,
@@ -19,7 +20,6 @@ from attn_compiler.spec.masks import (
     Document,
     Flag,
     Formula,
-    Inputs,
     KeyBound,
     KeyPadding,
     MaskSpec,
@@ -113,11 +113,6 @@ def test_every_proved_kind_is_tested_above() -> None:
     assert {type(kind) for kind, _ in MEANINGS} == set(masks.KINDS)
 
 
-def test_a_tensor_that_was_not_given_is_an_error_that_names_it() -> None:
-    with pytest.raises(LookupError, match=r"reads padding\[0, 3\]"):
-        KeyPadding(condition=ix.as_bool(PADDING)).mask_mod(0, 0, 2, 3, Inputs(seqlen_q=4, seqlen_kv=4))
-
-
 @pytest.mark.parametrize(
     ("kind", "words", "formula"),
     [
@@ -175,6 +170,25 @@ def test_words_of_a_mask() -> None:
     assert MaskSpec(kinds=(Causal(),)).words == "causal (proved), within the bias"
     assert proved.formula == "k <= q ∧ padding[b, k] ≠ 0"
     assert MaskSpec(dense=dense, reason="it is not in the graph").formula is None
+
+
+def test_words_of_a_mask_that_was_read_in_part() -> None:
+    dense = Dense(shape=(2, 1, 5, 7), dtype="bool")
+    rest = Formula(condition=ix.invert(Load("chosen", (B, Q, K), "bool")))
+    mask = MaskSpec(kinds=(Causal(), KeyPadding(condition=ix.as_bool(PADDING))), dense=dense, reason="not read")
+    assert mask.is_partial
+    assert mask.words == "causal ∧ key padding padding[b, k] (proved) ∧ a rest, as dense bool[2, 1, 5, 7]"
+    assert mask.formula == "k <= q ∧ padding[b, k] ≠ 0 ∧ …"
+    assert mask.conditions == mask.kinds
+    known = dataclasses.replace(mask, rest=rest)
+    assert known.words.startswith("causal ∧ key padding padding[b, k] (proved) ∧ ¬chosen[b, q, k], as dense")
+    assert known.formula == "k <= q ∧ padding[b, k] ≠ 0 ∧ ¬chosen[b, q, k]"
+    assert known.conditions == (*mask.kinds, rest)
+    within = dataclasses.replace(mask, dense=None)
+    assert within.words.endswith("∧ a rest, within the bias")
+    called = dataclasses.replace(mask, kinds=(Causal(),), flag=Flag.CALLED)
+    assert not called.is_partial
+    assert called.formula is None
 
 
 def test_parts_of_a_mask() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.decode import latent_hopper, latent_schedule, operands as decode_operands
+from attn_compiler.lowerings.decode import gathered, latent_hopper, latent_schedule, operands as decode_operands
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import OF_LATENT
 from attn_compiler.lowerings.shared import kernel_limits, latents
@@ -51,8 +51,11 @@ class DecodeLatent(Lowering):
         latent = spec.latent
         if latent is None:
             raise ValueError("the site has no latent")
-        given, dtype = latents.given(operands), emitter.value(operands.q).dtype
+        dtype = emitter.value(operands.q).dtype
         emitter.note(latents.note(spec, latent))
+        chosen = gathered.read(emitter, spec, operands, of_latent=True)
+        spec, operands = chosen.spec, chosen.operands
+        given = latents.given(operands)
         emitter.note(latent_hopper.note(latent_hopper.refused(spec, emitter.target)))
         nope, of_rope = latents.parts_of_q(emitter, latent, operands.q)
         parts = [latents.by_heads(emitter, nope, given.weight_k), *(() if of_rope is None else (of_rope,))]
@@ -64,7 +67,7 @@ class DecodeLatent(Lowering):
         outputs = emitter.call(leaf, q, given.latent, given.latent, further, call.to_text())
         out = emitter.call(operator.getitem, outputs, 0)
         weight = emitter.call(torch.transpose, given.weight_v, 1, 2)
-        return _times(emitter, out, weight, dtype)
+        return chosen.restored(emitter, _times(emitter, out, weight, dtype))
 
 
 def _times(emitter: Emitter, out: fx.Node, weight: fx.Node, dtype: torch.dtype) -> fx.Node:

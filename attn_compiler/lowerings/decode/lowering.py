@@ -13,7 +13,7 @@ from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.choice.rows import MOST_QUERIES
-from attn_compiler.lowerings.decode import operands as decode_operands, schedule as decode_schedule
+from attn_compiler.lowerings.decode import gathered, operands as decode_operands, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
 from attn_compiler.lowerings.shared import kernel_limits, mask_limits, takes
@@ -52,10 +52,13 @@ class Decode(Lowering):
         return LayoutDemand(alignment=1 if spec.dtype == "float32" else _VECTOR)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)
+        read = gathered.read(emitter, spec, operands)
+        return read.restored(emitter, emitter.call(operator.getitem, _outputs(emitter, read.spec, read.operands), 0))
 
     def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
-        return first_two(emitter, _outputs(emitter, spec, operands))
+        read = gathered.read(emitter, spec, operands)
+        out, lse = first_two(emitter, _outputs(emitter, read.spec, read.operands))
+        return read.restored(emitter, out), read.restored(emitter, lse)
 
 
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:

@@ -104,7 +104,7 @@ class _Made:
         if parts.documents is not None:
             made["documents_q"], made["documents_k"] = self._documents(parts.documents)
         if parts.mask:
-            made["mask"] = self._truth_of_tensor()
+            made["mask"] = self._truth_of_tensor() if parts.rest is None else self._of_pairs(parts.rest)
         return made
 
     def _masking_of(self, parts: Parts, made: Mapping[str, fx.Node]) -> Masking:
@@ -192,6 +192,19 @@ class _Made:
             return False
         dtype = self.emitter.value(self.given.loads[x.tensor]).dtype
         return dtype == torch.bool or (dtype.itemsize <= 4 and dtype != torch.uint32)
+
+    def _of_pairs(self, x: Expr) -> fx.Node:
+        """bool (B|1, Hq|1, Sq|1, Skv|1): a condition over (b, h, q, k)."""
+        sizes = {"b": self._batch, "h": self._heads, "q": self.seqlen_q, "k": self.seqlen_kv}
+
+        def make() -> fx.Node:
+            used = [(axis, name) for axis, name in enumerate(sizes) if ix.mentions(x, Index(name))]
+            indices = {name: self._along(sizes[name], 3 - axis) for axis, name in used}
+            return self._as_four(
+                on_nodes.emit(self.emitter, ix.as_bool(x), self._names(indices, (x,), self.given.loads))
+            )
+
+        return self._once("pairs", (x,), self.given.loads, make)
 
     def _given_keys(self) -> fx.Node:
         """The dense tensor as what it says of each key."""
@@ -300,10 +313,10 @@ class _Made:
     # ---- indices and sizes ----------------------------------------------------------------------------------------
 
     def _names(self, indices: Mapping[str, fx.Node], used: Iterable[Expr], loads: Mapping[str, fx.Node]) -> Names:
-        """What the expressions name; b only where they ask for it, along the first axis."""
+        """What the expressions name; b, unless it is given, only where they ask for it, along the first axis of two."""
         used = tuple(used)
         found = dict(indices)
-        if any(ix.mentions(x, B) for x in used):
+        if "b" not in found and any(ix.mentions(x, B) for x in used):
             found["b"] = self._along(self._batch, 1)
         sizes = {SEQLEN_Q.name: self.seqlen_q, SEQLEN_KV.name: self.seqlen_kv}
         for name in sorted({name for x in used for name in reads.names_in(x)} & self.given.sizes.keys()):

@@ -1,7 +1,8 @@
 """What a site is made of: `parts` puts each proved kind of a spec where it is cheapest. Every family, and the choice, reads it there.
 
 A part whose tensors can't be had where the kernel runs, and a kind that is no part at all, leave the mask to the model's own
-dense tensor. So does everything that was not proved. Pure data: no FX, no CUDA. The parts of a spec are made once and kept.
+dense tensor. What was not proved is a dense tensor beside the parts: the smallest one that says it, where that is known.
+Pure data: no FX, no CUDA. The parts of a spec are made once and kept.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Parts:
     """What a `Plan` is made of, and what each operand is evaluated from.
 
     rows: the keys that each query may use. keys: a condition over (b, k). keys_given: the dense tensor is that condition.
-    documents: the document of a key, over (b, k). mask, bias: the dense tensor is used as such. slopes: a number for each head,
+    documents: the document of a key, over (b, k). mask, bias: the dense tensor is used as such. rest: the mask is this condition on pairs,
+    and not the model's tensor. slopes: a number for each head,
     over h. distances: kinds that are functions of h and k - q, which are added up.
     """
 
@@ -58,6 +60,7 @@ class Parts:
     keys_given: bool = False
     documents: Expr | None = None
     mask: bool = False
+    rest: Expr | None = None
     bias: bool = False
     bias_grad: bool = False
     slopes: Expr | None = None
@@ -133,9 +136,9 @@ def parts(spec: AttentionSpec) -> Parts:
         masking.add(kind)
     if mask_limits.additive(spec) is None:
         return masking.parts()
-    if not _is_understood(spec):
-        return _with_tensor(spec, masking.parts())
     added = [masking.add(kind) for kind in spec.mask.held]
+    if not _is_understood(spec):
+        return _with_rest(spec, masking.parts(), are_parts=all(added))
     scoring = _scoring(spec)
     if scoring is not None and all(added):
         return _with_scores(spec, masking.parts(), scoring)
@@ -151,6 +154,18 @@ def parts(spec: AttentionSpec) -> Parts:
 def _is_understood(spec: AttentionSpec) -> bool:
     """Whether its kinds say all that the dense tensor does. A tensor without a kind was not read."""
     return spec.mask.reason is None and bool(spec.mask.held or spec.score.proved)
+
+
+def _with_rest(spec: AttentionSpec, found: Parts, *, are_parts: bool) -> Parts:
+    """With what says all that the kinds leave open. found: the parts that they are; are_parts: each of them is."""
+    rest = spec.mask.rest
+    if rest is not None and are_parts and not reads.names(rest) & set(spec.mask.out_of_reach):
+        return dataclasses.replace(found, mask=True, rest=rest.condition)
+    if not spec.only_masks:
+        # The tensor masks too, but where kinds say so work can be left out.
+        return _with_tensor(spec, found)
+    # The tensor says it all. Only the band is known before it is read.
+    return _with_tensor(spec, Parts(band=found.band), only_masks=True)
 
 
 def _with_tensor(spec: AttentionSpec, found: Parts, *, only_masks: bool = False) -> Parts:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Linear, Ranges
+from attn_compiler.index_expr import Apply, Expr, Linear, Load, Ranges
 from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
@@ -24,13 +24,14 @@ from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Keyless, Match, Term
-from attn_compiler.passes.recovering import added, elements, keyless, kinds, reading, score_kinds, unproved
+from attn_compiler.passes.recovering import added, chosen, elements, keyless, kinds, reading, score_kinds, unproved
 from attn_compiler.passes.recovering.keyless import MaskStep
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.spelling import fills
 from attn_compiler.spec import added_scores, masks
 from attn_compiler.spec.added_scores import ProvedScore
-from attn_compiler.spec.masks import MaskKind
+from attn_compiler.spec.chosen_keys import Chosen
+from attn_compiler.spec.masks import Formula, MaskKind
 
 #: characters of a formula in a reason
 _MOST = 120
@@ -45,7 +46,9 @@ _PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)
 class Meaning:
     """condition: when a pair is allowed by what masks; None if that could not be read.
 
-    kinds: what is masked; reason: why that could not be read; added: of what was read, why it may mask and nobody knows.
+    kinds: what is masked; reason: why that, or a part of it, could not be read; added: of what was read, why it may mask and nobody knows.
+    rest: what masks besides the kinds, where only what it loads could not be looked into.
+    chosen: the only keys that a query may use, where they have indices.
     scores: what else is added, if all of it is known. tensors: what each name that `scores` loads from stands for. along: of each
     term (added ones first), the letters of the indices that its elements were not shown to be the same along. unusual: what happens
     to the scores that has no kind (fills.py).
@@ -55,6 +58,8 @@ class Meaning:
     condition: Expr | None = None
     kinds: tuple[MaskKind, ...] = ()
     reason: str | None = None
+    rest: Formula | None = None
+    chosen: Chosen | None = None
     added: str | None = None
     scores: tuple[ProvedScore, ...] = ()
     tensors: dict[str, Version] = field(default_factory=dict)
@@ -70,7 +75,8 @@ class Meaning:
     @property
     def is_causal_only(self) -> bool:
         """Whether all that is done is a causal mask."""
-        return not self.scores and len(self.kinds) == 1 and isinstance(self.kinds[0], masks.Causal)
+        is_all = self.reason is None and len(self.kinds) == 1
+        return not self.scores and is_all and isinstance(self.kinds[0], masks.Causal)
 
     @property
     def words(self) -> str:
@@ -129,15 +135,10 @@ class _Read:
         within = self._known(x, term)
         found = added.split(x, term.weight, scores_up_to=fills.of_scores(self._match), within=within)
         self._reach = self._reach.plus(found.reach(within))
-        if not ix.is_exact(found.allowed):
-            self._reasons.append(
-                f"{term.operand.node.name} masks by numbers that are rounded: {ix.text(found.allowed, _MOST)}"
-            )
+        rounded = _why_rounded(term, x, found)
+        if rounded is not None:
             self._add_unread(term)
-            return
-        if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
-            self._reasons.append(f"{term.operand.node.name} chooses by numbers that are rounded: {ix.text(x, _MOST)}")
-            self._add_unread(term)
+            self._mask_in_part(term, found, rounded)
             return
         self._conditions.append(found.allowed)
         self._fills |= found.fills
@@ -149,6 +150,17 @@ class _Read:
             if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
                 self._reasons.append(f"{self._origin(kind.tensor)}: it may mask too")
 
+    def _mask_in_part(self, term: Term, found: added.Split, rounded: str) -> None:
+        """What is exact of an added tensor's condition has to hold, whatever else it says."""
+        exact = _exact(found.allowed)
+        if not exact or found.sums or len(found.fills) != 1:
+            self._reasons.append(rounded)
+            return
+        self._conditions += exact
+        self._fills |= found.fills
+        self._step(term, MaskStep(allowed=None, fills=found.fills, replaces=False))
+        self._unread_masks.append(rounded)
+
     def mask(self, term: Term) -> None:
         """A truth value for each pair."""
         self._fills.add(term.fill)
@@ -158,31 +170,38 @@ class _Read:
             self._unread_masks.append(str(unreadable))
             self._step(term, self._masking(None, term))
             return
+        allowed = ix.invert(allowed) if term.inverted else allowed
+        self._conditions += _exact(allowed)
         if ix.is_exact(allowed):
-            allowed = ix.invert(allowed) if term.inverted else allowed
-            self._conditions.append(allowed)
             self._step(term, self._masking(allowed, term))
-        else:
-            self._step(term, self._masking(None, term))
-            self._unread_masks.append(
-                f"{term.operand.node.name} compares numbers that are rounded: {ix.text(allowed, _MOST)}"
-            )
+            return
+        self._step(term, self._masking(None, term))
+        rounded = next(part for part in kinds.conjuncts(allowed) if not ix.is_exact(part))
+        self._unread_masks.append(
+            f"{term.operand.node.name} compares numbers that are rounded: {ix.text(rounded, _MOST)}"
+        )
 
     def meaning(self) -> Meaning:
         condition = ix.apply("and", *self._conditions)
         seqlen_q, seqlen_kv = _length(self._match.axes.query), _length(self._match.axes.key)
         found: tuple[MaskKind, ...] = ()
-        reason = next(iter(self._unread_masks), None) or self._why_not(condition)
-        if reason is None and (seqlen_q is None or seqlen_kv is None):
-            reason = "a sequence length is no plain size"
-        elif reason is None and seqlen_q is not None and seqlen_kv is not None:
-            found = kinds.recognise(condition, seqlen_q, seqlen_kv)
+        read, rest = self._told_apart(condition)
+        reason = next(iter(self._unread_masks), None) or self._why_not(rest)
+        if seqlen_q is None or seqlen_kv is None:
+            reason = reason or "a sequence length is no plain size"
+        elif self._is_whole:
+            # All of them have to hold, whatever else has to.
+            found = kinds.recognise(read, seqlen_q, seqlen_kv)
+        if reason is None and not found:
             # A tensor that may mask too is one of the scores, so what the others mask is still all that has to be said.
-            reason = None if found else next(iter(self._reasons), None)
+            reason = next(iter(self._reasons), None)
+        is_all = not self._unread_masks and not self._scores
         return Meaning(
             condition=condition if reason is None else None,
             kinds=found,
             reason=reason,
+            rest=Formula(condition=rest) if found and is_all and rest != ix.TRUE else None,
+            chosen=self._chosen(condition),
             added=None if found or reason else unproved.why(self._scores),
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
@@ -190,6 +209,11 @@ class _Read:
             unusual=fills.unusual(self._match, self._fills, self._reach),
             keyless=self._keyless(),
         )
+
+    def _chosen(self, condition: Expr) -> Chosen | None:
+        if not self._is_whole:
+            return None
+        return chosen.of(self._mirror, self._match, self._reader, kinds.conjuncts(condition))
 
     def _masking(self, allowed: Expr | None, term: Term) -> MaskStep:
         return MaskStep(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces)
@@ -221,9 +245,15 @@ class _Read:
         within = self._reader.within(x, term.operand.node, at)
         return {name: most for name, most in within.items() if not name.endswith(LOADED_KEY.format(""))}
 
-    def _why_not(self, condition: Expr) -> str | None:
+    def _told_apart(self, condition: Expr) -> tuple[Expr, Expr]:
+        """What was read, and what reads an element for each query and key, which says nothing. Both have to hold."""
+        parts = kinds.conjuncts(condition)
+        said = ix.apply("and", *map(_at_most, parts))
+        return ix.decide(said, self._ranges), ix.apply("and", *(part for part in parts if _whole(part) is not None))
+
+    def _why_not(self, rest: Expr) -> str | None:
         """Why a condition that was read says nothing."""
-        whole = next((x for x in ix.loads(condition) if all(ix.mentions(x, i) for i in (kinds.Q, kinds.K))), None)
+        whole = _whole(rest)
         if whole is None:
             return None
         return f"{self._origin(whole.tensor)}, and holds an element for each query and key"
@@ -302,6 +332,37 @@ class _Read:
 
     def _version(self, name: str) -> Version:
         return self._unread[name] if name in self._unread else self._reader.tensors[name]
+
+
+def _exact(condition: Expr) -> list[Expr]:
+    """The parts of a conjunction that no rounding can change."""
+    return [part for part in kinds.conjuncts(condition) if ix.is_exact(part)]
+
+
+def _why_rounded(term: Term, x: Expr, found: added.Split) -> str | None:
+    """Why an added tensor's condition, or its choice of what it adds, is not exact."""
+    if not ix.is_exact(found.allowed):
+        return f"{term.operand.node.name} masks by numbers that are rounded: {ix.text(found.allowed, _MOST)}"
+    if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
+        return f"{term.operand.node.name} chooses by numbers that are rounded: {ix.text(x, _MOST)}"
+    return None
+
+
+def _at_most(x: Expr) -> Expr:
+    """What holds wherever a condition does, whatever elements for each query and key are."""
+    if _whole(x) is None:
+        return x
+    match x:
+        case Apply(op="and" | "or" as op, args=args):
+            return ix.apply(op, *map(_at_most, args))
+        case Apply(op="where", args=(condition, a, b)) if _whole(condition) is None:
+            return ix.where(condition, _at_most(a), _at_most(b))
+    return ix.TRUE
+
+
+def _whole(x: Expr) -> Load | None:
+    """A tensor that an expression reads an element of for each query and key."""
+    return next((load for load in ix.loads(x) if all(ix.mentions(load, i) for i in (kinds.Q, kinds.K))), None)
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:

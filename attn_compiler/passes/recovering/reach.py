@@ -23,10 +23,11 @@ from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.recovering import body_inputs
 from attn_compiler.spec import reads
 from attn_compiler.spec.added_scores import Bias, ProvedScore
+from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import MaskKind
 from attn_compiler.torch_private import symbols as torch_symbols
 
-Kinds = Iterable[MaskKind | ProvedScore]
+Kinds = Iterable[MaskKind | ProvedScore | Chosen]
 
 
 def missing(unit: Unit, mirror: Mirror, match: Match, loads: Mapping[str, Version], kinds: Kinds) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ def sizes(mirror: Mirror, match: Match, kinds: Kinds) -> dict[str, SizeOf]:
     return found
 
 
-def _evaluated(kinds: Kinds) -> tuple[MaskKind | ProvedScore, ...]:
+def _evaluated(kinds: Kinds) -> tuple[MaskKind | ProvedScore | Chosen, ...]:
     """Those that a lowering may compute anew. A Bias is no more than the operand that the site has anyway."""
     return tuple(kind for kind in kinds if not isinstance(kind, Bias))
 

@@ -142,7 +142,7 @@ def _describe(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),
         v=_tensor_spec(tensors.v, emit.example(mirror, match.v.root)),
-        mask=dataclasses.replace(mask, out_of_reach=reach.missing(unit, mirror, match, site.loads, mask.kinds)),
+        mask=dataclasses.replace(mask, out_of_reach=reach.missing(unit, mirror, match, site.loads, mask.conditions)),
         score=dataclasses.replace(
             score, out_of_reach=reach.missing(unit, mirror, match, site.score_loads, score.proved)
         ),
@@ -183,7 +183,7 @@ def _is_at_hand(spec: AttentionSpec, numbers: Expr) -> bool:
     if spec.mask.out_of_reach:
         return False
     own = frozenset(str(size) for size in (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv))
-    return reads.names_in(numbers) <= own.union(*(reads.names(kind) for kind in spec.mask.kinds))
+    return reads.names_in(numbers) <= own.union(*(reads.names(kind) for kind in spec.mask.conditions))
 
 
 def is_added_up(match: Match, spec: AttentionSpec) -> bool:
@@ -319,8 +319,9 @@ def _mask_spec(match: Match, tensors: Tensors[torch.Tensor], proved: Meaning, bi
     if tensors.mask is not None and not bias:
         terms = len(match.scores.additive) + len(match.scores.allowed)
         dense = masks.Dense(shape=_dims(tensors.mask.shape), dtype=_name(tensors.mask.dtype), terms=terms)
-    added = proved.added if dense is not None else None
-    spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason, added=added)
+    spec = masks.MaskSpec(kinds=proved.kinds, dense=dense, reason=proved.reason)
+    if dense is not None:
+        spec = dataclasses.replace(spec, added=proved.added, rest=proved.rest, chosen=proved.chosen)
     if not match.scores.is_causal:
         return spec
     if tensors.mask is None and proved.kinds:

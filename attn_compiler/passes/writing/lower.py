@@ -186,9 +186,9 @@ def _operands(
         sinks=tensors.sinks,
         stored=None if tensors.stored is None else StoredNodes(**vars(tensors.stored)),
         latent=None if tensors.latent is None else LatentNodes(**vars(tensors.latent)),
-        loads=reach.tensors(builder, site.loads, mask.kinds, mask.out_of_reach),
+        loads=reach.tensors(builder, site.loads, mask.conditions, mask.out_of_reach),
         score_loads=reach.tensors(builder, site.score_loads, score.proved, score.out_of_reach),
-        sizes=reach.sizes(mirror, site.match, (*mask.kinds, *score.proved)),
+        sizes=reach.sizes(mirror, site.match, (*mask.conditions, *score.proved)),
     )
 
 

@@ -160,7 +160,7 @@ _TENSOR = (
 
 def _is_read_diagonal(mask: MaskSpec) -> bool:
     """Whether the model gives a tensor that says no more than a diagonal."""
-    return bool(mask.read) and all(isinstance(kind, Causal) for kind in mask.kinds)
+    return bool(mask.read) and mask.reason is None and all(isinstance(kind, Causal) for kind in mask.kinds)
 
 
 def _gain(estimate: Estimate, calls: int) -> Markup | str:

@@ -227,7 +227,7 @@ passes/recovering/meaning.py mask; rounding: a comparison of rounded numbers is 
 + if True:
 
 rounded masks are proved
-passes/recovering/meaning.py add; rounding: an additive mask of rounded numbers is taken as exact
+passes/recovering/meaning.py _why_rounded; rounding: an additive mask of rounded numbers is taken as exact
 - if not ix.is_exact(found.allowed):
 + if False:
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.spec.masks import Inputs
+from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.spec.scores import ScoreSpec, Unusual
 from attn_compiler.spec.target import Target
 from tests import cases, numerics

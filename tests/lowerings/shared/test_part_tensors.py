@@ -20,7 +20,8 @@ from attn_compiler.lowerings.shared import part_tensors, parts
 from attn_compiler.spec import added_scores, masks, scores
 from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.masks import Alignment, Causal, Dense, Inputs, MaskKind, MaskSpec
+from attn_compiler.spec.mask_inputs import Inputs
+from attn_compiler.spec.masks import Alignment, Causal, Dense, MaskKind, MaskSpec
 from tests.lowerings import plan_math
 from tests.lowerings.bench import Bench
 from tests.lowerings.specs import make_spec
@@ -119,6 +120,35 @@ def check_mask(spec: AttentionSpec, made: Sequence[torch.Tensor], have: dict[str
     for b, q, k in itertools.product(range(BATCH), range(seqlen_q), range(seqlen_kv)):
         expected = all(kind.mask_mod(b, 0, q, k, inputs) for kind in spec.mask.read)
         assert bool(found[b, 0, q, k]) is expected, (b, q, k)
+
+
+@pytest.mark.parametrize(
+    ("rest", "shape"),
+    [
+        (ix.invert(Load("chosen", (B, Q, K), "bool")), (BATCH, 1, 5, 7)),
+        (ix.compare(">", Load("numbers", (H, K, Q), "float"), Const(0.25)), (1, HEADS, 5, 7)),
+        (ix.as_bool(Load("square", (Q, ix.apply("floordiv", K, Const(2))), "int")), (1, 1, 5, 7)),
+        (ix.apply("or", Load("chosen", (B, Q, K), "bool"), ix.compare("<=", K, Q)), (BATCH, 1, 5, 7)),
+    ],
+)
+def test_a_condition_on_pairs(rest: Expr, shape: tuple[int, ...]) -> None:
+    """What a mask says besides its kinds, as large as what it depends on."""
+    generator = torch.Generator().manual_seed(4)
+    have = tensors(5, 7) | {
+        "chosen": torch.rand(BATCH, 5, 7, generator=generator) > 0.5,
+        "numbers": torch.rand(HEADS, 7, 5, generator=generator),
+        "square": torch.randint(0, 2, (5, 4), generator=generator),
+    }
+    bench = Bench(**have)
+    spec = spec_of(bench, [Causal()])
+    mask = dataclasses.replace(spec.mask, reason="not read", rest=masks.Formula(condition=rest))
+    spec = dataclasses.replace(spec, mask=mask)
+    made = dict(zip(parts.of(spec).operands, bench.run(emitted(bench, spec)), strict=True))["mask"]
+    assert (made.dtype, tuple(made.shape)) == (torch.bool, shape)
+    inputs = Inputs(seqlen_q=5, seqlen_kv=7, load=lambda tensor, at: have[tensor][at].item())
+    expanded = made.expand(BATCH, HEADS, 5, 7)
+    for at in itertools.product(*map(range, expanded.shape)):
+        assert bool(expanded[at]) is bool(inputs.value(rest, *at)), at
 
 
 @settings(deadline=None, max_examples=60)

@@ -46,12 +46,13 @@ def spec_of(
     changes: tuple[scores.ScoreChange, ...] = (),
     reason: str | None = None,
     lost: tuple[str, ...] = (),
+    rest: masks.Formula | None = None,
     seqlen_q: Dim = 128,
     seqlen_kv: Dim = 192,
     needs_grad: bool = True,
 ) -> AttentionSpec:
     """A mask (or, among the changes, a bias) that was proved to be this; lost: names that are out of reach."""
-    mask = MaskSpec(kinds=proved, flag=flag, dense=dense, reason=reason, out_of_reach=lost)
+    mask = MaskSpec(kinds=proved, flag=flag, dense=dense, reason=reason, out_of_reach=lost, rest=rest)
     spec = make_spec(mask=mask, changes=changes, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, needs_grad=needs_grad)
     return dataclasses.replace(spec, score=dataclasses.replace(spec.score, proved=added, out_of_reach=lost))
 
@@ -183,6 +184,47 @@ def test_a_float_mask_that_was_proved_is_no_bias() -> None:
     assert parts(PADDING, dense=ADDED) == Parts(keys=PADDING.condition)
     assert parts(BLOCKS, dense=ADDED) == Parts(mask=True)
     assert parts(BLOCKS, dense=dataclasses.replace(ADDED, shape=(2, 1, 1, 192))) == Parts(keys_given=True)
+
+
+# ---- masks that were read in part ---------------------------------------------------------------------------------
+
+UNREAD = "scatter was made by scatter in a way that can not be read"
+REST = masks.Formula(condition=ix.invert(Load("scatter", (B, Q, K), "bool")))
+READ = Parts(band=Band(right=0), keys=PADDING.condition)
+
+
+@pytest.mark.parametrize("dense", [DENSE, ADDED])
+def test_the_rest_of_a_mask_is_a_tensor_of_its_own(dense: Dense) -> None:
+    found = parts(Causal(), PADDING, dense=dense, reason=UNREAD, rest=REST)
+    assert found == dataclasses.replace(READ, mask=True, rest=REST.condition)
+    assert found.kinds == {"band", "keys", "mask"}
+    plan = site_parts.of(spec_of(Causal(), PADDING, dense=dense, reason=UNREAD, rest=REST))
+    assert (plan.band, plan.keys, plan.mask, plan.bias) == (Band(right=0), True, True, False)
+
+
+@pytest.mark.parametrize("dense", [DENSE, ADDED])
+@pytest.mark.parametrize(
+    ("kinds", "rest", "lost"),
+    [
+        ((Causal(), PADDING), None, ()),
+        ((Causal(), PADDING), REST, ("scatter",)),
+        ((Causal(), PADDING), REST, ("attention_mask",)),
+        ((Causal(), BLOCKS), REST, ()),
+    ],
+)
+def test_a_tensor_that_says_all_is_read_within_the_band(
+    dense: Dense, kinds: tuple[MaskKind, ...], rest: masks.Formula | None, lost: tuple[str, ...]
+) -> None:
+    """Where the rest is not at hand, or a kind is no part: no kind may be lost."""
+    found = parts(*kinds, dense=dense, reason=UNREAD, rest=rest, lost=lost)
+    assert found == Parts(band=Band(right=0), mask=True)
+
+
+def test_numbers_that_are_added_beside_a_mask_that_was_read_in_part() -> None:
+    bias = added_scores.Bias(tensor="x", at=(B, Q, K), shape=(2, 1, 128, 192))
+    assert parts(Causal(), PADDING, dense=ADDED, reason=UNREAD, added=(bias,)) == dataclasses.replace(READ, bias=True)
+    learned = parts(Causal(), PADDING, dense=None, changes=BIAS, reason=UNREAD)
+    assert learned == dataclasses.replace(READ, bias=True, bias_grad=True)
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------

@@ -78,6 +78,32 @@ def test_keys_up_to_a_cache_position() -> None:
     assert kind.words.startswith("keys up to ")
 
 
+def test_a_tensor_beside_conditions_is_their_rest() -> None:
+    unread = torch.rand(B, S, S) > 0.3
+    mask = _proved(lambda x, m: (torch.ones(S, S).tril() > 0) & (m != 0)[:, None, None] & x[:, None], unread, PADDING)
+    assert [kind.words for kind in mask.held] == ["causal", "key padding inputs_1[b, k]"]
+    assert mask.reason == "inputs_0 is an input of the graph, and holds an element for each query and key"
+    assert mask.rest is not None
+    assert mask.rest.formula == "inputs_0[b, q, k]"
+    assert mask.dense is not None
+
+
+def test_what_is_added_beside_leaves_no_rest_of_its_own() -> None:
+    """The one tensor holds both."""
+    mask = _proved(lambda x, m: x.masked_fill(m, -torch.inf).masked_fill(torch.ones(S, S).triu(1) > 0, -torch.inf),
+                   torch.randn(S, S), torch.rand(S, S) > 0.8)  # fmt: skip
+    assert [kind.words for kind in mask.held] == ["causal"]
+    assert mask.is_partial
+    assert mask.rest is None
+
+
+def test_a_tensor_alone_is_no_rest() -> None:
+    mask = _proved(lambda x: x & (torch.arange(S) >= 0), torch.rand(S, S) > 0.1)
+    assert mask.kinds == ()
+    assert mask.rest is None
+    assert mask.reason is not None
+
+
 def test_everything_is_no_mask() -> None:
     found = _proved(_square(lambda q, k: (k <= q) | (k > q)))
     assert found.words == "none"

@@ -106,6 +106,19 @@ def test_an_input_that_is_added_as_it_is(make: Make) -> None:
     assert "it may mask too" in why
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_a_mask_that_was_read_in_part(called: bool) -> None:
+    """What was read stands beside the reason."""
+    unread = torch.rand(S, S) > 0.5
+    mask, report = mask_of(
+        lambda m: torch.where((m.bool() & unread) & (torch.ones(S, S).tril() > 0), 0.0, LOWEST), KEPT, called=called
+    )
+    assert [type(kind).__name__ for kind in mask.kinds] == ["Causal", "KeyPadding"]
+    assert "holds an element for each query and key" in str(wording.unproved(mask))
+    assert "unproved  " in report
+    assert "(proved)" in report
+
+
 def test_truth_values_that_come_in() -> None:
     mask, _ = mask_of(lambda m: m, torch.rand(B, S) > 0.5, called=True)
     assert mask.kinds

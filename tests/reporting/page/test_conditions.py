@@ -10,7 +10,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.reporting.page.conditions import all_of, condition_of
 from attn_compiler.spec import masks
-from attn_compiler.spec.masks import Inputs, MaskKind
+from attn_compiler.spec.mask_inputs import Inputs
+from attn_compiler.spec.masks import MaskKind
 
 B, K, Q = Index("b"), Index("k"), Index("q")
 DOCUMENTS = masks.Document(of_key=Load("documents", (B, K), "int"))

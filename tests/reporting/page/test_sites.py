@@ -157,6 +157,7 @@ def test_time(estimate: object, said: str, unsaid: str) -> None:
     [
         (masks.MaskSpec(kinds=(masks.Causal(),), flag=masks.Flag.READ), True),
         (masks.MaskSpec(kinds=(masks.Causal(),), flag=masks.Flag.CALLED), False),
+        (masks.MaskSpec(kinds=(masks.Causal(),), reason="not read"), False),
         (SPEC.mask, False),
     ],
 )

@@ -5,7 +5,7 @@ those indices, which is true of any tensor. So reading never guesses; at worst i
 """
 
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.recovering.reading import in_place, inside, making, moving, pointwise, scans, vmap
+from attn_compiler.passes.recovering.reading import in_place, inside, making, moving, pointwise, scans, scattered, vmap
 from attn_compiler.passes.recovering.reading.core import Reader, ReadOp, Unreadable
 from attn_compiler.passes.recovering.reading.nodes import fake, size
 
@@ -16,6 +16,7 @@ READERS: dict[object, ReadOp] = {
     **in_place.READERS,
     **moving.READERS,
     **scans.READERS,
+    **scattered.READERS,
     **vmap.READERS,
 }
 

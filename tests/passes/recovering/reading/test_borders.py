@@ -12,7 +12,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.recovering.reading.borders import GraphRow, Made, known_of, of_itself
-from attn_compiler.spec.masks import Inputs
+from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.torch_private import meanings
 
 B, S = 2, 6

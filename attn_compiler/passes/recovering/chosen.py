@@ -1,0 +1,124 @@
+"""Keys that a mask leaves a query by their indices: `ones.scatter(-1, topk, False)`, and what of it is then asked of each key, or of the
+block that a key is in.
+
+Where the tensor is one number but at the indices, and a part of the mask is false for that number, a query uses no key but those that
+the indices name. So it is a fact of its own: the mask says it too, and nothing rests on what was written at the indices.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import sympy
+import torch
+from torch import fx
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Load
+from attn_compiler.index_expr.changing import throughout
+from attn_compiler.passes.graph import axes, views
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Match
+from attn_compiler.passes.graph.views import argument
+from attn_compiler.passes.recovering.reading import Reader, Unreadable, fake
+from attn_compiler.spec.chosen_keys import Chosen
+from attn_compiler.torch_private import symbols as torch_symbols
+
+aten = torch.ops.aten
+
+K = Index("k")
+
+#: what gives the elements that it is given, one for one
+_SAME: tuple[object, ...] = (
+    *views.CASTS,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.detach.default,
+)
+
+
+def of(mirror: Mirror, match: Match, reader: Reader, parts: Iterable[Expr]) -> Chosen | None:
+    """What the first part of a conjunction that asks for chosen keys says."""
+    keys = axes.dim_size(match.axes.key)
+    found = (_of(mirror, reader, part, load, keys) for part in parts for load in ix.loads(part))
+    return next((each for each in found if each is not None), None)
+
+
+def _of(mirror: Mirror, reader: Reader, part: Expr, load: Load, keys: sympy.Expr) -> Chosen | None:
+    """keys: how many there are."""
+    writer = _scatter(mirror, reader.tensors[load.tensor])
+    block = _block(load.at[-1]) if load.at else None
+    if writer is None or block is None or any(ix.mentions(x, K) for x in load.at[:-1]):
+        return None
+    base, indices = writer.args[0], argument(writer, "index")
+    if not isinstance(base, fx.Node) or not isinstance(indices, fx.Node) or not _is_of_rows(writer, indices):
+        return None
+    when = mirror.order(writer)
+    try:
+        before = reader.read_at(when, base, load.at)
+        element = reader.load_at(when, indices, (*load.at[:-1], ix.ZERO))
+    except Unreadable:
+        return None
+    if (
+        not isinstance(before, Const)
+        or not isinstance(element, Load)
+        or throughout(part, lambda x: before if x == load else x) != ix.FALSE
+    ):
+        return None
+    count = torch_symbols.dim_of(fake(indices).shape[-1])
+    return Chosen(
+        tensor=element.tensor,
+        at=load.at[:-1],
+        count=count,
+        most=None if isinstance(count, int) else torch_symbols.range_of(fake(indices).shape[-1])[1],
+        distinct=_are_distinct(indices),
+        condition=part,
+        block=block,
+        is_within=block == 1 and axes.shape_exprs(fake(writer))[-1] == keys,
+    )
+
+
+def _block(at: Expr) -> int | None:
+    """How many keys in a row have one element."""
+    if at == K:
+        return 1
+    match at:
+        case Apply(op="floordiv", args=(Index(name="k"), Const(value=int(size)))) if size > 0:
+            return size
+    return None
+
+
+def _scatter(mirror: Mirror, version: Version) -> fx.Node | None:
+    """What wrote one number at indices last, into all of the tensor."""
+    writer = version.node if version.since is None else version.since
+    if writer.graph is not mirror.graph:
+        return None
+    if version.since is None:
+        return writer if writer.target is aten.scatter.value else None
+    return writer if writer.target is aten.scatter_.value and writer.args[0] is version.node else None
+
+
+def _is_of_rows(writer: fx.Node, indices: fx.Node) -> bool:
+    """Whether each row along the last axis has a row of indices."""
+    value, own = fake(writer), fake(indices)
+    dim = argument(writer, "dim")
+    if not isinstance(dim, int) or own.dim() != value.dim() or dim % value.dim() != value.dim() - 1:
+        return False
+    return axes.shape_exprs(own)[:-1] == axes.shape_exprs(value)[:-1]
+
+
+def _are_distinct(indices: fx.Node) -> bool:
+    """Whether they are those of a top k along the last axis, as they are."""
+    while indices.target in _SAME and isinstance(indices.args[0], fx.Node):
+        indices = indices.args[0]
+    if indices.target is not operator.getitem or indices.args[1] != 1 or not isinstance(indices.args[0], fx.Node):
+        return False
+    top, dim = indices.args[0], argument(indices.args[0], "dim", -1)
+    return (
+        top.target is aten.topk.default
+        and isinstance(dim, int)
+        and dim % fake(indices).dim() == fake(indices).dim() - 1
+    )
