@@ -27,7 +27,8 @@ def rounded(by: float, seed: int) -> Iterator[None]:
     """Inside, the backward of a softmax is off by up to the `by`-th part of its largest summand, as a fused kernel's is.
 
     With an even seed it is off as far as that, and the same way for all rows. The scores of a softmax are off by a rounding to float32: a
-    score of a million has no digits behind the point, whatever adds it up.
+    score of a million has no digits behind the point, whatever adds it up. Keys that share the largest score of a row go on sharing it: a
+    number that masks is written there, and not added up.
 
     A softmax gives `w * (dw - sum(w * dw))`. A fused kernel takes `sum(do * o)` for the sum, of an `o` that is rounded. Where one key has
     all the weight, the exact difference is 0 and the kernel's is that rounding. SDPA runs as products and a softmax here.
@@ -52,7 +53,7 @@ class _Rounded(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is aten._softmax.default:
-            args = (self._off_by_a_rounding(args[0]), *args[1:])
+            args = (self._off_by_a_rounding(args[0], args[1]), *args[1:])
         result = func(*args, **(kwargs or {}))
         if func is not aten._softmax_backward_data.default:
             return result
@@ -61,9 +62,15 @@ class _Rounded(TorchDispatchMode):
         off = 1.0 if self._is_one_way else _off(largest, self._generator)
         return result + self._by * weights * largest * off
 
-    def _off_by_a_rounding(self, scores: torch.Tensor) -> torch.Tensor:
-        by = min(self._by, torch.finfo(torch.float32).eps) * _off(scores, self._generator)
-        return torch.where(scores.isfinite(), scores * (1 + by), scores)
+    def _off_by_a_rounding(self, scores: torch.Tensor, dim: int) -> torch.Tensor:
+        if not scores.numel():
+            return scores
+        off = _off(scores, self._generator)
+        largest, at = scores.max(dim, keepdim=True)
+        off = torch.where(scores == largest, off.gather(dim, at), off)
+        limits, by = torch.finfo(scores.dtype), min(self._by, torch.finfo(torch.float32).eps)
+        moved = (scores * (1 + by * off)).clamp(limits.min, limits.max)
+        return torch.where(scores.isfinite(), moved, scores)
 
 
 def _off(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -99,3 +99,23 @@ def test_rows_that_are_shut_out_are_seen_before_their_maximum_is_taken_off() -> 
     )
     with pytest.raises(Left, match="rows without keys"):
         comparing.check(dataclasses.replace(PLAIN, lines=lines))
+
+
+def test_the_exact_gradient_of_a_row_without_keys_weighs_all_keys_alike() -> None:
+    """PyTorch's kernel for a CPU counts each of them as the only one."""
+    program = Program(
+        rule="rows without keys",
+        inputs=(Input(name="q0", shape=("b", "q", "d")), Input(name="k1", shape=("b", "k", "d"), grad=True)),
+        lines=("m = torch.full((3, 4), torch.finfo(q0.dtype).min, dtype=q0.dtype)",),
+        outputs=("o",),
+        sizes=(("b", 2), ("q", 3), ("k", 4), ("d", 4)),
+    )
+    call = "o = F.scaled_dot_product_attention(q0[None], k1.detach()[None], k1[None], attn_mask=m)[0]"
+    plain = "o = k1.mean(1, keepdim=True).expand(2, 3, 4)"
+    found, wanted = (
+        comparing.results(made, made.function(exact=True), program.calls[0], exact=True)[2].value
+        for made in (dataclasses.replace(program, lines=(*program.lines, line)) for line in (call, plain))
+    )
+    assert found is not None
+    assert wanted is not None
+    torch.testing.assert_close(found, wanted)

@@ -61,3 +61,10 @@ def test_masked_scores_stay_masked() -> None:
     scores = torch.tensor([0.0, -torch.inf, torch.finfo(torch.float32).min], dtype=torch.float64)
     with roundings.rounded(EPS, 1):
         assert scores.softmax(-1).tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("number", [torch.finfo(torch.float64).min, -1e9, 3e5])
+def test_a_row_of_one_number_weighs_all_keys_alike(number: float) -> None:
+    scores = torch.full((1, 1, 50, 4), number, dtype=torch.float64)
+    with roundings.rounded(EPS, 1):
+        assert torch.equal(scores.softmax(-1), torch.full_like(scores, 0.25))
