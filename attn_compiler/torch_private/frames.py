@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -196,10 +197,12 @@ def captured_with(tensors: Mapping[torch.Tensor, torch.Tensor]) -> fx.GraphModul
     if TracingContext.try_get() is None:
         raise NotCaptured("no function is compiled")
     frame = _frame()
-    others = {id(old): new for old, new in tensors.items()}
-    found: set[int] = set()
-    given = {name: _exchanged(value, others, found) for name, value in frame.f_locals.items()}
-    if found != others.keys():
+    exchange = _Exchange({id(old): new for old, new in tensors.items()})
+    try:
+        given = {name: exchange.of(value) for name, value in frame.f_locals.items()}
+    except RecursionError as error:
+        raise NotCaptured("an input is deep within objects") from error
+    if exchange.found != exchange.others.keys():
         raise NotCaptured("an input is in an object that is not looked into")
     closure: Any = frame.closure or ()
     info = convert_frame.FrameInfo(frame.f_code, frame.f_globals, given, frame.f_builtins, closure, None, None)
@@ -231,16 +234,81 @@ def _sizes_as_seen() -> Iterator[None]:
             state.automatic_dynamic.update(seen.get(code, {}))
 
 
-def _exchanged(value: Any, others: Mapping[int, torch.Tensor], found: set[int]) -> Any:
-    """With other tensors in dictionaries, lists and tuples. found: those that were met."""
-    if id(value) in others:
-        found.add(id(value))
-        return others[id(value)]
-    if type(value) is dict:
-        return {key: _exchanged(item, others, found) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_exchanged(item, others, found) for item in value)
-    return value
+#: what is not looked into: it is the model's own, or has no inputs
+_CLOSED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float, complex)
+
+#: slots that are none
+_NO_STATE = ("__dict__", "__weakref__")
+
+
+class _Exchange:
+    """Copies of what a frame was given, with other tensors in objects of any class; what has none of them stays.
+
+    others: by the id of the tensor that they stand for. found: ids of those that were met.
+    """
+
+    def __init__(self, others: Mapping[int, torch.Tensor]) -> None:
+        self.others = others
+        self.found: set[int] = set()
+        self._made: dict[int, Any] = {}
+        self._under_way: set[int] = set()
+        self._circles: set[int] = set()
+
+    def of(self, value: Any) -> Any:
+        """Raises NotCaptured for an object that holds itself and one of the tensors."""
+        if id(value) in self.others:
+            self.found.add(id(value))
+            return self.others[id(value)]
+        if isinstance(value, _CLOSED):
+            return value
+        if id(value) in self._under_way:
+            self._circles.add(id(value))
+            return value
+        if id(value) not in self._made:
+            self._under_way.add(id(value))
+            made = self._copied(value)
+            self._under_way.remove(id(value))
+            if made is not value and id(value) in self._circles:
+                raise NotCaptured(f"a {type(value).__name__} that is given holds itself")
+            self._made[id(value)] = made
+        return self._made[id(value)]
+
+    def _copied(self, value: Any) -> Any:
+        items = _items(value)
+        attributes = _attributes(value)
+        new_items = {key: self.of(item) for key, item in items.items()}
+        new_attributes = {name: self.of(item) for name, item in attributes.items()}
+        if _are_same(items, new_items) and _are_same(attributes, new_attributes):
+            return value
+        made = tuple.__new__(type(value), new_items.values()) if isinstance(value, tuple) else copy.copy(value)
+        for key, item in new_items.items():
+            if isinstance(value, dict):
+                dict.__setitem__(made, key, item)
+            elif isinstance(value, list):
+                list.__setitem__(made, key, item)
+        for name, item in new_attributes.items():
+            object.__setattr__(made, name, item)
+        return made
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    return dict(enumerate(value)) if isinstance(value, (list, tuple)) else {}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [name for cls in type(value).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
+    found = {name: getattr(value, name) for name in slots if name not in _NO_STATE and hasattr(value, name)}
+    return found | dict(getattr(value, "__dict__", {}))
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _are_same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
+    return all(after[key] is item for key, item in before.items())
 
 
 def recompilation_reason() -> str | None:

@@ -4,12 +4,17 @@ one that only looks like it is taken, and so is one that is the same for both le
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import attn_compiler
 from attn_compiler.passes.context_parallel import compared
 from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests.passes.context_parallel.compiled import (
@@ -263,3 +268,78 @@ def test_no_memory_for_the_whole_sequence_is_no_comparison(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "empty_strided", full)
     with pytest.raises(compared.NotComparable, match="no memory for an input of the whole sequence"):
         compared._longer(torch.ones(2, 4), 1, 2)
+
+
+# ---- inputs in objects ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Held:
+    position_ids: object
+
+
+@dataclass(frozen=True)
+class Frozen:
+    position_ids: object
+
+
+class Slotted:
+    __slots__ = ("position_ids",)
+
+    def __init__(self, position_ids: object) -> None:
+        self.position_ids = position_ids
+
+
+class Named(NamedTuple):
+    position_ids: object
+
+
+class Subclass(dict[str, object]):
+    """As outputs of transformers: an item is an attribute, too."""
+
+    def __init__(self, position_ids: object) -> None:
+        super().__init__(position_ids=position_ids)
+        self.position_ids = position_ids
+
+
+OBJECTS: dict[str, Callable[[object], Any]] = {
+    "dataclass": Held,
+    "frozen dataclass": Frozen,
+    "slots": Slotted,
+    "named tuple": Named,
+    "subclass of dict": Subclass,
+    "namespace": lambda x: SimpleNamespace(position_ids=x),
+    "object in an object": lambda x: SimpleNamespace(position_ids=x, inner=Held([x])),
+}
+
+
+def _reported() -> str:
+    return " ".join(str(attn_compiler.reports()[-1]).split())
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_inputs_in_an_object_are_looked_into(name: str) -> None:
+    def of_length(m: Model, x: Tensor, d: Any) -> Tensor:
+        return x * (x.shape[1] / 3) + d["held"].position_ids[..., None]
+
+    def of_none(m: Model, x: Tensor, d: Any) -> Tensor:
+        return x / 3 + d["held"].position_ids[..., None]
+
+    given: Any = {"held": OBJECTS[name](positions())}
+    assert compile_and_run(before=of_none, data=given).shape == (BATCH, LENGTH, WIDTH)
+    assert "by their values alone" not in _reported()
+    with pytest.raises(ContextParallelUnsupported, match=_NUMBER):
+        compile_and_run(before=of_length, data=given)
+    assert given["held"].position_ids.shape == (BATCH, LENGTH)
+
+
+def test_an_object_that_holds_itself_is_no_comparison() -> None:
+    held: Any = SimpleNamespace(position_ids=positions())
+    held.me = held
+    given: Any = {"held": held}
+
+    def before(m: Model, x: Tensor, d: Any) -> Tensor:
+        return x + d["held"].position_ids[..., None]
+
+    assert compile_and_run(before=before, data=given).shape == (BATCH, LENGTH, WIDTH)
+    assert "a SimpleNamespace that is given holds itself" in _reported()
