@@ -280,7 +280,7 @@ class _Exchange:
         new_attributes = {name: self.of(item) for name, item in attributes.items()}
         if _are_same(items, new_items) and _are_same(attributes, new_attributes):
             return value
-        made = tuple.__new__(type(value), new_items.values()) if isinstance(value, tuple) else copy.copy(value)
+        made: Any = tuple.__new__(type(value), new_items.values()) if isinstance(value, tuple) else copy.copy(value)
         for key, item in new_items.items():
             if isinstance(value, dict):
                 dict.__setitem__(made, key, item)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler import ContextParallel
@@ -114,6 +115,8 @@ OTHERS: Mapping[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "mean": lambda m, x, p: x - x.mean(1, keepdim=True),
     "cumsum": lambda m, x, p: x.cumsum(1),
     "reversed": lambda m, x, p: x.flip(1),
+    "fours reversed": lambda m, x, p: x.view(BATCH, -1, 4, WIDTH).flip(2).reshape(x.shape),
+    "means of fours": lambda m, x, p: x - x.view(BATCH, -1, 4, WIDTH).mean(2).repeat_interleave(4, 1),
     "last": lambda m, x, p: x + x[:, -1:],
     "own positions": lambda m, x, p: x + m.table(torch.arange(x.shape[1])),
     "in place": lambda m, x, p: x.clone().mul_(2).add_(1),
@@ -135,6 +138,20 @@ MASKS: Mapping[str, Callable[[int, Tensor, Tensor, int], Tensor] | None] = {
 }
 
 
+#: (hidden states, labels) -> what the model gives: its hidden states, some of them, or the sum of its losses
+ENDINGS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "hidden states": lambda x, y: x,
+    "all but the first": lambda x, y: x[:, 1:],
+    "all but the last": lambda x, y: x[:, :-1],
+    "the last": lambda x, y: x[:, -1:],
+    "the first half": lambda x, y: x[:, : x.shape[1] // 2],
+    "fours": lambda x, y: x.view(BATCH, -1, 4, WIDTH),
+    "sums of fours": lambda x, y: x.view(BATCH, -1, 4, WIDTH).sum(2),
+    "losses": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"),
+    "losses of the next": lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="sum"),
+    "mean loss": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
+}
+
 #: what is good on a part of a sequence: drawn more often, so that programs run
 _PLAIN = [
     "linear",
@@ -147,6 +164,8 @@ _PLAIN = [
     "in place",
     "einsum",
 ]
+#: views by the length: they mean something else where a rank has as many positions as a tensor has features
+_OF_SHAPES = ("transposed view", "rows of features", "batch between")
 _PLAIN_MASKS = ["flag", "causal", "window", "both sides", "prefix", "bias"]
 
 
@@ -162,7 +181,8 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """before, after: steps around the attention. balanced: the order of positions."""
+    """before, after: steps around the attention. balanced: the order of positions. ending: its name. body: all but the ending is in the
+    body of a checkpoint. packed: inputs come in an object. answered: the user answers for numbers of the length; there are none."""
 
     before: tuple[Step, ...]
     after: tuple[Step, ...]
@@ -171,10 +191,21 @@ class Program:
     length: int
     method: str
     balanced: bool
+    ending: str = "hidden states"
+    body: bool = False
+    packed: bool = False
+    answered: bool = False
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    positions: Tensor
+    labels: Tensor
 
 
 class Model(nn.Module):
-    """(B, S, WIDTH) and position_ids (B, S) -> (B, S, WIDTH)"""
+    """Hidden states (B, S, WIDTH), position_ids (B, S) and labels (B, S) -> what its ending gives"""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -190,7 +221,15 @@ class Model(nn.Module):
             return SINKS[step.sink](x, NUMBERS[step.source](x.shape[1], step.constant), p)
         return TENSOR_SINKS[step.sink](x, COUNTED[step.source](x.shape[1], x), p)
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, batch: Batch | tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, position_ids, labels = (batch.x, batch.positions, batch.labels) if isinstance(batch, Batch) else batch
+        if self.program.body:
+            x = checkpoint(self.hidden_states, x, position_ids, use_reentrant=False)
+        else:
+            x = self.hidden_states(x, position_ids)
+        return ENDINGS[self.program.ending](x, labels)
+
+    def hidden_states(self, x: Tensor, position_ids: Tensor) -> Tensor:
         for step in self.program.before:
             x = self.step(step, x, position_ids)
         q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -211,27 +250,35 @@ def drawn(seed: int, count: int) -> list[Program]:
 
 
 def _program(draw: random.Random) -> Program:
-    steps = [_step(draw) for _ in range(draw.choice((1, 1, 2, 3)))]
+    answered = draw.random() < 0.25
+    steps = [_step(draw, numbers=not answered) for _ in range(draw.choice((1, 1, 2, 3)))]
     cut = draw.randrange(len(steps) + 1)
     return Program(
         before=tuple(steps[:cut]),
         after=tuple(steps[cut:]),
-        mask=draw.choice([*_PLAIN_MASKS * 3, *MASKS]),
+        mask=draw.choice([*_PLAIN_MASKS * 3, *([] if answered else MASKS)]),
         constant=draw.randint(2, 5),
         length=draw.choice(LENGTHS),
         method=draw.choice(("auto", "all_gather", "all_to_all", "ring")),
         balanced=draw.random() < 0.5,
+        ending=draw.choice(["hidden states"] * 16 + ["losses"] * 2 + list(ENDINGS)),
+        body=draw.random() < 0.25,
+        packed=draw.random() < 0.25,
+        answered=answered,
     )
 
 
-def _step(draw: random.Random) -> Step:
-    kind = draw.choices(("number", "counted", "other"), (5, 2, 5))[0]
+def _step(draw: random.Random, *, numbers: bool) -> Step:
+    """numbers: it may be one of the length."""
+    kind = draw.choices(("number", "counted", "other"), (5, 2, 5) if numbers else (1, 0, 5))[0]
     if kind == "other":
-        return Step(kind=kind, source=draw.choice([*_PLAIN * 2, *OTHERS]))
-    sources, sinks = (NUMBERS, SINKS) if kind == "number" else (COUNTED, TENSOR_SINKS)
+        sources = [*_PLAIN * 2, *OTHERS] if numbers else [name for name in OTHERS if name not in _OF_SHAPES]
+        return Step(kind=kind, source=draw.choice(sources))
+    tables, sinks = (NUMBERS, SINKS) if kind == "number" else (COUNTED, TENSOR_SINKS)
     constant = draw.choice((0.3, 2.0, 7.0, 15.0, 16.0, -1.0))
     alike = ["c", "S % 4", "min(S, 3)"] * 5 if kind == "number" else ["arange(S)[0]"]
-    return Step(kind=kind, source=draw.choice([*alike, *sources]), sink=draw.choice(list(sinks)), constant=constant)
+    source = draw.choice([*alike, *tables]) if numbers else "c"
+    return Step(kind=kind, source=source, sink=draw.choice(list(sinks)), constant=constant)
 
 
 def outcomes(programs: list[Program]) -> list[str]:
@@ -239,7 +286,12 @@ def outcomes(programs: list[Program]) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
     for program in programs:
-        cp = ContextParallel(mesh, method=program.method, load_balance="head_tail" if program.balanced else None)  # type: ignore[arg-type]
+        cp = ContextParallel(
+            mesh,
+            method=program.method,  # type: ignore[arg-type]
+            load_balance="head_tail" if program.balanced else None,
+            allow=("length",) if program.answered else (),
+        )
         found.append(_outcome(program, cp))
     return found
 
@@ -249,10 +301,12 @@ def _outcome(program: Program, cp: ContextParallel) -> str:
     attn_compiler.reset()
     model, length = Model(program).double(), program.length
     generator = torch.Generator().manual_seed(1)
-    x, weight = (torch.randn(BATCH, length, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    x = torch.randn(BATCH, length, WIDTH, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, WIDTH, (BATCH, length), generator=generator)
     positions = torch.arange(length).expand(BATCH, length).contiguous()
     try:
-        wanted = model(x, positions)
+        wanted = model((x, positions, labels))
+        weight = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
         (wanted * weight).sum().backward()
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         return f"discarded: {type(error).__name__}"
@@ -261,12 +315,20 @@ def _outcome(program: Program, cp: ContextParallel) -> str:
     gradients = _taken_gradients(model)
     own = cp.positions(length // cp.size)
     compiled = torch.compile(model, backend="attn_compiler", options={"context_parallel": cp, "inner": "eager"})
+    parts = tuple(whole[:, own].contiguous() for whole in (x, positions, labels))
     try:
-        out = compiled(x[:, own].contiguous(), positions[:, own].contiguous())
+        out = compiled(Batch(*parts) if program.packed else parts)
     except ContextParallelUnsupported as error:
         return f"refused: {error.rule}"
-    (out * weight[:, own]).sum().backward()
-    far = float((out - wanted[:, own]).abs().max() / wanted.abs().max().clamp(min=1))
+    if wanted.shape[1:2] not in ((), (length,)):
+        return "wrong: some positions of each rank are none of the whole sequence's"
+    if wanted.dim():
+        wanted, weight = wanted[:, own], weight[:, own]
+    (out * weight).sum().backward()
+    found = out.detach().clone()
+    if not wanted.dim():
+        dist.all_reduce(found)
+    far = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1))
     mine = _taken_gradients(model)
     for name, parameter in model.named_parameters():
         total = mine.get(name, torch.zeros_like(parameter)).to_dense()

@@ -28,6 +28,7 @@ def test_every_step_is_drawn() -> None:
     steps = [step for program in ranks.drawn(1, 3000) for step in (*program.before, *program.after)]
     assert {step.source for step in steps} == {*ranks.NUMBERS, *ranks.COUNTED, *ranks.OTHERS}
     assert {step.sink for step in steps if step.sink} == {*ranks.SINKS, *ranks.TENSOR_SINKS}
+    assert {program.ending for program in ranks.drawn(1, 1000)} == set(ranks.ENDINGS)
 
 
 def test_ranks_that_say_something_else_are_wrong() -> None:

@@ -49,7 +49,7 @@ passes/recovering/keyless.py _has_keys; rows without keys: no row is taken for o
 + return True
 
 a number that replaces is added
-passes/recovering/keyless.py _outcome; rows without keys: what two masks leave is another number
-- total = fill if step.replaces else number + fill
-+ total = number + fill
+passes/recovering/keyless.py _numbers; rows without keys: what two masks leave is another number
+- masked = Const(fill) if step.replaces else ix.add(total, Const(fill))
++ masked = ix.add(total, Const(fill))
 """)

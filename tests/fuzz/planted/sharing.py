@@ -19,9 +19,9 @@ passes/context_parallel/places.py cannot_meet; ranks: every rank counts its posi
 + if not axis_rules.has(self, dim):
 
 numbers are not compared with those of the whole sequence
-passes/context_parallel/compared.py compare; ranks: a number of the rank's length is one of the model
-- _check_numbers(own, other, cp.size, wholes)
-+ _check_numbers(own, own, cp.size, {**wholes, own: own})
+passes/context_parallel/compared.py _check_numbers; ranks: a number of the rank's length is one of the model
+- if not is_size:
++ if False:
 
 what was made of positions is no number of the rank
 passes/context_parallel/following.py _counted; ranks: a count of the rank's positions is one of all
@@ -38,8 +38,9 @@ passes/context_parallel/arguments.py unknown; ranks: an argument that counts pos
 - if not is_default and not (
 + if False and not (
 
-the whole sequence is split like a rank's
-passes/graph/axis_rules.py view; ranks: rows and positions are mixed
-- Mixed(why=f"it splits {context.words}") if found is None else Axes(dims=found)
-+ same(context, node) if found is None else Axes(dims=found)
+a view that splits the sequence is followed
+passes/graph/views.py forward_whole; ranks: every so many positions are taken for all of them
+- if any(atom in copies and copies[atom].parts is not None for atom in whole):
+-         return None
++ own |= {copies[atom].parts[0]: atom for atom in whole if atom in copies and copies[atom].parts is not None}
 """)
