@@ -46,7 +46,8 @@ def rows_without_keys(draft: Draft) -> None:
 
 def _twice(draft: Draft) -> tuple[str, ...]:
     """Two masks: a pair that both shut out holds the second number, or the sum, and the highest number of a row has all the weight."""
-    first, second = draft.pick((_LOWEST, "-1e9"), ("-1e9", _LOWEST), ("-1e9", "-1e9"), ("-1e9", "-1e5"))
+    # Of numbers that are not as low as these a site is left alone.
+    first, second = draft.pick((_LOWEST, "-1e30"), ("-1e30", _LOWEST), ("-1e9", "-1e9"), ("-1e9", "-1e5"))
     draft.add(f"c2 = {_mask(draft)}")
     begin = draft.pick(f"s = (q @ k.mT * 0.5).masked_fill(~c, {first})", f"s = q @ k.mT * 0.5 + {_ADDED}")
     end = f"s = s.masked_fill(~c2, {second})", f"s = torch.where(c2, s, {second})"
