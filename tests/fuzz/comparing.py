@@ -18,7 +18,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,8 @@ def _results(
     held = [x.clone() if x.requires_grad else x for x in bases]
     given = [_view(i.layout, x, sizes) for i, x in zip(program.inputs, held, strict=True)]
     found = list(function(*given))
+    named = {i.name: x for i, x in zip(program.inputs, given, strict=True)}
+    found = [_read(text, x, named) for text, x in zip(program.reads or ("{}",) * len(found), found, strict=True)]
     if any(x is None for x in found):
         # PyTorch's cuDNN attention does that for no batch at all.
         raise RuntimeError("an output is None")
@@ -105,8 +107,7 @@ def _results(
         Result(name=f"output {name}", value=x.detach().clone()) for name, x in zip(program.outputs, found, strict=True)
     ]
     wants = [x.requires_grad for x in found]
-    named = {"out": found, "F": torch.nn.functional, "torch": torch}
-    named |= {i.name: x for i, x in zip(program.inputs, given, strict=True)}
+    named = {"out": found, "F": torch.nn.functional, "torch": torch, **named}
     for line in program.after:
         exec(line, named)
     leaves = [x for x in bases if x.requires_grad]
@@ -129,6 +130,10 @@ def _view(layout: str, base: torch.Tensor, sizes: dict[str, int]) -> torch.Tenso
     text = re.sub(r"\$(\w+)", lambda found: str(sizes[found[1]]), layout).replace("{}", "x")
     view: torch.Tensor = eval(text, {"x": base})
     return view
+
+
+def _read(text: str, output: Any, named: Mapping[str, torch.Tensor]) -> Any:
+    return output if text == "{}" else eval(text.format("out"), {"torch": torch, "out": output, **named})
 
 
 def _upstream(output: torch.Tensor) -> torch.Tensor:
@@ -250,6 +255,8 @@ def _compiled(program: Program, wanted: Sequence[Any], outcome: Outcome, *, ours
         options: dict[str, Any] = {"inner": program.inner, "strict": True, "verify": program.verify}
         if program.lowerings is not None:
             options["lowerings"] = program.lowerings
+        if program.unpad:
+            options["unpad"] = True
         compiled = torch.compile(
             program.function(), backend="attn_compiler", fullgraph=program.is_whole, dynamic=dynamic, options=options
         )
@@ -279,6 +286,8 @@ def _count(outcome: Outcome) -> None:
 
     for report in attn_compiler.reports():
         outcome.missed += report.num_misses
+        if report.unpad is not None:
+            outcome.proved["padding stays" if report.unpad.kept else "padding is left out"] += 1
         for site in report.sites:
             times = len(site.modules)
             if site.decision.lowering == "untouched":

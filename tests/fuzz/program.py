@@ -27,7 +27,8 @@ class Input:
 
     kind: "normal", "large" (scores of hundreds), "small" (near zero), "positive" (0-d), "kept" (bool, True for the first of each
     free axis), "split" (bool, both truth values in each row of the last two axes), "padding" (whole numbers 0 and 1, the first is 1),
-    "ids" (whole numbers 0 to 2), "length" (1 to 3).
+    "filled" (whole numbers, 1 up to some place in each row and 0 behind it; of a size "fill" the places are others), "ids" (whole numbers
+    0 to 2), "length" (1 to 3).
     layout: text of a view that the caller makes of the base, in which `{}` stands for it.
     """
 
@@ -52,9 +53,19 @@ class Input:
             return _first_true(value > 0).to(device)
         if self.kind == "split":
             return _both_values(value > 0).to(device)
+        if self.kind == "filled":
+            return self._filled(shape, generator, sizes.get("fill", 0)).to(device)
         if self.kind == "padding":
             return _first_true(value > 0).long().to(device)
         return (value if self.kind == "ids" else value + 1).to(device)
+
+    def _filled(self, shape: list[int], generator: torch.Generator, fill: int) -> torch.Tensor:
+        rows, positions = shape
+        most = torch.full((1 + fill, rows), positions + 1)
+        ends = (torch.rand(most.shape, generator=generator) * most).long()[fill]
+        # A row may be empty, but not the first one.
+        ends[:1] = ends[:1].clamp(min=2)
+        return (torch.arange(positions) < ends[:, None]).long()
 
 
 def _first_true(kept: torch.Tensor) -> torch.Tensor:
@@ -92,10 +103,10 @@ def apart(text: str, x: torch.Tensor) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """lines: the body of a function of `inputs`. outputs: names that it returns. after: what the caller does after the forward, to inputs
-    and outputs by name.
+    and outputs by name. reads: how the caller reads each output, in which `{}` stands for it; none if as they are.
 
     rule: the generator that it comes from. sizes: by name; others: those of a second call, none without one. lowerings: the option,
-    None for the default. inner: the option.
+    None for the default. inner, unpad: options.
     """
 
     rule: str
@@ -111,6 +122,8 @@ class Program:
     inner: str = "eager"
     verify: bool = False
     device: str = "cpu"
+    reads: tuple[str, ...] = ()
+    unpad: bool = False
 
     @property
     def source(self) -> str:
@@ -161,7 +174,12 @@ class Program:
         ]
         head.append(
             f"# rule: {self.rule}; {self.dtype}; sizes: {dict(self.sizes)}, then {dict(self.others)}; dynamic: {self.dynamic}; "
-            f"lowerings: {self.lowerings}; inner: {self.inner}; verify: {self.verify}"
+            f"lowerings: {self.lowerings}; inner: {self.inner}; verify: {self.verify}" + "; unpad" * self.unpad
         )
         tail = [f"# then the caller: {line}" for line in self.after]
+        tail += [
+            f"# the caller reads {text.format(name)}"
+            for name, text in zip(self.outputs, self.reads, strict=False)
+            if text != "{}"
+        ]
         return "\n".join(["", *head, self.source, *tail, ""])

@@ -21,6 +21,7 @@ class Draft:
 
     grads: some inputs want gradients. writes: the text may write in place. widest: the dtype that a softmax may run in.
     last: what the text does right before it returns. repeated: of k and v those that have as many heads as q by now.
+    unpad, reads: see Program. others: sizes of a second call, if the rule has its own.
     kept: names of the conditions that were put on `s`, in its dimensions.
     """
 
@@ -42,6 +43,9 @@ class Draft:
     names: int = 0
     repeated: set[str] = field(default_factory=set)
     kept: list[str] = field(default_factory=list)
+    unpad: bool = False
+    reads: list[str] = field(default_factory=list)
+    others: dict[str, int] = field(default_factory=dict)
 
     def pick(self, *options: Any) -> Any:
         return options[0] if len(options) == 1 else self.draw(st.sampled_from(options))

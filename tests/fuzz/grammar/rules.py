@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests.fuzz.grammar import keyless_rules, mask_rules, operand_rules, region_rules, score_rules
+from tests.fuzz.grammar import keyless_rules, mask_rules, operand_rules, padded_rules, region_rules, score_rules
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.program import Program
 
@@ -56,6 +56,8 @@ CUDA_LOWERINGS: tuple[tuple[str, ...] | None, ...] = (
     ("math",),
     ("triton", "reference"),
 )
+#: lowerings that padding is left out by, with others behind them
+PADDED_LOWERINGS: tuple[tuple[str, ...] | None, ...] = (None, None, ("rows", "math"), ("triton", "reference"))
 _DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16)
 #: Triton's interpreter computes in float32 and float16
 _INTERPRETED = (*[torch.float32] * 6, torch.bfloat16, torch.float16)
@@ -74,6 +76,7 @@ RULES: dict[str, Rule] = {
     "mask kinds": mask_rules.mask_kinds,
     "masks known": mask_rules.masks_known,
     "rows without keys": keyless_rules.rows_without_keys,
+    "padded batches": padded_rules.padded_batches,
     "masks made": mask_rules.masks_made,
     "masks partly written": mask_rules.masks_partly_written,
     "mask tensors": mask_rules.mask_tensors,
@@ -137,6 +140,8 @@ def programs(
     """One random program of a rule. large: sizes that a GPU's kernels take. inner: what compiles the rest, without it one of several."""
     # The last of the lowerings is Triton's, unless one alone was asked for.
     possible = lowerings[-1:] if rule in TILES else lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings
+    if rule == "padded batches" and len(lowerings) > 1:
+        possible = PADDED_LOWERINGS
     chosen = draw(st.sampled_from(possible))
     is_interpreted = device == "cpu" and chosen is not None and chosen[0] == "triton"
     sizes = _sizes(draw, rule, large=large, is_interpreted=is_interpreted)
@@ -149,7 +154,7 @@ def programs(
         draft.dtype = torch.float64
     RULES[rule](draft)
     dynamic = rule == "symbolic" or draw(st.integers(0, 7)) == 7
-    others: dict[str, int] = {}
+    others: dict[str, int] = dict(draft.others)
     if rule == "symbolic" or (dynamic and draw(st.booleans())):
         others = dict(sizes)
         for name in draw(st.sampled_from((("b",), ("q", "k"), ("b", "q", "k"), ("k",)))):
@@ -162,6 +167,7 @@ def programs(
         inputs=tuple(draft.inputs),
         lines=tuple(line for line in (*draft.lines, *draft.last) if line.strip()),
         outputs=tuple(dict.fromkeys(draft.outputs)),
+        reads=tuple(draft.reads),
         after=tuple(draft.after),
         dtype=draft.dtype,
         sizes=tuple(sizes.items()),
@@ -171,4 +177,5 @@ def programs(
         inner=inner or draw(st.sampled_from(("eager", "eager", "eager", "eager", "aot_eager"))),
         verify=draw(st.integers(1, 2 if rule in PROOFS else 16)) == 2,
         device=device,
+        unpad=draft.unpad,
     )
