@@ -119,3 +119,30 @@ def test_the_exact_gradient_of_a_row_without_keys_weighs_all_keys_alike() -> Non
     assert found is not None
     assert wanted is not None
     torch.testing.assert_close(found, wanted)
+
+
+PADDED = Program(
+    rule="padded batches",
+    inputs=(Input(name="x0", shape=("b", "q", "d"), grad=True), Input(name="pad1", shape=("b", "q"), kind="filled")),
+    lines=(
+        "q = x0[:, None]",
+        "y = F.scaled_dot_product_attention(q, q, q, attn_mask=pad1[:, None, None] != 0)[:, 0]",
+        "o = x0 + y",
+    ),
+    outputs=("o",),
+    reads=("{}.masked_fill((pad1 == 0)[..., None], 0)",),
+    unpad=True,
+    sizes=(("b", 3), ("q", 5), ("d", 8), ("fill", 0)),
+    others=(("b", 3), ("q", 5), ("d", 8), ("fill", 2)),
+)
+
+
+def test_what_the_caller_does_not_read_is_not_compared() -> None:
+    assert comparing.check(PADDED).proved["padding is left out"] == 1
+    with pytest.raises(Wrong, match="output o"):
+        comparing.check(dataclasses.replace(PADDED, reads=()))
+
+
+def test_padding_that_is_read_in_the_text_stays() -> None:
+    read = dataclasses.replace(PADDED, lines=(*PADDED.lines, "o = o - o.mean(1, keepdim=True)"))
+    assert comparing.check(read).proved["padding stays"] == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from tests.fuzz import comparing
@@ -45,6 +47,15 @@ def test_a_split_mask_has_both_values_in_each_row_and_column() -> None:
         for axis in (1, 2):
             assert bool(x.any(axis).all())
             assert not bool(x.all(axis).any())
+
+
+def test_a_filled_row_ends_somewhere_and_elsewhere_in_another_call() -> None:
+    rows = Input(name="pad0", shape=("b", "q"), kind="filled")
+    seen = [rows.base(0, torch.float32, {"b": 5, "q": 7, "fill": fill}, "cpu") for fill in (0, 1, 2, 1)]
+    assert all(bool((x.diff(dim=1) <= 0).all()) for x in seen)
+    assert all(x[0].sum() >= 2 for x in seen)
+    assert torch.equal(seen[1], seen[3])
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(seen))
 
 
 def test_the_exact_run_has_the_same_numbers_in_float64() -> None:

@@ -71,7 +71,7 @@ _TOGETHER = (
     "x = x.reshape(x.shape[0], x.shape[2], n).transpose(1, 2)",
     "x = x.transpose(0, 1).reshape(x.shape)",
     "x = x * x.std(1, keepdim=True)",
-    "x = x + F.embedding(real, p, scale_grad_by_freq=True)",
+    "x = x + F.embedding((x[..., 0] > 0).long(), p, scale_grad_by_freq=True)",
     "x = x + (x.cos() * real[..., None] + 1).sum(1, keepdim=True)",
     "x = x + (x * real[..., None]).amax(1, keepdim=True)",
     "x = x + (x * (1 - real)[..., None]).sum(1, keepdim=True)",
@@ -141,7 +141,11 @@ def padded_batches(draft: Draft) -> None:
         draft.add(f"{name} = {draft.new(name, shape, 'normal' if name != 'm' else 'small')}")
     given = next(i.name for i in draft.inputs if i.kind in ("padding", "filled"))
     draft.add(f"allowed = {_allowed(draft, given)}")
-    for _ in range(draft.number(1, 2)):
+    for number in range(draft.number(1, 2)):
+        if number and draft.maybe(3):
+            # Another band, or other tokens: those are no padding of the graph.
+            other = draft.new("pad", ("b", "q"), "filled", grad=False) if draft.maybe() else given
+            draft.add(f"allowed = {_allowed(draft, other)}")
         _steps(draft)
         _attention(draft, wide)
     _steps(draft)

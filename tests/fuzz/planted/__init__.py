@@ -1,6 +1,6 @@
 """Planted faults: changes of our own code that make some result wrong. The fuzzer has to find them (python -m tests.fuzz.recall)."""
 
-from tests.fuzz.planted import borders, expressions, keyless, lowering, reading, sites, views
+from tests.fuzz.planted import borders, expressions, keyless, lowering, padding, reading, sites, views
 from tests.fuzz.planted.fault import KERNELS, DoesNotApply, Fault, plant, swap
 
 FAULTS: tuple[Fault, ...] = (
@@ -11,6 +11,7 @@ FAULTS: tuple[Fault, ...] = (
     *lowering.ALL,
     *borders.ALL,
     *keyless.ALL,
+    *padding.ALL,
 )
 
 __all__ = ["FAULTS", "KERNELS", "DoesNotApply", "Fault", "plant", "swap"]

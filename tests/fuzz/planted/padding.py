@@ -1,0 +1,80 @@
+"""Faults in how padding is left out."""
+
+from tests.fuzz.planted.fault import faults
+
+ALL = faults("""
+an op may work along rows or positions
+passes/unpad/rules.py along_dim; padded batches: a mean over all tokens is taken for one over a row's positions
+- if any(is_tagged(context, value.dims[i]) for i in which):
++ if False:
+
+what is added to zeros is zero
+passes/unpad/rules.py pointwise; padded batches: a sum leaves out what padding holds by then
+- zero = node.target is aten.mul.Tensor and any(
++ zero = any(
+
+a table may count tokens
+passes/unpad/rules.py embedding; padded batches: gradients are scaled by how often a real token occurs
+- if views.argument(node, "scale_grad_by_freq"):
++ if False:
+
+a sum may be of any numbers
+passes/unpad/exits.py _sum; padded batches: what padding holds is left out
+- if value.packed is None or not value.zero:
++ if value.packed is None:
+
+nobody asks whether the first token is real
+passes/unpad/exits.py _one_position; padded batches: where padding is on the left another token is given
+- Exit(returned=returned, fact=RuntimeFact(words=words, needs=(), holds=holds))
++ Exit(returned=returned)
+
+nobody asks whether labels at padding count
+passes/unpad/exits.py _cross_entropy; padded batches: their losses are left out
+- Exit(returned=forms.call(node, given_as), fact=fact)
++ Exit(returned=forms.call(node, given_as))
+
+windows go over gaps
+passes/unpad/analysis.py _attention; padded batches: tokens are nearer to each other where padding was between them
+- if pairs.count_positions:
++ if False:
+
+a second mask is the first
+passes/unpad/masks.py of; padded batches: what the second attention leaves out is not asked
+- if found is not None and padding != found:
++ if False:
+
+a mask of padding is one of real tokens
+passes/unpad/facts.py graph; padded batches: padding is computed, and real tokens are not
+- torch.eq if padding.negated else torch.ne
++ torch.ne
+
+the last token is the next row's first
+passes/unpad/making.py row_ends; padded batches: a row ends one token late
+- self.call(torch.sub, ends, 1)
++ self.call(torch.sub, ends, 0)
+
+a diagonal is one off
+passes/unpad/making.py _mask; padded batches: a token does not see itself
+- (torch.ge, 0 if band.causal else band.right)
++ (torch.ge, -1 if band.causal else band.right)
+
+tokens see those of rows before theirs
+passes/unpad/making.py _same_row; padded batches: attention is not kept within a row
+- return self.call(torch.logical_and, after, before)
++ return before
+
+rows and positions of what is given back change places
+passes/unpad/making.py _unpacked; padded batches: what was transposed is unpacked otherwise
+- rows = x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
++ rows = x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [j, i], [0, 1])
+
+rows and positions of what is read change places
+passes/unpad/asked_sizes.py _number; padded batches: who asks for the one size gets the other
+- return maker.whole_size(axis)
++ return maker.whole_size(1 - axis)
+
+rows and positions may come in another order
+passes/unpad/forms.py _require_same_order; padded batches: tokens meet numbers of other tokens
+- if is_tagged(context, of_operand) and tags(context, of_operand) != tags(context, of_result):
++ if False:
+""")
