@@ -18,6 +18,7 @@ from tests.fuzz.discards import Left
 from tests.fuzz.grammar.rules import RULES
 from tests.fuzz.planted import noting
 from tests.fuzz.program import Program
+from tests.fuzz.reporting import say
 from tests.fuzz.searching import Kind
 
 #: programs of one rule that stand together in the order
@@ -35,6 +36,14 @@ class Known:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mistaken:
+    """A program that the code as it is gets wrong: no fault can be told by it."""
+
+    program: Program
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Turn:
     """A rule's turn: a job that tells what it knows. number: in the order. seconds: of CPU time for one program."""
 
@@ -49,9 +58,9 @@ class Turn:
         # The first program that Hypothesis draws is the simplest one, whatever the seed.
         for program in searching.draw(self.kind, seed=self.seed, examples=TOGETHER + 1)[1:]:
             tell(Begun(program=program))
-            known = _observed(program, self.seconds)
-            if known is not None:
-                tell(known)
+            observed = _observed(program, self.seconds)
+            if observed is not None:
+                tell(observed)
 
 
 def turns(seed: int, rounds: int, rules: Iterable[str] = tuple(RULES)) -> Iterator[Turn]:
@@ -60,13 +69,15 @@ def turns(seed: int, rounds: int, rules: Iterable[str] = tuple(RULES)) -> Iterat
         yield Turn(number=number, kind=Kind(rule=rule), seed=zlib.crc32(f"{seed} {rule} {round_}".encode()))
 
 
-def _observed(program: Program, seconds: float) -> Known | None:
+def _observed(program: Program, seconds: float) -> Known | Mistaken | None:
     noting.ran.clear()
     start = time.process_time()
     try:
         outcome = searching.judged(program, seconds)
-    except (Left, Wrong):
+    except Left:
         return None
+    except Wrong as wrong:
+        return Mistaken(program=program, text=str(wrong))
     return Known(
         program=program,
         ran=frozenset(noting.ran),
@@ -76,11 +87,13 @@ def _observed(program: Program, seconds: float) -> Known | None:
 
 
 def programs(*, seed: int, rounds: int, limits: Limits, rules: Iterable[str] = tuple(RULES)) -> list[Known]:
-    """All that the code as it is gets right, in order."""
+    """All that the code as it is gets right, in order. What it gets wrong is told."""
     told: dict[int, list[Known]] = {}
     for turn, said in crew.events(turns(seed, rounds, rules), limits):
         if isinstance(said, Known):
             told.setdefault(turn.number, []).append(said)
+        elif isinstance(said, Mistaken):
+            say(f"wrong without any fault: {said.text}{said.program}")
         elif isinstance(said, Lost) or (isinstance(said, Ended) and said.text is not None):
             raise RuntimeError(f"drawing programs of {turn.kind.rule}, seed {turn.seed}: {said.text}")
     return [known for number in sorted(told) for known in told[number]]
