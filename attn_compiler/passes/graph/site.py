@@ -312,7 +312,7 @@ class Keyless:
     allowed: whether a pair takes part; None if the site's tensor says it alone.
     numbers: what stands where such a row's scores were, over (b, h, q, k), whose softmax weighs the keys; None: all weigh alike.
     highest: the highest number that masks.
-    through: the scores have a gradient there, since the number was added to them.
+    through: the scores have a gradient there, since the number was added to them. partly: some of them, since it replaced others.
     own: why only the model's own numbers, added as they are, say what the row is; None if the above does.
 
     Ranks that share a sequence leave such a row 0, and say so: the mean would be one over all ranks.
@@ -322,6 +322,7 @@ class Keyless:
     highest: float
     numbers: Expr | None = None
     through: bool = False
+    partly: bool = False
     own: str | None = None
 
 

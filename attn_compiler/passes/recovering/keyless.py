@@ -83,10 +83,11 @@ def of(
     found = _outcomes(steps, dtype, low)
     if isinstance(found, str):
         return Keyless(allowed=allowed, highest=highest, through=True, own=found)
-    through = any(is_added for number, is_added in found if math.isfinite(number))
+    added = {is_added for number, is_added in found if math.isfinite(number)}
+    through, partly = True in added, len(added) > 1
     numbers = {number for number, _ in found}
     if len(numbers) == 1:
-        return Keyless(allowed=allowed, highest=highest, through=through)
+        return Keyless(allowed=allowed, highest=highest, through=through, partly=partly)
     if allowed is None:
         return Keyless(allowed=None, highest=highest, through=through, own="a mask of several numbers was not read")
     return Keyless(allowed=allowed, highest=highest, numbers=_numbers(steps, low), through=through)

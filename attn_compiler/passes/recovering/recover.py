@@ -173,7 +173,7 @@ def _why_not_completed(match: Match, spec: AttentionSpec, keyless: Keyless) -> s
         return "the numbers that mask are out of reach"
     if not (keyless.through and spec.needs_grad):
         return None
-    if keyless.numbers is not None or match.scores.limits:
+    if keyless.numbers is not None or keyless.partly or match.scores.limits:
         return "the scores have a gradient where all are masked"
     return None
 

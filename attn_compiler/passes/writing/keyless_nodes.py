@@ -231,6 +231,8 @@ def _weighed(emitter: Emitter, spec: AttentionSpec, numbers: Expr, operands: Ope
 
     def weights() -> fx.Node:
         found = _Places(emitter, spec, operands).number(numbers, wide)
+        if not ix.mentions(numbers, Index("k")):
+            found = emitter.call(torch.Tensor.expand, found, -1, -1, -1, size_of(emitter, operands.k, 2))
         return _cast(emitter, emitter.call(aten._safe_softmax.default, found, -1), dtype)
 
     v = _for_each_head(emitter, spec, _cast(emitter, operands.v, dtype))

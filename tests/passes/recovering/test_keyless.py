@@ -55,6 +55,11 @@ def test_one_number_gives_the_mean(steps: list[MaskStep]) -> None:
     assert result.through == (not steps[0].replaces)
 
 
+def test_a_number_that_is_added_to_some_scores_and_replaces_others_leaves_a_gradient_to_some() -> None:
+    added, in_place = step(KEY, -1e9, replaces=False), step(CAUSAL, -1e9)
+    assert [found(*steps).partly for steps in ([added, in_place], [added], [step(KEY, -1e9)])] == [True, False, False]
+
+
 def test_what_is_added_twice_is_another_number() -> None:
     """-inf where both mask: such keys have no weight beside those that one masks."""
     result = found(step(KEY, LOWEST, replaces=False), step(CAUSAL, LOWEST, replaces=False))

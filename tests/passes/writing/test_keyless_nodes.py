@@ -343,3 +343,33 @@ def test_numbers_of_a_mask_that_no_kind_reads_are_left_to_the_model() -> None:
             q, k, v = (torch.randn(2, 1, size, 4) for size in (3, keys, keys))
             given = (q, k, v, torch.full((1, 1, 1, 1), allowed))
             torch.testing.assert_close(run(*given).nan_to_num(0.0), function(*given).nan_to_num(0.0))
+
+
+def replaced_after_it_was_added(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    s = scores(q, k) + torch.where(of_keys(real), 0.0, LOWEST)
+    return weighed(torch.where(causal(), s, LOWEST), v)
+
+
+@pytest.mark.parametrize("lowering", ["reference", "math", "triton"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_keys_whose_score_was_replaced_pass_no_gradient_on_beside_those_whose_was_not(side: str, lowering: str) -> None:
+    real, function = padding(side), replaced_after_it_was_added
+    run = compiled(function, lowering=lowering)
+    found, expected = (_results(call, real, 2) for call in (run, function))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def never(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    """The second number is in place of all scores, whatever the key."""
+    s = scores(q, k).masked_fill(~of_keys(real), LOWEST)
+    return weighed(s.masked_fill((torch.arange(B) >= 0)[:, None, None, None], -1e30), v)
+
+
+@pytest.mark.parametrize("lowering", ["reference", "math"])
+def test_one_of_several_numbers_for_all_keys_is_their_mean(lowering: str) -> None:
+    run = compiled(never, lowering=lowering)
+    found, expected = (_results(call, padding(), 2) for call in (run, never))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert keyless_nodes.NOTE_NUMBERS in run.site.notes
