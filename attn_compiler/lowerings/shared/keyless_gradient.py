@@ -5,7 +5,7 @@ The softmax of such a row weighs all keys alike, whatever the scores are, and it
     dq_i = s/n Σ_j ((v_j - mean) · g_i) k_j,    dk_j = s/n Σ_i ((v_j - mean) · g_i) q_i
 
 n is the number of keys, s the scale, g the output's gradient, which is 0 in all other rows. Products of (Dv, D) give both sums, so no
-pair is visited. v gets its gradient by the mean.
+pair is visited. v gets its gradient by the mean. Without any key at all the sums are 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_dtype, heads_kv = ctx.saved_tensors[0].dtype, k.shape[1]
     apart = v - v.mean(2, keepdim=True)
     # Of the query heads that share a kv head, one after the other.
-    g = torch.unflatten(grad.to(q.dtype) * (ctx.scale / k.shape[2]), 1, (heads_kv, -1))
+    g = torch.unflatten(grad.to(q.dtype) * (ctx.scale / torch.sym_max(k.shape[2], 1)), 1, (heads_kv, -1))
     of_queries = torch.unflatten(q, 1, (heads_kv, -1))
     grad_q = g @ (apart.transpose(2, 3) @ k)[:, :, None]
     grad_k = apart @ (g.transpose(3, 4) @ of_queries).sum(2)

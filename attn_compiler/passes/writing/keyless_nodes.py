@@ -212,7 +212,9 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
     """(B, Hq, 1 or Sq, Dv)"""
     dtype = emitter.value(out).dtype
     wide = dtype if dtype == torch.float64 else torch.float32
-    mean = emitter.call(torch.mean, operands.v, 2, keepdim=True, dtype=wide)
+    # Of no keys at all the sum is 0, as the model's is.
+    over_keys = torch.sum if emitter.value(operands.v).shape[2] == 0 else torch.mean
+    mean = emitter.call(over_keys, operands.v, 2, keepdim=True, dtype=wide)
     if not _is_through(spec, keyless):
         return _for_each_head(emitter, spec, _cast(emitter, mean, dtype))
     nothing = emitter.call(

@@ -30,8 +30,8 @@ passes/writing/keyless_nodes.py _by_tensor; rows without keys: another axis is a
 
 the mean is a sum
 passes/writing/keyless_nodes.py _mean; rows without keys: keys are added up
-- emitter.call(torch.mean, operands.v, 2, keepdim=True, dtype=wide)
-+ emitter.call(torch.sum, operands.v, 2, keepdim=True, dtype=wide)
+- else torch.mean
++ else torch.sum
 
 the mean of heads in another order
 passes/writing/keyless_nodes.py _for_each_head; rows without keys: query heads get the mean of another head of v

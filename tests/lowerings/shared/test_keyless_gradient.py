@@ -31,3 +31,10 @@ def test_half_precision_has_gradients_of_its_own_dtype() -> None:
     out = torch.ops.attn_compiler.keyless_gradient(q, k, v, 0.5)
     assert out.dtype == torch.float32
     assert {x.dtype for x in torch.autograd.grad(out.sum(), [q, k])} == {torch.bfloat16}
+
+
+def test_no_keys_at_all_give_no_gradient() -> None:
+    q, k, v = (torch.randn(1, 2, n, 4, requires_grad=True) for n in (5, 0, 0))
+    found = torch.autograd.grad(torch.ops.attn_compiler.keyless_gradient(q, k, v, 0.5).sum(), [q, k])
+    assert torch.equal(found[0], torch.zeros_like(q))
+    assert found[1].shape == k.shape

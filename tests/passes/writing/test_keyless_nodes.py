@@ -373,3 +373,18 @@ def test_one_of_several_numbers_for_all_keys_is_their_mean(lowering: str) -> Non
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert keyless_nodes.NOTE_NUMBERS in run.site.notes
+
+
+@pytest.mark.parametrize("lowering", ["reference", "math"])
+def test_a_batch_without_any_key_is_eagers(lowering: str) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        return (q @ k.mT + torch.where(of_keys(real), 0.0, LOWEST)).softmax(-1) @ v
+
+    run = compiled(function, lowering=lowering, dynamic=True)
+    for keys in (5, 0):
+        tensors = [torch.randn(2, 1, n, D, requires_grad=True) for n in (3, keys, keys)]
+        real = torch.zeros(2, keys, dtype=torch.long)
+        found, expected = (call(*tensors, real) for call in (run, function))
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(x.cos().sum(), tensors) for x in (found, expected)]
+        torch.testing.assert_close(*gradients)
