@@ -117,7 +117,8 @@ _ENDINGS = {
     "F.cross_entropy(x.flatten(0, 1), F.pad(y, (0, 1), value=-100)[:, 1:].flatten())": "{}",
     "(F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction='none') * real.flatten()).sum()": "{}",
 }
-_PLAIN_ENDINGS = ("x", "x[:, 0]", "(x * real[..., None]).sum(1)", "x.transpose(0, 1)")
+_LOSS = "F.cross_entropy(x.flatten(0, 1), y.flatten())"
+_PLAIN_ENDINGS = ("x", "x[:, 0]", "(x * real[..., None]).sum(1)", "x.transpose(0, 1)", _LOSS)
 
 
 def padded_batches(draft: Draft) -> None:
@@ -174,7 +175,7 @@ def _tokens(draft: Draft) -> str:
 def _embedded(draft: Draft, wide: str) -> str:
     if draft.maybe(3):
         ids, table = draft.new("ids", ("b", "q"), "ids"), draft.new("t", (3, wide), grad=draft.grads)
-        return f"F.embedding({ids}, {table})"
+        return f"F.embedding({ids}, {table}{draft.pick('', '', ', scale_grad_by_freq=True')})"
     return draft.new("x", ("b", "q", wide), grad=draft.grads)
 
 
@@ -200,7 +201,7 @@ def _allowed(draft: Draft, given: str) -> str:
 
 def _steps(draft: Draft) -> None:
     for _ in range(draft.number(0, 2)):
-        step = draft.pick(*_TOGETHER) if draft.maybe(8) else draft.pick(*_ALONE)
+        step = draft.pick(*_TOGETHER) if draft.maybe(6) else draft.pick(*_ALONE)
         draft.add(step)
 
 
@@ -230,4 +231,4 @@ def _labels(draft: Draft) -> None:
     ids = draft.new("ids", ("b", "q"), "ids")
     # Most are ignored at padding; of the rest the model's own graph has to be run.
     forms = f"y = {ids}.masked_fill(real == 0, -100)", f"y = torch.where(real != 0, {ids}, -100)"
-    draft.add(draft.pick(*forms, *forms, f"y = {ids} * 1"))
+    draft.add(draft.pick(*forms, f"y = {ids} * 1"))

@@ -4,9 +4,9 @@ from tests.fuzz.planted.fault import faults
 
 ALL = faults("""
 an op may work along rows or positions
-passes/unpad/rules.py along_dim; padded batches: a mean over all tokens is taken for one over a row's positions
-- if any(is_tagged(context, value.dims[i]) for i in which):
-+ if False:
+passes/unpad/rules.py along_dim; padded batches: a sum goes on from row to row
+- which = views.named_axes(node, rank)
++ which = views.named_axes(node, rank) - {1}
 
 what is added to zeros is zero
 passes/unpad/rules.py pointwise; padded batches: a sum leaves out what padding holds by then
