@@ -149,9 +149,9 @@ lowerings/shared/kernels/tile_parts.py change; triton: slopes change their sign
 + (queries - keys).to(tl.float32)
 
 triton: a bias in the wrong unit
-lowerings/shared/kernels/tile_parts.py change; triton: a bias is added in units of log 2
-- tl.fma(bias.to(tl.float32), LOG2E, logits)
-+ logits + bias.to(tl.float32)
+lowerings/shared/kernels/tile_parts.py change; triton: a bias is added in another unit
+- tl.fma(bias.to(tl.float32), UNIT, logits)
++ tl.fma(bias.to(tl.float32), UNIT * LOG2E, logits)
 
 triton: the cap in the wrong place
 lowerings/shared/kernels/tile_parts.py changed; triton: the cap is another number
@@ -240,7 +240,7 @@ lowerings/shared/part_tensors.py _truth_of_tensor; triton: an additive mask allo
 
 triton: the divisor of the sink
 lowerings/shared/kernels/forward.py _block; triton: the sink takes no part
-- total = total * decay + tl.exp2(sink - shift)
+- total = total * decay + tl.exp2((sink - shift) * TO_LOG2)
 + total = total * decay
 
 triton: rows begin anew
