@@ -4,19 +4,19 @@ from tests.fuzz.planted.fault import faults
 
 ALL = faults("""
 an op may work along rows or positions
-passes/unpad/rules.py along_dim; padded batches: a sum goes on from row to row
-- which = views.named_axes(node, rank)
-+ which = views.named_axes(node, rank) - {1}
+passes/graph/axis_rules.py along_dim; padded batches: a sum goes on from row to row
+- which = views.named_axes(node, rank, "dims" if node.target is aten.flip.default else "dim")
++ which = views.named_axes(node, rank, "dims" if node.target is aten.flip.default else "dim") - {1}
 
 what is added to zeros is zero
-passes/unpad/rules.py pointwise; padded batches: a sum leaves out what padding holds by then
-- zero = node.target is aten.mul.Tensor and any(
-+ zero = any(
+passes/unpad/rules.py _is_zero; padded batches: a sum leaves out what padding holds by then
+- if node.target is aten.mul.Tensor:
++ if torch.Tag.pointwise in getattr(node.target, "tags", ()):
 
 a table may count tokens
-passes/unpad/rules.py embedding; padded batches: gradients are scaled by how often a real token occurs
-- if views.argument(node, "scale_grad_by_freq"):
-+ if False:
+passes/unpad/rules.py _require; padded batches: gradients are scaled by how often a real token occurs
+- and views.argument(node, "scale_grad_by_freq"):
++ and False:
 
 a sum may be of any numbers
 passes/unpad/exits.py _sum; padded batches: what padding holds is left out
