@@ -38,7 +38,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_dtype, heads_kv = ctx.saved_tensors[0].dtype, k.shape[1]
     apart = v - v.mean(2, keepdim=True)
     # Of the query heads that share a kv head, one after the other.
-    g = torch.unflatten(grad.to(q.dtype) * (ctx.scale / torch.sym_max(k.shape[2], 1)), 1, (heads_kv, -1))
+    g = torch.unflatten(grad.to(q.dtype) * (ctx.scale / max(k.shape[2], 1)), 1, (heads_kv, -1))
     of_queries = torch.unflatten(q, 1, (heads_kv, -1))
     grad_q = g @ (apart.transpose(2, 3) @ k)[:, :, None]
     grad_k = apart @ (g.transpose(3, 4) @ of_queries).sum(2)

@@ -143,7 +143,7 @@ def padded_batches(draft: Draft) -> None:
     given = next(i.name for i in draft.inputs if i.kind in ("padding", "filled"))
     draft.add(f"allowed = {_allowed(draft, given)}")
     for number in range(draft.number(1, 2)):
-        if number and draft.maybe(3):
+        if number and draft.maybe():
             # Another band, or other tokens: those are no padding of the graph.
             other = draft.new("pad", ("b", "q"), "filled", grad=False) if draft.maybe() else given
             draft.add(f"allowed = {_allowed(draft, other)}")

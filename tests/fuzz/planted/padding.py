@@ -68,11 +68,6 @@ passes/unpad/making.py _unpacked; padded batches: what was transposed is unpacke
 - rows = x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
 + rows = x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [j, i], [0, 1])
 
-rows and positions of what is read change places
-passes/unpad/asked_sizes.py _number; padded batches: who asks for the one size gets the other
-- return maker.whole_size(axis)
-+ return maker.whole_size(1 - axis)
-
 rows and positions may come in another order
 passes/unpad/forms.py _require_same_order; padded batches: tokens meet numbers of other tokens
 - if is_tagged(context, of_operand) and tags(context, of_operand) != tags(context, of_result):
