@@ -176,15 +176,11 @@ class AttentionSpec:
         return self.num_heads_q != self.num_heads_kv
 
     @property
-    def only_masks(self) -> bool:
-        """Of a mask that was read in part, whether all numbers of its tensor are 0 or leave a pair out."""
-        return self.mask.is_partial and not self.score.proved and self.score.bias is None
-
-    @property
     def adds_unread(self) -> bool:
-        """Whether numbers are added that nobody could read: a query may get nothing but low ones, and then has no keys."""
+        """Whether numbers are added that nobody could read: a query may get nothing but low ones, and then has no keys. Of a mask that was
+        read in part it is known which numbers mask, and passes complete its rows."""
         tensor = self.mask.dense or self.score.bias
-        is_unread = self.mask.reason is not None and not self.only_masks
+        is_unread = self.mask.reason is not None and not self.mask.is_partial
         return is_unread and tensor is not None and tensor.dtype != "bool"
 
     def to_text(self) -> str:

@@ -181,15 +181,13 @@ def test_every_kind_can_be_written_and_read() -> None:
     assert defined - {"MaskSpec", "ScoreSpec", "Inputs"} == listed
 
 
-def test_a_mask_that_was_read_in_part_may_be_known_to_add_nothing() -> None:
-    """Numbers are unread where what they are is not known: those that leave pairs out in one part of a mask are."""
+def test_numbers_that_mask_are_known_of_a_mask_that_was_read_in_part() -> None:
     dense = masks.Dense(shape=(2, 1, 128, 128), dtype="float32")
     unread = make_spec(mask=masks.MaskSpec(dense=dense, reason="not read"))
-    assert (unread.only_masks, unread.adds_unread) == (False, True)
+    assert unread.adds_unread
     part = dataclasses.replace(unread, mask=dataclasses.replace(unread.mask, kinds=(masks.Causal(),)))
-    assert (part.only_masks, part.adds_unread) == (True, False)
-    bias = added_scores.Bias(tensor="x", at=(), shape=(2, 1, 128, 128))
-    beside = dataclasses.replace(part, score=dataclasses.replace(part.score, proved=(bias,)))
-    assert (beside.only_masks, beside.adds_unread) == (False, True)
-    read = dataclasses.replace(part, mask=dataclasses.replace(part.mask, reason=None))
-    assert (read.only_masks, read.adds_unread) == (False, False)
+    assert not part.adds_unread
+    called = dataclasses.replace(part, mask=dataclasses.replace(part.mask, flag=masks.Flag.CALLED))
+    assert called.adds_unread
+    truth = dataclasses.replace(unread.mask, dense=dataclasses.replace(dense, dtype="bool"))
+    assert not dataclasses.replace(unread, mask=truth).adds_unread

@@ -57,7 +57,7 @@ def chosen_of(spec: AttentionSpec) -> Chosen | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read:
+class OverChosen:
     """What the kernel reads. queries: of the site, where each is a batch row; None: they are as they were."""
 
     spec: AttentionSpec
@@ -72,18 +72,18 @@ class Read:
         return emitter.call(torch.transpose, by_query, 1, 2)
 
 
-def read(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool = False) -> Read:
+def read(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool = False) -> OverChosen:
     """The attention over the chosen keys, where they are gathered; else the very same. of_latent: in place of k and v, their latent is."""
     chosen = chosen_of(spec)
     if chosen is None:
-        return Read(spec=spec, operands=operands)
+        return OverChosen(spec=spec, operands=operands)
     emitter.note(f"the {chosen.keys} keys of {chosen.words} are read, and no others of {spec.seqlen_kv}")
     gathering = _Gathering(emitter, spec, operands, chosen)
     mask, queries = gathering.mask(), gathering.queries
     operands = gathering.of_latent() if of_latent else gathering.of_keys()
     operands = dataclasses.replace(operands, q=gathering.by_query(operands.q), mask=mask)
     spec = _of_chosen(emitter, spec, operands, of_latent=of_latent)
-    return Read(spec=spec, operands=operands, queries=None if queries == 1 else queries)
+    return OverChosen(spec=spec, operands=operands, queries=None if queries == 1 else queries)
 
 
 def _are_few(spec: AttentionSpec, chosen: Chosen) -> bool:

@@ -161,7 +161,7 @@ def _with_rest(spec: AttentionSpec, found: Parts, *, are_parts: bool) -> Parts:
     rest = spec.mask.rest
     if rest is not None and are_parts and not reads.names(rest) & set(spec.mask.out_of_reach):
         return dataclasses.replace(found, mask=True, rest=rest.condition)
-    if not spec.only_masks:
+    if not spec.mask.is_partial or spec.score.proved or spec.score.bias is not None:
         # The tensor masks too, but where kinds say so work can be left out.
         return _with_tensor(spec, found)
     # The tensor says it all. Only the band is known before it is read.

@@ -405,7 +405,7 @@ class _AtOnce:
 def test_what_the_kernel_gives_is_put_back_by_query() -> None:
     out, lse = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3)
     by_row = out.transpose(1, 2).flatten(0, 1).unsqueeze(2), lse.transpose(1, 2).flatten(0, 1).unsqueeze(2)
-    read = gathered.Read(spec=_spec(), operands=mock.Mock(), queries=3)
+    read = gathered.OverChosen(spec=_spec(), operands=mock.Mock(), queries=3)
     for given, expected in zip(by_row, (out, lse), strict=True):
         assert torch.equal(read.restored(_AtOnce(), given), expected)  # type: ignore[arg-type]
 
