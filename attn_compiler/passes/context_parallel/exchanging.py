@@ -13,7 +13,7 @@ from attn_compiler.passes.graph.emit import GraphBuilder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class PairPlaces:
     """Where pairs stand in the model, int64 nodes that broadcast to (B, H, Q, N): b is the batch row, q and k are positions of the whole
     sequence. inside: truth values, which keys are positions of it; None: all are. Others mask nothing else, and hold zeros."""
 
@@ -38,7 +38,7 @@ class Met:
     queries: fx.Node
     first_head: fx.Node | None
     bytes: int
-    places: Places | None = None
+    places: PairPlaces | None = None
 
 
 def gather(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:

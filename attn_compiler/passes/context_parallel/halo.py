@@ -16,7 +16,7 @@ from attn_compiler.context_parallel import halo_ops as torch_halos
 from attn_compiler.context_parallel.halo import Halo, most_sent
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.passes.context_parallel.exchanging import Met, Places
+from attn_compiler.passes.context_parallel.exchanging import Met, PairPlaces
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.graph.emit import GraphBuilder
 from attn_compiler.passes.recovering import kinds
@@ -166,7 +166,7 @@ def _folded(builder: GraphBuilder, x: fx.Node, chunks: int) -> fx.Node:
     return builder.call(torch.flatten, builder.call(torch.movedim, parted, 2, 1), 0, 1)
 
 
-def _places(builder: GraphBuilder, layout: GraphLayout, halo: Halo, q: torch.Tensor) -> Places:
+def _places(builder: GraphBuilder, layout: GraphLayout, halo: Halo, q: torch.Tensor) -> PairPlaces:
     """Where queries and keys stand in the whole sequence, and which keys are in it. q: as it was."""
     call, device, rows = builder.call, q.device, int(q.shape[0]) * _chunks(layout)
     key = (layout, halo, rows, device)
@@ -200,7 +200,7 @@ def _places(builder: GraphBuilder, layout: GraphLayout, halo: Halo, q: torch.Ten
     batch = row if _chunks(layout) == 1 else builder.once(("batch of a halo", key), lambda: _halved(builder, row))
     is_open = not halo.left and not halo.right
     within = None if is_open else builder.once(("inside of a sequence", key), inside)
-    return Places(b=batch, q=queries, k=keys, inside=within)
+    return PairPlaces(b=batch, q=queries, k=keys, inside=within)
 
 
 def _halved(builder: GraphBuilder, row: fx.Node) -> fx.Node:

@@ -20,7 +20,7 @@ from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
 from attn_compiler.lowerings.graph_ops.merging import merged_parts, whole_of_parts
 from attn_compiler.passes.context_parallel import sites
-from attn_compiler.passes.context_parallel.exchanging import Met, Places
+from attn_compiler.passes.context_parallel.exchanging import Met, PairPlaces
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.sites import PlacedScores, RewrittenSite
 from attn_compiler.passes.context_parallel.whole import Wholes
@@ -86,7 +86,7 @@ def _met(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: 
         return builder.once((*key, "seen"), lambda: call(torch.Tensor.view, made, shape))
 
     of_q = builder.once(("of queries", queries), lambda: call(torch.Tensor.view, queries, (1, 1, -1, 1)))
-    places = Places(b=along(0, rows, -1, 1, 1, 1), q=of_q, k=along(first, count, 1, 1, 1, -1), inside=None)
+    places = PairPlaces(b=along(0, rows, -1, 1, 1, 1), q=of_q, k=along(first, count, 1, 1, 1, -1), inside=None)
     return Met(q=q, k=k, v=v, queries=queries, first_head=None, bytes=0, places=places)
 
 
