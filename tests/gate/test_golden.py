@@ -217,23 +217,23 @@ def test_another_graph_and_dearer_passes_are_named() -> None:
     _needs_versions("torch", "transformers", "python")
     prelude = """
 import torch, transformers
-from attn_compiler import passes
+from attn_compiler.passes.pipeline import running
 forward = transformers.BertModel.forward
 def broken(self, *given, **named):
     made = forward(self, *given, **named)
     torch._dynamo.graph_break()
     return made.last_hidden_state * 2
 transformers.BertModel.forward = broken
-run_passes = passes._run_passes
+run_steps = running.run_steps
 def work(node):
     return node.name
-def slow(gm, *given):
+def slow(given):
     for _ in range(2000):
-        for node in gm.graph.nodes:
+        for node in given.gm.graph.nodes:
             work(node)
     sum(range(40_000_000))
-    return run_passes(gm, *given)
-passes._run_passes = slow
+    return run_steps(given)
+running.run_steps = slow
 """
     found = golden.captures(["bert"], prelude)
     name = "bert sdpa train_padded"

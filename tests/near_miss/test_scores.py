@@ -144,6 +144,26 @@ def clamped_where_it_shows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT).clamp(min=-1.0).softmax(-1) @ v
 
 
+@CASES.near_miss(described("scale 0.3"))
+def a_number_that_all_scores_get(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + 5.0).softmax(-1) @ v
+
+
+@CASES.near_miss(missed(STEPS, "add"))
+def a_number_that_takes_digits_from_the_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + 5e6).softmax(-1) @ v
+
+
+@CASES.near_miss(refused("tanh after"))
+def a_number_inside_the_tanh(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (5 * ((q @ k.mT * 0.3 + 2.0) / 5).tanh()).softmax(-1) @ v
+
+
+@CASES.near_miss(refused("a sink column beside"), inputs=lambda: plain(normal(HEADS)))
+def a_number_that_sinks_do_not_get(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    return joined(q @ k.mT * 0.3 + 2.0, sink).softmax(-1)[..., :-1] @ v
+
+
 @CASES.near_miss(missed(FOLLOWED, "differ from key to key"), inputs=lambda: qkv(condition(LENGTH, LENGTH).float()))
 def mask_multiplied_instead_of_added(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 * kept).softmax(-1) @ v

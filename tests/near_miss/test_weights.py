@@ -78,6 +78,11 @@ def function_on_the_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- changed weights ------------------------------------------------------------------------------------------------
 
 
+@CASES.near_miss(missed(AFTER, "softmax is used by mul"))
+def weights_times_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (weigh(q, k) * 1.0001) @ v
+
+
 @CASES.near_miss(missed(AFTER, "softmax is used by mul"), inputs=lambda: qkv(torch.tensor([1.0, 0.0, 1.0, 1.0])))
 def head_mask(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (weigh(q, k) * kept[:, None, None]) @ v

@@ -74,7 +74,7 @@ def test_without_a_change_nothing_happens() -> None:
 @triton.jit
 def _change(X, Logits, Grad, scale, number, CHANGE: tl.constexpr):
     at = tl.arange(0, 1024)
-    found, factor = tile_parts.changed(tl.load(X + at), scale, number, CHANGE, False)
+    found, factor = tile_parts.changed(tl.load(X + at), scale, number, CHANGE, False, tile_parts.LOG2E)
     tl.store(Logits + at, found * factor)
     tl.store(Grad + at, tile_parts.through_change(tl.full([1024], 2.0, tl.float32), found, CHANGE))
 

@@ -67,6 +67,7 @@ class Scores:
     masked_at: list[float] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
     shifted_along: list[Dim] = field(default_factory=list)
+    is_offset: bool = False
     sinks: Joined | float | None = None
     sinks_first: bool = False
 
@@ -130,8 +131,12 @@ def _apply(scores: Scores, step: Step) -> None:
             )
             scores.masked_at.append(step.fill)
         case steps.Clamp():
+            if scores.is_offset:
+                scores.unusual("a clamp of scores that a number was added to")
             scores.masked_at.append(step.low)
             scores.limits.append(Limit(low=step.low, high=step.high, of_dtype=step.of_dtype))
+        case steps.Offset():
+            scores.is_offset = True
         case steps.Shift():
             scores.shifted_along.append(scores.dims[-1])
         case steps.Change():
@@ -148,7 +153,7 @@ def _check_after_sinks(scores: Scores, step: Step) -> None:
     """The kinds say what happens to the scores before the sink column joins them: what comes later would change it too."""
     if isinstance(step, (steps.View, steps.SinkColumn)):
         raise AxisError(f"{step.node.name} moves the scores after the sink column joined them")
-    if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift)):
+    if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift, steps.Offset)):
         name = step.name if isinstance(step, steps.Change) else type(step).__name__.lower()
         scores.unusual(f"{name} after the sink column")
 
@@ -156,6 +161,8 @@ def _check_after_sinks(scores: Scores, step: Step) -> None:
 def _join_sinks(scores: Scores, step: steps.SinkColumn) -> None:
     if scores.shifted_along:
         scores.unusual("a sink column beside scores that their maximum was subtracted from")
+    if scores.is_offset:
+        scores.unusual("a sink column beside scores that a number was added to")
     logits = step.sinks
     scores.sinks = logits if isinstance(logits, float) else Joined(node=logits, dims=scores.dims, used=step.node)
     scores.sinks_first = step.first
@@ -196,6 +203,6 @@ def _widens_float16(step: steps.RuntimeScale) -> bool:
 
 def _change(scores: Scores, step: steps.Change) -> None:
     """A bias inside it, or a second change, has no kind of its own."""
-    if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along:
+    if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along or scores.is_offset:
         scores.unusual(f"{step.name} after a mask, a bias, a shift or another change")
     scores.changes.append(step.change)

@@ -23,6 +23,7 @@ from attn_compiler.passes.matching.patterns.steps import (
     Change,
     Clamp,
     Keep,
+    Offset,
     RuntimeScale,
     Scale,
     Shift,
@@ -40,6 +41,9 @@ MASKED_BELOW = -65504.0
 #: What masked scores must still be below after later scales: 1 / sqrt(1024) is allowed
 STILL_MASKED_BELOW = MASKED_BELOW / 32
 
+
+#: A number up to this leaves a score the digits that count, in float32, and a mask a mask
+_MOST_ADDED = 1024.0
 
 Reader = Callable[[Mirror, fx.Node], list[Step]]
 
@@ -75,7 +79,7 @@ def _add(mirror: Mirror, node: fx.Node) -> list[Step]:
     left, right = node.args[:2]
     alpha = constants.number(mirror, argument(node, "alpha"))
     if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-        return []
+        return _offset(node, alpha)
     steps: list[Step] = [Add(node=node, source=left, term=right, weight=alpha)]
     if alpha == 1.0 and not str(node.target).startswith("aten.add_"):
         steps.append(Add(node=node, source=right, term=left))
@@ -86,7 +90,7 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
     left, right = node.args[:2]
     alpha = constants.number(mirror, argument(node, "alpha"))
     if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-        return []
+        return _offset(node, alpha)
     maximum = _row_maximum(right, left)
     if maximum is not None and alpha == 1.0:
         return [Shift(node=node, source=left, uses=maximum)]
@@ -94,6 +98,14 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
     if alpha == 1.0 and not mutation.writes(node):
         steps.append(Add(node=node, source=right, term=left, negates=True))
     return steps
+
+
+def _offset(node: fx.Node, alpha: float | None) -> list[Step]:
+    """A number, times `alpha`, that is added to the scores or subtracted from them."""
+    source, number = node.args[:2]
+    if alpha is None or not isinstance(source, fx.Node) or not isinstance(number, int | float):
+        return []
+    return [Offset(node=node, source=source)] if abs(alpha * number) <= _MOST_ADDED else []
 
 
 def _rsub(mirror: Mirror, node: fx.Node) -> list[Step]:

@@ -91,5 +91,10 @@ class Clamp(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offset(Step):
+    """A number is added to every score: a softmax over them does not see it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shift(Step):
     """Minus the maximum along the last axis: a softmax over that axis does not see it."""

@@ -1,6 +1,6 @@
 """From the softmax down to the product with v: what may stand there, and whether a kernel's result is the same with it.
 
-Views, casts and dropout; the part without the sink column; a mask that sets to zero what had no weight anyway.
+Views, casts and dropout; the part without the sink column; a product with 1; a mask that sets to zero what had no weight anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attn_compiler.passes.graph.axes import AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Refused
-from attn_compiler.passes.matching import contraction
+from attn_compiler.passes.matching import contraction, operands
 from attn_compiler.passes.matching.contraction import Contraction
 from attn_compiler.passes.matching.patterns.score_chain import Scores
 from attn_compiler.reasons.codes import Code
@@ -31,11 +31,15 @@ _NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """nodes: what stands between the softmax and the product with v. product: that. is_read: the weights have another reader."""
+    """nodes: what stands between the softmax and the product with v. product: that. is_read: the weights have another reader.
+
+    is_masked: a mask sets weights to zero.
+    """
 
     nodes: tuple[fx.Node, ...]
     product: Contraction
     is_read: bool
+    is_masked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,12 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
         for user in mirror.readers(path[-1]):
             product = contraction.parse(user)
             if product is not None and path[-1] in (product.lhs, product.rhs) and _is_plain(product):
-                return Way(nodes=tuple(path[1:]), product=product, is_read=_has_other_readers(mirror, path, user))
+                return Way(
+                    nodes=tuple(path[1:]),
+                    product=product,
+                    is_read=_has_other_readers(mirror, path, user),
+                    is_masked=any(_zeroed(mirror, node) is not None for node in path[1:]),
+                )
             if _carried(mirror, user) is path[-1]:
                 paths.append([*path, user])
     raise Refused(
@@ -96,6 +105,9 @@ def _carried(mirror: Mirror, node: fx.Node) -> fx.Node | None:
         return first if views.value(node).is_floating_point() else None
     if views.is_view(node) or node.target is aten.dropout.default or node.target in _SPLITS or _is_part(node):
         return first
+    scaled = operands.scale_of(mirror, node)
+    if scaled is not None and scaled[1] == 1.0 and not mutation.writes(node):
+        return scaled[0]
     zeroed = _zeroed(mirror, node)
     return zeroed.weights if zeroed is not None else None
 
@@ -106,11 +118,6 @@ def dropout(way: Way) -> float:
     if len(rates) > 1:
         raise AxisError("two dropouts on the weights")
     return rates[0] if rates else 0.0
-
-
-def are_masked(way: Way) -> bool:
-    """Whether a mask sets weights to zero."""
-    return any(node.target in _MASKS for node in way.nodes)
 
 
 def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:

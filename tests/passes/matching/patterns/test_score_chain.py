@@ -66,6 +66,14 @@ def sinks(**nodes: fx.Node) -> Step:
     return steps.SinkColumn(**nodes, sinks=nodes["node"])
 
 
+def offset(**nodes: fx.Node) -> Step:
+    return steps.Offset(**nodes)
+
+
+def clamp(**nodes: fx.Node) -> Step:
+    return steps.Clamp(**nodes, low=MASKED)
+
+
 def tanh(**nodes: fx.Node) -> Step:
     return steps.Change(**nodes, name="tanh", change=Softcap(cap=1.0))
 
@@ -106,6 +114,9 @@ def test_a_softcap_is_positive() -> None:
         ((add(), tanh), "tanh after"),
         ((keep(), tanh), "tanh after"),
         ((shift, tanh), "tanh after"),
+        ((offset, tanh), "tanh after"),
+        ((offset, sinks), "sink column beside"),
+        ((offset, clamp), "a clamp of scores"),
         ((tanh, tanh), "tanh after"),
         ((tanh, by_tensor), "run-time scale after"),
         ((add(), by_tensor), "run-time scale after"),
@@ -120,7 +131,9 @@ def test_an_order_that_no_kind_describes_is_named(steps: tuple[Callable[..., Ste
     assert any(what in text for text in unusual(_Graph().follow(*steps)))
 
 
-@pytest.mark.parametrize("steps", [(sinks, cast), (sinks, shift), (by_tensor, add()), (scale(2.0), tanh)])
+@pytest.mark.parametrize(
+    "steps", [(sinks, cast), (sinks, shift), (sinks, offset), (by_tensor, add()), (scale(2.0), tanh)]
+)
 def test_usual_orders_are_not_unusual(steps: tuple[Callable[..., Step], ...]) -> None:
     assert unusual(_Graph().follow(*steps)) == []
 

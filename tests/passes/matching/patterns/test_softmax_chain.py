@@ -72,6 +72,24 @@ def learned_scale(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tenso
     return F.softmax(q @ k.mT * 0.25 * temperature, -1) @ v
 
 
+# ---- what leaves the weights what they are ------------------------------------------------------------------------
+
+
+@form()
+def scores_plus_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax((q @ k.mT + 8.0) * 0.25 - 3, -1) @ v
+
+
+@form()
+def scores_plus_a_weighed_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(torch.add(q @ k.mT * 0.25, 2.0, alpha=-3), -1) @ v
+
+
+@form()
+def weights_times_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (F.softmax(q @ k.mT * 0.25, -1) * 1.0 / 1) @ v
+
+
 # ---- masks and biases ---------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ def test_what_moves_or_drops_weights_is_on_the_way(change: Callable[..., Tensor]
     way = _way(change)
     assert len(way.nodes) == count
     assert not way.is_read
-    assert not weights_chain.are_masked(way)
+    assert not way.is_masked
 
 
 def test_the_share_that_is_dropped() -> None:
@@ -62,7 +62,7 @@ def test_the_share_that_is_dropped() -> None:
     ],
 )
 def test_masks_on_the_weights(change: Callable[..., Tensor]) -> None:
-    assert weights_chain.are_masked(_way(change, KEPT))
+    assert _way(change, KEPT).is_masked
 
 
 @pytest.mark.parametrize(
