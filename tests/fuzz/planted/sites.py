@@ -20,7 +20,7 @@ passes/matching/patterns/score_chain.py _scale; score steps: the cap is another 
 
 tanh after a bias
 passes/matching/patterns/score_chain.py _change; score steps: what was added before the cap is added after it
-- if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along:
+- if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along or scores.is_offset:
 + if scores.is_changed:
 
 two caps are one
@@ -105,7 +105,7 @@ passes/matching/patterns/score_chain.py _join_sinks; sinks: a sink beside shifte
 
 a scale after the sink
 passes/matching/patterns/score_chain.py _check_after_sinks; sinks: the sink is not scaled
-- if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift)):
+- if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift, steps.Offset)):
 + if False:
 
 a factor of k is left out
