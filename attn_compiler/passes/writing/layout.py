@@ -8,11 +8,16 @@ import torch
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import UNTOUCHED, LayoutDemand
-from attn_compiler.passes.graph import faults
+from attn_compiler.passes.graph import faults, views
+from attn_compiler.passes.graph.site import Match
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.writing.select import leave_alone
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+
+aten = torch.ops.aten
+#: what leaves its result in its input's strides on a CPU, where PyTorch's tracing says that it is contiguous (torch 2.11 to 2.15)
+_TOLD_WRONG = frozenset({aten.roll.default, aten.channel_shuffle.default})
 
 
 def choose_copies(unit: Unit, found: FoundSites) -> None:
@@ -24,6 +29,9 @@ def choose_copies(unit: Unit, found: FoundSites) -> None:
         with faults.confined(unit.log, "layout", site.module) as attempt:
             demand = by_name(site.decision.lowering).demand(site.spec)
             site.copies.extend(needed(site.spec, demand))
+            # Inductor writes what it compiles in the strides that were told.
+            if unit.options.inner != "inductor" and site.spec.device == "cpu":
+                site.copies.extend(told_wrong(site.match, site.spec))
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
 
@@ -34,6 +42,19 @@ def needed(spec: AttentionSpec, demand: LayoutDemand) -> list[Copy]:
     for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v)):
         why = demand.broken_by(tensor)
         if why is not None:
+            copies.append(Copy(operand=name, bytes=num_bytes(tensor), why=why))
+    return copies
+
+
+def told_wrong(match: Match, spec: AttentionSpec) -> list[Copy]:
+    """Copies of operands whose strides PyTorch's tracing tells wrong."""
+    copies = []
+    for name, operand, tensor in (("q", match.q, spec.q), ("k", match.k, spec.k), ("v", match.v, spec.v)):
+        made = operand.root
+        while views.is_view(made):
+            made = views.source(made)
+        if made.target in _TOLD_WRONG:
+            why = f"{made.target} may leave other strides than PyTorch's tracing says"
             copies.append(Copy(operand=name, bytes=num_bytes(tensor), why=why))
     return copies
 

@@ -22,7 +22,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Site
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.recovering import body_inputs, reach, recover
-from attn_compiler.passes.writing import buffers, checkpointed, keyless_nodes
+from attn_compiler.passes.writing import buffers, checkpointed, keyless_nodes, layout
 from attn_compiler.passes.writing.select import leave_alone
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec
@@ -173,8 +173,9 @@ def _operands(
     mirror: Mirror, site: Site, spec: AttentionSpec, builder: GraphBuilder, tensors: program.Tensors[fx.Node]
 ) -> Operands:
     copied = {c.operand for c in site.copies}
+    told_wrong = {c.operand for c in layout.told_wrong(site.match, spec)}
     q, k, v = (
-        builder.call(torch.Tensor.contiguous, x) if name in copied else x
+        _contiguous(builder, x, always=name in told_wrong) if name in copied else x
         for name, x in (("q", tensors.q), ("k", tensors.k), ("v", tensors.v))
     )
     mask, score = spec.mask, spec.score
@@ -190,6 +191,13 @@ def _operands(
         score_loads=reach.tensors(builder, site.score_loads, score.proved, score.out_of_reach),
         sizes=reach.sizes(mirror, site.match, (*mask.conditions, *score.proved)),
     )
+
+
+def _contiguous(builder: GraphBuilder, x: fx.Node, *, always: bool) -> fx.Node:
+    """always: by an op that AOTAutograd leaves in the graph where `x` is told to be contiguous."""
+    if always:
+        return builder.call(torch.clone, x, memory_format=torch.contiguous_format)
+    return builder.call(torch.Tensor.contiguous, x)
 
 
 def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:

@@ -129,3 +129,17 @@ def test_a_model_that_copies_by_itself_is_read_from_above_its_copy() -> None:
     assert run.site.spec.q.strides == (S * H * D, D, H * D, 1)
     assert run.site.copies == ()
     assert "contiguous" not in run.calls
+
+
+@pytest.mark.parametrize("moved", [lambda x: x.roll(1, 2), lambda x: F.channel_shuffle(x, 2)], ids=["roll", "shuffle"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_strides_that_tracing_tells_wrong_are_not_relied_on(moved: Callable[[Tensor], Tensor], inner: str) -> None:
+    """On a CPU the ops keep their input's strides, and flash reads elements that lie side by side."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, moved(k.permute(0, 3, 1, 2)), v)
+
+    q, k, v = torch.randn(B, H, S, D), torch.randn(B, S, D, H), torch.randn(B, H, S, D)
+    run = compiled(function, lowering="sdpa_cpu_flash", inner=inner)
+    torch.testing.assert_close(run(q, k, v), function(q, k, v))
+    assert [copy.operand for copy in run.site.copies] == ([] if inner == "inductor" else ["k"])
