@@ -10,9 +10,9 @@ from typing import Any
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.choice.evidence import estimate, evidence
-from attn_compiler.lowerings.choice.flex import check_flex_call as check_flex
+from attn_compiler.lowerings.choice.flex import check_flex_call as check_flex_call
 from attn_compiler.lowerings.choice.fp8_speed import check_fp8_speed as check_fp8_speed
-from attn_compiler.lowerings.choice.hopper_added import check_added_speed as check_added
+from attn_compiler.lowerings.choice.hopper_added import check_added_speed as check_added_speed
 from attn_compiler.lowerings.choice.packages import PACKAGES, faster, standing
 from attn_compiler.lowerings.choice.priorities import order
 from attn_compiler.lowerings.cudnn.fp8 import CudnnFp8
@@ -47,8 +47,8 @@ __all__ = [
     "Operands",
     "by_name",
     "cannot_build",
-    "check_added",
-    "check_flex",
+    "check_added_speed",
+    "check_flex_call",
     "check_fp8_speed",
     "check_own_rows",
     "estimate",

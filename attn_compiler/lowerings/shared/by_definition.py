@@ -197,7 +197,7 @@ class _Part:
 
     def weights(self, logits: Tensor, lse: Tensor) -> Tensor:
         """0 in rows whose lse lost how many keys share them."""
-        lost = (lse == -torch.inf) | (lse == torch.inf) | ((lse < _LOW) & (lse.dtype == torch.float32))
+        lost = lse.isinf() | ((lse < _LOW) & (lse.dtype == torch.float32))
         return torch.where(lost[..., None], 0.0, torch.exp(logits - lse[..., None]))
 
     def dropped(self, x: Tensor) -> Tensor:

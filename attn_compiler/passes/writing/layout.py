@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
+from torch import fx
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import UNTOUCHED, LayoutDemand
@@ -31,7 +33,7 @@ def choose_copies(unit: Unit, found: FoundSites) -> None:
             site.copies.extend(needed(site.spec, demand))
             # Inductor writes what it compiles in the strides that were told.
             if unit.options.inner != "inductor" and site.spec.device == "cpu":
-                site.copies.extend(told_wrong(site.match, site.spec))
+                site.copies.extend(_of_told_wrong(site.match, site.spec, {copy.operand for copy in site.copies}))
         if attempt.reason is not None:
             leave_alone(site, attempt.reason)
 
@@ -46,17 +48,22 @@ def needed(spec: AttentionSpec, demand: LayoutDemand) -> list[Copy]:
     return copies
 
 
-def told_wrong(match: Match, spec: AttentionSpec) -> list[Copy]:
-    """Copies of operands whose strides PyTorch's tracing tells wrong."""
-    copies = []
-    for name, operand, tensor in (("q", match.q, spec.q), ("k", match.k, spec.k), ("v", match.v, spec.v)):
-        made = operand.root
-        while views.is_view(made):
-            made = views.source(made)
-        if made.target in _TOLD_WRONG:
-            why = f"{made.target} may leave other strides than PyTorch's tracing says"
-            copies.append(Copy(operand=name, bytes=num_bytes(tensor), why=why))
-    return copies
+def _of_told_wrong(match: Match, spec: AttentionSpec, copied: Collection[str]) -> list[Copy]:
+    why = "the op that made it may leave other strides than PyTorch's tracing says"
+    names = [name for name in ("q", "k", "v") if name in told_wrong(match) and name not in copied]
+    return [Copy(operand=name, bytes=num_bytes(getattr(spec, name)), why=why) for name in names]
+
+
+def told_wrong(match: Match) -> frozenset[str]:
+    """Which of q, k and v have strides that PyTorch's tracing tells wrong."""
+    return frozenset(name for name in ("q", "k", "v") if _maker(getattr(match, name).root).target in _TOLD_WRONG)
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """What made the tensor that a chain of views is of."""
+    while views.is_view(node):
+        node = views.source(node)
+    return node
 
 
 def num_bytes(tensor: TensorSpec) -> int | None:

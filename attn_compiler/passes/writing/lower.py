@@ -173,9 +173,8 @@ def _operands(
     mirror: Mirror, site: Site, spec: AttentionSpec, builder: GraphBuilder, tensors: program.Tensors[fx.Node]
 ) -> Operands:
     copied = {c.operand for c in site.copies}
-    told_wrong = {c.operand for c in layout.told_wrong(site.match, spec)}
     q, k, v = (
-        _contiguous(builder, x, always=name in told_wrong) if name in copied else x
+        _contiguous(builder, x, always=name in layout.told_wrong(site.match)) if name in copied else x
         for name, x in (("q", tensors.q), ("k", tensors.k), ("v", tensors.v))
     )
     mask, score = spec.mask, spec.score

@@ -84,9 +84,9 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
         if not reasons and _may_be_slower(name, spec, options):
             reasons = lowerings.check_fp8_speed(spec, target, name, without_fp8())
         if not reasons and of_flex and not _is_named(options):
-            reasons = lowerings.check_flex(spec, name)
+            reasons = lowerings.check_flex_call(spec, name)
         if not reasons and not _is_named(options):
-            reasons = lowerings.check_added(spec, name)
+            reasons = lowerings.check_added_speed(spec, name)
         # Last: it may build kernels.
         broken = [] if reasons else lowerings.cannot_build(name, spec, target)
         if not reasons and not broken:
