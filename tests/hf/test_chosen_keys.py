@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import attn_compiler
 from attn_compiler.reporting.report import SiteReport
-from attn_compiler.spec import target
 from attn_compiler.spec.masks import MaskSpec
 from tests.hf.family import SEED
 from tests.hf.latents import LATENTS, VOCAB, decoded
 from tests.hf.packages import Unavailable, import_package
+from tests.interpreted_target import triton_interpreted
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 LENGTH, CHOSEN, PADDED = 23, 6, 5
@@ -105,10 +104,7 @@ def test_a_step_reads_the_chosen_slots_of_a_cache(family: str, static: bool) -> 
     config = model.config
     expected = decoded(model, model, config, static=static, steps=steps)
     options = {"inner": "eager", "strict": True, "lowering": "decode_latent", "cache_rewrites": False}
-    with (
-        mock.patch.object(target, "TRITON_INTERPRETED", True),
-        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
-    ):
+    with triton_interpreted():
         step = torch.compile(model, backend="attn_compiler", dynamic=False if static else None, options=options)
         found = decoded(model, step, config, static=static, steps=steps)
     assert torch.equal(found.tokens, expected.tokens)
@@ -175,10 +171,7 @@ def test_blocks_of_keys_by_groups_of_heads() -> None:
     config, model = _minimax()
     expected = _minimax_steps(config, model, model)
     options = {"inner": "eager", "strict": True, "lowering": "decode", "cache_rewrites": False}
-    with (
-        mock.patch.object(target, "TRITON_INTERPRETED", True),
-        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
-    ):
+    with triton_interpreted():
         step = torch.compile(model, backend="attn_compiler", dynamic=False, options=options)
         found = _minimax_steps(config, model, step)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

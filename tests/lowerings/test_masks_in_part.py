@@ -6,7 +6,6 @@ Where a kernel applies parts of a mask, nothing above the diagonal is visited, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler.reporting.report import SiteReport
-from attn_compiler.spec import target
+from tests.interpreted_target import triton_interpreted
 from tests.passes.compiling import Compiled, compiled
 
 B, HEADS, D = 2, 3, 16
@@ -23,10 +22,7 @@ Attend = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True)
 def _interpreted() -> Iterator[None]:
-    with (
-        mock.patch.object(target, "TRITON_INTERPRETED", True),
-        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
-    ):
+    with triton_interpreted():
         yield
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.decode import gathered
-from attn_compiler.spec import added_scores, masks, target
+from attn_compiler.spec import added_scores, masks
 from attn_compiler.spec.attention import AttentionSpec, SizeRange, StoredSpec
 from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import Dense, MaskSpec
+from tests.interpreted_target import triton_interpreted
 from tests.lowerings.specs import make_spec
 from tests.passes.compiling import Compiled, compiled, mark
 
@@ -31,10 +32,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Trito
 
 @pytest.fixture(autouse=True)
 def _interpreted() -> Iterator[None]:
-    with (
-        mock.patch.object(target, "TRITON_INTERPRETED", True),
-        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
-    ):
+    with triton_interpreted():
         yield
 
 

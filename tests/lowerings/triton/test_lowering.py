@@ -12,10 +12,11 @@ import torch
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared.kernel_plan import Call
 from attn_compiler.lowerings.triton.lowering import TritonAttention
-from attn_compiler.spec import scores, target
+from attn_compiler.spec import scores
 from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
 from tests import cases
+from tests.interpreted_target import triton_interpreted
 from tests.lowerings import any_length, emitting, plan_math
 from tests.lowerings.specs import UNLISTED, dense, make_spec, words
 from tests.passes.compiling import Compiled, compiled, mark
@@ -174,10 +175,7 @@ def test_the_call_says_all_that_was_decided() -> None:
 
 @pytest.fixture
 def _interpreted() -> Iterator[None]:
-    with (
-        mock.patch.object(target, "TRITON_INTERPRETED", True),
-        mock.patch.object(target, "_triton_version", return_value="3.7.0"),
-    ):
+    with triton_interpreted():
         yield
 
 
