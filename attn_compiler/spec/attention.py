@@ -176,6 +176,11 @@ class AttentionSpec:
         return self.num_heads_q != self.num_heads_kv
 
     @property
+    def added_tensor(self) -> masks.Dense | scores.DenseBias | None:
+        """The one tensor that joins the scores: the dense mask, else the bias."""
+        return self.mask.dense or self.score.bias
+
+    @property
     def adds_unread(self) -> bool:
         """Whether numbers are added that nobody could read: a query may get nothing but low ones, and then has no keys. Of a mask that was
         read in part it is known which numbers mask, and passes complete its rows."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from attn_compiler.lowerings.shared import cudnn_called, mask_limits, parts
+from attn_compiler.lowerings.shared import cudnn_called, parts
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.passes.writing.select import decide
@@ -112,7 +112,7 @@ def reads_a_dense_mask(spec: AttentionSpec, lowering: str, target: Target) -> bo
         return True
     if lowering.startswith("sdpa_"):
         told = cudnn_called.as_told(spec, target) if lowering == "sdpa_cudnn" else spec
-        return mask_limits.additive(told) is not None
+        return told.added_tensor is not None
     return bool(parts.parts(spec).kinds & {"mask", "bias"})
 
 

@@ -9,7 +9,7 @@ took 119 and 70, and for a causal one 91 and 76. On GPUs that was not measured.
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared import mask_limits, parts
+from attn_compiler.lowerings.shared import parts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
@@ -26,7 +26,7 @@ def check_flex_call(spec: AttentionSpec, name: str) -> list[Reason]:
     """Why the lowering does not take the place of a call of FlexAttention's, or of a library's, that it could serve."""
     if name in _WRITE_SCORES:
         return [_reason(name, "it writes the scores")]
-    tensor = mask_limits.additive(spec)
+    tensor = spec.added_tensor
     if tensor is None or any(dims.same(size, 1) for size in tensor.shape[-2:]):
         return []
     if not name.startswith(_GIVEN) and not parts.parts(spec).kinds & {"mask", "bias"}:

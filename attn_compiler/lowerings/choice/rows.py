@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.shape_class import ShapeClass
-from attn_compiler.lowerings.shared import mask_limits, parts as site_parts
+from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.parts import PartKind
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
@@ -92,7 +92,7 @@ class Row:
             and self.upcast in (None, spec.dtype == "float32" and spec.out_dtype in HALF)
             and self.one_query in (None, spec.seqlen_q == 1)
             and self._fits_queries(spec)
-            and self.tensor in (None, mask_limits.additive(spec) is not None)
+            and self.tensor in (None, spec.added_tensor is not None)
             and self.stored in (None, spec.stored is not None)
             and self.dropout in (None, spec.score.dropout_p > 0)
             and self._fits_lengths(spec)

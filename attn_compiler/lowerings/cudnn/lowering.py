@@ -102,7 +102,7 @@ def _check_call(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
     if call.from_end and (call.bias or call.lengths or call.dropout_p):
         rule = "with a diagonal from the bottom right, no bias, no lengths and no dropout"
         reasons.append(Reason(code=Code.DIAGONAL, rule=rule, observed=f"{spec.mask.words}, {spec.score.words}"))
-    added = mask_limits.additive(spec)
+    added = spec.added_tensor
     if call.bias and added is not None and spec.seqlen_q != 1 and (1, *added.shape)[-2] == 1:
         # On an H200 with cuDNN 9.19 one row for all queries gave wrong gradients, and wrong outputs with a gradient of its own.
         reasons.append(Reason(code=Code.MASK_SHAPE, rule="a bias has a row for each query", observed=added.words))

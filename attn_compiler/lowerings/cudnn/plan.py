@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from attn_compiler.index_expr import Expr
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import mask_limits, parts as site_parts
+from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts import PartKind, Parts
 from attn_compiler.reasons.codes import Code
@@ -159,7 +159,7 @@ def parts(spec: AttentionSpec) -> Parts:
     A tensor that only masks is not added: cuDNN computes the whole square then, and kernels that know what it means leave work out.
     """
     found = site_parts.parts(spec)
-    tensor = mask_limits.additive(spec)
+    tensor = spec.added_tensor
     if not TAKES.beyond(spec) or not found.kinds & site_parts.ADDED or tensor is None or tensor.dtype == "bool":
         return found
     # What the tensor says may be known and still be no part for cuDNN. It says everything but what a flag says.

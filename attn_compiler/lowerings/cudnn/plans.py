@@ -15,7 +15,6 @@ from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.cudnn import graphs, ops
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Laid
 from attn_compiler.lowerings.cudnn.plan import FP8_DTYPE, CudnnCall
-from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import CudnnRefused
@@ -35,7 +34,7 @@ def refusals(
     if not _is_here(target):
         return []
     tensors = {name: _demanded(tensor, demand) for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
-    added = mask_limits.additive(spec)
+    added = spec.added_tensor
     if call.bias and added is not None:
         shape = (*(1,) * (4 - len(added.shape)), *added.shape[:-1], spec.seqlen_kv)
         tensors["bias"] = Laid.contiguous(_numbers(shape))

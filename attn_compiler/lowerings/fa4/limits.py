@@ -89,7 +89,7 @@ def _check_mask(spec: AttentionSpec) -> list[Reason]:
 def _check_added(spec: AttentionSpec) -> list[Reason]:
     if not TAKES.beyond(spec) & ADDED:
         return []
-    tensor = mask_limits.additive(spec)
+    tensor = spec.added_tensor
     observed = spec.score.added or (tensor.words if tensor is not None else spec.score.words)
     return [Reason(code=Code.MASK_TENSOR, rule="nothing is added to the scores", observed=observed)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_compiler.lowerings.hopper.takes import TAKES
-from attn_compiler.lowerings.shared import kernel_limits, limits as shared_limits, mask_limits, parts, takes
+from attn_compiler.lowerings.shared import kernel_limits, limits as shared_limits, parts, takes
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
@@ -50,7 +50,7 @@ def _check_added(spec: AttentionSpec) -> list[Reason]:
 
 def _check_bias(spec: AttentionSpec) -> list[Reason]:
     """The copy engine reads tiles of it, whose rows begin at whole vectors."""
-    bias = mask_limits.additive(spec)
+    bias = spec.added_tensor
     if bias is None or bias.dtype not in BYTES:
         return []
     *_, rows, keys = (1, 1, *bias.shape)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.choice import head_parts
-from attn_compiler.lowerings.shared import mask_limits, parts as site_parts
+from attn_compiler.lowerings.shared import parts as site_parts
 from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
@@ -183,7 +183,7 @@ def has_backward(spec: AttentionSpec) -> bool:
     """Wider heads leave no room for the sums of dk and dv in registers. dv leaves from the place of dq's sums, which is as large as dk.
     It adds nothing but slopes to the scores, and biases in half precision that want no gradient: for more it has no room."""
     qk, v = head_dim_tiles(spec)
-    plan, bias = site_parts.of(spec), mask_limits.additive(spec)
+    plan, bias = site_parts.of(spec), spec.added_tensor
     is_wide = bias is not None and BYTES.get(bias.dtype, _WIDE) > _HALF_BYTES
     if plan.distances or plan.bias_grad or (plan.bias and is_wide):
         return False

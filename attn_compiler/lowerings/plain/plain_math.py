@@ -137,7 +137,7 @@ def _logsumexp(emitter: Emitter, spec: AttentionSpec, scores: fx.Node) -> fx.Nod
 
 
 def _can_empty_a_row(spec: AttentionSpec) -> bool:
-    return mask_limits.additive(spec) is not None or mask_limits.bottom_right(spec)
+    return spec.added_tensor is not None or mask_limits.bottom_right(spec)
 
 
 def _share_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:

@@ -304,7 +304,7 @@ class SdpaCpuFlash(_Pinned):
 
 def _tensor(spec: AttentionSpec, operands: Operands) -> fx.Node | None:
     """What joins the scores, if anything does."""
-    return operands.mask if mask_limits.additive(spec) is not None else None
+    return operands.mask if spec.added_tensor is not None else None
 
 
 def _repeat_heads(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:

@@ -39,7 +39,7 @@ FAMILY = "sdpa_cudnn"
 def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
     """What keeps this backward from an attention: all that keeps cuDNN's own, and what its forward would have to hand over."""
     reasons = cudnn_called.why_not(spec, target)
-    if mask_limits.additive(spec) is not None:
+    if spec.added_tensor is not None:
         reasons.append(Reason(code=Code.MASK_TENSOR, rule="no tensor joins the scores", observed="a mask or a bias"))
     if spec.score.dropout_p:
         rule = "no dropout: the forward's own random numbers would be needed"

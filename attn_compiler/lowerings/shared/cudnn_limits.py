@@ -100,9 +100,9 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
 def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Lengths that a kernel does not take, or is known to compute wrong."""
     reasons = check_few(spec, target)
-    if mask_limits.causal_flag(spec) and mask_limits.additive(spec) is None:
+    if mask_limits.causal_flag(spec) and spec.added_tensor is None:
         return reasons
-    return reasons + check_nan_backward(spec, target, with_queries=mask_limits.additive(spec) is not None)
+    return reasons + check_nan_backward(spec, target, with_queries=spec.added_tensor is not None)
 
 
 def check_few(spec: AttentionSpec, target: Target) -> list[Reason]:

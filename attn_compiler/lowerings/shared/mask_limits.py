@@ -11,17 +11,11 @@ from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import added_scores, dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.dtypes import BYTES, HALF
-from attn_compiler.spec.masks import Alignment, Dense
-from attn_compiler.spec.scores import DenseBias
+from attn_compiler.spec.masks import Alignment
 
 #: dtype of a site -> the largest number beside which a float32 lse has digits enough after the point: 13 bits for a float32 site. A site
 #: in half precision gets all numbers of float16, beside which 8 bits are left.
 LARGEST_ADDED = {"float32": 2048.0} | dict.fromkeys(HALF, 65504.0)
-
-
-def additive(spec: AttentionSpec) -> Dense | DenseBias | None:
-    """The one tensor that joins the scores: the dense mask, else the bias."""
-    return spec.mask.dense or spec.score.bias
 
 
 def causal_flag(spec: AttentionSpec) -> bool:
@@ -53,7 +47,7 @@ def check_causal(spec: AttentionSpec) -> list[Reason]:
 
 def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
     """For a kernel that is not known to take a causal flag and a tensor at once."""
-    if not spec.mask.is_causal or additive(spec) is None:
+    if not spec.mask.is_causal or spec.added_tensor is None:
         return []
     remedy = "put the diagonal into the mask tensor"
     return [
@@ -72,13 +66,13 @@ def check_masks(spec: AttentionSpec) -> list[Reason]:
     return [
         Reason(code=Code.MASK_KIND, rule="the mask is causal, a tensor, or both", observed=kind.words, remedy=remedy)
         for kind in spec.mask.held
-        if additive(spec) is None
+        if spec.added_tensor is None
     ]
 
 
 def check_no_tensor(spec: AttentionSpec) -> list[Reason]:
     """For a kernel that reads no mask tensor at all."""
-    tensor = additive(spec)
+    tensor = spec.added_tensor
     if tensor is None:
         return []
     remedy = "pass is_causal=True or no mask where the mask only says that"
@@ -87,7 +81,7 @@ def check_no_tensor(spec: AttentionSpec) -> list[Reason]:
 
 def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
     """One tensor, of a broadcast shape, as bool or one of `dtypes`, or of a narrower dtype that q's holds exactly."""
-    tensor = additive(spec)
+    tensor = spec.added_tensor
     if tensor is None:
         return []
     both = check_one_tensor(spec)
@@ -146,7 +140,7 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
     lse can't hold the logarithm of how many keys there are, so that each key of a query that has none counts as the only one.
 
     Passes complete what was read (passes/recovering/keyless.py)."""
-    tensor = additive(spec)
+    tensor = spec.added_tensor
     # A call of SDPA keeps the kernel that PyTorch would run, and its gradients.
     if not (spec.needs_grad and spec.decomposed and spec.adds_unread) or tensor is None:
         return []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
@@ -42,7 +41,7 @@ def check_efficient(spec: AttentionSpec) -> list[Reason]:
     reasons = [
         Reason(code=Code.TOO_LARGE, rule=f"strides of heads and positions are below {REACH}", observed=n) for n in far
     ]
-    tensor, pairs = mask_limits.additive(spec), _product(spec.seqlen_q, spec.seqlen_kv)
+    tensor, pairs = spec.added_tensor, _product(spec.seqlen_q, spec.seqlen_kv)
     has_rows = tensor is not None and (1, *tensor.shape)[-2] != 1
     if pairs >= REACH and (has_rows or spec.score.dropout_p):
         rule = f"with a mask or dropout, below {REACH} pairs of a head: offsets are of 32 bits ({_EFFICIENT})"

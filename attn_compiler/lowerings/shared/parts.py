@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Linear
-from attn_compiler.lowerings.shared import mask_limits
 from attn_compiler.lowerings.shared.intervals import (
     B,
     H,
@@ -134,7 +133,7 @@ def parts(spec: AttentionSpec) -> Parts:
     masking = _Masking(spec)
     for kind in applied:
         masking.add(kind)
-    if mask_limits.additive(spec) is None:
+    if spec.added_tensor is None:
         return masking.parts()
     added = [masking.add(kind) for kind in spec.mask.held]
     if not _is_understood(spec):

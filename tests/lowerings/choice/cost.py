@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.choice import fp8_speed, shape_class
-from attn_compiler.lowerings.shared import flags, mask_limits, parts as site_parts
+from attn_compiler.lowerings.shared import flags, parts as site_parts
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES, HALF
 from attn_compiler.spec.masks import Dense
@@ -117,7 +117,7 @@ def _pairs(lowering: str, spec: AttentionSpec) -> float:
 def _tensor(lowering: str, spec: AttentionSpec) -> Dense | DenseBias | None:
     """What joins the scores, of a kernel that is told of a diagonal by a flag where that says all."""
     flagged = None if lowering == _OURS else flags.as_flag(spec)
-    return mask_limits.additive(flagged or spec)
+    return (flagged or spec).added_tensor
 
 
 def _read(lowering: str, spec: AttentionSpec) -> float:
