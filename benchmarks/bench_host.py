@@ -39,8 +39,8 @@ from attn_compiler.lowerings.decode import (
     schedule as decode_schedule,
 )
 from attn_compiler.lowerings.hopper import backward_launch as hopper_backward, launch as hopper_launch
-from attn_compiler.lowerings.shared import ahead, imagined
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.launching import ahead, imagined
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton import launch as triton_launch
 from attn_compiler.spec.target import Target
 from benchmarks import harness

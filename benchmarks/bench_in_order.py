@@ -39,7 +39,8 @@ from torch import Tensor
 from attn_compiler.lowerings.choice import in_order, shape_class
 from attn_compiler.lowerings.hopper.lowering import backward_of
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
-from attn_compiler.lowerings.shared import ahead, imagined, part_tensors, persistent
+from attn_compiler.lowerings.shared.launching import ahead, imagined, persistent
+from attn_compiler.lowerings.shared.parts import part_tensors
 from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases
 from benchmarks.bench_kernels import Timed
@@ -180,7 +181,7 @@ def sides_of(built: Built, heads: Sequence[int], said: dict[str, str]) -> dict[s
 def begin(cases: Sequence[Case], heads: Sequence[int], device: str) -> list[Future[Any]]:
     """Start to compile what our sides of these cases launch."""
     from attn_compiler.lowerings.hopper import launch
-    from attn_compiler.lowerings.shared import compiling
+    from attn_compiler.lowerings.shared.launching import compiling
 
     started: list[Future[Any]] = []
     pool = compiling.workers(len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""On a GPU, each of our Triton kernels alone with one tile after another: the figures behind `lowerings/shared/tile_table.py`.
+"""On a GPU, each of our Triton kernels alone with one tile after another: the figures behind `lowerings/shared/parts/tile_table.py`.
 
     python -m benchmarks.bench_tiles --cases causal_d128_s8192 --kernels dkv --tiles "64x128 w8 s3" "32x64 w4 s3"
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from attn_compiler.lowerings.base import Tile, Tiles
-from attn_compiler.lowerings.shared.failures import FAILURES, Caller
+from attn_compiler.lowerings.shared.calls.failures import FAILURES, Caller
 from attn_compiler.lowerings.triton import launch
 from benchmarks import bench_kernels, harness, kernel_cases
 from benchmarks.bench_kernels import Timed

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.base import Operands, Tiles
-from attn_compiler.lowerings.shared import part_tensors, parts, tile_table
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts, tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
 from attn_compiler.spec import added_scores, masks, scores
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.target import Target

@@ -36,8 +36,8 @@ from attn_compiler.lowerings.decode import latent_schedule, schedule as decode_s
 from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.fp8.rounding import How, Rounding
 from attn_compiler.lowerings.hopper import backward_launch, fp8_launch as hopper_launch, launch as hopper_half_launch
-from attn_compiler.lowerings.shared import persistent
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.launching import persistent
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton import fp8_launch as triton_launch, launch
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.spec.target import Target

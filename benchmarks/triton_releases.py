@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from attn_compiler.lowerings.shared.triton_releases import Release
+from attn_compiler.lowerings.shared.limits.triton_releases import Release
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "triton_releases.csv"

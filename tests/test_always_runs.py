@@ -325,7 +325,7 @@ def test_the_leaf_op_fails_where_it_is_compiled(stage: str, dynamic: bool, monke
     need it for the model's own graph."""
     from torch._inductor import lowering as inductor
 
-    from attn_compiler.lowerings.shared import ops
+    from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 
     model, x = _fresh()
     layer, mask = model.first, torch.ones(S, S, dtype=torch.bool).triu(1)

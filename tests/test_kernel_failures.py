@@ -16,8 +16,10 @@ from triton.runtime.errors import OutOfResources, PTXASError
 import attn_compiler
 import attn_compiler.compiling.backend as backend_module
 from attn_compiler.lowerings.decode import launch as decode_launch
-from attn_compiler.lowerings.shared import ahead, launching, listing, listing_launch, on_device, replaying
-from attn_compiler.lowerings.shared.failures import FAILURES
+from attn_compiler.lowerings.shared.calls import listing_launch
+from attn_compiler.lowerings.shared.calls.failures import FAILURES
+from attn_compiler.lowerings.shared.launching import ahead, launch as launching, on_device, replaying
+from attn_compiler.lowerings.shared.ops import listing
 from attn_compiler.reasons.errors import AttnCompilerWarning, KernelFailed
 
 B, H, S, D = 2, 2, 40, 16

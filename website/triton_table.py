@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from attn_compiler.lowerings.shared.triton_releases import COMPILED, Release
+from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED, Release
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 #: what a benchmark of one lowering calls it: (file, what it calls it)

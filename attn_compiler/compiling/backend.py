@@ -36,7 +36,7 @@ from attn_compiler.torch_private import (
 from attn_compiler.torch_private.unpadding import PackedCode, Unpadded
 
 if TYPE_CHECKING:
-    from attn_compiler.lowerings.shared.ahead import Ahead, NotCompiled
+    from attn_compiler.lowerings.shared.launching.ahead import Ahead, NotCompiled
     from attn_compiler.passes import Rewritten
     from attn_compiler.passes.graph.padding_outcome import Packed
     from attn_compiler.verifying.plan import CheckPlan
@@ -59,7 +59,7 @@ def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
 
 def _reset() -> None:
     """Called by torch._dynamo.reset() for every backend that was used."""
-    from attn_compiler.lowerings.shared.failures import FAILURES
+    from attn_compiler.lowerings.shared.calls.failures import FAILURES
     from attn_compiler.torch_private import frames as torch_frames
 
     torch_inductor.forget_cuda_graphs()
@@ -252,7 +252,8 @@ def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[No
 
 def _tell_of(failed: Sequence[NotCompiled]) -> bool:
     """Tell of kernels that do not compile. Gives whether sites of the graph are concerned, which are then to be decided again."""
-    from attn_compiler.lowerings.shared import failures, untried
+    from attn_compiler.lowerings.shared.calls import failures
+    from attn_compiler.lowerings.shared.limits import untried
 
     found = [(one, failures.at_compilation(one.op, one.text, one.error)) for one in failed]
     for one, concerned in found:
@@ -266,7 +267,7 @@ def _watch(report: Report, options: Options) -> None:
     called = [site for site in report.sites if site.texts]
     if not called:
         return
-    from attn_compiler.lowerings.shared.failures import FAILURES, Caller
+    from attn_compiler.lowerings.shared.calls.failures import FAILURES, Caller
     from attn_compiler.torch_private import frames as torch_frames
 
     start_over = torch_frames.start_over()
@@ -303,7 +304,7 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPl
 
 def _ahead(options: Options) -> Ahead | None:
     """What compiles kernels beside Inductor, which alone traces backwards before it compiles."""
-    from attn_compiler.lowerings.shared import ahead
+    from attn_compiler.lowerings.shared.launching import ahead
 
     return ahead.here() if options.inner == "inductor" else None
 
@@ -331,7 +332,7 @@ class _Inner:
         # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
         from attn_compiler.context_parallel import collectives, halo_ops, merge_ops  # noqa: F401
         from attn_compiler.lowerings.graph_ops import kept, rotary_tables
-        from attn_compiler.lowerings.shared.ops import without_autograd
+        from attn_compiler.lowerings.shared.ops.leaf_ops import without_autograd
 
         def joint_pass(graph: fx.Graph) -> None:
             without_autograd(graph)

@@ -1,5 +1,5 @@
 """Ops of this package in a program that is compiled ahead: those that launch Triton kernels become their twins, which a compilation
-takes apart (lowerings/shared/packaged_ops.py), and what holds a value becomes a copy of it."""
+takes apart (lowerings/shared/launching/packaged_ops.py), and what holds a value becomes a copy of it."""
 
 from __future__ import annotations
 

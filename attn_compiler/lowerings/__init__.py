@@ -29,9 +29,10 @@ from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
 from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
-from attn_compiler.lowerings.shared import keyless_gradient as keyless_gradient, untried
-from attn_compiler.lowerings.shared.failures import FAILURES
-from attn_compiler.lowerings.shared.mask_limits import check_own_rows
+from attn_compiler.lowerings.shared.calls import keyless_gradient as keyless_gradient
+from attn_compiler.lowerings.shared.calls.failures import FAILURES
+from attn_compiler.lowerings.shared.limits import untried
+from attn_compiler.lowerings.shared.limits.mask_limits import check_own_rows
 from attn_compiler.lowerings.triton.fp8 import TritonFp8
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.reasons.decisions import Reason
@@ -97,7 +98,7 @@ def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]
 
 
 def packaged_twin(op: Any) -> Any:
-    """The op that stands for one of ours in a program that is compiled ahead; None where there is none (shared/packaged_ops.py)."""
-    from attn_compiler.lowerings.shared.packaged_ops import twin
+    """The op that stands for one of ours in a program that is compiled ahead (shared/launching/packaged_ops.py); None: there is none."""
+    from attn_compiler.lowerings.shared.launching.packaged_ops import twin
 
     return twin(op)

@@ -18,7 +18,7 @@ from attn_compiler.reporting import wording
 
 if TYPE_CHECKING:
     from attn_compiler.reasons.decisions import Copy, Reason, Refusal
-    from attn_compiler.reporting.report import MissReport, Report, Reports, SiteReport, UnpadReport
+    from attn_compiler.reporting.facts import GraphReport, MissReport, SiteReport, UnpadReport
     from attn_compiler.spec.attention import AttentionSpec, TensorSpec
     from attn_compiler.spec.masks import MaskSpec
 
@@ -45,7 +45,7 @@ def plain(view: RenderableType, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
 
 
-def reports_view(reports: Reports) -> RenderableType:
+def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
     """Every graph's report, and the totals if there are several. Graphs without attention share one line."""
     if not reports:
         return Text(_NO_GRAPH)
@@ -62,7 +62,7 @@ def reports_view(reports: Reports) -> RenderableType:
     return Group(*views, _text(f"total: {wording.totals(reports)}", "bold"))
 
 
-def report_view(report: Report) -> RenderableType:
+def report_view(report: GraphReport) -> RenderableType:
     """One graph: a line of totals, a block for each distinct site, then the misses."""
     blocks = [_site_block(number, site) for number, site in enumerate(report.sites, start=1)]
     blocks += [_miss_block(miss) for miss in report.misses]
@@ -283,7 +283,7 @@ def dtype_words(spec: AttentionSpec) -> str:
     return ", ".join(parts)
 
 
-def what_was_found(report: Report) -> str:
+def what_was_found(report: GraphReport) -> str:
     sites, misses = report.num_sites, report.num_misses
     if not sites and not misses:
         return "0 sites: no attention was found in this graph"

@@ -1,6 +1,6 @@
-"""What was found, chosen and refused, as data: `Report` is one compiled graph's answer, for people (table) and tools (JSON).
+"""A report for people (table, page) and tools (JSON): `Report` is one compiled graph's answer, `Reports` those of several.
 
-publishing.py hands reports out, and keeps the last ones.
+facts.py has the data. publishing.py hands reports out, and keeps the last ones. What draws is imported when somebody looks.
 
 The JSON (`Report.to_dict`, `Reports.to_dict`) has a "version". Keys are only ever added within a version, and every key is
 always there; a value that is not known is null, and a symbolic size is a string ("s0").
@@ -11,14 +11,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
 from attn_compiler.reasons.errors import ReportNotSaved
 from attn_compiler.reporting import wording
-from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.torch_private.unpadding import Steps, UnpaddedStep
+from attn_compiler.reporting.facts import GraphReport, MissReport, SiteReport, UnpadReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,114 +24,13 @@ if TYPE_CHECKING:
 JSON_VERSION = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SiteReport:
-    """Every site that shares one spec, decision and set of copies (one row of the table).
-
-    modules: the module paths, one a site. notes: what else the rewrite did (a repeat_kv taken out, a mask combined).
-    source: the line of the model that the first of them was traced from ("llama.py:120"), if known.
-    evidence: the measurement that gave lowerings their order; None where the user did, or no measurement is for such a machine.
-    estimate: how long one call takes; None where nothing like it was measured.
-    faster: what was measured to be faster on sites like it, and wants a package that is not installed; None where nothing is.
-    texts: of the leaf ops that compute it, by which their failures are told.
-    """
-
-    modules: tuple[str, ...]
-    pattern: str
-    spec: AttentionSpec
-    decision: Decision
-    copies: tuple[Copy, ...] = ()
-    notes: tuple[str, ...] = ()
-    source: str | None = None
-    evidence: Evidence | None = None
-    estimate: Estimate | None = None
-    faster: Faster | None = None
-    texts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MissReport:
-    """An anchor (a softmax or an SDPA call) that is no attention that we understand. nearest: the pattern that came furthest.
-
-    source: the line of the model that the first of them was traced from, if known.
-    """
-
-    modules: tuple[str, ...]
-    anchor: str
-    nearest: str
-    stopped_at: str
-    reason: Reason
-    source: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnpadReport:
-    """What became of a graph's padding (`options={"unpad": True}`).
-
-    kept: why padding is computed as the model has it; None: it is left out.
-    module, source: of the op that is to blame, if it is one.
-    zeroed: outputs that are 0 at padding.
-    facts: what has to hold at each call; else the model's own graph runs.
-    notes: what else there is to know.
-    steps: the last calls.
-    """
-
-    kept: Reason | None = None
-    module: str | None = None
-    source: str | None = None
-    zeroed: tuple[str, ...] = ()
-    facts: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    steps: Steps | None = field(default=None, compare=False)
-
-    @property
-    def last(self) -> tuple[UnpaddedStep, ...]:
-        """The last calls, up to now: how much of each batch was real, and whether the model's own graph ran."""
-        return () if self.steps is None else tuple(self.steps.last)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """One graph handed to the backend.
-
-    seconds: time by pass.
-    kernels: seconds by kernel that was compiled beside the inner compiler, of all its variants; where it was on disk, next to nothing.
-    failure: set when something failed and the model's own graph was compiled.
-    faults: what failed and cost only a site or a call, each as it was warned of.
-    from_cache: the passes did not run; what they made of the same graph before was done again.
-    not_kept: why the next process has to run the passes again, if it has to.
-    unpad: what became of padding; None if nobody asked for that.
-    untried: which installed releases are newer than all that this version was tried with.
-    dumped: the directory that has the graph before and after each pass; None if nobody asked for that.
+class Report(GraphReport):
+    """One graph handed to the backend: the fields of GraphReport.
 
     str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
     """
 
-    graph: str
-    target: str
-    sites: tuple[SiteReport, ...] = ()
-    misses: tuple[MissReport, ...] = ()
-    seconds: tuple[tuple[str, float], ...] = ()
-    kernels: tuple[tuple[str, float], ...] = ()
-    failure: str | None = None
-    faults: tuple[str, ...] = ()
-    from_cache: bool = False
-    not_kept: str | None = None
-    untried: tuple[str, ...] = ()
-    unpad: UnpadReport | None = None
-    dumped: str | None = field(default=None, compare=False)
-
-    @property
-    def num_sites(self) -> int:
-        return sum(len(site.modules) for site in self.sites)
-
-    @property
-    def num_misses(self) -> int:
-        return sum(len(miss.modules) for miss in self.misses)
-
-    @property
-    def total_seconds(self) -> float:
-        return sum(seconds for _, seconds in self.seconds)
+    __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON as nested dicts and lists; see the module's docstring for what stays stable."""

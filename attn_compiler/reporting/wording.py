@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attn_compiler.reporting.report import Report
+    from attn_compiler.reporting.facts import GraphReport
     from attn_compiler.spec.masks import MaskSpec
 
 #: kinds of sites that a line of the log names, and characters of the mask of each
 _INTRODUCED, _INTRODUCED_WORDS = 4, 60
 
 
-def summary(report: Report) -> str:
+def summary(report: GraphReport) -> str:
     """One line for a log: what was found in one graph, and what it became."""
     return f"graph {report.graph} on {report.target}: {totals([report])}"
 
 
-def introduction(report: Report) -> str:
+def introduction(report: GraphReport) -> str:
     """The line for the first graph of a process: what was found, what each got, and where there is more."""
     kinds = [f"{len(site.modules)} × {_shown(site.spec.mask.words)}: {site.decision.lowering}" for site in report.sites]
     more = [f"{len(kinds) - _INTRODUCED} more kinds"] if len(kinds) > _INTRODUCED else []
@@ -31,7 +31,7 @@ def _shown(words: str) -> str:
     return words if len(words) <= _INTRODUCED_WORDS else f"{words[:_INTRODUCED_WORDS]}…"
 
 
-def totals(reports: Sequence[Report]) -> str:
+def totals(reports: Sequence[GraphReport]) -> str:
     """Counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
     chosen: Counter[str] = Counter()
     for report in reports:
@@ -63,5 +63,5 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def has_content(report: Report) -> bool:
+def has_content(report: GraphReport) -> bool:
     return bool(report.sites or report.misses or report.failure or report.faults)

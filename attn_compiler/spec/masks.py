@@ -5,8 +5,8 @@ pair, which every kernel and every recovery is held against. What depends on run
 `own_key`: the kind lets each query use the key of its own position, keys that are padding aside.
 
 To add a kind: one class here, its name in KINDS, its recogniser in passes/recovering/kinds.py, and its test. No lowering has to know it:
-the model's own tensor says the same, and is applied until lowerings/shared/parts.py makes a part of the kind. Of a kind that neither a
-tensor nor a flag says, `check_masks` in lowerings/shared/mask_limits.py makes a refusal.
+the model's own tensor says the same, and is applied until lowerings/shared/parts/site_parts.py makes a part of the kind. Of a kind
+that neither a tensor nor a flag says, `check_masks` in lowerings/shared/limits/mask_limits.py makes a refusal.
 """
 
 from __future__ import annotations

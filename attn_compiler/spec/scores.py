@@ -19,7 +19,7 @@ from attn_compiler.spec.added_scores import ProvedScore
 class Pointwise:
     """What changes of each score by itself share: one number, and factors that may stand on either side. They come before masks and biases.
 
-    Lowerings apply them by their `Form` (lowerings/shared/score_changes.py).
+    Lowerings apply them by their `Form` (lowerings/shared/parts/score_changes.py).
     """
 
     __slots__ = ()
@@ -108,7 +108,7 @@ KINDS: tuple[type[ScoreChange], ...] = (Softcap, Sinks, DenseBias, Unusual)
 
 
 def pointwise(changes: Iterable[ScoreChange]) -> Pointwise | None:
-    """The change of each score by itself. More than one is refused (lowerings/shared/takes.py)."""
+    """The change of each score by itself. More than one is refused (lowerings/shared/limits/takes.py)."""
     return next((change for change in changes if isinstance(change, Pointwise)), None)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from attn_compiler.lowerings.shared import parts, tile_table
-from attn_compiler.lowerings.shared.arguments import prepare
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.calls.arguments import prepare
+from attn_compiler.lowerings.shared.parts import site_parts as parts, tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, harness, kernel_cases, kernel_peers

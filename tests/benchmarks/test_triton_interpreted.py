@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from xml.etree import ElementTree
 
-from attn_compiler.lowerings.shared.triton_releases import COMPILED
+from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED
 from benchmarks import triton_interpreted
 from benchmarks.triton_releases import RESULTS, ROOT
 

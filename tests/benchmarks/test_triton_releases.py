@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from attn_compiler.lowerings.shared.triton_releases import COMPILED
+from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED
 from benchmarks import triton_releases
 
 

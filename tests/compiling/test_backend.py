@@ -17,7 +17,8 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason
 from attn_compiler.reasons.errors import InvalidOption, LoweringUnavailable, PassFailed, UnknownOption
 from attn_compiler.reporting import publishing
-from attn_compiler.reporting.report import Report, SiteReport
+from attn_compiler.reporting.facts import SiteReport
+from attn_compiler.reporting.report import Report
 from attn_compiler.spec import masks, scores
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.target import Target

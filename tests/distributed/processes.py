@@ -29,7 +29,7 @@ _IMPORTED_LATE = (
     "attn_compiler.passes.pipeline.rooms",
     "attn_compiler.reporting.publishing",
     "attn_compiler.context_parallel.collectives",
-    "attn_compiler.lowerings.shared.ahead",
+    "attn_compiler.lowerings.shared.launching.ahead",
 )
 
 _START = "import sys; from tests.distributed import processes; processes.start(sys.argv[1])"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_compiler.passes.recovering import recover
-from attn_compiler.reporting.report import SiteReport
+from attn_compiler.reporting.facts import SiteReport
 from tests.distributed import pipeline_stages, processes
 from tests.distributed.pipeline_stages import LAYERS, WAYS, Outcome
 

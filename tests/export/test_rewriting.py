@@ -27,7 +27,8 @@ from attn_compiler.reasons.errors import (
     InvalidOption,
     NotAnExportedProgram,
 )
-from attn_compiler.reporting.report import Report, SiteReport
+from attn_compiler.reporting.facts import SiteReport
+from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
 from tests import fresh
 from tests.export import models

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.shared.limits import torch_release
+from attn_compiler.lowerings.shared.limits.common import torch_release
 from tests.hf.family import VOCAB, Family, Kwargs, Size, Uncaptured, hf_builder, noise, text_inputs, token_ids
 
 #: torch 2.15 and newer trace it

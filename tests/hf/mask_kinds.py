@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from attn_compiler.reporting.report import Report, SiteReport
+from attn_compiler.reporting.facts import SiteReport
+from attn_compiler.reporting.report import Report
 from attn_compiler.spec import masks
 
 #: proved kind -> its name in the table; a formula is proved too, but has no name

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attn_compiler
-from attn_compiler.reporting.report import SiteReport
+from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.spec.masks import MaskSpec
 from tests.hf.family import SEED
 from tests.hf.latents import LATENTS, VOCAB, decoded

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attn_compiler
-from attn_compiler.reporting.report import SiteReport
+from attn_compiler.reporting.facts import SiteReport
 from tests.hf.latents import LATENTS, NOPE, RANK, Decoding, decoded
 from tests.hf.packages import Unavailable
 from tests.thinned import in_full

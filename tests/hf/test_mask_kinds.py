@@ -9,7 +9,8 @@ import pytest
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.reasons.decisions import Decision
-from attn_compiler.reporting.report import Report, SiteReport
+from attn_compiler.reporting.facts import SiteReport
+from attn_compiler.reporting.report import Report
 from attn_compiler.spec import masks
 from tests.hf import mask_kinds
 from tests.lowerings.specs import make_spec

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from attn_compiler.lowerings.shared import cudnn_called, parts
+from attn_compiler.lowerings.shared.calls import cudnn_called
+from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.passes.writing.select import decide

@@ -11,7 +11,7 @@ from torch import nn
 
 import attn_compiler
 from attn_compiler.passes.unpad import judging
-from attn_compiler.reporting.report import UnpadReport
+from attn_compiler.reporting.facts import UnpadReport
 from tests.thinned import in_full
 
 SIZES = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.spec.attention import TensorSpec
 from tests.lowerings.kernel_problems import Problem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Plan
 
 
 @dataclass(frozen=True, kw_only=True)

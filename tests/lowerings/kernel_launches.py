@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from attn_compiler.lowerings.shared.launching import Arguments
+from attn_compiler.lowerings.shared.launching.launch import Arguments
 from attn_compiler.lowerings.triton import launch
 from tests.lowerings.kernel_problems import Problem, planned
 

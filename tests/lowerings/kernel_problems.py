@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_compiler.lowerings.base import Tile, Tiles
-from attn_compiler.lowerings.shared import parts as site_parts, tile_table, tiles as tile_lists
-from attn_compiler.lowerings.shared.arguments import prepare
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.calls.arguments import prepare
 from attn_compiler.lowerings.shared.kernels.tile_parts import kept
-from attn_compiler.lowerings.shared.tiles import Masking
+from attn_compiler.lowerings.shared.parts import site_parts, tile_table, tiles as tile_lists
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.parts.tiles import Masking
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.scores import ScoreSpec, Softcap

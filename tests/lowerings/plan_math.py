@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.shared import parts
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
-from attn_compiler.lowerings.shared.ops import empty_outputs
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
+from attn_compiler.lowerings.shared.parts import site_parts as parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
 
 _SCHEMA = "triton(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
 _BACKWARD = "triton_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> Tensor[]"

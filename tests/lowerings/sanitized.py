@@ -27,8 +27,8 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.lowerings.decode import launch
 from attn_compiler.lowerings.fp8 import rounding as fp8_rounding
-from attn_compiler.lowerings.shared import launching
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.launching import launch as launching
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.spec.masks import Alignment
 from attn_compiler.spec.target import Target

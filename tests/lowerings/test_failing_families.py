@@ -18,8 +18,8 @@ from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.fa4 import launch as fa4_launch
 from attn_compiler.lowerings.hopper import backward_launch, launch as hopper_launch
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.lowerings.shared import on_device, replaying
-from attn_compiler.lowerings.shared.failures import FAILURES
+from attn_compiler.lowerings.shared.calls.failures import FAILURES
+from attn_compiler.lowerings.shared.launching import on_device, replaying
 from attn_compiler.lowerings.triton import fp8_launch
 from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe

@@ -20,8 +20,9 @@ from torch import Tensor
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode.lowering import Decode
-from attn_compiler.lowerings.shared import arguments, launching
-from attn_compiler.lowerings.shared.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS, Band, Plan
+from attn_compiler.lowerings.shared.calls import arguments
+from attn_compiler.lowerings.shared.launching import launch as launching
+from attn_compiler.lowerings.shared.parts.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS, Band, Plan
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.masks import MaskSpec

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_compiler.reporting.report import SiteReport
+from attn_compiler.reporting.facts import SiteReport
 from tests.interpreted_target import triton_interpreted
 from tests.passes.compiling import Compiled, compiled
 

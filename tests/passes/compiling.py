@@ -15,7 +15,8 @@ import attn_compiler
 from attn_compiler.passes.graph import mirror, unit
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.reporting.report import Report, SiteReport
+from attn_compiler.reporting.facts import SiteReport
+from attn_compiler.reporting.report import Report
 from attn_compiler.torch_private import compat as torch_compat, inductor as torch_inductor, tracing as torch_tracing
 
 #: Of all lowerings one, whatever the measured priorities of this machine say. The rewritten graph runs op by op, as the passes left it:

@@ -14,7 +14,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Evidence, Reason, Refusal
 from attn_compiler.reporting import render
-from attn_compiler.reporting.report import MissReport, Report, Reports, SiteReport
+from attn_compiler.reporting.facts import MissReport, SiteReport
+from attn_compiler.reporting.report import Report, Reports
 from attn_compiler.spec import masks, scores
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 

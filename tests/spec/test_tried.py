@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_compiler.lowerings.shared import triton_releases
+from attn_compiler.lowerings.shared.limits import triton_releases
 from attn_compiler.spec.target import Target
 from attn_compiler.spec.tried import NEWEST, not_tried, on
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_compiler.lowerings.shared.triton_releases import COMPILED
+from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED
 from website import triton_table
 
 

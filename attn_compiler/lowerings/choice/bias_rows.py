@@ -1,6 +1,6 @@
 """Which lowering is asked first on sm90 for a bias with an element for each pair, of vision models' lengths: by learned_bias_h200.csv.
 
-Rows of the bias that no vector is loaded from are copied for the Triton kernels (shared/mask_nodes.py), and so they were timed.
+Rows of the bias that no vector is loaded from are copied for the Triton kernels (shared/parts/mask_nodes.py), and so they were timed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, MANY_SCORES, Row
-from attn_compiler.lowerings.shared.parts import ADDED
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED
 from attn_compiler.spec.dtypes import HALF
 
 

@@ -9,7 +9,7 @@ took 119 and 70, and for a causal one 91 and 76. On GPUs that was not measured.
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims

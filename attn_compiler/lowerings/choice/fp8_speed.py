@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.choice.measured import Table
-from attn_compiler.lowerings.shared import parts
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts import site_parts as parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.choice.measured import Table
-from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
+from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec.attention import AttentionSpec
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.choice.measured import Table
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.parts import PartKind
+from attn_compiler.lowerings.shared.parts import site_parts
+from attn_compiler.lowerings.shared.parts.site_parts import PartKind
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.choice import nearest, shape_class
 from attn_compiler.lowerings.choice.measured import Table
-from attn_compiler.lowerings.shared import persistent
+from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

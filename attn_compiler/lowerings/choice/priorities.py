@@ -37,7 +37,7 @@ from attn_compiler.lowerings.choice.rows import (
 )
 from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
 from attn_compiler.lowerings.choice.wide_rows import WIDE_ROWS
-from attn_compiler.lowerings.shared.limits import LAST_SM
+from attn_compiler.lowerings.shared.limits.common import LAST_SM
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.target import Target

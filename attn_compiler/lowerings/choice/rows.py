@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.shape_class import ShapeClass
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.parts import PartKind
+from attn_compiler.lowerings.shared.parts import site_parts
+from attn_compiler.lowerings.shared.parts.site_parts import PartKind
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF

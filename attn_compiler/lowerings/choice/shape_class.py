@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from attn_compiler.lowerings.shared import parts as site_parts
+from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.masks import Causal, KeyBound, MaskKind, SlidingWindow

@@ -12,8 +12,8 @@ from typing import Any
 
 from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, FLASH_FIRST, MANY_SCORES, PREFERRED_CUDNN, Row
 from attn_compiler.lowerings.choice.shape_class import Mask
-from attn_compiler.lowerings.shared.limits import LAST_SM
-from attn_compiler.lowerings.shared.parts import PartKind
+from attn_compiler.lowerings.shared.limits.common import LAST_SM
+from attn_compiler.lowerings.shared.parts.site_parts import PartKind
 from attn_compiler.spec.dtypes import HALF
 
 _SINCE = "2026-11-27"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, FLASH_FIRST, MANY_SCORES, MOST_QUERIES, Row
-from attn_compiler.lowerings.shared.limits import LAST_SM
+from attn_compiler.lowerings.shared.limits.common import LAST_SM
 from attn_compiler.spec.dtypes import HALF
 
 #: architectures that were not measured, and PyTorch's order there

@@ -5,7 +5,7 @@ of the graph cast it. Its scale has to be known before: an output is a mean of r
 
 The backward is that of `cudnn`, from q, k and v as they were rounded, and the output and lse that the forward gave; or, if the recipe
 says so, in FP8 too (fp8_gradients.py), for heads of 128. As the output passes through nodes, its gradient is attached by
-an op that compiled code is without (shared/given_ops.py): `cudnn_rounded_given` or `cudnn_fp8_given`.
+an op that compiled code is without (shared/ops/given_ops.py): `cudnn_rounded_given` or `cudnn_fp8_given`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from attn_compiler.lowerings.cudnn import (
 )
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
-from attn_compiler.lowerings.shared import known_bad, limits as shared_limits
-from attn_compiler.lowerings.shared.ops import like_output
+from attn_compiler.lowerings.shared.limits import common as shared_limits, known_bad
+from attn_compiler.lowerings.shared.ops.leaf_ops import like_output
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, CudnnCall
-from attn_compiler.lowerings.shared.given_ops import Gradients, register_given_with
-from attn_compiler.lowerings.shared.ops import like_output
+from attn_compiler.lowerings.shared.ops.given_ops import Gradients, register_given_with
+from attn_compiler.lowerings.shared.ops.leaf_ops import like_output
 from attn_compiler.spec.fp8_recipe import LARGEST
 
 _FORMAT = getattr(torch, FP8_GRADIENT_DTYPE)

@@ -21,7 +21,7 @@ import torch
 
 from attn_compiler.lowerings.cudnn import graphs
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, PlanKey, Plans
-from attn_compiler.lowerings.shared.replaying import Start
+from attn_compiler.lowerings.shared.launching.replaying import Start
 from attn_compiler.reasons.errors import CudnnRefused
 from attn_compiler.spec.target import cudnn_version, cudnn_words
 from attn_compiler.torch_private import compat as torch_compat, observe as torch_observe

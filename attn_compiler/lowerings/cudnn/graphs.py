@@ -16,7 +16,7 @@ from typing import Any
 
 from attn_compiler.lowerings.cudnn.plan import FP8_GRADIENT_DTYPE, SCALES, CudnnCall
 from attn_compiler.lowerings.cudnn.takes import NAMES
-from attn_compiler.lowerings.shared.ops import output_strides
+from attn_compiler.lowerings.shared.ops.leaf_ops import output_strides
 from attn_compiler.reasons.errors import CudnnRefused
 
 Shape = tuple[int, ...]

@@ -18,11 +18,10 @@ from attn_compiler.lowerings.cudnn import frontend, graphs
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Laid
 from attn_compiler.lowerings.cudnn.ops import gradient_in_fp8, gradient_like
 from attn_compiler.lowerings.cudnn.plan import ALIGNMENT, CudnnCall
-from attn_compiler.lowerings.shared import by_definition, leaf_calls
-from attn_compiler.lowerings.shared.by_definition import Attention
-from attn_compiler.lowerings.shared.failures import FAILURES
-from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.leaf_calls import (
+from attn_compiler.lowerings.shared.calls import by_definition, leaf_calls
+from attn_compiler.lowerings.shared.calls.by_definition import Attention
+from attn_compiler.lowerings.shared.calls.failures import FAILURES
+from attn_compiler.lowerings.shared.calls.leaf_calls import (
     BackwardArguments,
     BackwardBody,
     ForwardArguments,
@@ -31,9 +30,10 @@ from attn_compiler.lowerings.shared.leaf_calls import (
     Outputs,
     Tensors,
 )
-from attn_compiler.lowerings.shared.on_device import Empty, on
-from attn_compiler.lowerings.shared.ops import empty_outputs, like_output
-from attn_compiler.lowerings.shared.replaying import Alike, Start, replay_of
+from attn_compiler.lowerings.shared.launching.on_device import Empty, on
+from attn_compiler.lowerings.shared.launching.replaying import Alike, Start, replay_of
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs, like_output
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.reasons.errors import CudnnRefused
 from attn_compiler.spec.target import cudnn_version
 

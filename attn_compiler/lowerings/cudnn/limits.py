@@ -1,4 +1,4 @@
-"""What cuDNN's own graphs can't do or get wrong, by what they are told. What all of cuDNN can't do is in shared/cudnn_limits.py."""
+"""What cuDNN's own graphs can't do or get wrong, by what they are told. What all of cuDNN can't do is in shared/limits/cudnn_limits.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import cudnn_limits, known_bad, limits
-from attn_compiler.lowerings.shared.takes import check_gpu
+from attn_compiler.lowerings.shared.limits import common as limits, cudnn_limits, known_bad
+from attn_compiler.lowerings.shared.limits.takes import check_gpu
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims

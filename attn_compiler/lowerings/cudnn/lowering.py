@@ -17,7 +17,7 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operan
 from attn_compiler.lowerings.cudnn import limits as graph_limits, operands as cudnn_operands, plan, plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import cudnn_limits, limits, mask_limits, takes
+from attn_compiler.lowerings.shared.limits import common as limits, cudnn_limits, mask_limits, takes
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims

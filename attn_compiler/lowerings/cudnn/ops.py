@@ -13,7 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.lowerings.shared.ops import late, like_output, register_backward, register_family, register_forward
+from attn_compiler.lowerings.shared.ops.leaf_ops import (
+    late,
+    like_output,
+    register_backward,
+    register_family,
+    register_forward,
+)
 
 Tensors = Sequence[torch.Tensor]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from attn_compiler.index_expr import Expr
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.parts import PartKind, Parts
+from attn_compiler.lowerings.shared.parts import site_parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts.site_parts import PartKind, Parts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared.takes import OWN, HeadDims, Takes, since
+from attn_compiler.lowerings.shared.limits.takes import OWN, HeadDims, Takes, since
 from attn_compiler.spec.scores import Sinks
 
 #: a dtype -> what cuDNN calls it

@@ -8,7 +8,7 @@ import torch
 
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.plan import DecodeCall
-from attn_compiler.lowerings.shared.by_definition import Attention
+from attn_compiler.lowerings.shared.calls.by_definition import Attention
 
 #: operands that mask and change scores, by their names in `kernel_plan.Plan`
 _READ = {"bounds": "rows", "keys": "keys", "mask": "mask", "bias": "bias", "distances": "distances", "slopes": "slopes"}

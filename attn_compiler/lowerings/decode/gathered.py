@@ -23,9 +23,9 @@ from attn_compiler.index_expr import Apply, Const, Expr, Index, Load, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.decode import plan as decode_plan
-from attn_compiler.lowerings.shared import latents, part_tensors
-from attn_compiler.lowerings.shared.intervals import SEQLEN_KV, SEQLEN_Q, mentions_any
-from attn_compiler.lowerings.shared.parts import Parts
+from attn_compiler.lowerings.shared.parts import latents, part_tensors
+from attn_compiler.lowerings.shared.parts.intervals import SEQLEN_KV, SEQLEN_Q, mentions_any
+from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec import dims, reads
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.chosen_keys import Chosen

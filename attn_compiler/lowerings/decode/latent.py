@@ -16,7 +16,8 @@ from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operan
 from attn_compiler.lowerings.decode import gathered, latent_hopper, latent_schedule, operands as decode_operands
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import OF_LATENT
-from attn_compiler.lowerings.shared import kernel_limits, latents
+from attn_compiler.lowerings.shared.limits import kernel_limits
+from attn_compiler.lowerings.shared.parts import latents
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec

@@ -6,7 +6,7 @@ On an H200 it was 1.3 to 2.2 times as fast as that from 64 heads on, and slower 
 from __future__ import annotations
 
 from attn_compiler.lowerings.decode.takes import ON_HOPPER
-from attn_compiler.lowerings.shared import kernel_limits, takes
+from attn_compiler.lowerings.shared.limits import kernel_limits, takes
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec

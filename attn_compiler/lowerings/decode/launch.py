@@ -22,14 +22,15 @@ from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
-from attn_compiler.lowerings.shared import by_definition, score_changes
-from attn_compiler.lowerings.shared.arguments import alignment, along, kernel_constants
-from attn_compiler.lowerings.shared.launching import check_grid, first_launch, plain, start
-from attn_compiler.lowerings.shared.leaf_calls import or_else
-from attn_compiler.lowerings.shared.noting import noter
-from attn_compiler.lowerings.shared.on_device import Empty, new_outputs
-from attn_compiler.lowerings.shared.readable import readable
-from attn_compiler.lowerings.shared.replaying import VECTOR
+from attn_compiler.lowerings.shared.calls import by_definition
+from attn_compiler.lowerings.shared.calls.arguments import alignment, along, kernel_constants
+from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
+from attn_compiler.lowerings.shared.calls.readable import readable
+from attn_compiler.lowerings.shared.launching.launch import check_grid, first_launch, plain, start
+from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.launching.on_device import Empty, new_outputs
+from attn_compiler.lowerings.shared.launching.replaying import VECTOR
+from attn_compiler.lowerings.shared.parts import score_changes
 from attn_compiler.spec.dtypes import BYTES
 from attn_compiler.torch_private.compat import empty_strided
 

@@ -16,7 +16,7 @@ from attn_compiler.lowerings.choice.rows import MOST_QUERIES
 from attn_compiler.lowerings.decode import gathered, operands as decode_operands, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
-from attn_compiler.lowerings.shared import kernel_limits, mask_limits, takes
+from attn_compiler.lowerings.shared.limits import kernel_limits, mask_limits, takes
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

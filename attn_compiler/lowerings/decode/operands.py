@@ -15,7 +15,7 @@ from attn_compiler.index_expr import on_nodes
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.plan import DecodeCall
-from attn_compiler.lowerings.shared import part_tensors
+from attn_compiler.lowerings.shared.parts import part_tensors
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_compiler.lowerings.shared.ops import Tensors, fake_forward, late, register_forward
+from attn_compiler.lowerings.shared.ops.leaf_ops import Tensors, fake_forward, late, register_forward
 from attn_compiler.torch_private.op_library import register_helper
 
 

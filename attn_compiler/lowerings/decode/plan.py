@@ -1,7 +1,7 @@
 """What the decode kernel is told of one attention: pure data, made from the spec and the machine alone.
 
-Masks and score changes become the parts that shared/parts.py finds, with two differences. Every interval of keys, bands included, is a pair
-of bounds for each query, since a band over few queries is nothing more. And no lists of tiles are made.
+Masks and score changes become the parts that shared/parts/site_parts.py finds, with two differences. Every interval of keys, bands
+included, is a pair of bounds for each query, since a band over few queries is nothing more. And no lists of tiles are made.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.parts import Parts
+from attn_compiler.lowerings.shared.parts import site_parts
+from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec.attention import CODEC, AttentionSpec
 
 #: rows of a tile of queries: what a tensor core instruction has; what registers hold, and hold of wide heads

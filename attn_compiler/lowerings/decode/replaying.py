@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.shared.launching import Grid, ReadyKernel
-from attn_compiler.lowerings.shared.on_device import Empty
-from attn_compiler.lowerings.shared.replaying import BETWEEN, Replay, replay_of
+from attn_compiler.lowerings.shared.launching.launch import Grid, ReadyKernel
+from attn_compiler.lowerings.shared.launching.on_device import Empty
+from attn_compiler.lowerings.shared.launching.replaying import BETWEEN, Replay, replay_of
 
 Tensors = Sequence[torch.Tensor]
 

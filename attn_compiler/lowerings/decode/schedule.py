@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.decode import plan
 from attn_compiler.lowerings.decode.plan import Schedule
-from attn_compiler.lowerings.shared.tile_table import generation
+from attn_compiler.lowerings.shared.parts.tile_table import generation
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES
 from attn_compiler.spec.target import Target

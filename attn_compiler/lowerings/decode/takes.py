@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.lowerings.shared import kernel_limits
+from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.spec.dtypes import HALF
 
 _ADDED_BY_DISTANCE = frozenset({"documents", "distances", "slopes"})

@@ -26,10 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_compiler.lowerings.fa4 import replay
 from attn_compiler.lowerings.fa4.plan import Fa4Call, Settings
-from attn_compiler.lowerings.shared import leaf_calls
-from attn_compiler.lowerings.shared.by_definition import Attention
-from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.leaf_calls import (
+from attn_compiler.lowerings.shared.calls import leaf_calls
+from attn_compiler.lowerings.shared.calls.by_definition import Attention
+from attn_compiler.lowerings.shared.calls.leaf_calls import (
     BackwardArguments,
     BackwardBody,
     ForwardArguments,
@@ -37,8 +36,9 @@ from attn_compiler.lowerings.shared.leaf_calls import (
     Gradients,
     Outputs,
 )
-from attn_compiler.lowerings.shared.on_device import Empty, new_outputs, on
-from attn_compiler.lowerings.shared.replaying import Alike, Returned, flat, replay_of
+from attn_compiler.lowerings.shared.launching.on_device import Empty, new_outputs, on
+from attn_compiler.lowerings.shared.launching.replaying import Alike, Returned, flat, replay_of
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec, Dim

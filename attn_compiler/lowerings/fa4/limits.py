@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from attn_compiler.lowerings.fa4.takes import TAKES
-from attn_compiler.lowerings.shared import known_bad, limits, mask_limits, offset_limits, parts as site_parts, takes
-from attn_compiler.lowerings.shared.parts import ADDED, MASKING
+from attn_compiler.lowerings.shared.limits import common as limits, known_bad, mask_limits, offset_limits, takes
+from attn_compiler.lowerings.shared.parts import site_parts
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims

@@ -14,7 +14,7 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.fa4 import limits
 from attn_compiler.lowerings.fa4.plan import Fa4Call
-from attn_compiler.lowerings.shared.ops import late
+from attn_compiler.lowerings.shared.ops.leaf_ops import late
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALVES

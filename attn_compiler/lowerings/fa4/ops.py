@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_compiler.lowerings.fa4.plan import Fa4Call
-from attn_compiler.lowerings.shared.ops import late, register_family
+from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_family
 
 Tensors = Sequence[torch.Tensor]
 

@@ -1,7 +1,7 @@
 """Launches again what a function of flash_attn's launched before, without the function: it takes the host ten times as long as a launch.
 
 A recording is a list of compiled kernels with their arguments: constants, names of the call's tensors, and what was allocated in
-between. It is replayed as the launches of every family are (shared/replaying.py), but for its arguments: they are tensors, with
+between. It is replayed as the launches of every family are (shared/launching/replaying.py), but for its arguments: they are tensors, with
 sequences before heads. It is only made where the function did nothing but allocate, take views and launch; what it copied or computed
 itself could not be replayed. And it is only kept if it gives what the function gave.
 """
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_compiler.lowerings.shared.on_device import Empty
-from attn_compiler.lowerings.shared.replaying import Start
+from attn_compiler.lowerings.shared.launching.on_device import Empty
+from attn_compiler.lowerings.shared.launching.replaying import Start
 from attn_compiler.torch_private import compat as torch_compat
 
 Kernel = Callable[..., Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared.takes import HeadDims, Takes
+from attn_compiler.lowerings.shared.limits.takes import HeadDims, Takes
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.scores import Sinks, Softcap
 

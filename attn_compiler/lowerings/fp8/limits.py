@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attn_compiler.lowerings.fp8.rounding import VECTOR
-from attn_compiler.lowerings.shared.limits import check_lse_unread, release
-from attn_compiler.lowerings.shared.triton_releases import COMPILED, WRONG_IN_FP8, remedy, words
+from attn_compiler.lowerings.shared.limits.common import check_lse_unread, release
+from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED, WRONG_IN_FP8, remedy, words
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

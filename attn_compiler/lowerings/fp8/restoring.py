@@ -1,10 +1,10 @@
 """What the backward of an attention in FP8 reads, made in the backward from what was kept: no copies of q and k are written for it before.
 
-`<family>_rounded_given` (shared/given_ops.py) hands on out and lse of a leaf op that knows nothing of gradients, and has the backward of a
-family. That gets q, k and v as they were rounded, again in the model's dtype: its weights come from their scores and the forward's lse.
-Those of the model's own q and k are others, and where scores are large, or a scale is too old, by factors without a bound. With its own v,
-the gradients of a row's scores would no longer add up to 0: where keys have a mean, that of q would be less exact. Gradients pass on as if
-nothing had been rounded, turned or moved.
+`<family>_rounded_given` (shared/ops/given_ops.py) hands on out and lse of a leaf op that knows nothing of gradients, and has the backward
+of a family. That gets q, k and v as they were rounded, again in the model's dtype: its weights come from their scores and the forward's
+lse. Those of the model's own q and k are others, and where scores are large, or a scale is too old, by factors without a bound. With its
+own v, the gradients of a row's scores would no longer add up to 0: where keys have a mean, that of q would be less exact. Gradients pass
+on as if nothing had been rounded, turned or moved.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.fp8 import quantise, rounding
 from attn_compiler.lowerings.fp8.quantise import Rounded
-from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
-from attn_compiler.lowerings.shared.ops import Differentiable, OfTensor, as_it_is
+from attn_compiler.lowerings.shared.ops.given_ops import Read, Tensors, register_given
+from attn_compiler.lowerings.shared.ops.leaf_ops import Differentiable, OfTensor, as_it_is
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.codec import Codec
 

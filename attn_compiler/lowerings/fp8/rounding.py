@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.lowerings.shared.leaf_calls import or_else
-from attn_compiler.lowerings.shared.ops import late
+from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
+from attn_compiler.lowerings.shared.ops.leaf_ops import late
 from attn_compiler.spec.codec import Codec
 from attn_compiler.spec.fp8_recipe import DTYPES, largest_of
 from attn_compiler.torch_private.op_library import register_helper

@@ -20,10 +20,10 @@ from attn_compiler.lowerings.fp8.kernels.tuples_round import (
     Shared,
 )
 from attn_compiler.lowerings.fp8.rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
-from attn_compiler.lowerings.shared.arguments import along
-from attn_compiler.lowerings.shared.launching import Arguments, launch
-from attn_compiler.lowerings.shared.on_device import on
-from attn_compiler.lowerings.shared.replaying import alike
+from attn_compiler.lowerings.shared.calls.arguments import along
+from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
+from attn_compiler.lowerings.shared.launching.on_device import on
+from attn_compiler.lowerings.shared.launching.replaying import alike
 
 #: positions that a program rounds at once
 PART = 128

@@ -17,7 +17,7 @@ from torch import fx
 
 from attn_compiler.lowerings.base import Emitter
 from attn_compiler.lowerings.hopper.plan import ROWS
-from attn_compiler.lowerings.shared.kernel_plan import Plan
+from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
 from attn_compiler.torch_private.symbols import statically_known
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
 from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, may_leak
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered
-from attn_compiler.lowerings.shared import gradient_launch, leaf_calls, persistent
-from attn_compiler.lowerings.shared.arguments import (
+from attn_compiler.lowerings.shared.calls import gradient_launch, leaf_calls
+from attn_compiler.lowerings.shared.calls.arguments import (
     STATS_BLOCK,
     Prepared,
     alignment,
@@ -27,12 +27,14 @@ from attn_compiler.lowerings.shared.arguments import (
     prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
-from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
+from attn_compiler.lowerings.shared.calls.backward import Backward
+from attn_compiler.lowerings.shared.calls.backward_call import BackwardByKernels
+from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments
 from attn_compiler.lowerings.shared.kernels import backward, kv_backward
 from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes
-from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments
+from attn_compiler.lowerings.shared.launching import persistent
+from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_tiles
 
 #: queries of a program of the kernels around it
 _AROUND = 64

@@ -11,18 +11,11 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
 from attn_compiler.lowerings.hopper.takes import FP8
-from attn_compiler.lowerings.shared import (
-    cudnn_backward,
-    kernel_limits,
-    limits as shared_limits,
-    part_tensors,
-    parts,
-    parts as site_parts,
-    takes,
-    tile_table,
-)
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
-from attn_compiler.lowerings.shared.ops import late, register_forward
+from attn_compiler.lowerings.shared.calls import cudnn_backward
+from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, takes
+from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_forward
+from attn_compiler.lowerings.shared.parts import part_tensors, site_parts, site_parts as parts, tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

@@ -17,14 +17,15 @@ from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.fp8 import quantise, restoring
 from attn_compiler.lowerings.hopper.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Switches
-from attn_compiler.lowerings.shared import leaf_calls, persistent
-from attn_compiler.lowerings.shared.arguments import Prepared, along, common
-from attn_compiler.lowerings.shared.forward_call import Exact, Forward, Named
-from attn_compiler.lowerings.shared.kernel_plan import head_dim_tiles
+from attn_compiler.lowerings.shared.calls import leaf_calls
+from attn_compiler.lowerings.shared.calls.arguments import Named, Prepared, along, common
+from attn_compiler.lowerings.shared.calls.forward_call import Exact, Forward
 from attn_compiler.lowerings.shared.kernels import tiles_sm90
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
-from attn_compiler.lowerings.shared.launching import Arguments, Make, ReadyKernel, launch
-from attn_compiler.lowerings.shared.replaying import Alike
+from attn_compiler.lowerings.shared.launching import persistent
+from attn_compiler.lowerings.shared.launching.launch import Arguments, Make, ReadyKernel, launch
+from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_tiles
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF, HALVES
 

@@ -14,8 +14,9 @@ from attn_compiler.lowerings.hopper import added, mask_bits
 from attn_compiler.lowerings.hopper.kernels import forward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import Adding, ForwardSwitches
 from attn_compiler.lowerings.hopper.plan import ForwardBlocks, blocks_of, is_ordered, leaves_from_queries, multiplied
-from attn_compiler.lowerings.shared import leaf_calls, persistent
-from attn_compiler.lowerings.shared.arguments import (
+from attn_compiler.lowerings.shared.calls import leaf_calls
+from attn_compiler.lowerings.shared.calls.arguments import (
+    Named,
     Prepared,
     along,
     common,
@@ -24,12 +25,13 @@ from attn_compiler.lowerings.shared.arguments import (
     prepare,
     strides,
 )
-from attn_compiler.lowerings.shared.forward_call import Forward, Named
+from attn_compiler.lowerings.shared.calls.forward_call import Forward
+from attn_compiler.lowerings.shared.calls.leaf_calls import ForwardArguments, Outputs
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes, Strides
-from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.leaf_calls import ForwardArguments, Outputs
-from attn_compiler.lowerings.shared.replaying import Alike
+from attn_compiler.lowerings.shared.launching import persistent
+from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.launching.replaying import Alike
 
 #: rows that a program looks at to find those that are to be computed again
 _TOGETHER = 1024

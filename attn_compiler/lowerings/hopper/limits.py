@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from attn_compiler.lowerings.hopper.takes import TAKES
-from attn_compiler.lowerings.shared import kernel_limits, limits as shared_limits, parts, takes
+from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, takes
+from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims

@@ -24,9 +24,11 @@ from attn_compiler.lowerings.hopper.plan import (
     has_backward,
     is_ordered,
 )
-from attn_compiler.lowerings.shared import cudnn_backward, kernel_limits, part_tensors, parts as site_parts, tile_table
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
-from attn_compiler.lowerings.shared.part_tensors import Size
+from attn_compiler.lowerings.shared.calls import cudnn_backward
+from attn_compiler.lowerings.shared.limits import kernel_limits
+from attn_compiler.lowerings.shared.parts import part_tensors, site_parts, tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.parts.part_tensors import Size
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter
-from attn_compiler.lowerings.shared.kernel_plan import Plan
+from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
 
 aten = torch.ops.aten
 

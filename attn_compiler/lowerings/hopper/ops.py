@@ -1,5 +1,5 @@
-"""The leaf ops of the kernels for Hopper, `attn_compiler::hopper` and `hopper_backward`: their text is a `shared.kernel_plan.Call` with the
-Triton family's tiles.
+"""The leaf ops of the kernels for Hopper, `attn_compiler::hopper` and `hopper_backward`: their text is a
+`shared.parts.kernel_plan.Call` with the Triton family's tiles.
 
 operands: those that the plan names, in its order, without `tiles_by_key`; of the backward without `tiles`. Both lists are made for the
 blocks of plan.py. Behind them stand those of this family alone: a dense mask's bits (mask_bits.py), what is added (added.py). The leaf op
@@ -9,10 +9,18 @@ knows nothing of gradients: `attn_compiler::hopper_<family>_given` hands on what
 from __future__ import annotations
 
 from attn_compiler.lowerings.hopper import added, mask_bits
-from attn_compiler.lowerings.shared import cudnn_backward, parts
-from attn_compiler.lowerings.shared.given_ops import Read, Tensors, register_given
-from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.lowerings.shared.ops import GIVEN, PART, late, like_output, register_backward, register_forward
+from attn_compiler.lowerings.shared.calls import cudnn_backward
+from attn_compiler.lowerings.shared.ops.given_ops import Read, Tensors, register_given
+from attn_compiler.lowerings.shared.ops.leaf_ops import (
+    GIVEN,
+    PART,
+    late,
+    like_output,
+    register_backward,
+    register_forward,
+)
+from attn_compiler.lowerings.shared.parts import site_parts as parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.spec.attention import AttentionSpec
 
 #: the family itself

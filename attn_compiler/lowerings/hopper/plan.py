@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.choice import head_parts
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
+from attn_compiler.lowerings.shared.parts import site_parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES

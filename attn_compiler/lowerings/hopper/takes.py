@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from attn_compiler.lowerings.fp8.rounding import VECTOR
-from attn_compiler.lowerings.shared import kernel_limits
-from attn_compiler.lowerings.shared.takes import HeadDims
+from attn_compiler.lowerings.shared.limits import kernel_limits
+from attn_compiler.lowerings.shared.limits.takes import HeadDims
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.scores import Sinks, Softcap
 

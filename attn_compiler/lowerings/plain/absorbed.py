@@ -1,4 +1,4 @@
-"""Attention over the latent that k and v are made of, as plain nodes, on any device: `shared/latents.py` says when that costs less.
+"""Attention over the latent that k and v are made of, as plain nodes, on any device: `shared/parts/latents.py` says when that costs less.
 
 q is multiplied by what makes k of the latent, and the result by what makes v of it: so there is one head of keys and values, the latent
 itself, for all heads of queries. The latent is read twice, once for each product; nothing is made of it.
@@ -14,8 +14,9 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.plain import plain_math
 from attn_compiler.lowerings.plain.takes import ABSORBED
-from attn_compiler.lowerings.shared import latents, mask_limits, unused
-from attn_compiler.lowerings.shared.takes import refused
+from attn_compiler.lowerings.shared.limits import mask_limits
+from attn_compiler.lowerings.shared.limits.takes import refused
+from attn_compiler.lowerings.shared.parts import latents, unused
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target

@@ -15,8 +15,8 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.lowerings.shared import limits as shared_limits
-from attn_compiler.lowerings.shared.ops import empty_outputs, register_forward
+from attn_compiler.lowerings.shared.limits import common as shared_limits
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs, register_forward
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.fp8_recipe import DTYPES

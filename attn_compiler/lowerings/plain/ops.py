@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
-from attn_compiler.lowerings.shared.ops import Tensors, empty_gradient, empty_outputs, register_family
+from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments, Gradients
+from attn_compiler.lowerings.shared.ops.leaf_ops import Tensors, empty_gradient, empty_outputs, register_family
 from attn_compiler.spec.attention import AttentionSpec
 
 

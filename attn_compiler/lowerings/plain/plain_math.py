@@ -16,8 +16,9 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.graph_ops.merging import as_part
 from attn_compiler.lowerings.plain.takes import MATH
-from attn_compiler.lowerings.shared import mask_limits, score_changes, unused
-from attn_compiler.lowerings.shared.takes import refused
+from attn_compiler.lowerings.shared.limits import mask_limits
+from attn_compiler.lowerings.shared.limits.takes import refused
+from attn_compiler.lowerings.shared.parts import score_changes, unused
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target

@@ -21,8 +21,9 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.plain.plain_math import handed_to_merge
 from attn_compiler.lowerings.plain.takes import REFERENCE
-from attn_compiler.lowerings.shared import mask_limits, score_changes
-from attn_compiler.lowerings.shared.takes import refused
+from attn_compiler.lowerings.shared.limits import mask_limits
+from attn_compiler.lowerings.shared.limits.takes import refused
+from attn_compiler.lowerings.shared.parts import score_changes
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.masks import Alignment, Causal

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.lowerings.shared import score_changes
-from attn_compiler.lowerings.shared.takes import Takes
+from attn_compiler.lowerings.shared.limits.takes import Takes
+from attn_compiler.lowerings.shared.parts import score_changes
 from attn_compiler.spec.scores import Sinks
 
 MATH = Takes(

@@ -13,9 +13,10 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.rows.pieces import operand_names
 from attn_compiler.lowerings.rows.takes import TAKES
-from attn_compiler.lowerings.shared import limits, mask_limits, part_tensors, parts
-from attn_compiler.lowerings.shared.parts import ADDED
-from attn_compiler.lowerings.shared.takes import refused
+from attn_compiler.lowerings.shared.limits import common as limits, mask_limits
+from attn_compiler.lowerings.shared.limits.takes import refused
+from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

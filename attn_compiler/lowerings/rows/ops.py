@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared.ops import Tensors, late, register_family
+from attn_compiler.lowerings.shared.ops.leaf_ops import Tensors, late, register_family
 
 
 def _differentiable(operands: Tensors, spec: str) -> list[bool]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_compiler.lowerings.shared import parts as site_parts
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts import site_parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.attention import AttentionSpec
 
 #: queries of a piece that a band runs through

@@ -9,8 +9,8 @@ import torch
 
 from attn_compiler.lowerings.rows.piece_scores import PieceScores
 from attn_compiler.lowerings.rows.pieces import Piece, cut, operand_names
-from attn_compiler.lowerings.shared.leaf_calls import BackwardArguments, Gradients
-from attn_compiler.lowerings.shared.ops import empty_outputs
+from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments, Gradients
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
 from attn_compiler.spec.attention import AttentionSpec
 
 aten = torch.ops.aten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared.takes import PYTORCH_HALF, HeadDims, Takes
+from attn_compiler.lowerings.shared.limits.takes import PYTORCH_HALF, HeadDims, Takes
 
 TAKES = Takes(
     sms=None,

@@ -19,10 +19,12 @@ from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
-from attn_compiler.lowerings.shared import cudnn_called, limits, mask_limits, mask_nodes, offset_limits
-from attn_compiler.lowerings.shared.flags import as_told
-from attn_compiler.lowerings.shared.limits import torch_release
-from attn_compiler.lowerings.shared.takes import CUDNN, Takes, check_gpu, refused
+from attn_compiler.lowerings.shared.calls import cudnn_called
+from attn_compiler.lowerings.shared.limits import common as limits, mask_limits, offset_limits
+from attn_compiler.lowerings.shared.limits.common import torch_release
+from attn_compiler.lowerings.shared.limits.takes import CUDNN, Takes, check_gpu, refused
+from attn_compiler.lowerings.shared.parts import mask_nodes
+from attn_compiler.lowerings.shared.parts.flags import as_told
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims

@@ -1,10 +1,10 @@
-"""What each of PyTorch's kernels takes, but for cuDNN's (shared/takes.py). No one of them takes a softcap or sinks."""
+"""What each of PyTorch's kernels takes, but for cuDNN's (shared/limits/takes.py). No one of them takes a softcap or sinks."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.lowerings.shared.takes import OWN, PYTORCH_HALF, HeadDims, Takes, since
+from attn_compiler.lowerings.shared.limits.takes import OWN, PYTORCH_HALF, HeadDims, Takes, since
 
 FLASH = Takes(
     sms=since(80),

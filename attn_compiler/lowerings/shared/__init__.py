@@ -1,1 +1,1 @@
-"""What every family stands on: a site's parts, the tensors that they need, limits, leaf ops and how kernels are launched."""
+"""What every family stands on. Rooms, each of which may import those before it: ops, parts, limits, kernels, launching, calls."""

@@ -13,17 +13,10 @@ from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tile, Tiles, check_fp8_inputs
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
-from attn_compiler.lowerings.shared import (
-    kernel_limits,
-    limits as shared_limits,
-    mask_limits,
-    part_tensors,
-    parts,
-    takes,
-    tile_table,
-)
-from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.lowerings.shared.ops import late, register_forward
+from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, mask_limits, takes
+from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_forward
+from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts, tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.lowerings.triton.takes import FP8
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec

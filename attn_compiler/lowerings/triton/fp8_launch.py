@@ -10,8 +10,9 @@ import torch
 import triton
 
 from attn_compiler.lowerings.fp8 import quantise, restoring
-from attn_compiler.lowerings.shared import leaf_calls
-from attn_compiler.lowerings.shared.arguments import (
+from attn_compiler.lowerings.shared.calls import leaf_calls
+from attn_compiler.lowerings.shared.calls.arguments import (
+    Named,
     Prepared,
     along,
     common,
@@ -20,9 +21,9 @@ from attn_compiler.lowerings.shared.arguments import (
     operand_parameters,
     strides,
 )
-from attn_compiler.lowerings.shared.forward_call import Exact, Forward, Named
-from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.replaying import Alike
+from attn_compiler.lowerings.shared.calls.forward_call import Exact, Forward
+from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.launching.replaying import Alike
 from attn_compiler.lowerings.triton.kernels import forward_fp8
 from attn_compiler.spec.attention import AttentionSpec
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.shared import gradient_launch, leaf_calls
-from attn_compiler.lowerings.shared.arguments import (
+from attn_compiler.lowerings.shared.calls import gradient_launch, leaf_calls
+from attn_compiler.lowerings.shared.calls.arguments import (
     STATS_BLOCK,
+    Named,
     Prepared,
     alignment,
     common,
@@ -24,11 +25,12 @@ from attn_compiler.lowerings.shared.arguments import (
     operand_parameters,
     strides,
 )
-from attn_compiler.lowerings.shared.backward_call import Backward, BackwardByKernels
-from attn_compiler.lowerings.shared.forward_call import Forward, Named
+from attn_compiler.lowerings.shared.calls.backward import Backward
+from attn_compiler.lowerings.shared.calls.backward_call import BackwardByKernels
+from attn_compiler.lowerings.shared.calls.forward_call import Forward
 from attn_compiler.lowerings.shared.kernels import backward, forward as forward_kernels, kv_backward
-from attn_compiler.lowerings.shared.launching import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.replaying import Alike
+from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.launching.replaying import Alike
 
 #: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30

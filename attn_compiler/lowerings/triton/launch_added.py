@@ -14,12 +14,12 @@ import torch
 import triton
 
 from attn_compiler.lowerings.base import Tile
-from attn_compiler.lowerings.shared.arguments import Prepared, lists, strides
-from attn_compiler.lowerings.shared.backward_call import Backward
-from attn_compiler.lowerings.shared.kernel_plan import MOST_BLOCKS
+from attn_compiler.lowerings.shared.calls.arguments import Prepared, lists, strides
+from attn_compiler.lowerings.shared.calls.backward import Backward
 from attn_compiler.lowerings.shared.kernels import sums_backward
-from attn_compiler.lowerings.shared.launching import Arguments
-from attn_compiler.lowerings.shared.ops import empty_gradient
+from attn_compiler.lowerings.shared.launching.launch import Arguments
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient
+from attn_compiler.lowerings.shared.parts.kernel_plan import MOST_BLOCKS
 from attn_compiler.lowerings.triton.kernels import bias_backward, kept_backward
 
 #: of the bias kernels, whose tiles do not depend on the lists: up to so many head dims, in half precision

@@ -11,9 +11,11 @@ import operator
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
-from attn_compiler.lowerings.shared import kernel_limits, ops, part_tensors, tile_table
-from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.lowerings.shared.parts import leaves_out
+from attn_compiler.lowerings.shared.limits import kernel_limits
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
+from attn_compiler.lowerings.shared.parts import part_tensors, tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
+from attn_compiler.lowerings.shared.parts.site_parts import leaves_out
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target

@@ -1,4 +1,4 @@
-"""The leaf op of the Triton kernels, `attn_compiler::triton`: its text is a `shared.kernel_plan.Call`.
+"""The leaf op of the Triton kernels, `attn_compiler::triton`: its text is a `shared.parts.kernel_plan.Call`.
 
 operands: those that the plan names, in its order. The backward's list holds the gradients of `Plan.differentiable`.
 triton itself is imported by the first call, not before: a dump or a fake needs none.
@@ -6,8 +6,8 @@ triton itself is imported by the first call, not before: a dump or a fake needs 
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared import parts
-from attn_compiler.lowerings.shared.ops import late, register_family, register_part
+from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_family, register_part
+from attn_compiler.lowerings.shared.parts import site_parts as parts
 
 register_family(
     "triton",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.lowerings.shared import kernel_limits
-from attn_compiler.lowerings.shared.takes import HeadDims, since
+from attn_compiler.lowerings.shared.limits import kernel_limits
+from attn_compiler.lowerings.shared.limits.takes import HeadDims, since
 from attn_compiler.spec.dtypes import HALF
 
 #: from the first with FP8 in its tensor cores

@@ -13,7 +13,7 @@ from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.unit import module_path, source_line
 from attn_compiler.passes.matching import linear_calls, nested_calls, written_out
 from attn_compiler.reasons.decisions import Reason
-from attn_compiler.reporting.report import MissReport
+from attn_compiler.reporting.facts import MissReport
 from attn_compiler.torch_private import compat as torch_compat
 
 

@@ -18,7 +18,8 @@ from attn_compiler.passes.recovering.reading.readers import Readers
 from attn_compiler.passes.rewrites.remembered import Remembered
 from attn_compiler.reasons.errors import AttnCompilerError
 from attn_compiler.reporting.dump import Dumper
-from attn_compiler.reporting.report import MissReport, Report
+from attn_compiler.reporting.facts import MissReport
+from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.torch_private.meanings import Known

@@ -32,7 +32,7 @@ from attn_compiler.passes.rewrites.record import Edit
 from attn_compiler.passes.rewrites.refusing import Unkeyed
 from attn_compiler.reasons import decisions
 from attn_compiler.reasons.errors import described
-from attn_compiler.reporting import report
+from attn_compiler.reporting import facts
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.attention import CODEC
 from attn_compiler.spec.target import Target
@@ -61,7 +61,7 @@ _CODEC = CODEC.beside(
     KeptFile,
     *record.PARTS,
     *border_records.PARTS,
-    *(Report, report.SiteReport, report.MissReport),
+    *(Report, facts.SiteReport, facts.MissReport),
     *(decisions.Reason, decisions.Refusal, decisions.Decision, decisions.Copy),
     *(decisions.Evidence, decisions.Estimate, decisions.Faster),
 )

@@ -21,7 +21,8 @@ from attn_compiler.passes.spelling import flex
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.reasons.errors import REPRODUCE, described
-from attn_compiler.reporting.report import MissReport, Report, SiteReport, UnpadReport
+from attn_compiler.reporting.facts import MissReport, SiteReport, UnpadReport
+from attn_compiler.reporting.report import Report
 from attn_compiler.spec import tried
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat

@@ -14,7 +14,7 @@ from attn_compiler.reporting.page.drawing import hatching
 from attn_compiler.reporting.page.markup import Content, Markup, code, element, facts, joined, table
 
 if TYPE_CHECKING:
-    from attn_compiler.reporting.report import Report, SiteReport
+    from attn_compiler.reporting.facts import GraphReport, SiteReport
 
 _STYLE = Path(__file__).with_name("page.css")
 #: Browsers load nothing and run nothing, whatever a name from a model holds.
@@ -26,7 +26,7 @@ _NO_GRAPH = (
 )
 
 
-def page(reports: Sequence[Report]) -> str:
+def page(reports: Sequence[GraphReport]) -> str:
     """One HTML document, in UTF-8."""
     shown = {f"graph-{number}": report for number, report in enumerate(reports, 1) if wording.has_content(report)}
     empty = [report for report in reports if not wording.has_content(report)]
@@ -68,11 +68,11 @@ def _version() -> str:
         return "of unknown version"
 
 
-def _lead(reports: Sequence[Report]) -> Markup:
+def _lead(reports: Sequence[GraphReport]) -> Markup:
     return element("p", f"{wording.totals(reports)}." if reports else _NO_GRAPH, class_="lead")
 
 
-def _totals(reports: Sequence[Report]) -> Markup | None:
+def _totals(reports: Sequence[GraphReport]) -> Markup | None:
     if not reports:
         return None
     chosen: Counter[str] = Counter()
@@ -97,7 +97,7 @@ def _totals(reports: Sequence[Report]) -> Markup | None:
     return element("div", facts(rows), class_="totals")
 
 
-def _contents(shown: dict[str, Report]) -> Markup | None:
+def _contents(shown: dict[str, GraphReport]) -> Markup | None:
     if len(shown) < 2:
         return None
     links = [
@@ -106,7 +106,7 @@ def _contents(shown: dict[str, Report]) -> Markup | None:
     return element("nav", element("ul", *links), aria_label="Graphs")
 
 
-def _overview(shown: dict[str, Report]) -> Markup | None:
+def _overview(shown: dict[str, GraphReport]) -> Markup | None:
     """Which attention got what, one row each: what to look at first."""
     rows: list[tuple[Content, ...]] = [
         (
@@ -153,7 +153,7 @@ def _gain(milliseconds: float | None) -> str:
     return "not known" if milliseconds is None else f"{milliseconds:+.3g} ms"
 
 
-def _without_attention(empty: Sequence[Report]) -> Markup | None:
+def _without_attention(empty: Sequence[GraphReport]) -> Markup | None:
     if not empty:
         return None
     names = ", ".join(report.graph for report in empty)

@@ -13,10 +13,10 @@ from attn_compiler.reporting.page.markup import Content, Markup, element, facts,
 from attn_compiler.reporting.page.sites import again_card, miss_card, reason_rows, site_card
 
 if TYPE_CHECKING:
-    from attn_compiler.reporting.report import Report, SiteReport, UnpadReport
+    from attn_compiler.reporting.facts import GraphReport, SiteReport, UnpadReport
 
 
-def site_identities(report: Report, identity: str) -> dict[str, SiteReport]:
+def site_identities(report: GraphReport, identity: str) -> dict[str, SiteReport]:
     """What the cards of a graph's sites are called in the page."""
     return {f"{identity}-site-{number}": site for number, site in enumerate(report.sites, 1)}
 
@@ -26,7 +26,7 @@ def likeness(site: SiteReport) -> SiteReport:
     return dataclasses.replace(site, modules=())
 
 
-def section(report: Report, identity: str, first: Mapping[SiteReport, str]) -> Markup:
+def section(report: GraphReport, identity: str, first: Mapping[SiteReport, str]) -> Markup:
     """identity: of this graph in its page; what is in it has identities that begin so. first: where each likeness is told in full."""
     cards = [
         site_card(site, own) if first[likeness(site)] == own else again_card(site, own, first[likeness(site)])
@@ -51,7 +51,7 @@ def section(report: Report, identity: str, first: Mapping[SiteReport, str]) -> M
 _MISSES = "What follows has a softmax or calls attention, and is left as the model has it."
 
 
-def _failures(report: Report) -> list[Markup]:
+def _failures(report: GraphReport) -> list[Markup]:
     """What failed, in words: nothing of it may be overlooked."""
     boxes = []
     if report.failure:
@@ -87,7 +87,7 @@ def _list(lines: Sequence[str]) -> Markup | None:
     return element("ul", *(element("li", line) for line in lines)) if lines else None
 
 
-def _seconds(report: Report) -> Markup:
+def _seconds(report: GraphReport) -> Markup:
     notes = [
         *(f"{said}." for said in report.untried),
         "The rewrite was done before: it is from the cache, and no pass ran." if report.from_cache else "",

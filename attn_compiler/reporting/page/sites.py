@@ -20,7 +20,7 @@ from attn_compiler.spec.masks import Causal
 
 if TYPE_CHECKING:
     from attn_compiler.reasons.decisions import Copy, Estimate, Faster, Reason
-    from attn_compiler.reporting.report import MissReport, SiteReport
+    from attn_compiler.reporting.facts import MissReport, SiteReport
     from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
     from attn_compiler.spec.masks import MaskSpec
 

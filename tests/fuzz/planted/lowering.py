@@ -4,12 +4,12 @@ from tests.fuzz.planted.fault import faults
 
 ALL = faults("""
 math: the cap only divides
-lowerings/shared/score_changes.py _softcap; math: the cap is 1
+lowerings/shared/parts/score_changes.py _softcap; math: the cap is 1
 - call(torch.tanh, call(torch.div, scores, cap)), cap)
 + call(torch.tanh, call(torch.div, scores, cap)), 1.0)
 
 math: strictly causal
-lowerings/shared/unused.py _diagonal; math: a query does not see itself
+lowerings/shared/parts/unused.py _diagonal; math: a query does not see itself
 - torch.le,
 + torch.lt,
 
@@ -49,7 +49,7 @@ lowerings/plain/reference.py backward; reference: gradients of q and k are too l
 + score_changes.through(grad_logits, scores.changed, spec.score.pointwise)
 
 reference: the cap's gradient
-lowerings/shared/score_changes.py _softcap_slope; reference: gradients are those of uncapped scores
+lowerings/shared/parts/score_changes.py _softcap_slope; reference: gradients are those of uncapped scores
 - 1 - (changed / cap).square()
 + torch.ones_like(changed)
 
@@ -99,17 +99,17 @@ lowerings/sdpa/lowering.py SdpaCpuFlash; cpu flash: a bias gets no gradient
 -             *mask_limits.check_no_bias_gradient(spec),
 
 kernels take any scale
-lowerings/shared/limits.py check_scale; limits: a scale below zero overflows or masks nothing
+lowerings/shared/limits/common.py check_scale; limits: a scale below zero overflows or masks nothing
 - if spec.score.scale > 0:
 + if True:
 
 kernels take a cap
-lowerings/shared/limits.py check_softcap; limits: scores are not capped
+lowerings/shared/limits/common.py check_softcap; limits: scores are not capped
 - if isinstance(change, Softcap)
 + if False
 
 unusual changes are none
-lowerings/shared/limits.py check_known_changes; limits: what has no kind is left out
+lowerings/shared/limits/common.py check_known_changes; limits: what has no kind is left out
 - if not isinstance(change, understood)
 + if False
 
@@ -169,57 +169,57 @@ lowerings/shared/kernels/tile_parts.py load_pairs; triton: the last key's elemen
 + found = tl.load(base + rows + columns, mask=(keys < seqlen_kv - 1) & (queries < seqlen_q), other=0)
 
 triton: causal bands are one off
-lowerings/shared/intervals.py band_of; triton: a key after the query is allowed
+lowerings/shared/parts/intervals.py band_of; triton: a key after the query is allowed
 - return Band(right=0, from_end=from_end)
 + return Band(right=1, from_end=from_end)
 
 triton: an offset is left out
-lowerings/shared/intervals.py band_of; triton: keys after the query are shut out
+lowerings/shared/parts/intervals.py band_of; triton: keys after the query are shut out
 - return Band(right=offset)
 + return Band(right=0)
 
 triton: chunks overlap
-lowerings/shared/intervals.py interval_of; triton: one key more is allowed
+lowerings/shared/parts/intervals.py interval_of; triton: one key more is allowed
 - upper=ix.add(first, Const(size))
 + upper=ix.add(first, Const(size + 1))
 
 triton: a prefix is a minimum
-lowerings/shared/intervals.py interval_of; triton: keys of the prefix are shut out
+lowerings/shared/parts/intervals.py interval_of; triton: keys of the prefix are shut out
 - ix.apply("max", ix.add(Q, ix.ONE), length)
 + ix.apply("min", ix.add(Q, ix.ONE), length)
 
 triton: a last key is one off
-lowerings/shared/intervals.py interval_of; triton: the last key is shut out
+lowerings/shared/parts/intervals.py interval_of; triton: the last key is shut out
 - return Interval(upper=ix.add(bound, ix.ONE))
 + return Interval(upper=bound)
 
 triton: two intervals are the wider
-lowerings/shared/intervals.py both; triton: of two bounds one is lost
+lowerings/shared/parts/intervals.py both; triton: of two bounds one is lost
 - _of_two("min", self.upper, other.upper)
 + _of_two("max", self.upper, other.upper)
 
 triton: slopes lose the key's factor
-lowerings/shared/parts.py _slopes; triton: slopes of 2 k are those of k
+lowerings/shared/parts/site_parts.py _slopes; triton: slopes of 2 k are those of k
 - ix.mul(ix.as_float(kind.slopes), Const(float(factor)))
 + ix.as_float(kind.slopes)
 
 triton: distances of the batch
-lowerings/shared/parts.py _is_of_distance; triton: what depends on more is read by distance
+lowerings/shared/parts/site_parts.py _is_of_distance; triton: what depends on more is read by distance
 - if mentions_any(kind.summand, B) or not mentions_any(kind.summand, K):
 + if False:
 
 triton: not only of the distance
-lowerings/shared/parts.py _is_of_distance; triton: what depends on both positions is read by distance
+lowerings/shared/parts/site_parts.py _is_of_distance; triton: what depends on both positions is read by distance
 - return not mentions_any(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
 + return True
 
 triton: a mask of proved parts is dropped
-lowerings/shared/parts.py parts; triton: a kind that is no part is left out
+lowerings/shared/parts/site_parts.py parts; triton: a kind that is no part is left out
 - if scoring is not None and all(added):
 + if scoring is not None:
 
 triton: keys alone
-lowerings/shared/parts.py _is_over_keys; triton: a mask of queries and keys is one of keys
+lowerings/shared/parts/site_parts.py _is_over_keys; triton: a mask of queries and keys is one of keys
 - shape[1] == shape[2] == 1
 + shape[1] == 1
 
@@ -229,12 +229,12 @@ index_expr/on_nodes.py _inside; triton: the last element of a tensor is not read
 + return self._call(torch.clamp, position, -size, max(size - 2, 0))
 
 triton: distances start elsewhere
-lowerings/shared/part_tensors.py _distance; triton: what is added is that of the distance before
+lowerings/shared/parts/part_tensors.py _distance; triton: what is added is that of the distance before
 - first = self._number(operator.sub, 1, queries)
 + first = self._number(operator.sub, 0, queries)
 
 triton: the mask is inverted
-lowerings/shared/part_tensors.py _truth_of_tensor; triton: an additive mask allows what it shuts out
+lowerings/shared/parts/part_tensors.py _truth_of_tensor; triton: an additive mask allows what it shuts out
 - self._call(torch.eq, tensor, 0)
 + self._call(torch.ne, tensor, 0)
 

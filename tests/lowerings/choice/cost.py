@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.choice import fp8_speed, shape_class
-from attn_compiler.lowerings.shared import flags, parts as site_parts
+from attn_compiler.lowerings.shared.parts import flags, site_parts
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES, HALF
 from attn_compiler.spec.masks import Dense

@@ -10,7 +10,7 @@ import pytest
 
 from attn_compiler.index_expr import Index, Load, as_bool as truth
 from attn_compiler.lowerings.choice import head_parts, shape_class
-from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
+from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.scores import Softcap

@@ -10,7 +10,7 @@ import pytest
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import evidence, priorities
 from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
-from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing.select import decide
 from attn_compiler.spec.attention import AttentionSpec

@@ -16,7 +16,7 @@ from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.cudnn import fp8 as cudnn, frontend as cudnn_frontend, graphs, plan, plans
 from attn_compiler.lowerings.cudnn.graphs import Plans
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.lowerings.shared import ops
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.masks import Dense, KeyBound, MaskSpec, SlidingWindow
 from attn_compiler.spec.scores import Sinks

@@ -9,8 +9,9 @@ from attn_compiler.lowerings.cudnn import frontend, graphs, launch, plans
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Plans
 from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.lowerings.shared import leaf_calls, replaying
-from attn_compiler.lowerings.shared.on_device import KnownCalls
+from attn_compiler.lowerings.shared.calls import leaf_calls
+from attn_compiler.lowerings.shared.launching import replaying
+from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.scores import ScoreSpec

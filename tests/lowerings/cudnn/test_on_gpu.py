@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.cudnn import frontend
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.lowerings.shared import known_bad
+from attn_compiler.lowerings.shared.limits import known_bad
 from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import Case

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings.cudnn.takes import TAKES
-from attn_compiler.lowerings.shared.limits import LAST_SM
-from attn_compiler.lowerings.shared.takes import check_gpu, refused
+from attn_compiler.lowerings.shared.limits.common import LAST_SM
+from attn_compiler.lowerings.shared.limits.takes import check_gpu, refused
 from attn_compiler.spec.attention import TensorSpec
 from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target

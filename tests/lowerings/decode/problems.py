@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.decode import launch, plan as decode_plan
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule
-from attn_compiler.lowerings.shared import kernel_plan
+from attn_compiler.lowerings.shared.parts import kernel_plan
 from attn_compiler.spec.attention import AttentionSpec, StoredSpec, TensorSpec
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.scores import ScoreSpec, Softcap

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from attn_compiler.lowerings.decode import latent_launch, launch
-from attn_compiler.lowerings.shared.failures import FAILURES
+from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from tests.lowerings.decode import latent_problems, problems
 from tests.lowerings.decode.problems import ALL, Case, Problem, build
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attn_compiler.lowerings.decode import latent_launch, latent_schedule
 from attn_compiler.lowerings.decode.kernels import latent_sm90
 from attn_compiler.lowerings.decode.plan import Schedule
-from attn_compiler.lowerings.shared.launching import first_launch
+from attn_compiler.lowerings.shared.launching.launch import first_launch
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode import problems
 from tests.lowerings.decode.latent_problems import of_latent, planned, results

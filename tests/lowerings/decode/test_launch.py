@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from attn_compiler.lowerings.decode import launch
-from attn_compiler.lowerings.shared import ops
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from tests.lowerings.decode.problems import BY_NAME, Case, Problem, build, planned, run
 
 Launch = tuple[tuple[Any, ...], tuple[int, int, int], dict[str, Any]]

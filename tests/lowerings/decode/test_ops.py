@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from attn_compiler.lowerings.shared import ops
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from tests.lowerings.decode.problems import BY_NAME, Problem, build, planned
 
 

@@ -9,7 +9,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule
-from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.masks import Alignment, Causal, Dense, MaskKind, MaskSpec, SlidingWindow

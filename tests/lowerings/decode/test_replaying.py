@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.decode import latent_launch, launch, replaying
-from attn_compiler.lowerings.shared import launching, replaying as shared_replaying
+from attn_compiler.lowerings.shared.launching import launch as launching, replaying as shared_replaying
 from tests.lowerings.decode import latent_problems, problems
 from tests.lowerings.decode.problems import Case, Problem
 

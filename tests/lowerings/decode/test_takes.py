@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attn_compiler.lowerings.decode.takes import OF_LATENT, TAKES
-from attn_compiler.lowerings.shared import kernel_limits
-from attn_compiler.lowerings.shared.parts import ADDED
-from attn_compiler.lowerings.shared.takes import Takes, refused
+from attn_compiler.lowerings.shared.limits import kernel_limits
+from attn_compiler.lowerings.shared.limits.takes import Takes, refused
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED
 from attn_compiler.spec.scores import Sinks, Softcap
 from tests.lowerings.specs import CAUSAL, make_spec
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_compiler.lowerings.fa4 import launch, replay
-from attn_compiler.lowerings.shared import replaying
-from attn_compiler.lowerings.shared.replaying import replay_of
+from attn_compiler.lowerings.shared.launching import replaying
+from attn_compiler.lowerings.shared.launching.replaying import replay_of
 from tests.lowerings.fa4.cases import PROBLEMS, Built, inputs
 
 Noted = list[tuple[Any, list[Any]]]

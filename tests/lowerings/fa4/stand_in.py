@@ -19,8 +19,8 @@ from torch._guards import active_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_compiler.lowerings.fa4 import launch
-from attn_compiler.lowerings.shared import replaying
-from attn_compiler.lowerings.shared.on_device import KnownCalls
+from attn_compiler.lowerings.shared.launching import replaying
+from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 
 Window = tuple[int | None, int | None]
 

@@ -13,8 +13,8 @@ from attn_compiler.lowerings.fa4 import launch, replay
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
 from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.lowerings.shared import replaying
-from attn_compiler.lowerings.shared.on_device import KnownCalls
+from attn_compiler.lowerings.shared.launching import replaying
+from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 from attn_compiler.passes.writing import layout
 from attn_compiler.spec.target import Target
 from tests import numerics

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.fa4 import ops as fa4_ops
-from attn_compiler.lowerings.shared import ops
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from tests.lowerings.fa4.cases import PROBLEMS, inputs
 from tests.lowerings.fa4.stand_in import StandIn, flash  # noqa: F401 - a fixture
 

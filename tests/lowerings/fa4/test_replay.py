@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_compiler.lowerings.fa4 import replay
 from attn_compiler.lowerings.fa4.replay import Recording, Tensors
-from attn_compiler.lowerings.shared import replaying
-from attn_compiler.lowerings.shared.on_device import Empty
-from attn_compiler.lowerings.shared.replaying import Replay, Returned, replay_of
+from attn_compiler.lowerings.shared.launching import replaying
+from attn_compiler.lowerings.shared.launching.on_device import Empty
+from attn_compiler.lowerings.shared.launching.replaying import Replay, Returned, replay_of
 
 
 @pytest.fixture(autouse=True)

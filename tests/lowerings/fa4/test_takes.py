@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attn_compiler.lowerings.fa4.takes import TAKES
-from attn_compiler.lowerings.shared.takes import check_gpu, refused
+from attn_compiler.lowerings.shared.limits.takes import check_gpu, refused
 from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, bias, make_spec, words

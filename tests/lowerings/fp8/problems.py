@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.fp8 import quantise, restoring
-from attn_compiler.lowerings.shared.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
 from attn_compiler.lowerings.triton import fp8 as triton_fp8
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
 from attn_compiler.spec.target import Target

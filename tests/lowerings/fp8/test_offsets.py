@@ -9,7 +9,7 @@ import torch
 
 from attn_compiler.lowerings.fp8 import rounding
 from attn_compiler.lowerings.fp8.rounding import How, Rounding
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings import sparse
 from tests.lowerings.fp8 import problems
 from tests.lowerings.fp8.problems import rounding_as_hardware

@@ -12,7 +12,7 @@ from torch.nn import functional
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.fp8 import quantise, restoring
 from attn_compiler.lowerings.fp8.restoring import Kept
-from attn_compiler.lowerings.shared import ops
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
 from attn_compiler.spec.scores import ScoreChange, Softcap
 from tests.lowerings.fp8.problems import Eager

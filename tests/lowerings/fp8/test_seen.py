@@ -15,7 +15,7 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.fp8 import quantise, seen as fp8_seen
-from attn_compiler.lowerings.shared.kernel_plan import Band, Call
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call
 from attn_compiler.spec import masks
 from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.spec.masks import Causal, Dense, Flag, MaskSpec

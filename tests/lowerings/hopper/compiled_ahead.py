@@ -16,8 +16,8 @@ import torch
 import triton
 
 from attn_compiler.lowerings.hopper import backward_launch, launch
-from attn_compiler.lowerings.shared import ahead, compiling, imagined
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.target import Target
 from benchmarks.kernel_code import _Driver
 from tests.lowerings.hopper import problems

@@ -16,10 +16,10 @@ from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
 from attn_compiler.lowerings.hopper.lowering import further_grad_operands, further_operands
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
-from attn_compiler.lowerings.shared import launching, persistent, replaying
-from attn_compiler.lowerings.shared.kernel_plan import Call, head_dim_sums, head_dim_tiles
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
-from attn_compiler.lowerings.shared.launching import Arguments
+from attn_compiler.lowerings.shared.launching import launch as launching, persistent, replaying
+from attn_compiler.lowerings.shared.launching.launch import Arguments
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call, head_dim_sums, head_dim_tiles
 from attn_compiler.spec.attention import AttentionSpec
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case

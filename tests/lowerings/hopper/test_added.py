@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.hopper import added
-from attn_compiler.lowerings.shared.kernel_plan import Plan
+from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
 from tests.lowerings import kernel_problems
 
 

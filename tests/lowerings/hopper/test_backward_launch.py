@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from attn_compiler.lowerings.hopper import backward_launch, plan
-from attn_compiler.lowerings.shared import launching
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.launching import launch as launching
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings import any_length, kernel_problems
 from tests.lowerings.hopper import problems
 from tests.lowerings.kernel_cases import Case

@@ -9,7 +9,7 @@ from attn_compiler import Fp8Recipe
 from attn_compiler.index_expr import Const, Index, Load, add
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.hopper import fp8 as hopper
-from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.lowerings.triton import fp8 as triton_fp8
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select

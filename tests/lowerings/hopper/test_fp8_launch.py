@@ -18,8 +18,8 @@ import attn_compiler
 from attn_compiler.lowerings.fp8 import quantise
 from attn_compiler.lowerings.hopper import fp8 as hopper_fp8, fp8_launch
 from attn_compiler.lowerings.hopper.kernels import forward_fp8_sm90
-from attn_compiler.lowerings.shared import persistent
-from attn_compiler.lowerings.shared.kernel_plan import Band, Call
+from attn_compiler.lowerings.shared.launching import persistent
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call
 from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.spec.target import Target
 from tests import numerics

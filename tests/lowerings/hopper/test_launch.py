@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from attn_compiler.lowerings.hopper import launch, plan
-from attn_compiler.lowerings.shared import replaying
-from attn_compiler.lowerings.shared.arguments import prepare
-from attn_compiler.lowerings.shared.kernel_plan import Band, Call, head_dim_sums
+from attn_compiler.lowerings.shared.calls.arguments import prepare
+from attn_compiler.lowerings.shared.launching import replaying
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call, head_dim_sums
 from attn_compiler.lowerings.triton import launch as triton_launch
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems

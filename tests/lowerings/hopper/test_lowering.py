@@ -14,8 +14,8 @@ from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.hopper import added
 from attn_compiler.lowerings.hopper.lowering import HopperAttention, backward_of, why_not_in_order
 from attn_compiler.lowerings.hopper.plan import blocks_of
-from attn_compiler.lowerings.shared import tile_table
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.parts import tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.passes.graph import gradient_runs
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.attention import LseUse

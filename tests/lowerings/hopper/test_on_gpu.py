@@ -15,7 +15,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 import attn_compiler
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.hopper.ops import given_op
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import BY_NAME, Case
 

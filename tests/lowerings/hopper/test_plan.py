@@ -10,7 +10,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.hopper import plan
-from attn_compiler.lowerings.shared.kernel_plan import head_dim_sums, head_dim_tiles
+from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import SizeRange
 from attn_compiler.spec.masks import MaskKind

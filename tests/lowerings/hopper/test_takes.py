@@ -10,8 +10,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.hopper.takes import TAKES
-from attn_compiler.lowerings.shared import kernel_limits
-from attn_compiler.lowerings.shared.parts import ADDED, MASKING
+from attn_compiler.lowerings.shared.limits import kernel_limits
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.masks import Dense, Document, KeyPadding, MaskSpec, SlidingWindow
 from attn_compiler.spec.scores import Sinks, Softcap

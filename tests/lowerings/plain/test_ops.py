@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.plain import ops as plain_ops, reference
-from attn_compiler.lowerings.shared import ops
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from tests import cases
 from tests.cases import BY_NAME, Inputs
 

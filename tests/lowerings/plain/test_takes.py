@@ -9,8 +9,8 @@ import torch
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import takes
-from attn_compiler.lowerings.shared import score_changes
-from attn_compiler.lowerings.shared.parts import ADDED, MASKING
+from attn_compiler.lowerings.shared.parts import score_changes
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING
 from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
 from tests import cases, numerics

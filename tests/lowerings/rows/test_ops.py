@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.rows import ops as rows_ops
-from attn_compiler.lowerings.shared import ops
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from tests.lowerings.rows.test_run import Built, built
 
 

@@ -4,7 +4,7 @@ import torch
 
 from attn_compiler.lowerings.rows import pieces
 from attn_compiler.lowerings.rows.pieces import Piece
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 
 
 def runs(num_q: int, num_k: int, *, band: Band | None = None, **tensors: torch.Tensor) -> list[Piece]:

@@ -9,8 +9,8 @@ import pytest
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.rows.takes import TAKES
-from attn_compiler.lowerings.shared.parts import ADDED
-from attn_compiler.lowerings.shared.takes import refused
+from attn_compiler.lowerings.shared.limits.takes import refused
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED
 from attn_compiler.spec.masks import Dense, Document, KeyPadding, MaskSpec
 from attn_compiler.spec.scores import Sinks, Softcap
 from tests.lowerings.specs import CAUSAL, bias, make_spec, words

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.sdpa.takes import CPU_FLASH, EFFICIENT, EFFICIENT_BEFORE_SM80, FLASH
-from attn_compiler.lowerings.shared.takes import OWN, Takes, check_gpu, refused
+from attn_compiler.lowerings.shared.limits.takes import OWN, Takes, check_gpu, refused
 from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
 from tests.lowerings.specs import dense, make_spec, words

@@ -22,11 +22,12 @@ from triton.runtime.jit import JITFunction
 from attn_compiler.lowerings.decode import latent_launch, launch as decode_launch
 from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.hopper import fp8_launch as hopper_launch
-from attn_compiler.lowerings.shared import ahead, compiling, imagined, listing_launch
-from attn_compiler.lowerings.shared.kernel_plan import Call
-from attn_compiler.lowerings.shared.listing import OPEN
-from attn_compiler.lowerings.shared.noting import noter
-from attn_compiler.lowerings.shared.ops import empty_outputs
+from attn_compiler.lowerings.shared.calls import listing_launch
+from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
+from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
+from attn_compiler.lowerings.shared.ops.listing import OPEN
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.lowerings.triton import fp8_launch as triton_launch, launch
 from benchmarks import kernel_code
 from tests.lowerings.kernel_cases import BY_NAME

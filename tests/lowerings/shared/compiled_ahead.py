@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.shared import ahead, compiling, imagined, listing_launch
+from attn_compiler.lowerings.shared.calls import listing_launch
 from attn_compiler.lowerings.shared.kernels.tile_lists import tile_lists
-from attn_compiler.lowerings.shared.listing import OPEN
+from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
+from attn_compiler.lowerings.shared.ops.listing import OPEN
 from benchmarks.kernel_code import _Driver
 
 

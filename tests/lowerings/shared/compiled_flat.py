@@ -25,8 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile as compile_kernel
 from triton.runtime import driver
 
-from attn_compiler.lowerings.shared import listing, packaged_ops
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.launching import packaged_ops
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
+from attn_compiler.lowerings.shared.ops import listing
 from attn_compiler.torch_private import export as torch_export
 from attn_compiler.torch_private.op_library import launching_body
 from tests.lowerings.kernel_cases import BY_NAME

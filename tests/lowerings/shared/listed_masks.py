@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.listing import HOLES, OPEN, SOME, UNIT, ListAsked
+from attn_compiler.lowerings.shared.ops.listing import HOLES, OPEN, SOME, UNIT, ListAsked
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings.shared.searched_tiles import Mask, tensors
 
 Tensor = torch.Tensor

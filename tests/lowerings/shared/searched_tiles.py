@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.shared.kernel_plan import Band, Plan
-from attn_compiler.lowerings.shared.listing import SURPLUS
+from attn_compiler.lowerings.shared.ops.listing import SURPLUS
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Plan
 from tests.lowerings import plan_math
 
 #: of one list: the blocks that need the mask, and the run of those that don't

@@ -15,10 +15,10 @@ from triton.runtime.jit import JITCallable
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.hopper.kernels.backward_sm90 import attention_backward_sm90
 from attn_compiler.lowerings.hopper.kernels.forward_sm90 import attention_forward_sm90
-from attn_compiler.lowerings.shared import cache_keys
 from attn_compiler.lowerings.shared.kernels.backward import attention_grad_q
 from attn_compiler.lowerings.shared.kernels.forward import attention_again, attention_forward
 from attn_compiler.lowerings.shared.kernels.kv_backward import attention_grad_kv
+from attn_compiler.lowerings.shared.launching import cache_keys
 
 KERNELS: tuple[Any, ...] = (
     attention_forward_sm90,

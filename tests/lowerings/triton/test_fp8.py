@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8
-from attn_compiler.lowerings.shared import tile_table
+from attn_compiler.lowerings.shared.parts import tile_table
 from attn_compiler.lowerings.triton import fp8 as triton
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select

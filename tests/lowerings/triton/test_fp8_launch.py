@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from attn_compiler.lowerings.shared.arguments import head_dim_parts
+from attn_compiler.lowerings.shared.calls.arguments import head_dim_parts
 from attn_compiler.lowerings.triton import fp8_launch
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe, StaticScaling
 from attn_compiler.spec.target import Target

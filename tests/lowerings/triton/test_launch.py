@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.shared import leaf_calls
-from attn_compiler.lowerings.shared.arguments import prepare
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.calls import leaf_calls
+from attn_compiler.lowerings.shared.calls.arguments import prepare
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.spec.target import Target
 from tests import cases, numerics

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_launches import SIZES, launched
 from tests.lowerings.kernel_problems import build

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.spec import scores
 from attn_compiler.spec.scores import Sinks, Softcap

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.shared import ops, parts
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
+from attn_compiler.lowerings.shared.parts import site_parts as parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import DEVICE, Problem, build, planned

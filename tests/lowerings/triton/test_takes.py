@@ -11,8 +11,8 @@ from attn_compiler import Fp8Recipe
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.fp8.rounding import VECTOR
 from attn_compiler.lowerings.hopper import takes as hopper_takes
-from attn_compiler.lowerings.shared import kernel_limits
-from attn_compiler.lowerings.shared.takes import Takes, check_gpu
+from attn_compiler.lowerings.shared.limits import kernel_limits
+from attn_compiler.lowerings.shared.limits.takes import Takes, check_gpu
 from attn_compiler.lowerings.triton import takes
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.scores import Sinks, Softcap

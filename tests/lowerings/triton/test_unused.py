@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings import kernel_problems, plan_math
 from tests.lowerings.kernel_cases import BOTTOM_RIGHT, CAUSAL, Case
 from tests.lowerings.kernel_problems import Problem, build, planned

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from attn_compiler.lowerings.shared.kernel_plan import Band, Call
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call
 from attn_compiler.spec.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import BOTTOM_RIGHT, CAUSAL, Case

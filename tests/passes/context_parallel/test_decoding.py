@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.shared import parts
+from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 from tests.distributed import processes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attn_compiler.passes.matching.linear_calls import RECURRENCES
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reporting.report import MissReport
+from attn_compiler.reporting.facts import MissReport
 from tests.passes.compiling import compiled
 
 B, H, S, D = 1, 2, 6, 4

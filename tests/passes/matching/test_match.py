@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_compiler.passes.matching.patterns import PATTERNS
-from attn_compiler.reporting.report import MissReport
+from attn_compiler.reporting.facts import MissReport
 from tests.passes.compiling import CPU_FLASH, compiled
 
 B, H, S, D = 2, 4, 6, 8

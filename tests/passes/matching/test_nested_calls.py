@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reporting.report import MissReport
+from attn_compiler.reporting.facts import MissReport
 from tests.passes.compiling import compiled
 
 WIDTH, HEADS = 16, 2

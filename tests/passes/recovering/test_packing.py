@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.reporting.report import SiteReport
+from attn_compiler.reporting.facts import SiteReport
 from tests.passes.compiling import compiled
 
 Tensor = torch.Tensor

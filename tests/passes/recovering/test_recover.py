@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.recovering import reading
 from attn_compiler.reasons.errors import AttnCompilerWarning
-from attn_compiler.reporting.report import SiteReport
+from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.spec.added_scores import Alibi
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.masks import Causal, Dense, Flag, MaskSpec

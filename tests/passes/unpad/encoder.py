@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import attn_compiler
-from attn_compiler.reporting.report import UnpadReport
+from attn_compiler.reporting.facts import UnpadReport
 
 BATCH, LENGTH, WIDTH, HEADS, WORDS = 3, 10, 16, 2, 40
 Between = Callable[[torch.Tensor], torch.Tensor]

@@ -7,7 +7,8 @@ import dataclasses
 from attn_compiler import index_expr as ix
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Reason, Refusal
-from attn_compiler.reporting.report import MissReport, Report, SiteReport, UnpadReport
+from attn_compiler.reporting.facts import MissReport, SiteReport, UnpadReport
+from attn_compiler.reporting.report import Report
 from attn_compiler.spec import masks, scores
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 

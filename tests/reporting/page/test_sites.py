@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from attn_compiler.reasons.decisions import Decision, Refusal
+from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.page import examples, sites
-from attn_compiler.reporting.report import SiteReport
 from attn_compiler.spec import masks
 from tests.reporting.page.making import ESTIMATE, EVIDENCE, MISS, REASON, SITE, SPEC
 from tests.reporting.page.reading import Element, read

@@ -1,4 +1,4 @@
-"""The kernels that make lists of tiles (shared/listing.py): one that sums up each block of queries and of keys, and one that makes the
+"""The kernels that make lists of tiles (shared/ops/listing.py): one that sums up each block of queries and of keys, and one that makes the
 lists of that, one program for each list.
 
 No number is specialised on: one compiled kernel serves every model whose masks have the same parts and whose kernels have the same tiles.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.shared import listing
+from attn_compiler.lowerings.shared.ops import listing
 
 HEAD = tl.constexpr(listing.HEAD)
 TAIL = tl.constexpr(listing.TAIL)

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource, compile as compile_kernel
 
 from attn_compiler.lowerings.decode import launch, schedule as decode_schedule
 from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode.problems import Case, build, results
 from tests.lowerings.triton.kernels.compiling import POINTERS, resources

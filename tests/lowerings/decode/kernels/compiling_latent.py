@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.decode import latent_launch, latent_schedule
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode.kernels.compiling import source_of
 from tests.lowerings.decode.latent_problems import of_latent, results

@@ -15,8 +15,8 @@ from triton.compiler import ASTSource, compile as compile_kernel
 from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.fp8.kernels import mean_fp8, round_fp8
 from attn_compiler.lowerings.fp8.rounding import How, Rounding, empty_outputs, empty_shift
-from attn_compiler.lowerings.shared.launching import Arguments
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.launching.launch import Arguments
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from tests.lowerings.triton.kernels.compiling import described, resources
 
 _TYPES = {

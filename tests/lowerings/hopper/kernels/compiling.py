@@ -22,9 +22,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.hopper.kernels.backward_sm90 import attention_backward_sm90
 from attn_compiler.lowerings.hopper.kernels.forward_sm90 import attention_forward_sm90
-from attn_compiler.lowerings.shared.kernel_plan import Band
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.target import Target
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.hopper import problems

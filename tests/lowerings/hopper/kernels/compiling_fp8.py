@@ -17,7 +17,7 @@ from attn_compiler.lowerings.hopper import fp8_launch
 from attn_compiler.lowerings.hopper.kernels.forward_fp8_sm90 import attention_forward_fp8_sm90
 from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Switches
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.triton.kernels.compiling import resources, said_of
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from attn_compiler.lowerings.hopper.kernels import around_backward
-from attn_compiler.lowerings.shared.arguments import strides
+from attn_compiler.lowerings.shared.calls.arguments import strides
 from attn_compiler.lowerings.shared.kernels.tuples import ListStrides
 
 BATCH, HEADS, LENGTH, HEAD_DIM, ROWS = 2, 3, 70, 72, 128

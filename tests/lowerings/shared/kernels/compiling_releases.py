@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attn_compiler.lowerings.shared.kernels.releases import members, of_tile
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 
 
 class How(NamedTuple):

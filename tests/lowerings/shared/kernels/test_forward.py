@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from attn_compiler.lowerings.shared.listing import SURPLUS
+from attn_compiler.lowerings.shared.ops.listing import SURPLUS
 from tests.lowerings.kernel_cases import BY_NAME
 from tests.lowerings.kernel_problems import SMALL, build, outputs
 

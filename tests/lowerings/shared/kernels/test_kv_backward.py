@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from attn_compiler.lowerings.shared.kernel_plan import Call
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from tests.lowerings.kernel_cases import BY_NAME
 from tests.lowerings.kernel_problems import Problem, build, results
 

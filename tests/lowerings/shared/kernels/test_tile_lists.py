@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from attn_compiler.lowerings.shared.listing import SURPLUS, TAIL, listed
+from attn_compiler.lowerings.shared.ops.listing import SURPLUS, TAIL, listed
 from tests.lowerings.shared.listed_masks import BANDS, PARTS, TILES, arguments, asked, masks
 from tests.lowerings.shared.searched_tiles import Mask, read, tensors
 
-launch = pytest.importorskip("attn_compiler.lowerings.shared.listing_launch")
+launch = pytest.importorskip("attn_compiler.lowerings.shared.calls.listing_launch")
 
 Tensor = torch.Tensor
 

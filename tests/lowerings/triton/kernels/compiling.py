@@ -22,9 +22,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile as compile_kernel
 
-from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.launching import Arguments, as_taken
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.launching.launch import Arguments, as_taken
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton import launch
 from attn_compiler.spec.target import Target
 from tests.lowerings.kernel_cases import Case

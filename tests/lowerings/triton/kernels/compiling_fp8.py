@@ -15,9 +15,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_kernel
 
-from attn_compiler.lowerings.shared.kernel_plan import Band
-from attn_compiler.lowerings.shared.launching import Arguments
-from attn_compiler.lowerings.shared.triton_releases import FUSION
+from attn_compiler.lowerings.shared.launching.launch import Arguments
+from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton import fp8_launch
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.spec.target import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_compiler.lowerings.shared.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import build, results

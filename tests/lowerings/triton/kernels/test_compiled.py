@@ -29,7 +29,7 @@ INSTRUCTIONS = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 INSTRUCTIONS_WIDE = INSTRUCTIONS | {100: "mma"}
 _OF_AMPERE = frozenset(("keys_512", kernel, 90) for kernel in ("grad_q", "grad_k", "grad_v"))
 
-#: Bytes of a thread's stack. Of the tiles for dk and dv at head dim 128 that were measured on an H200 (see shared/tile_table.py),
+#: Bytes of a thread's stack. Of the tiles for dk and dv at head dim 128 that were measured on an H200 (see shared/parts/tile_table.py),
 #: the one that spills is faster than all that do not: four accumulators share the registers, and what spills is used once a block.
 #: Elsewhere a few registers at most, used outside of the loops.
 SPILLED = {"forward": 16, "grad_q": 16, "grad_q_kept": 16, "grad_kv": 304}

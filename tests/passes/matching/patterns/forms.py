@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.shared import mask_limits
-from attn_compiler.reporting.report import SiteReport
+from attn_compiler.lowerings.shared.limits import mask_limits
+from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.masks import Causal, Dense
 from tests import numerics

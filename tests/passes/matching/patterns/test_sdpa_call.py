@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.reporting.report import MissReport
+from attn_compiler.reporting.facts import MissReport
 from attn_compiler.spec.masks import Causal
 from tests.passes.compiling import CPU_FLASH, compiled, mark
 from tests.passes.matching.patterns import forms

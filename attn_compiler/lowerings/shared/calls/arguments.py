@@ -1,0 +1,256 @@
+"""The arguments of the Triton kernels: what follows from a Call, and from how its tensors lie in memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from attn_compiler.lowerings.shared.calls.by_definition import Attention
+from attn_compiler.lowerings.shared.kernels.tuples import AddedStrides, ListStrides, MaskStrides, Strides
+from attn_compiler.lowerings.shared.launching.replaying import VECTOR
+from attn_compiler.lowerings.shared.parts import score_changes, site_parts as parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import FARTHEST, MOST_POSITIONS, Call, Plan
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.torch_private.symbols import statically_known
+
+Tensors = Sequence[torch.Tensor]
+#: of a call, by name
+Named = dict[str, torch.Tensor]
+
+#: positions that no band bounds: further than any sequence is long, and sums with a position still fit into int32
+_FAR = 1 << 30
+#: row stats are whole blocks of so many rows, or of more
+STATS_BLOCK = 64
+#: head dims of a tile, at most: twice as many would be one product's result, for which a thread has no registers
+_WIDEST_PART = 256
+
+
+def head_dim_parts(head_dim: int, least: int = 16) -> tuple[int, int]:
+    """Tile widths that a head dim is computed in: one power of two, or two of them where that is less work (80 = 64 + 16), or where one
+    is too wide (512 = 256 + 256).
+
+    least: elements that tensor cores take at once.
+    """
+    whole = max(least, triton.next_power_of_2(head_dim))
+    first = max(least, whole // 2)
+    second = max(least, triton.next_power_of_2(max(head_dim - first, 1)))
+    halved = first < head_dim and first + second < whole
+    return (first, second) if halved or whole > _WIDEST_PART else (whole, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A Call as the kernels take it: `constants` are what they are compiled for."""
+
+    call: Call
+    plan: Plan
+    operands: tuple[str, ...]
+    constants: Mapping[str, Any]
+
+    @functools.cached_property
+    def any_size(self) -> bool:
+        """Whether sizes differ from call to call."""
+        spec = self.call.spec
+        return any(isinstance(size, str) for x in (spec.q, spec.k, spec.v) for size in x.shape)
+
+    def named(self, operands: Tensors) -> dict[str, torch.Tensor]:
+        """The operands by their names. Raises ValueError if their number is not the plan's."""
+        return dict(zip(self.operands, operands, strict=True))
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> Attention:
+        """What a call computes of such tensors."""
+        score = self.call.spec.score
+        return Attention(
+            q=q,
+            k=k,
+            v=v,
+            tensors=tensors,
+            scale=score.scale,
+            band=self.plan.band,
+            change=score.pointwise,
+            dropout_p=score.dropout_p,
+            means=self.call.spec.mask.means,
+        )
+
+    def present(self, name: str) -> str | None:
+        """The name, if there is such an operand."""
+        return name if name in self.operands else None
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare(text: str) -> Prepared:
+    """Everything that follows from the leaf op's text."""
+    call = Call.from_text(text)
+    plan = parts.of(call.spec)
+    spec = call.spec
+    return Prepared(
+        call=call,
+        plan=plan,
+        operands=plan.operands,
+        constants={
+            **kernel_constants(spec, added=plan.bias or plan.distances or plan.slopes),
+            "HAS_LEFT": plan.band is not None and plan.band.left is not None,
+            "HAS_RIGHT": plan.band is not None and plan.band.right is not None,
+            "DROPOUT": plan.dropout,
+            "MASK_ALL": plan.unlisted,
+            "ONE_KV": call.one_kv,
+            "MARKS_LOW": call.spec.mask.means and plan.bias,
+        },
+    )
+
+
+def kernel_constants(spec: AttentionSpec, *, added: bool) -> dict[str, Any]:
+    """What every kernel is compiled for that follows from head dims, dtype and scores. added: something is added to the scores.
+
+    Raises TypeError for head dims that are not known.
+    """
+    if not isinstance(spec.head_dim_qk, int) or not isinstance(spec.head_dim_v, int):
+        raise TypeError(f"why_not refuses unknown head dims, got {spec.head_dim_qk!r} and {spec.head_dim_v!r}")
+    qk, v = head_dim_parts(spec.head_dim_qk), head_dim_parts(spec.head_dim_v)
+    change = spec.score.pointwise
+    return {
+        "HEAD_DIM_QK": spec.head_dim_qk,
+        "HEAD_DIM_V": spec.head_dim_v,
+        "QK_0": qk[0],
+        "QK_1": qk[1],
+        "V_0": v[0],
+        "V_1": v[1],
+        "CHANGE": score_changes.name(change),
+        "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
+        "PLAIN": change is None and not added and spec.score.scale > 0,
+        "PRECISION": "ieee",
+    }
+
+
+def strides(name: str, tensor: torch.Tensor) -> dict[str, Strides]:
+    """Of logical BHSD, the last one being 1: the kernels' parameter of that name."""
+    b, h, s, _ = tensor.stride()
+    return {f"stride_{name}": Strides(b=b, h=h, s=s)}
+
+
+def alignment(*tensors: torch.Tensor) -> int:
+    """How many elements every head and position of every tensor begins at a multiple of: a whole vector, or no more than one.
+
+    Symbolic sizes are multiples where that is known of all that they may be.
+    """
+    size = tensors[0].element_size()
+    aligned = all(
+        statically_known(t.data_ptr() % VECTOR == 0) and all(_is_aligned(t, dim, size) for dim in range(3))
+        for t in tensors
+    )
+    return VECTOR // size if aligned else 1
+
+
+def _is_aligned(tensor: torch.Tensor, dim: int, size: int) -> bool:
+    is_one = statically_known(tensor.shape[dim] == 1)
+    return is_one or statically_known(tensor.stride(dim) * size % VECTOR == 0)
+
+
+def is_far(tensor: torch.Tensor) -> bool:
+    """Whether offsets within a tile may not fit into 32 bits."""
+    return not (statically_known(tensor.shape[2] <= 1) or statically_known(tensor.stride(2) <= FARTHEST))
+
+
+def check_lengths(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ValueError for more positions than the kernels count. Where the lengths are known at compile time, `why_not` says so."""
+    if any(statically_known(x.shape[2] > MOST_POSITIONS) for x in (q, k)):
+        raise ValueError(
+            f"the Triton kernels take at most {MOST_POSITIONS} positions, got {q.shape[2]} and {k.shape[2]}"
+        )
+
+
+def along(tensor: torch.Tensor, dim: int) -> int:
+    """The stride of an axis, 0 where it broadcasts."""
+    size = tensor.shape[dim]
+    # Decoding asks in every call, where a number is none that has to be proved.
+    is_one = size == 1 if type(size) is int else statically_known(size == 1)
+    return 0 if is_one else tensor.stride(dim)
+
+
+#: names of the operands by the parameters of the kernels that read them, but for the tile lists
+_PARAMETERS = {
+    "Rows": "rows",
+    "Keys": "keys",
+    "DocumentsQ": "documents_q",
+    "DocumentsK": "documents_k",
+    "Mask": "mask",
+    "Bias": "bias",
+    "Distances": "distances",
+    "Slopes": "slopes",
+    "Seed": "seed",
+}
+
+
+def operand_parameters(prepared: Prepared) -> dict[str, str | None]:
+    """What every kernel reads of the operands, but for the tile lists."""
+    return {parameter: prepared.present(name) for parameter, name in _PARAMETERS.items()}
+
+
+def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Numbers that every kernel takes but for those of its tile lists. tensors: Q, K, V and the operands, by their names."""
+    q, k, v = tensors["Q"], tensors["K"], tensors["V"]
+    plan, spec = prepared.plan, prepared.call.spec
+    shift = k.shape[2] - q.shape[2] if plan.band is not None and plan.band.from_end else 0
+    left = plan.band.left if plan.band is not None else None
+    right = plan.band.right if plan.band is not None else None
+    check_lengths(q, k)
+    return {
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        **_operand_strides(tensors),
+        "heads_q": q.shape[1],
+        "group": q.shape[1] // k.shape[1],
+        "seqlen_q": q.shape[2],
+        "seqlen_kv": k.shape[2],
+        "band_left": _FAR if left is None else _within_reach(left - shift),
+        "band_right": _FAR if right is None else _within_reach(right + shift),
+        "scale": spec.score.scale,
+        "changed_by": score_changes.number(spec.score.pointwise),
+        "dropout_p": spec.score.dropout_p,
+        "ALIGN": alignment(q, k, v),
+        **prepared.constants,
+    }
+
+
+def _within_reach(bound: int) -> int:
+    """The same bound for all positions that there may be."""
+    within: int = torch.sym_max(-_FAR, torch.sym_min(bound, _FAR))  # type: ignore[no-untyped-call]
+    return within
+
+
+def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, MaskStrides | AddedStrides]:
+    rows, mask, bias, distances = have.get("rows"), have.get("mask"), have.get("bias"), have.get("distances")
+    return {
+        "masking": MaskStrides(
+            rows_side=0 if rows is None else rows.stride(0),
+            rows_b=_along(rows, 1),
+            keys_b=_along(have.get("keys"), 0),
+            documents_qb=_along(have.get("documents_q"), 0),
+            documents_kb=_along(have.get("documents_k"), 0),
+            **{f"mask_{axis}": _along(mask, dim) for dim, axis in enumerate("bhqk")},
+        ),
+        "adding": AddedStrides(
+            **{f"bias_{axis}": _along(bias, dim) for dim, axis in enumerate("bhqk")},
+            distances_h=_along(distances, 0),
+            distances_phase=0 if distances is None else distances.stride(1),
+        ),
+    }
+
+
+def _along(tensor: torch.Tensor | None, dim: int) -> int:
+    """`along`, or 0 where there is no tensor."""
+    return 0 if tensor is None else along(tensor, dim)
+
+
+def lists(tiles: torch.Tensor | None) -> dict[str, ListStrides]:
+    """Where the lists of a batch row, a head and a block are."""
+    row = 0 if tiles is None else tiles.stride(2)
+    return {"lists": ListStrides(tiles_b=_along(tiles, 0), tiles_h=_along(tiles, 1), tiles_row=row)}

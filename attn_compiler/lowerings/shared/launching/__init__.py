@@ -1,0 +1,1 @@
+"""How a kernel is compiled, launched and launched again, whatever it computes."""

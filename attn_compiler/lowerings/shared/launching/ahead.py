@@ -1,0 +1,194 @@
+"""Compiles the Triton kernels of a graph while the inner compiler compiles the rest of it, instead of at their first launch.
+
+The graph that autograd was traced through calls the leaf ops of forward and backward, on values that say how each tensor will lie. The
+bodies of those ops are called here, with stand-ins for tensors (imagined.py), and their launches are noted (noting.py). So a launch is
+described once, by the code that launches. Equal calls, as those of equal layers, are asked once, and identical variants of a kernel are
+compiled once (compiling.py). Symbolic sizes are those of this call, and then such that all are multiples of 16, and none: kernels of
+symbolic sizes are told apart by that (any_size.py).
+
+What lies otherwise at run time costs time alone: the launch compiles what it needs. A kernel that does not compile is told with the text
+of its call (`Built`): the site is then decided again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.shared.launching import imagined
+from attn_compiler.lowerings.shared.launching.any_size import MULTIPLE
+from attn_compiler.lowerings.shared.launching.noting import Note, noting
+from attn_compiler.torch_private import inductor as torch_inductor, op_library, symbols as torch_symbols
+
+if TYPE_CHECKING:
+    from attn_compiler.lowerings.shared.launching.compiling import Compiled
+
+log = logging.getLogger(__name__)
+
+#: seconds after which a terminal shows what is waited for
+_SHOWN_AFTER = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchingCall:
+    """One call of a body, with its tensors described: equal for calls that launch the same. op: whose body it is."""
+
+    body: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
+    op: str = ""
+
+    @property
+    def text(self) -> str:
+        """`op_library.text_of` it."""
+        return op_library.text_of(self.op, self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotCompiled:
+    """A kernel of a call of an op with a text that does not compile."""
+
+    op: str
+    text: str
+    error: Exception
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What became of kernels. seconds: of each kernel, of all its variants. failed: those that do not compile."""
+
+    seconds: tuple[tuple[str, float], ...] = ()
+    failed: tuple[NotCompiled, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Ahead:
+    """The kernels of one graph that are compiled ahead.
+
+    begin: starts to compile a kernel (`Workers.begin`); gives what it started.
+    started: what was begun, and for which call of a graph.
+    """
+
+    begin: Callable[..., list[Future[Compiled]]]
+    started: dict[Future[Compiled], LaunchingCall | None] = field(default_factory=dict)
+
+    def note(
+        self, kernel: Any, positional: tuple[Any, ...], named: dict[str, Any], call: LaunchingCall | None = None
+    ) -> None:
+        self.started |= dict.fromkeys(self.begin(kernel, positional, named), call)
+
+    def read(self, graph: fx.Graph) -> None:
+        """Start to compile what the leaf ops of a graph launch."""
+        for call in dict.fromkeys(calls(graph)):
+            try:
+                note_launches(call, functools.partial(self.note, call=call))
+            except Exception as error:  # noqa: BLE001 (whatever a body raises for stand-ins, it may run on tensors)
+                log.warning("its kernels are compiled at their first launch: %s: %r", call.body, error)
+
+    def built(self) -> Built:
+        """Wait until all is done."""
+        seconds: dict[str, float] = {}
+        failed: list[NotCompiled] = []
+        with _shown(self.started):
+            wait(self.started)
+        for future, call in self.started.items():
+            try:
+                one = future.result()
+            except CancelledError:
+                continue
+            except Exception as error:  # noqa: BLE001 (Triton's compiler raises what it likes)
+                failed += [] if call is None else [NotCompiled(op=call.op, text=call.text, error=error)]
+                continue
+            seconds[one.kernel] = seconds.get(one.kernel, 0.0) + one.seconds
+        self.started.clear()
+        return Built(seconds=tuple(seconds.items()), failed=tuple(failed))
+
+
+def here() -> Ahead | None:
+    """None where nothing is compiled ahead: kernels are interpreted, CUDA is not in use, or Inductor is to compile one thing at a time.
+
+    Imports triton, where there is a GPU.
+    """
+    threads = torch_inductor.compile_threads()
+    if threads <= 1 or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    import triton
+
+    from attn_compiler.lowerings.shared.launching import compiling
+
+    if triton.knobs.runtime.interpret:
+        return None
+    torch_inductor.share_kernel_cache(torch.cuda.current_device())
+    return Ahead(begin=compiling.workers(threads).begin)
+
+
+def calls(graph: fx.Graph) -> Iterator[LaunchingCall]:
+    """The calls of bodies that launch Triton kernels on a GPU, in a graph whose nodes have values ("val")."""
+    for node in graph.nodes:
+        body = op_library.launching_body(node.target) if node.op == "call_function" else None
+        if body is None:
+            continue
+        with contextlib.suppress(imagined.NoExampleError):
+            given, named = fx.map_arg((node.args, node.kwargs), _value)
+            op = node.target.name().partition("::")[2]
+            yield from dict.fromkeys(_call(op, body, tuple(given), named, example) for example in _EXAMPLES)
+
+
+def _call(
+    op: str, body: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any], example: imagined.Example
+) -> LaunchingCall:
+    return LaunchingCall(
+        op=op,
+        body=body,
+        arguments=imagined.described(given, example),
+        named=tuple((name, imagined.described(value, example)) for name, value in named.items()),
+    )
+
+
+def _multiple(size: int) -> int:
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+#: of symbolic numbers: this call's, multiples of 16, and none of them
+_EXAMPLES: tuple[imagined.Example, ...] = (
+    torch_symbols.example,
+    functools.partial(torch_symbols.example_of, size_of=_multiple),
+    functools.partial(torch_symbols.example_of, size_of=lambda size: _multiple(size) + 1),
+)
+
+
+def _value(node: fx.Node) -> Any:
+    if "val" not in node.meta:
+        raise imagined.NoExampleError(f"{node.name} has no value")
+    return node.meta["val"]
+
+
+def note_launches(call: LaunchingCall, note: Note) -> None:
+    """Call a body with stand-ins, and tell what it would launch."""
+    with imagined.imagining(), noting(note):
+        arguments = imagined.made(call.arguments)
+        call.body(*arguments, **{name: imagined.made(value) for name, value in call.named})
+
+
+@contextlib.contextmanager
+def _shown(started: Collection[Future[Compiled]]) -> Iterator[None]:
+    """On a terminal, what takes long has a line, which is gone when it is done."""
+    if started and wait(started, timeout=_SHOWN_AFTER).not_done:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            yield
+            return
+        with console.status(f"attn_compiler: compiling {len(started)} kernels"):
+            yield
+        return
+    yield

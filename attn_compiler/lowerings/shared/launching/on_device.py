@@ -1,0 +1,68 @@
+"""What the bodies of leaf ops do on a device, whatever their kernels: choose it, and allocate with little work for the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs, output_strides
+from attn_compiler.torch_private.compat import allocator, empty_strided
+
+T = TypeVar("T")
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels run on the current device and its stream, whatever the tensors are on."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+class KnownCalls(dict[tuple[Any, ...], T]):
+    """What calls share that are alike, by what tells them apart. Forgets everything rather than grow without a bound."""
+
+    _MOST = 4096
+
+    def keep(self, key: tuple[Any, ...], value: T) -> T:
+        if len(self) >= self._MOST:
+            self.clear()
+        self[key] = value
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Empty:
+    """How a tensor is allocated. make(): one, unfilled, on the current device."""
+
+    make: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def like(tensor: torch.Tensor) -> Empty:
+        return Empty(make=allocator(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type))
+
+    @staticmethod
+    def zeros_like(tensor: torch.Tensor) -> Empty:
+        """For what is not written all over, or added up in place."""
+        make = Empty.like(tensor).make
+        return Empty(make=lambda: make().zero_())
+
+
+def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.empty_outputs` on the current device, for q in half precision or float32."""
+    if noter() is not None:
+        return empty_outputs(q, v)
+    (batch, heads, seqlen_q, _), head_dim, device = q.shape, v.shape[3], q.device.type
+    strides = output_strides(heads, seqlen_q, head_dim)
+    return empty_strided((batch, heads, seqlen_q, head_dim), strides, q.dtype, device), new_lse(q)
+
+
+def new_lse(x: torch.Tensor) -> torch.Tensor:
+    """The lse of `new_outputs` alone. x: q or the output."""
+    batch, heads, seqlen_q, _ = x.shape
+    strides = (heads * seqlen_q, seqlen_q, 1)
+    return empty_strided((batch, heads, seqlen_q), strides, torch.float32, x.device.type)

@@ -1,0 +1,212 @@
+"""What PyTorch's own attention kernels can't do with masks and biases, as reasons. See limits.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attn_compiler.lowerings.base import OF_NUMBERS, OF_NUMBERS_FORWARD, UNTOUCHED
+from attn_compiler.lowerings.shared.limits.common import STATIC, static_if_symbolic
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec import added_scores, dims
+from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.dtypes import BYTES, HALF
+from attn_compiler.spec.masks import Alignment
+
+#: dtype of a site -> the largest number beside which a float32 lse has digits enough after the point: 13 bits for a float32 site. A site
+#: in half precision gets all numbers of float16, beside which 8 bits are left.
+LARGEST_ADDED = {"float32": 2048.0} | dict.fromkeys(HALF, 65504.0)
+
+
+def causal_flag(spec: AttentionSpec) -> bool:
+    """`is_causal` for a kernel whose diagonal starts top left. Only asked where `check_causal` found nothing."""
+    return spec.mask.is_causal and not _is_bottom_right_of_one_row(spec)
+
+
+def bottom_right(spec: AttentionSpec) -> bool:
+    """Whether a causal mask starts bottom right and that makes a difference."""
+    flagged = spec.mask.flagged
+    aligned = flagged is not None and flagged.alignment is Alignment.BOTTOM_RIGHT
+    return aligned and not dims.same(spec.seqlen_q, spec.seqlen_kv)
+
+
+def check_causal(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel whose diagonal starts top left."""
+    if not bottom_right(spec) or _is_bottom_right_of_one_row(spec):
+        return []
+    remedy = STATIC if static_if_symbolic(spec.seqlen_q, spec.seqlen_kv) else "pass as many queries as keys"
+    return [
+        Reason(
+            code=Code.DIAGONAL,
+            rule="the causal diagonal starts top left",
+            observed=f"bottom right, {_lengths(spec)}",
+            remedy=remedy,
+        )
+    ]
+
+
+def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel that is not known to take a causal flag and a tensor at once."""
+    if not spec.mask.is_causal or spec.added_tensor is None:
+        return []
+    remedy = "put the diagonal into the mask tensor"
+    return [
+        Reason(
+            code=Code.CAUSAL_AND_TENSOR,
+            rule="a causal mask or a mask tensor, not both",
+            observed=spec.mask.words,
+            remedy=remedy,
+        )
+    ]
+
+
+def check_masks(spec: AttentionSpec) -> list[Reason]:
+    """A kind that neither a flag nor a tensor says is refused: what can't be applied must not be dropped."""
+    remedy = "build the mask from comparisons of positions, or pass none"
+    return [
+        Reason(code=Code.MASK_KIND, rule="the mask is causal, a tensor, or both", observed=kind.words, remedy=remedy)
+        for kind in spec.mask.held
+        if spec.added_tensor is None
+    ]
+
+
+def check_no_tensor(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel that reads no mask tensor at all."""
+    tensor = spec.added_tensor
+    if tensor is None:
+        return []
+    remedy = "pass is_causal=True or no mask where the mask only says that"
+    return [Reason(code=Code.MASK_TENSOR, rule="no mask tensor", observed=tensor.words, remedy=remedy)]
+
+
+def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
+    """One tensor, of a broadcast shape, as bool or one of `dtypes`, or of a narrower dtype that q's holds exactly."""
+    tensor = spec.added_tensor
+    if tensor is None:
+        return []
+    both = check_one_tensor(spec)
+    if both:
+        return both
+    reasons = check_no_large_numbers(spec)
+    pairs = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv)
+    if not dims.broadcasts(tensor.shape, pairs):
+        reasons.append(
+            Reason(code=Code.MASK_SHAPE, rule=f"the mask broadcasts to {_list(pairs)}", observed=_list(tensor.shape))
+        )
+    if tensor.dtype not in ("bool", *dtypes) and not _widens(tensor.dtype, spec.dtype):
+        remedy = f"cast it to {spec.dtype} if rounding does it no harm (it does, to distances above 256)"
+        rule = f"the mask is bool or {' or '.join(dict.fromkeys(dtypes))}"
+        reasons.append(Reason(code=Code.MASK_DTYPE, rule=rule, observed=tensor.dtype, remedy=remedy))
+    return reasons
+
+
+def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
+    """A site has one node for what is added to its scores (see Operands)."""
+    if spec.mask.dense is None or spec.score.bias is None:
+        return []
+    observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
+    return [
+        Reason(
+            code=Code.TWO_TENSORS,
+            rule="one tensor is added to the scores",
+            observed=observed,
+            remedy="add them up in the model",
+        )
+    ]
+
+
+def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel whose backward makes the weights anew from its lse, in float32: beside 1e9 that can't hold the logarithm of a sum, so
+    that each key that got the number counts as the only one. In float64 it can."""
+    largest = LARGEST_ADDED.get(spec.dtype)
+    if largest is None or not spec.needs_grad:
+        return []
+    remedy = "mask the other keys instead, by truth values or -inf; a number that all keys get changes no weight"
+    rule = f"with gradients, numbers of at most {largest:g} are added to the scores of a {spec.dtype} site"
+    large = [kind for kind in spec.score.proved if added_scores.largest(kind) > largest]
+    reasons = [Reason(code=Code.LARGE_NUMBERS, rule=rule, observed=kind.words, remedy=remedy) for kind in large]
+    if spec.score.softcap is not None and spec.score.softcap > largest:
+        rule = f"with gradients, a softcap of at most {largest:g} for a {spec.dtype} site"
+        reasons.append(
+            Reason(
+                code=Code.LARGE_NUMBERS, rule=rule, observed=f"{spec.score.softcap:g}", remedy="scale the scores less"
+            )
+        )
+    return reasons
+
+
+def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel whose backward makes the weights anew from its lse, and gets a mask of finite numbers. Beside numbers such as -1e9 an
+    lse can't hold the logarithm of how many keys there are, so that each key of a query that has none counts as the only one.
+
+    Passes complete what was read (passes/recovering/keyless.py)."""
+    tensor = spec.added_tensor
+    # A call of SDPA keeps the kernel that PyTorch would run, and its gradients.
+    if not (spec.needs_grad and spec.decomposed and spec.adds_unread) or tensor is None:
+        return []
+    rule = "with gradients, numbers that mask leave each query some key"
+    # Beside what is added, truth values would become numbers of the same tensor.
+    remedy = None if spec.score.added else "give the mask as truth values"
+    return [Reason(code=Code.KEYLESS_ROWS, rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
+
+
+def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
+    """For a kernel to which the lowest number of a dtype is -inf, so that a query whose keys all got it has none."""
+    if not spec.adds_unread:
+        return []
+    return [
+        Reason(
+            code=Code.KEYLESS_ROWS,
+            rule="numbers that mask were read",
+            observed=spec.mask.reason or spec.mask.words,
+            remedy="give the mask as truth values",
+        )
+    ]
+
+
+def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:
+    """For any lowering: only what computes with the model's own numbers gives what the model does where a query has no key."""
+    own = spec.mask.own_rows
+    adding = OF_NUMBERS if spec.needs_grad else (*OF_NUMBERS, *OF_NUMBERS_FORWARD)
+    if own is None or lowering == UNTOUCHED or (own == "numbers" and lowering in adding):
+        return []
+    rule = "a query without keys gets what the model gives it"
+    return [
+        Reason(
+            code=Code.KEYLESS_ROWS,
+            rule=rule,
+            observed="several numbers mask, or scores count beside one that does",
+            remedy="mask by one number, the lowest of the dtype, in place of the scores (masked_fill)",
+        )
+    ]
+
+
+def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:
+    bias = spec.score.bias
+    if bias is None or not (bias.requires_grad and spec.needs_grad):
+        return []
+    remedy = "freeze the bias, or run under torch.no_grad()"
+    return [Reason(code=Code.BIAS_GRADIENT, rule="the bias needs no gradient", observed=bias.words, remedy=remedy)]
+
+
+def lengths_reason(spec: AttentionSpec, rule: str) -> Reason:
+    """A refusal for the two lengths; where they are symbolic, the remedy is to make them static."""
+    remedy = static_if_symbolic(spec.seqlen_q, spec.seqlen_kv)
+    return Reason(code=Code.DIAGONAL, rule=rule, observed=_lengths(spec), remedy=remedy)
+
+
+def _is_bottom_right_of_one_row(spec: AttentionSpec) -> bool:
+    """A single query on the last row sees every key."""
+    return bottom_right(spec) and spec.seqlen_q == 1
+
+
+def _widens(dtype: str, to: str) -> bool:
+    return BYTES.get(dtype, 8) < BYTES.get(to, 0)
+
+
+def _lengths(spec: AttentionSpec) -> str:
+    return f"seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}"
+
+
+def _list(shape: tuple[Dim, ...]) -> str:
+    return f"({', '.join(str(size) for size in shape)})"

@@ -1,0 +1,35 @@
+"""A mask tensor that was proved to be a diagonal, as the flag that PyTorch's kernels have for one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from attn_compiler.lowerings.shared.parts import site_parts as parts
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
+from attn_compiler.lowerings.shared.parts.site_parts import Parts
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import Alignment, Causal, Flag, MaskSpec
+
+
+def as_flag(spec: AttentionSpec) -> AttentionSpec | None:
+    """The same site with a causal flag in the place of its mask tensor; None if it has none, or one that is no plain diagonal.
+
+    Recovery does so itself where there are as many queries as keys. Elsewhere it depends on the kernel which corner it starts from.
+    """
+    band = parts.parts(spec).band
+    if spec.mask.dense is None or spec.score.bias is not None or band is None:
+        return None
+    if parts.parts(spec) != Parts(band=Band(right=0, from_end=band.from_end)):
+        return None
+    corner = Alignment.BOTTOM_RIGHT if band.from_end else Alignment.TOP_LEFT
+    mask = MaskSpec(kinds=(Causal(alignment=corner),), flag=Flag.READ, out_of_reach=spec.mask.out_of_reach)
+    return dataclasses.replace(spec, mask=mask)
+
+
+def as_told(spec: AttentionSpec, refused: Callable[[AttentionSpec], list[Reason]]) -> AttentionSpec:
+    """The site with a flag in the place of a mask tensor, where the flag says the same and the kernel serves it. refused: what the kernel
+    has against a site."""
+    flagged = as_flag(spec)
+    return spec if flagged is None or refused(flagged) else flagged

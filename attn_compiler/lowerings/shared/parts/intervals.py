@@ -1,0 +1,112 @@
+"""Which keys a query may use, where they are in one piece: a band, or an interval between two expressions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Expr, Index, Size, Test
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band
+from attn_compiler.spec import dims, masks
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import MaskKind
+
+B, H, Q, K = map(Index, "bhqk")
+
+#: the sizes of the scores, as expressions name them here
+SEQLEN_Q, SEQLEN_KV = Size("Sq"), Size("Skv")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """lower <= k < upper, over (b, q), sizes and run-time tensors; None where a side is open."""
+
+    lower: Expr | None = None
+    upper: Expr | None = None
+
+    def both(self, other: Interval) -> Interval:
+        """The keys that are in both."""
+        return Interval(
+            lower=_of_two("max", self.lower, other.lower),
+            upper=_of_two("min", self.upper, other.upper),
+        )
+
+    @property
+    def is_length(self) -> bool:
+        """Whether it begins with the first key, and ends at the same one for all queries of a batch row."""
+        return self.lower is None and self.upper is not None and not mentions_any(self.upper, Q)
+
+
+def band_of(kind: MaskKind, spec: AttentionSpec) -> Band | None:
+    """The band that a kind is, if it is one whatever the tensors hold."""
+    match kind:
+        case masks.Causal(alignment=alignment):
+            from_end = alignment is masks.Alignment.BOTTOM_RIGHT and not dims.same(spec.seqlen_q, spec.seqlen_kv)
+            return Band(right=0, from_end=from_end)
+        case masks.CausalFrom(offset=Const(value=int(offset))):
+            return Band(right=offset)
+        case masks.SlidingWindow(left=left, right=right):
+            return Band(left=left, right=right)
+    return None
+
+
+def as_interval(band: Band) -> Interval:
+    """The same as a band, for each query by itself."""
+    position: Expr = ix.add(ix.add(Q, SEQLEN_KV), SEQLEN_Q, -1) if band.from_end else Q
+    return Interval(
+        lower=None if band.left is None else ix.add(position, Const(-band.left)),
+        upper=None if band.right is None else ix.add(position, Const(band.right + 1)),
+    )
+
+
+def interval_of(kind: MaskKind) -> Interval | None:
+    """The keys that each query may use, if they are in one piece whatever the tensors hold, and the same for every head."""
+    match kind:
+        case masks.CausalFrom(offset=offset):
+            return Interval(upper=ix.add(ix.add(Q, offset), ix.ONE))
+        case masks.Prefix(length=length):
+            return Interval(upper=ix.apply("max", ix.add(Q, ix.ONE), length))
+        case masks.Chunked(size=size, start=start):
+            chunk = ix.apply("floordiv", ix.add(Q, start, -1), Const(size))
+            first = ix.add(ix.mul(chunk, Const(size)), start)
+            return Interval(lower=first, upper=ix.add(first, Const(size)))
+        case masks.KeyBound(side="last", bound=bound):
+            return Interval(upper=ix.add(bound, ix.ONE))
+        case masks.KeyBound(bound=bound):
+            return Interval(lower=bound)
+        case masks.Formula(condition=condition):
+            return _of_condition(condition)
+    return None
+
+
+def _of_condition(condition: Expr) -> Interval | None:
+    """n · k <= f(b, q), n · k >= f(b, q), or a condition on the query alone: k <= cache_position[q]. n > 1 where keys are every n-th of a
+    longer sequence."""
+    if mentions_any(condition, H):
+        return None
+    if not mentions_any(condition, K):
+        return Interval(upper=ix.where(condition, SEQLEN_KV, ix.ZERO))
+    if not isinstance(condition, Test) or condition.relation != ">=":
+        return None
+    factor = dict(condition.form.terms).get(K, 0)
+    if not factor:
+        return None
+    rest = ix.add(ix.combine(condition.form, ix.linear(K), -factor), ix.ZERO)
+    if mentions_any(rest, K):
+        return None
+    times = ix.apply("floordiv", rest, Const(abs(factor)))
+    if factor < 0:
+        return Interval(upper=ix.add(times, ix.ONE))
+    return Interval(lower=ix.mul(times, Const(-1)))
+
+
+def mentions_any(x: Expr, *indices: Index) -> bool:
+    return any(ix.mentions(x, index) for index in indices)
+
+
+def _of_two(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
+    """The inner one of two bounds; an open side gives way."""
+    known: Iterable[Expr] = [x for x in (a, b) if x is not None]
+    return functools.reduce(lambda x, y: ix.apply(op, x, y), known) if known else None
