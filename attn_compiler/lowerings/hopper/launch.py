@@ -11,9 +11,16 @@ import torch
 import triton
 
 from attn_compiler.lowerings.hopper import added, mask_bits
-from attn_compiler.lowerings.hopper.kernels import forward_sm90
+from attn_compiler.lowerings.hopper.kernels import forward_sm90, forward_wide_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import Adding, ForwardSwitches
-from attn_compiler.lowerings.hopper.plan import ForwardBlocks, blocks_of, is_ordered, leaves_from_queries, multiplied
+from attn_compiler.lowerings.hopper.plan import (
+    ForwardBlocks,
+    blocks_of,
+    is_ordered,
+    is_wide,
+    leaves_from_queries,
+    multiplied,
+)
 from attn_compiler.lowerings.shared.calls import leaf_calls
 from attn_compiler.lowerings.shared.calls.arguments import (
     Named,
@@ -45,8 +52,14 @@ def operands_of(prepared: Prepared) -> tuple[str, ...]:
     return (*(name for name in prepared.operands if name != "tiles_by_key"), *own)
 
 
+def kernel_of(prepared: Prepared) -> Any:
+    """The kernel that takes the head dims of a call."""
+    wide = forward_wide_sm90.attention_forward_wide_sm90
+    return wide if is_wide(prepared.call.spec) else forward_sm90.attention_forward_sm90
+
+
 def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
-    ran = [launch(forward_sm90.attention_forward_sm90, same, tensors, lambda: _forward(prepared, tensors))]
+    ran = [launch(kernel_of(prepared), same, tensors, lambda: _forward(prepared, tensors))]
     if same.fact("again", lambda: _comes_again(prepared, tensors["Q"], tensors["K"])):
         ran.append(launch(attention_again, same, tensors, lambda: _again(prepared, tensors)))
     return ran
@@ -108,7 +121,7 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
         "masking": _masking(every["masking"], tensors.get(mask_bits.NAME)),
         "HOW": switches(prepared, every, blocks, leaks=may_leak(prepared, q, k), further=tensors.get(added.NAME)),
     }
-    wanted = {*forward_sm90.attention_forward_sm90.arg_names, *Sizes._fields}
+    wanted = {*kernel_of(prepared).arg_names, *Sizes._fields}
     given = {**operand_parameters(prepared), "Sinks": prepared.present("sinks"), "Lists": prepared.present("tiles")}
     given |= {
         parameter: name if name in tensors else None
@@ -187,6 +200,7 @@ def switches(
         ADDED_EARLY=further is not None and blocks.reads_early(further.element_size()),
         BY_DISTANCE=prepared.plan.distances,
         BATCH_LAST=is_shared,
+        PART=blocks.part,
         LOW_AGAIN=prepared.plan.bias and prepared.call.spec.adds_unread,
     )
 

@@ -17,6 +17,8 @@ _LEAST_FACTOR, _MOST_FACTOR = 1e-30, 1e30
 #: of what is added to the scores: it is multiplied by one over the scale, or over the softcap
 _LEAST_BESIDE = 1e-6
 _REMEDY = "leave the choice to the compiler, or give lowering='triton', which takes that"
+#: head dims beside which shared memory has room for what is added to the scores
+WIDEST_ADDED = 256
 #: bytes that the copy engine reads at once
 _VECTOR = 16
 
@@ -42,6 +44,10 @@ def check_machine(target: Target) -> list[Reason]:
 def _check_added(spec: AttentionSpec) -> list[Reason]:
     kinds, score = parts.parts(spec).kinds, spec.score
     reasons = _check_bias(spec) if "bias" in kinds else []
+    widest = max((d for d in (spec.head_dim_qk, spec.head_dim_v) if isinstance(d, int)), default=0)
+    if kinds & {"bias", "distances"} and widest > WIDEST_ADDED:
+        rule = f"beside what is added to the scores, head dims are at most {WIDEST_ADDED}"
+        reasons.append(Reason(code=Code.HEAD_DIM, rule=rule, observed=str(widest), remedy=_REMEDY))
     divisor = score.scale if score.softcap is None else score.softcap
     if kinds & {"bias", "distances"} and 0 < divisor < _LEAST_BESIDE:
         rule = f"beside a bias, the scale and the softcap are at least {_LEAST_BESIDE:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import Tile
@@ -26,6 +27,8 @@ class ForwardBlocks:
     overlaps: a warpgroup has its softmax while the tensor cores take the outputs of its tile before. That takes registers for the weights
         of two tiles, and moves between them.
     added_stages: tiles of what is added to the scores that are in shared memory, where something is.
+    part: of head dims above 256, the dims of a tile that come together (kernels/forward_wide_sm90.py); 0 for others.
+    turns: two warpgroups take turns at the tensor cores.
     added_early: such a tile is read while its scores are under way, if its numbers have so many bytes or fewer. Compiled for D 128, 10
         numbers of a thread are spilled that way with 4 bytes.
     """
@@ -38,6 +41,8 @@ class ForwardBlocks:
     overlaps: bool = False
     added_stages: int = 0
     added_early: int = 2
+    part: int = 0
+    turns: bool = True
 
     @property
     def queries(self) -> int:
@@ -47,7 +52,7 @@ class ForwardBlocks:
     @property
     def takes_turns(self) -> bool:
         """With more than two, a warpgroup finds the tensor cores free without that."""
-        return self.consumers == 2
+        return self.turns and self.consumers == 2
 
     def reads_early(self, size: int) -> bool:
         """Whether numbers of so many bytes are read while their scores are under way."""
@@ -82,6 +87,9 @@ ADDED = {
     128: ForwardBlocks(keys=128, stages=2, added_stages=1),
     256: ForwardBlocks(keys=64, stages=2, added_stages=1),
 }
+#: Of head dims above 256, the values of which come in passes of so many dims.
+WIDE = ForwardBlocks(keys=64, stages=6, overlaps=True, part=128)
+WIDE_PASS = 256
 #: bytes of shared memory that tiles of a program may take, which leaves some for barriers
 _ROOM = 226 * 1024
 _HALF_BYTES, _WIDE = 2, 8
@@ -89,8 +97,15 @@ _HALF_BYTES, _WIDE = 2, 8
 
 def multiplied(spec: AttentionSpec) -> tuple[int, int]:
     """The head dims that the forward's products have: sums of powers of two where that was measured to be faster, else powers of two.
-    Raises TypeError for those that are not known."""
+    Of wide heads those of the values are a pass's. Raises TypeError for those that are not known."""
+    if is_wide(spec):
+        return -(-int(spec.head_dim_qk) // WIDE.part) * WIDE.part, WIDE_PASS
     return head_dim_sums(spec) if head_parts.is_faster(spec) and not has_added(spec) else head_dim_tiles(spec)
+
+
+def is_wide(spec: AttentionSpec) -> bool:
+    """Whether registers hold a part of the outputs' head dims alone. Raises TypeError for head dims that are not known."""
+    return max(head_dim_tiles(spec)) > max(BLOCKS)
 
 
 def has_added(spec: AttentionSpec) -> bool:
@@ -103,6 +118,9 @@ def blocks_of(spec: AttentionSpec) -> ForwardBlocks:
     """Those of a spec. Raises TypeError for head dims that are not known."""
     qk, v = multiplied(spec)
     widest = max(qk, v)
+    if is_wide(spec):
+        stages = (_ROOM // _HALF_BYTES - WIDE.queries * qk) // (WIDE.keys * WIDE.part)
+        return dataclasses.replace(WIDE, stages=stages)
     if has_added(spec):
         return next(blocks for limit, blocks in sorted(ADDED.items()) if widest <= limit)
     if (qk, v) != head_dim_tiles(spec):
@@ -139,6 +157,8 @@ def leaves_from_queries(spec: AttentionSpec, added: int = 0) -> bool:
     first ones of the queries'. added: bytes of a number that is added to a score."""
     qk, v = multiplied(spec)
     blocks = blocks_of(spec)
+    if blocks.part:
+        return False
     elements = blocks.queries * (blocks.query_stages * qk + v) + blocks.stages * blocks.keys * (qk + v)
     return elements * _HALF_BYTES + blocks.added_stages * blocks.queries * blocks.keys * added > _ROOM
 

@@ -17,7 +17,7 @@ TAKES = dataclasses.replace(
     changes=(Softcap, Sinks),
     parts=frozenset({"band", "lengths", "rows", "keys", "documents", "slopes", "mask", "bias", "distances"}),
     # The copy engine reads vectors of 16 bytes.
-    head_dims=HeadDims(multiple=8, in_full=8, most=256),
+    head_dims=HeadDims(multiple=8, in_full=8, most=512),
     scales="positive",
     dropout=False,
 )

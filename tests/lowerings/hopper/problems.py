@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.hopper import backward_launch, launch
-from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_sm90
+from attn_compiler.lowerings.hopper.kernels import backward_sm90
 from attn_compiler.lowerings.hopper.lowering import further_grad_operands, further_operands
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
+from attn_compiler.lowerings.shared.calls.arguments import prepare
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.launching import launch as launching, persistent, replaying
 from attn_compiler.lowerings.shared.launching.launch import Arguments
@@ -114,15 +116,15 @@ def _without_gradients(problem: Problem) -> Problem:
 def in_torch(problem: Problem, *, programs: int = 3) -> tuple[Tensor, Tensor]:
     """out and lse as the kernel leaves them, run by `gluon_in_torch`: rows to be computed again have an lse of NaN."""
     found, tensors = launched(_without_gradients(problem), programs=programs)
-    arguments = found["attention_forward_sm90"]
+    kernel = launch.kernel_of(prepare(problem.text))
+    arguments = found[kernel.fn.__name__]
     tensors["Lse"].fill_(12345.0)
     tensors["Out"].fill_(torch.nan)
-    kernel = forward_sm90.attention_forward_sm90
     given: dict[str, Any] = {
         name: None if source is None else _flat(tensors[source]) for name, source in arguments.tensors.items()
     }
     given |= launching.as_taken(kernel.arg_names, arguments.numbers)
-    gluon_in_torch.run(forward_sm90, "attention_forward_sm90", arguments.grid, given)
+    gluon_in_torch.run(sys.modules[kernel.fn.__module__], kernel.fn.__name__, arguments.grid, given)
     return tensors["Out"], tensors["Lse"]
 
 

@@ -101,6 +101,34 @@ MASKED = (
     Case(name="hopper mask, few pairs", mask="bqk", few_pairs=True, seqlen_q=20, seqlen_kv=130, needs_grad=False),
 )
 
+_WIDE: Any = {"head_dim": 512}
+#: head dims above 256
+WIDE = (
+    Case(name="hopper wide", **_WIDE, **_SIZES),
+    Case(name="hopper wide causal", **_WIDE, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide from the end", band=Band(right=0, from_end=True), **_WIDE, **_SIZES),
+    Case(name="hopper wide window", band=Band(left=40, right=7), **_WIDE, **_SIZES),
+    Case(name="hopper wide padding left, groups", heads_q=4, heads_kv=2, keys="left", **_WIDE, **_SIZES, **_CAUSAL),
+    Case(name="hopper wide sinks without keys", sinks=True, keys="none", **_WIDE, **_SIZES),
+    Case(
+        name="hopper wide all of a mask",
+        documents=True,
+        rows=True,
+        keys="holes",
+        band=Band(left=150, right=3),
+        **_WIDE,
+        **_SIZES,
+    ),
+    Case(name="hopper wide softcap, sinks", softcap=5.0, sinks=True, **_WIDE, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide slopes", slopes=True, **_WIDE, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide mask", mask="bqk", **_WIDE, **_SIZES),
+    Case(name="hopper wide one query", seqlen_q=1, seqlen_kv=130, needs_grad=False, **_WIDE),
+    Case(name="hopper wide bhsd", layout="bhsd", **_WIDE, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide 384 and 320", head_dim=384, head_dim_v=320, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="hopper wide 320 and 128", head_dim=320, head_dim_v=128, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide 200 and 512", head_dim=200, head_dim_v=512, **_EVEN, **_CAUSAL),
+)
+
 #: head dims that are sums of powers of two
 SUMMED = (
     Case(name="hopper summed 72", head_dim=72, **_SIZES),
@@ -159,6 +187,36 @@ def test_head_dims_that_are_sums(case: Case) -> None:
         how = found["attention_forward_sm90"].numbers["HOW"]
         assert head_dim_sums(Call.from_text(problem.text).spec) == (how.QK_ALL, how.V_ALL)
         kernel_problems.assert_within_rule(problems.outputs(problem), problem)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name.removeprefix("hopper "))
+def test_wide_heads(case: Case) -> None:
+    problem = problems.build(case)
+    found, _ = problems.launched(problem, programs=3)
+    assert "attention_forward_wide_sm90" in found
+    kernel_problems.assert_within_rule(problems.outputs(problem), problem)
+
+
+@pytest.mark.parametrize("part", [128, 256])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_parts_of_wide_heads(part: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "WIDE", dataclasses.replace(plan.WIDE, part=part, overlaps=overlaps))
+    problem = problems.build(Case(name=f"hopper wide {part} {overlaps}", keys="left", **_WIDE, **_SIZES, **_CAUSAL))
+    kernel_problems.assert_within_rule(problems.outputs(problem), problem)
+
+
+@pytest.mark.parametrize("first", [0, 256])
+def test_values_of_any_pass_that_are_not_used_are_computed_without(first: int) -> None:
+    problem = problems.build(Case(name=f"hopper wide marked {first}", keys="left", **_WIDE, **_SIZES))
+    with torch.no_grad():
+        problem.v.nan_to_num_(1.0)
+        problem.v[1, :, :, first : first + 8] = torch.where(problem.named["keys"][1, None, :, None], 0.5, torch.nan)
+    _, lse = problems.in_torch(problem)
+    assert not lse[0].isnan().any()
+    assert lse[1].isnan().all()
+    out, lse = problems.outputs(problem)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])

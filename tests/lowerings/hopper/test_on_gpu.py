@@ -20,7 +20,7 @@ from attn_compiler.spec.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems
 from tests.lowerings.hopper.test_backward_launch import CASES as GRADIENT_CASES
-from tests.lowerings.hopper.test_launch import ADDED, CASES, MASKED, SUMMED
+from tests.lowerings.hopper.test_launch import ADDED, CASES, MASKED, SUMMED, WIDE
 from tests.lowerings.kernel_cases import Case
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +52,12 @@ def test_attention_by_its_definition(case: Case, hopper: Target) -> None:
 @pytest.mark.parametrize("case", [*ADDED, *MASKED], ids=lambda case: case.name)
 def test_what_is_added_by_its_definition(case: Case, hopper: Target) -> None:
     # Tiles that the copy engine wrote over too early were wrong in one call of four, or of a hundred.
+    for _ in range(_TIMES):
+        _results(case, hopper, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
+def test_wide_heads_by_their_definition(case: Case, hopper: Target) -> None:
     for _ in range(_TIMES):
         _results(case, hopper, torch.bfloat16)
 

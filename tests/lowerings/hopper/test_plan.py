@@ -106,3 +106,19 @@ def test_blocks_of_any_length_come_long_ones_first(kind: MaskKind, is_ordered: b
     assert plan.is_ordered(make_spec(mask=mask, seqlen_q=1024, seqlen_kv=1024)) is is_ordered
     # For so few queries no lists are made.
     assert not plan.is_ordered(make_spec(mask=mask, seqlen_q=16, seqlen_kv=1024))
+
+
+@pytest.mark.parametrize(
+    ("qk", "v", "multiplied", "stages"),
+    [(512, 512, 512, 6), (264, 264, 384, 8), (384, 320, 384, 8), (192, 512, 256, 10), (512, 128, 512, 6)],
+)
+def test_wide_heads_have_a_ring_of_as_many_parts_as_there_is_room_for(
+    qk: int, v: int, multiplied: int, stages: int
+) -> None:
+    spec = make_spec(head_dim=qk, head_dim_v=v)
+    assert plan.is_wide(spec)
+    assert plan.multiplied(spec) == (multiplied, plan.WIDE_PASS)
+    blocks = plan.blocks_of(spec)
+    assert blocks.stages == stages >= (multiplied + plan.WIDE_PASS) // blocks.part
+    assert not plan.leaves_from_queries(spec)
+    assert not plan.has_backward(spec)

@@ -1,4 +1,6 @@
-"""Which pairs of a tile the forward for Hopper may use, in Gluon."""
+"""Which pairs of a tile the forward for Hopper may use, in Gluon. What is not there is None: optional.py says how it is returned."""
+
+# ruff: noqa: RET502, RET505
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn_compiler.lowerings.shared.kernels.optional import at_index
+from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, bits_set, bytes_set, up_to
 
 
@@ -44,3 +47,31 @@ def keys_of(consumer: gl.constexpr, block, batch, masks, masking, sizes, QK_LAYO
         least = gl.maximum(least, gl.load(Rows + rows, mask=inside, other=0))
         most = gl.minimum(most, gl.load(Rows + masking.rows_side + rows, mask=inside, other=0) - 1)
     return rows, least, most
+
+
+@gluon.jit
+def documents_of(rows, masks, masking, batch, seqlen_q):
+    """Of queries, or None."""
+    if masks.DocumentsQ is None:
+        return
+    else:
+        of_row = at_index(masks.DocumentsQ, batch, masking.documents_qb)
+        return gl.load(of_row + rows, mask=rows < seqlen_q, other=0)
+
+
+@gluon.jit
+def slope_of(masks, head):
+    """Of a head, in units of log 2; or None."""
+    if masks.Slopes is None:
+        return
+    else:
+        return gl.load(masks.Slopes + head) * LOG2E
+
+
+@gluon.jit
+def words_of(rows, masks, masking, seqlen_q):
+    """Where the words of a dense mask begin, of queries; or None."""
+    if masks.Bits is None:
+        return
+    else:
+        return gl.minimum(rows, seqlen_q - 1) * masking.mask_q

@@ -28,7 +28,9 @@ from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
     place_of_queries,
     tiles_to_visit,
 )
-from attn_compiler.lowerings.hopper.kernels.forward_masks_sm90 import keys_of, masked
+from attn_compiler.lowerings.hopper.kernels.forward_masks_sm90 import documents_of, keys_of, slope_of, words_of
+from attn_compiler.lowerings.hopper.kernels.forward_softmax_sm90 import divided, softmax
+from attn_compiler.lowerings.hopper.kernels.forward_turns_sm90 import await_products, give_products
 from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import (
     descriptors,
     no_outputs,
@@ -51,62 +53,15 @@ from attn_compiler.lowerings.shared.kernels.optional import at_index, of_head
 from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.releases_sm90 import barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import barriers_of
-from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, LOW
+from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
     FEW,
     NOTHING,
     ROWS,
     SHARES,
-    distances_to,
     narrowed,
-    shares,
-    tanh,
 )
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import SharedTiles
-
-
-@gluon.jit
-def _await_turn(consumer: gl.constexpr, how: gl.constexpr):
-    """By barriers of the hardware that Triton leaves alone, one for each of two warpgroups, of the threads of both."""
-    if how.TURNS:
-        ASM: gl.constexpr = "bar.sync " + ("14" if consumer == 0 else "15") + ", 256; mov.u32 $0, $1;"
-        gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _give_turn(consumer: gl.constexpr, how: gl.constexpr):
-    """To the other one."""
-    if how.TURNS:
-        ASM: gl.constexpr = "bar.arrive " + ("15" if consumer == 0 else "14") + ", 256; mov.u32 $0, $1;"
-        gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _softmax(
-    qk, bias, tile, peak, total, own, masks, seqlen_kv, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr
-):  # fmt: skip
-    """The weights of a tile, and each row's maximum, its sum as `shares` of it, and what all sums so far are to be multiplied by."""
-    factor = own.factor
-    if how.SOFTCAP:
-        qk = tanh(qk * factor)
-        factor = own.cap
-    if bias is not None:
-        # Beside q kᵀ, which the row's maximum and the exponentials then are of: it takes no product of its own.
-        qk = qk + bias.to(gl.float32) * own.of_added
-    start = tile * how.BLOCK_N
-    if own.slope is not None:
-        # Of the difference: two large numbers would leave its rounding to the lse, which the backward reads.
-        from_start = own.slope * (start - own.rows).to(gl.float32)
-        qk = distances_to(qk * factor, from_start, own.slope, QK_LAYOUT, how.BLOCK_N)
-        factor = 1.0
-    if MASKED:
-        qk = masked(qk, tile, own, masks, seqlen_kv, QK_LAYOUT, how)
-    new_peak = gl.maximum(peak, gl.max(qk, 1) * factor)
-    weights = gl.exp2(qk * factor - new_peak[:, None])
-    decay = gl.exp2(peak - new_peak)
-    shared_decay = gl.convert_layout(decay, gl.SliceLayout(1, SHARES), assert_trivial=True)
-    total = total * shared_decay[:, None] + shares(weights, how.BLOCK_N)
-    return weights, new_peak, total, decay
 
 
 @gluon.jit
@@ -131,10 +86,10 @@ def _step(
     stage, phase = (done + i) % how.STAGES, ((done + i) // how.STAGES) & 1
     before = (done + i - 1) % how.STAGES
     mbarrier.wait(barriers.k_full.index(stage), phase)
-    _await_turn(consumer, how)
+    await_products(consumer, how)
     qk = _scores(own, tiles, stage, QK_LAYOUT, how)
     out = outputs_of(weights, rows_at(tiles.v, before, how.BLOCK_N, how.V_ALL), out, how.V_ALL)
-    _give_turn(consumer, how)
+    give_products(consumer, how)
     bias = None
     if how.ADDED_STAGES > 0 and how.ADDED_EARLY:
         bias = added_of(consumer, done + i, added, QK_LAYOUT, how)
@@ -145,7 +100,7 @@ def _step(
     if not how.OVERLAPS:
         out = outputs_there(out, how.V_ALL)
         mbarrier.arrive(barriers.v_empty.index(before))
-    found, peak, total, decay = _softmax(qk, bias, tile, peak, total, own, masks, seqlen_kv, MASKED, QK_LAYOUT, how)
+    found, peak, total, decay = softmax(qk, bias, tile, peak, total, own, masks, seqlen_kv, MASKED, QK_LAYOUT, how)
     weights = gl.convert_layout(narrowed(found, tiles.v[0]), WEIGHTS, assert_trivial=True)
     # Waited for here, not where they are used: ptxas moves the softmax behind the products' wait unless something that branches is between.
     mbarrier.wait(barriers.v_full.index(stage), phase)
@@ -173,16 +128,16 @@ def _tiles(
     # The first tile has none before it. It is masked, needed or not.
     stage = done % how.STAGES
     mbarrier.wait(barriers.k_full.index(stage), (done // how.STAGES) & 1)
-    _await_turn(consumer, how)
+    await_products(consumer, how)
     qk = _scores(own, tiles, stage, QK_LAYOUT, how)
-    _give_turn(consumer, how)
+    give_products(consumer, how)
     bias = None
     if how.ADDED_STAGES > 0:
         bias = added_of(consumer, done, added, QK_LAYOUT, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     mbarrier.arrive(barriers.k_empty.index(stage))
     tile = nth_tile(0, visits)
-    found, peak, total, _ = _softmax(qk, bias, tile, peak, total, own, masks, seqlen_kv, True, QK_LAYOUT, how)
+    found, peak, total, _ = softmax(qk, bias, tile, peak, total, own, masks, seqlen_kv, True, QK_LAYOUT, how)
     weights = gl.convert_layout(narrowed(found, tiles.v[0]), WEIGHTS, assert_trivial=True)
     mbarrier.wait(barriers.v_full.index(stage), (done // how.STAGES) & 1)
     if how.ADDED_STAGES > 0:
@@ -214,26 +169,13 @@ def _tiles(
 @gluon.jit
 def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
     """The output of 64 queries. Their lse is stored: natural logarithm, -inf without keys, NaN for a row to be computed again."""
-    ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
-    total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
-    is_empty = total == 0.0
-    scale = gl.where(is_empty, 1.0, 1.0 / total)
-    if Sinks is not None:
-        sink = gl.load(Sinks + head).to(gl.float32) * LOG2E
-        with_sink = gl.maximum(peak, sink)
-        decay = gl.exp2(peak - with_sink)
-        total = total * decay + gl.exp2(sink - with_sink)
-        scale = gl.where(total == 0.0, 1.0, decay / total)
-        peak = with_sink
-    lse = gl.where(total == 0.0, float("-inf"), peak * LN2 + gl.log(gl.where(total == 0.0, 1.0, total)))
+    scale, lse, is_empty = divided(peak, total, Sinks, head, QK_LAYOUT, how)
     out = times(out, scale, how.V_ALL)
     if how.MARKS:
         # Without keys it is 0, whatever the values hold.
         out = zero_where(is_empty, out, how.V_ALL)
-        sums = sums_of(out, ROW, how.V_ALL)
+        sums = sums_of(out, gl.SliceLayout(1, QK_LAYOUT), how.V_ALL)
         lse = gl.where(sums != sums, sums, lse)
-    if how.LOW_AGAIN:
-        lse = gl.where(peak < LOW, float("nan"), lse)
     gl.store(Lse + rows, lse, mask=rows < seqlen_q)
     return out
 
@@ -254,7 +196,7 @@ def _compute(
     if how.ADDED_STAGES > 0:
         of_added = 1.0 / softcap if how.SOFTCAP else LOG2E / scale
     if consumer == 1:
-        _give_turn(consumer, how)
+        give_products(consumer, how)
     is_one, block, batch, head, row = nth_block(0, work, how)
     partial, first, second, full_first, full_last = tiles_to_visit(
         list_of_block(work, batch, head, block), block, sizes, how
@@ -267,13 +209,6 @@ def _compute(
                 List=list_of_block(work, batch, head, block), partial=partial, first=first, second=second,
                 full_first=full_first, full_last=full_last,
             )  # fmt: skip
-            document = None
-            if masks.DocumentsQ is not None:
-                inside = rows < seqlen_q
-                document = gl.load(at_index(masks.DocumentsQ, batch, masking.documents_qb) + rows, mask=inside, other=0)
-            slope = None
-            if masks.Slopes is not None:
-                slope = gl.load(masks.Slopes + head) * LOG2E
             of_row = Masks(
                 Rows=masks.Rows,
                 Keys=at_index(masks.Keys, batch, masking.keys_b),
@@ -282,9 +217,9 @@ def _compute(
                 Slopes=masks.Slopes,
                 Bits=of_head(masks.Bits, batch, head, masking.mask_b, masking.mask_h),
             )
-            bits = None
-            if masks.Bits is not None:
-                bits = gl.minimum(rows, seqlen_q - 1) * masking.mask_q
+            document = documents_of(rows, masks, masking, batch, seqlen_q)
+            slope = slope_of(masks, head)
+            bits = words_of(rows, masks, masking, seqlen_q)
             place, phase = place_of_queries(consumer, nth, how)
             own = Warpgroup(
                 q=rows_at(tiles.q, place, ROWS, how.QK_ALL), least=least, most=most, document=document,

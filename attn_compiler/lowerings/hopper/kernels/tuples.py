@@ -37,6 +37,7 @@ class ForwardSwitches(NamedTuple):
     BY_DISTANCE: Any  # that is numbers by distance, else a bias
     BATCH_LAST: Any  # blocks of all batch rows come before the next head's
     LOW_AGAIN: Any  # rows that may have got nothing but low numbers are marked, too
+    PART: Any  # of a head dim wider than 256: the dims of a tile in shared memory; else 0
 
 
 class ForwardWork(NamedTuple):
@@ -48,6 +49,15 @@ class ForwardWork(NamedTuple):
     sizes: Any  # shared Sizes
     Lists: Any  # of tiles, or None
     lists: Any  # ListStrides
+
+
+class RingBarriers(NamedTuple):
+    """When queries, and the parts of tiles that have places in turn, have come, and when they may be written over."""
+
+    q_full: Any
+    q_empty: Any
+    full: Any
+    empty: Any
 
 
 class Adding(NamedTuple):

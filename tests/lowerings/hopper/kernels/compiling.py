@@ -22,6 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.hopper.kernels.backward_sm90 import attention_backward_sm90
 from attn_compiler.lowerings.hopper.kernels.forward_sm90 import attention_forward_sm90
+from attn_compiler.lowerings.hopper.kernels.forward_wide_sm90 import attention_forward_wide_sm90
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
@@ -76,9 +77,20 @@ ADDED = (
     Case(name="mask_256", head_dim=256, mask="bqk", **_SIZES),
     Case(name="mask_bias_128", head_dim=128, mask="bqk", bias="hqk", **_SIZES),
 )
+#: head dims above 256
+WIDE = (
+    Case(name="wide_512", head_dim=512, **_SIZES),
+    Case(name="wide_512_causal", head_dim=512, **_SIZES, **_CAUSAL),
+    Case(name="wide_512_keys", head_dim=512, keys="left", softcap=50.0, sinks=True, **_SIZES, **_CAUSAL),
+    Case(name="wide_512_documents", head_dim=512, documents=True, **_SIZES, **_CAUSAL),
+    Case(name="wide_512_mask", head_dim=512, mask="bqk", **_SIZES),
+    Case(name="wide_512_slopes", head_dim=512, slopes=True, **_SIZES, **_CAUSAL),
+    Case(name="wide_384_causal", head_dim=384, **_SIZES, **_CAUSAL),
+)
 _KERNELS = {
     "attention_backward_sm90": (attention_backward_sm90, GluonASTSource),
     "attention_forward_sm90": (attention_forward_sm90, GluonASTSource),
+    "attention_forward_wide_sm90": (attention_forward_wide_sm90, GluonASTSource),
     "attention_again": (attention_again, ASTSource),
 }
 
@@ -151,4 +163,4 @@ def say(cases: Sequence[Case]) -> None:
 
 
 if __name__ == "__main__":
-    say((*CASES, *SUMMED, *ADDED))
+    say((*CASES, *SUMMED, *ADDED, *WIDE))

@@ -1,0 +1,115 @@
+"""Parts of tiles of keys and values that have places of shared memory in turn, in Gluon: who fetches them, and who waits for whom.
+
+The parts of all passes of all blocks of a program are numbered as they come: a tile's keys, then the values of the tile before.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
+    list_of_block,
+    nth_block,
+    place_of_queries,
+    tiles_to_visit,
+)
+from attn_compiler.lowerings.hopper.kernels.tuples import RingBarriers, Visits
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
+from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
+
+
+@gluon.constexpr_function
+def passes_in(HEAD_DIM, ALL):
+    """How many passes over the keys a head dim takes of which one has ALL dims."""
+    return (HEAD_DIM + ALL - 1) // ALL
+
+
+@gluon.jit
+def barriers_of_ring(QUERIES: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Of QUERIES tiles of queries, each of one warpgroup, and of STAGES parts, which all CONSUMERS read."""
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(QUERIES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    return RingBarriers(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
+
+
+@gluon.jit
+def part_at(n, tiles, barriers, how: gl.constexpr):
+    """The n-th part as (keys, dims), once it has come."""
+    place = n % how.STAGES
+    mbarrier.wait(barriers.full.index(place), (n // how.STAGES) & 1)
+    return tiles.k.index(place).reshape([how.BLOCK_N, how.PART])
+
+
+@gluon.jit
+def let_go(n, barriers, how: gl.constexpr):
+    """A warpgroup has multiplied the n-th part."""
+    mbarrier.arrive(barriers.empty.index(n % how.STAGES))
+
+
+@gluon.jit
+def _fetch_tile(of, batch, head, key, dim, n, tiles, barriers, PARTS: gl.constexpr, how: gl.constexpr):
+    """Ask for the parts of a tile from a key and a dim on, each as soon as all warpgroups have let go of what is in its place. n: of the
+    first one. Returns that of the one after the last."""
+    for part in gl.static_range(PARTS):
+        place = (n + part) % how.STAGES
+        mbarrier.wait(barriers.empty.index(place), (((n + part) // how.STAGES) & 1) ^ 1)
+        mbarrier.expect(barriers.full.index(place), of.block_type.nbytes)
+        async_load(
+            of, [batch, head, key, dim + part * how.PART], barriers.full.index(place), tiles.k.index(place)
+        )  # fmt: skip
+    return n + PARTS
+
+
+@gluon.jit
+def _fetch_queries(of, batch, head, start, nth, tiles, barriers, how: gl.constexpr):
+    """Ask for the queries of every warpgroup of the nth block, in parts."""
+    PARTS: gl.constexpr = how.QK_ALL // how.PART
+    for consumer in gl.static_range(how.CONSUMERS):
+        place, phase = place_of_queries(consumer, nth, how)
+        mbarrier.wait(barriers.q_empty.index(place), phase ^ 1)
+        mbarrier.expect(barriers.q_full.index(place), of.block_type.nbytes * PARTS)
+        for part in gl.static_range(PARTS):
+            at = [batch, head, start + consumer * ROWS, part * how.PART]
+            async_load(of, at, barriers.q_full.index(place), tiles.q.index(place * PARTS + part))
+
+
+@gluon.jit
+def fetch_parts_in_turn(of_q, of_k, of_v, tiles, barriers, work, rounds, how: gl.constexpr):
+    """For each block the queries, and in each pass over its keys the parts of all tiles. Runs ahead into the next pass and block."""
+    K_PARTS: gl.constexpr = how.QK_ALL // how.PART
+    V_PARTS: gl.constexpr = how.V_ALL // how.PART
+    n = 0
+    for nth in range(rounds):
+        is_one, block, batch, head, _row = nth_block(nth, work, how)
+        if is_one:
+            start = block * how.BLOCK_M
+            List = list_of_block(work, batch, head, block)
+            partial, first, second, full_first, full_last = tiles_to_visit(List, block, work.sizes, how)
+            visits = Visits(
+                List=List, partial=partial, first=first, second=second, full_first=full_first, full_last=full_last
+            )  # fmt: skip
+            count = partial + full_last - full_first
+            head_kv = head // work.sizes.group
+            _fetch_queries(of_q, batch, head, start, nth, tiles, barriers, how)
+            for turn in range(passes_in(how.HEAD_DIM_V, how.V_ALL)):
+                dim = turn * how.V_ALL
+                key = nth_tile(0, visits) * how.BLOCK_N
+                n = _fetch_tile(of_k, batch, head_kv, key, 0, n, tiles, barriers, K_PARTS, how)
+                for i in range(1, count):
+                    next_key = nth_tile(i, visits) * how.BLOCK_N
+                    n = _fetch_tile(of_k, batch, head_kv, next_key, 0, n, tiles, barriers, K_PARTS, how)
+                    n = _fetch_tile(of_v, batch, head_kv, key, dim, n, tiles, barriers, V_PARTS, how)
+                    key = next_key
+                n = _fetch_tile(of_v, batch, head_kv, key, dim, n, tiles, barriers, V_PARTS, how)
