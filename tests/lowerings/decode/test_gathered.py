@@ -25,8 +25,8 @@ from tests.lowerings.specs import make_spec
 from tests.passes.compiling import Compiled, compiled, mark
 
 B, Q, H, K = map(Index, "bqhk")
-BATCH, HEADS, HEADS_KV, KEYS, COUNT, D = 2, 4, 2, 300, 20, 16
-BLOCK, OF_BLOCKS = 4, 5
+BATCH, HEADS, HEADS_KV, KEYS, COUNT, D = 2, 4, 2, 300, 12, 16
+BLOCK, OF_BLOCKS = 4, 3
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter, on a CPU")
 
 
@@ -54,8 +54,8 @@ def _spec(chosen: Chosen | None = CHOSEN, **of: Any) -> AttentionSpec:
 def test_chosen_keys_are_gathered_where_they_are_few() -> None:
     assert gathered.chosen_of(_spec()) == CHOSEN
     assert gathered.chosen_of(_spec(None)) is None
-    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count=KEYS // 4))) is not None
-    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count=KEYS // 4 + 1))) is None
+    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count=KEYS // 8))) is not None
+    assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count=KEYS // 8 + 1))) is None
     assert gathered.chosen_of(_spec(dataclasses.replace(CHOSEN, count="s0"))) is None
 
 
@@ -65,7 +65,7 @@ def test_a_cache_of_unknown_length_may_be_long() -> None:
     assert gathered.chosen_of(_spec(seqlen_kv="s0")) is not None
     assert gathered.chosen_of(_spec(dataclasses.replace(many, most=2048), seqlen_kv="s0")) is not None
     assert gathered.chosen_of(_spec(many, seqlen_kv="s0")) is None
-    for most, is_gathered in ((8192, True), (8191, False)):
+    for most, is_gathered in ((16384, True), (16383, False)):
         spec = _spec(dataclasses.replace(many, most=2048), seqlen_kv="s0")
         spec = dataclasses.replace(spec, ranges=(SizeRange(size="s0", least=2, most=most),))
         assert (gathered.chosen_of(spec) is not None) is is_gathered
