@@ -4,6 +4,7 @@ nox                              the public API and the passes on every torch, a
 nox -s docs                      the site, strictly, into build/site; after -- what mkdocs is to do: nox -s docs -- serve
 nox -s "api(2.11.0)"             one torch; arguments after -- go to pytest
 nox -s "transformers(4.57)"      one transformers
+nox -s slow                      tests that are too long for CI, once a night
 nox -s triton                    all kernels, compiled by every release of Triton; after --: --write keeps the rows
 """
 
@@ -75,6 +76,14 @@ def transformers(session: nox.Session, transformers: str) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or PUBLIC_API))
     if not session.posargs:
         session.run("python", "-m", "tests.hf", "--only", "padded", "--only", "fp32")
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """What CI leaves out: tests longer than a minute, every way of sharing a sequence, every family of models and of decoding."""
+    session.install("-c", "constraints.txt", "torch")
+    session.install("-c", "constraints.txt", "-e", ".[models,demo,integrations,dev]")
+    session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "-m", "slow or survey")))
 
 
 @nox.session

@@ -41,6 +41,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests import quick
+from tests.thinned import mark_turns
 
 quick.install(interpreter=True)
 
@@ -102,7 +103,10 @@ def _begin_first(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before -m takes out what is marked."""
+    mark_turns(items)
     if hasattr(config, "workerinput"):
         _begin_first(items)
     if torch.cuda.is_available():

@@ -85,6 +85,7 @@ def _is_hit(run: dict[str, Any]) -> bool:
     return bool(run["autograd_cache_hit"])
 
 
+@pytest.mark.further
 def test_hazard_is_real(runs: tuple[dict[str, Any], ...]) -> None:
     """Inductor alone: the next release gets the backward of the first one. If this fails, PyTorch has closed the hazard."""
     first, following = runs

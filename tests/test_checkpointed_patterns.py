@@ -275,23 +275,27 @@ def assert_as_eager(name: str, given: list[Tensor], *, with_gradients: bool = Fa
     assert attn_compiler.reports()
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_grad_mode_without_a_gradient_is_as_eager(name: str) -> None:
     """A frozen model: PyTorch looks for what to recompute all the same."""
     assert_as_eager(name, inputs(name))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_with_gradients_is_as_eager(name: str) -> None:
     assert_as_eager(name, inputs(name), with_gradients=True)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_under_no_grad_is_as_eager(name: str) -> None:
     with torch.no_grad():
         assert_as_eager(name, inputs(name))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("lowering", ["sdpa_cpu_flash", "math", "reference"])
 @pytest.mark.parametrize("name", ["multiplied", "filled", "permuted", "batched", "sdpa_causal"])
@@ -301,6 +305,7 @@ def test_each_lowering_is_as_eager(name: str, lowering: str, with_gradients: boo
     assert [site.decision.lowering for site in report.sites] == [lowering]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("name", ["divided", "lower_triangle", "sdpa_masked"])
 def test_as_inductor_compiles_it(name: str, with_gradients: bool) -> None:

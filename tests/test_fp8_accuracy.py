@@ -166,6 +166,7 @@ def _last(losses: Sequence[float]) -> float:
     return sum(losses[-20:]) / 20
 
 
+@pytest.mark.further
 def test_a_small_llama_learns_as_well() -> None:
     """In 160 steps, within one per cent; when this was written, 0.3 apart."""
     usual = _losses(None, 160)

@@ -73,6 +73,7 @@ def decisions() -> Any:
 # ---- what is decided once -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_two_hundred_steps_select_once_and_compile_once(name: str) -> None:
     """The values that scales come from grow all the time, and are no part of any key."""
@@ -119,6 +120,7 @@ def test_no_step_waits_for_the_device() -> None:
         compiled(Layers().bfloat16(), RECIPES["delayed"])(inputs(0)).sum().backward()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", in_full(RECIPES, daily=("delayed", "block, accurate")))
 def test_what_was_compiled_comes_out_of_the_cache_and_learns_the_same(name: str) -> None:
     """With histories that begin anew."""
@@ -162,6 +164,7 @@ def test_the_history_holds_the_last_steps_newest_first() -> None:
     assert torch.equal(last_history("layers.0/amax")[:, 0], expected)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_recomputation_under_checkpoint_moves_the_history_on_once_and_sees_what_the_forward_saw(inner: str) -> None:
     found = []
@@ -271,6 +274,7 @@ def test_resuming_by_a_step_without_gradients_goes_on_with_the_training_historie
     assert all(newest > 0 for newest, *_ in histories().values())
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("first", ["training", "inference"])

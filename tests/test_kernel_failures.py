@@ -105,6 +105,7 @@ def _lowerings() -> list[str]:
     return [site.decision.lowering for site in attn_compiler.reports()[-1].sites]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("kernel", ["attention_forward", "attention_grad_q"])
 def test_a_first_launch_that_fails(kernel: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def _check(model: nn.Module) -> None:
     assert all(site.spec.mask.words.startswith(_PROVED) for site in sites)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("impl", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]

@@ -33,12 +33,14 @@ def _changed(switch: str) -> tuple[list[str], int]:
     return json.loads(names), int(size)
 
 
+@pytest.mark.further
 def test_switched_off_pytorch_is_as_it_is() -> None:
     names, size = _changed("0")
     assert names == []
     assert size < 1000
 
 
+@pytest.mark.further
 def test_switched_on_tests_are_quick() -> None:
     names, size = _changed("1")
     assert {"tracing", "Inductor's C++"} <= set(names)

@@ -51,6 +51,7 @@ def test_a_graph_of_several_kernels(dynamic: bool, joined: list[int]) -> None:
     assert joined[-1] > 1
 
 
+@pytest.mark.further
 def test_what_can_not_be_compiled_together_is_compiled_alone(
     joined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,11 +127,13 @@ def test_a_second_process_imports_no_passes(tmp_path: Path) -> None:
     assert not (unwanted | {"attn_compiler.verifying.first", "attn_compiler.reporting.render", "rich"}) & second
 
 
+@pytest.mark.further
 def test_checkpoints_of_a_second_process(tmp_path: Path) -> None:
     first = _started(tmp_path, checkpoint=True, options=QUICK)
     _hold(first, _started(tmp_path, ANOTHER, checkpoint=True, options=QUICK), hits=0)
 
 
+@pytest.mark.further
 def test_a_second_process_finds_symbolic_sizes_of_another_length(tmp_path: Path) -> None:
     given: dict[str, Any] = {"dynamic": True, "options": QUICK}
     first, alone = _started(tmp_path, **given), _started(tmp_path / "alone", **given, length=21)

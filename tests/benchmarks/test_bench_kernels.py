@@ -170,6 +170,7 @@ def test_the_spec_of_a_full_case_is_taken_and_becomes_the_parts_that_it_should(c
 # ---- sides --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("name", SORTS)
 def test_ours_computes_the_case(name: str, listed: None) -> None:
     problem = problem_of(BY_NAME[name].small)
@@ -197,6 +198,7 @@ def test_the_dense_bias_of_peers_says_the_same(name: str) -> None:
     assert len(found) == 4 + name.startswith(("bias", "t5"))
 
 
+@pytest.mark.in_turns(4)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", SORTS)
 def test_flex_computes_the_same(name: str) -> None:

@@ -16,6 +16,7 @@ from benchmarks import bench_parallel, harness, parallel_cases
 from benchmarks.bench_parallel import COLUMNS, Job
 from benchmarks.parallel_cases import WAYS, Context
 from tests.distributed import processes
+from tests.thinned import asked_for, further
 
 #: of the others tests/distributed and tests/integrations have the like
 JOBS = {
@@ -34,11 +35,11 @@ def rows_of(jobs: Mapping[str, Job]) -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, dict[str, str]]]:
-    return processes.run(rows_of, JOBS)
+def rows(request: pytest.FixtureRequest) -> list[dict[str, dict[str, str]]]:
+    return processes.run(rows_of, {way: JOBS[way] for way in asked_for(request, "way")})
 
 
-@pytest.mark.parametrize("way", JOBS)
+@pytest.mark.parametrize("way", further(JOBS, daily=("ddp",)))
 @pytest.mark.parametrize("rank", range(processes.SIZE))
 def test_a_dry_run_finds_and_proves_every_attention(rows: list[dict[str, dict[str, str]]], way: str, rank: int) -> None:
     row = rows[rank][way]

@@ -25,6 +25,7 @@ def rows_of(job: Job) -> list[dict[str, str]]:
     return bench_peers.rows_of(job, bench_peers.prepare(job, threading.Lock())())
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("place", range(3))
 def test_every_side_is_checked_and_timed(place: int, tmp_path: Path) -> None:
@@ -44,6 +45,7 @@ def test_every_side_is_checked_and_timed(place: int, tmp_path: Path) -> None:
     assert bench_peers.failures(rows) == 0
 
 
+@pytest.mark.further
 def test_a_wrong_side_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(problem: Problem) -> Peer:
         peer = bench_peers.PEERS["triton"](problem)

@@ -41,6 +41,7 @@ def test_a_row_counts_allowed_pairs() -> None:
     assert float(found["tflops"]) == pytest.approx(2 * 4 * case.pairs * 16 * 128 / 2000.0 / 1e6, abs=0.05)
 
 
+@pytest.mark.further
 def test_each_kernel_is_measured_alone_and_a_later_run_is_added(tmp_path: Path) -> None:
     path = tmp_path / "tiles.csv"
     given = ["--size", "small", "--device", "cpu", "--cases", "padding_right", "--seconds", "0", "--output", str(path)]

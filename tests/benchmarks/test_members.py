@@ -44,6 +44,7 @@ def run(cases: list[str], **limits: Any) -> list[tuple[str, Row]]:
     return list(found)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("case", "limits", "failure"),
     [

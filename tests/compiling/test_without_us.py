@@ -30,6 +30,7 @@ print(len([w for w in caught if "CompileContext" in str(w.message) and "Inductor
 """
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("module", ["compiling.backend", "passes"])
 def test_a_newer_torch_that_lacks_something_has_inductor_alone(module: str) -> None:
     assert fresh.run_anew(PROGRAM.format(module=module, version="2.99.0")).stdout.strip() == "1"

@@ -84,14 +84,10 @@ class Outcome:
     after: bool
 
 
-def measured(dynamic: bool | None) -> dict[tuple[str, int], Outcome]:
+def measured(dynamic: bool | None, asked: list[tuple[str, int]]) -> dict[tuple[str, int], Outcome]:
     """By what differs, and on which rank. On every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {
-        (name, who): _measured(mesh, call, who, dynamic)
-        for name, (call, _) in OTHERS.items()
-        for who in range(dist.get_world_size())
-    }
+    return {(name, who): _measured(mesh, OTHERS[name][0], who, dynamic) for name, who in asked}
 
 
 def _measured(mesh: Any, other: Call, who: int, dynamic: bool | None) -> Outcome:
@@ -127,11 +123,12 @@ OPTIONS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def with_other_options() -> dict[str, Outcome]:
+def with_other_options(names: list[str]) -> dict[str, Outcome]:
     """By which option rank 1 gives otherwise. On every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = {}
-    for name, given in OPTIONS.items():
+    for name in names:
+        given = OPTIONS[name]
         torch._dynamo.reset()
         attn_compiler.reset()
         own = {"inner": "eager", **given[min(dist.get_rank(), 1)]}

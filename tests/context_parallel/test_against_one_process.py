@@ -7,6 +7,7 @@ import pytest
 from tests.context_parallel import against_one, models
 from tests.context_parallel.against_one import Result, Run
 from tests.distributed import processes
+from tests.thinned import asked_for, further
 
 #: of float64
 _EXACT = 1e-12
@@ -51,13 +52,13 @@ def _check(results: list[Result]) -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, list[Result]]:
-    return _results(_TWO, 2)
+def two(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    return _results(asked_for(request, "run", _TWO), 2)
 
 
 @pytest.fixture(scope="module")
-def four() -> dict[str, list[Result]]:
-    return _results(_FOUR, 4)
+def four(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    return _results(asked_for(request, "run", _FOUR), 4)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +66,14 @@ def every() -> dict[str, list[Result]]:
     return _results(_ALL, 2)
 
 
-@pytest.mark.parametrize("run", _TWO, ids=lambda run: run.name)
+@pytest.mark.parametrize(
+    "run", further(_TWO, daily=[*_TWO[: -len(_TRACED + _INDUCTOR)], _TRACED[0], _INDUCTOR[0]]), ids=lambda run: run.name
+)
 def test_two_ranks(two: dict[str, list[Result]], run: Run) -> None:
     _check(two[run.name])
 
 
-@pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", further(_FOUR, daily=_FOUR[1:3]), ids=lambda run: run.name)
 def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
     _check(four[run.name])
 

@@ -11,6 +11,7 @@ from attn_compiler.context_parallel.layout import Layout
 from tests.context_parallel import against_one, models
 from tests.context_parallel.against_one import Result, Run
 from tests.distributed import processes
+from tests.thinned import asked_for, further
 
 layouts = st.builds(Layout, size=st.integers(2, 5), balanced=st.booleans())
 
@@ -114,16 +115,16 @@ def _check(results: list[Result], word: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, list[Result]]:
-    return _results([*_TWO, *_GATHERED], 2)
+def two(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    return _results(asked_for(request, "run", [*_TWO, *_GATHERED]), 2)
 
 
 @pytest.fixture(scope="module")
-def four() -> dict[str, list[Result]]:
-    return _results(_FOUR, 4)
+def four(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    return _results(asked_for(request, "run", _FOUR), 4)
 
 
-@pytest.mark.parametrize("run", _TWO, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", further(_TWO, daily=[*_TWO[0:10:3], *_TWO[10::2], _TWO[-1]]), ids=lambda run: run.name)
 def test_two_ranks(two: dict[str, list[Result]], run: Run) -> None:
     _check(two[run.name], "halo of")
 
@@ -135,7 +136,9 @@ def test_what_is_too_wide_for_two_ranks_is_gathered(two: dict[str, list[Result]]
         assert result.error < 1e-12
 
 
-@pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
+@pytest.mark.parametrize(
+    "run", further(_FOUR, daily=[_FOUR[0], _FOUR[3], _FOUR[5], _FOUR[-1]]), ids=lambda run: run.name
+)
 def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
     _check(four[run.name], "halo of")
 

@@ -16,7 +16,7 @@ from tests.context_parallel import hf_layered
 from tests.context_parallel.hf_layered import Run
 from tests.context_parallel.layered import Result
 from tests.distributed import processes
-from tests.thinned import asked_for, in_full
+from tests.thinned import asked_for, further, in_full
 
 #: relative, of float32
 _NEAR = 2e-6
@@ -43,9 +43,13 @@ _REFUSED = [
 ]
 
 
+#: heads and parameters that are shared, a checkpoint, and what is refused; test_layered.py has each way of sharing
+_DAILY = [_RUNS[1], _RUNS[3], _CHECKPOINTED[0], _REFUSED[0]]
+
+
 def _in_full(runs: list[Run]) -> list[Any]:
-    further = [replace(run, ranks=4, inner="aot_eager") for run in runs]
-    return in_full(dict.fromkeys([*runs, *further]), daily=runs)
+    more = dict.fromkeys(replace(run, ranks=4, inner="aot_eager") for run in runs)
+    return [*further(runs, daily=_DAILY), *in_full((run for run in more if run not in runs), daily=())]
 
 
 @pytest.fixture(scope="module")

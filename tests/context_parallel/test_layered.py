@@ -10,7 +10,7 @@ import pytest
 from tests.context_parallel import layered
 from tests.context_parallel.layered import LAYERS, Result, Run
 from tests.distributed import processes
-from tests.thinned import asked_for, in_full
+from tests.thinned import asked_for, firsts, further, in_full
 
 #: of float64
 _EXACT = 1e-12
@@ -64,7 +64,7 @@ _RINGS = [
 
 @pytest.fixture(scope="module")
 def rings(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    runs = asked_for(request, "run")
+    runs = asked_for(request, "run", _RINGS)
     by_rank = processes.run(layered.measured, runs, size=4)
     return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
 
@@ -80,18 +80,26 @@ def test_four_ranks_of_a_ring(rings: dict[str, list[Result]], run: Run) -> None:
         assert result.sites == layers * ranks * (1 if run.load_balance is None else 2)
 
 
+#: each way of sharing once, and each kind of checkpoint, of compilation and of mask
+_DAILY = firsts(
+    [*_HEADS, *_SHARDS, *_CHECKPOINTS],
+    *(lambda run: run.way, lambda run: run.checkpointed, lambda run: run.compiled, lambda run: run.inner),
+    lambda run: run.masked,
+)
+
+
 def _in_full(runs: list[Run]) -> list[Any]:
     """And on four ranks each, with AOTAutograd, of which the checkpoint around DTensors has none."""
-    further = [replace(run, ranks=4, inner="eager" if run == _AROUND_DTENSORS else "aot_eager") for run in runs]
-    further += [replace(run, compiled="whole", ranks=4) for run in runs if run.inner == "inductor"]
-    return in_full(dict.fromkeys([*runs, *further]), daily=runs)
+    more = [replace(run, ranks=4, inner="eager" if run == _AROUND_DTENSORS else "aot_eager") for run in runs]
+    more += [replace(run, compiled="whole", ranks=4) for run in runs if run.inner == "inductor"]
+    return [*further(runs, daily=_DAILY), *in_full(dict.fromkeys(run for run in more if run not in runs), daily=())]
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
     found = {}
     for ranks in (2, 4):
-        runs = [run for run in asked_for(request, "run") if run.ranks == ranks]
+        runs = [run for run in asked_for(request, "run") if run.ranks == ranks and run not in _RINGS]
         by_rank = processes.run(layered.measured, runs, size=ranks) if runs else []
         found |= {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
     return found
@@ -135,6 +143,7 @@ def test_an_error_for_some_heads_is_one_on_every_rank() -> None:
     assert [str(one.error).count(others) > 0 for one in found] == [True, False, True, False]
 
 
+@pytest.mark.further
 def test_a_mismatch_for_some_heads_is_raised_on_every_rank() -> None:
     found = processes.run(layered.misplaced_for_some_heads, _ONE_LAYER, size=4)
     assert len({one.error for one in found}) == 1

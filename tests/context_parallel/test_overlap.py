@@ -39,10 +39,11 @@ def _attentions(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if "attn_compiler.triton_" in str(node.target)]
 
 
-@pytest.fixture(params=[(4, None, 1), (4, "head_tail", 1), (3, None, 2)], ids=str)
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[list[fx.Graph], str, int, int]:
+@pytest.fixture(scope="module", params=[(4, None, 1), (4, "head_tail", 1), (3, None, 2)], ids=str)
+def run(request: pytest.FixtureRequest) -> tuple[list[fx.Graph], str, int, int]:
     size, order, layers = request.param
-    found, group = traced.graphs(monkeypatch, size=size, length=LENGTH, load_balance=order, layers=layers)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found, group = traced.graphs(monkeypatch, size=size, length=LENGTH, load_balance=order, layers=layers)
     return found, group, size, layers
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests.context_parallel import against_one, models, ring_models
 from tests.context_parallel.against_one import Result, Run
 from tests.distributed import processes
+from tests.thinned import asked_for, further
 
 #: of float64
 _EXACT = 1e-12
@@ -54,18 +55,18 @@ def _check(run: Run, results: list[Result], size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, list[Result]]:
-    return _results(_TWO, 2)
+def two(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    return _results(asked_for(request, "run", _TWO), 2)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[Result]]:
-    return _results(_COMPILED, 2)
+def compiled(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    return _results(asked_for(request, "run", _COMPILED), 2)
 
 
 @pytest.fixture(scope="module")
-def four() -> dict[str, list[Result]]:
-    return _results(_FOUR, 4)
+def four(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    return _results(asked_for(request, "run", _FOUR), 4)
 
 
 @pytest.fixture(scope="module")
@@ -73,22 +74,23 @@ def every() -> dict[str, list[Result]]:
     return _results(_ALL, 2)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("run", _TWO, ids=lambda run: run.name)
 def test_two_ranks(two: dict[str, list[Result]], run: Run) -> None:
     _check(run, two[run.name], 2)
 
 
-@pytest.mark.parametrize("run", _COMPILED, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", further(_COMPILED, daily=_COMPILED[2:]), ids=lambda run: run.name)
 def test_two_ranks_with_compiled_collectives(compiled: dict[str, list[Result]], run: Run) -> None:
     _check(run, compiled[run.name], 2)
 
 
-@pytest.mark.parametrize("run", _FOUR, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", further(_FOUR, daily=_FOUR[1:]), ids=lambda run: run.name)
 def test_four_ranks(four: dict[str, list[Result]], run: Run) -> None:
     _check(run, four[run.name], 4)
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", further(["eager", "inductor"], daily=["eager"]))
 def test_without_gradients(inner: str) -> None:
     for found in processes.run(ring_models.without_gradients, "causal, right padding", inner):
         assert found.error < _EXACT
@@ -99,12 +101,13 @@ def test_without_gradients(inner: str) -> None:
 _HF = {"Llama": 8, "BERT": 8, "gpt-oss": 5}
 
 
-def test_models_of_transformers_are_verified_in_rings() -> None:
-    for found in processes.run(ring_models.of_transformers, list(_HF)):
-        for (name, parts), one in zip(_HF.items(), found, strict=True):
+@pytest.mark.parametrize("names", further([("gpt-oss",), ("Llama", "BERT")], daily=[("gpt-oss",)]), ids=", ".join)
+def test_models_of_transformers_are_verified_in_rings(names: tuple[str, ...]) -> None:
+    for found in processes.run(ring_models.of_transformers, list(names)):
+        for name, one in zip(names, found, strict=True):
             assert one.error < (1e-7 if name == "gpt-oss" else _EXACT)
             assert one.gradient_error < (1e-7 if name == "gpt-oss" else _EXACT)
-            assert one.sites == parts
+            assert one.sites == _HF[name]
             assert one.verified == ("mask", "output")
 
 

@@ -9,6 +9,7 @@ from tests.context_parallel import against_one, models
 from tests.context_parallel.against_one import Run
 from tests.context_parallel.verified import REPLICATED, Checked, Outcome, outcomes
 from tests.distributed import processes
+from tests.thinned import asked_for, firsts, further
 
 _WAYS = [(method, order) for method in ("all_gather", "all_to_all") for order in (None, "head_tail")]
 
@@ -49,14 +50,23 @@ _MISREAD = _every_way("causal", "scores read twice as large")[:1]
 _FAILING = _every_way("causal", "the check fails on rank 1")[::3]
 
 
+#: each way of sharing and each dtype once; test_against_one_process.py has each kind of mask and score
+_DAILY_RIGHT = [
+    *_RINGS,
+    *firsts(_RIGHT[len(_RINGS) :], lambda one: (one.run.method, one.run.load_balance), lambda one: one.run.inner),
+    *firsts(_RIGHT, lambda one: one.dtype, lambda one: one.run.case == REPLICATED),
+]
+_DAILY_WRONG = [_WRONG_RINGS[0], *firsts(_WRONG, lambda one: one.fault, lambda one: one.run.load_balance)]
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Outcome]]:
-    every = [*_RIGHT, *_WRONG, *_MISREAD, *_FAILING]
+def found(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
+    every = asked_for(request, "one")
     by_rank = processes.run(outcomes, every)
     return {one.name: [results[i] for results in by_rank] for i, one in enumerate(every)}
 
 
-@pytest.mark.parametrize("one", _RIGHT, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", further(_RIGHT, daily=_DAILY_RIGHT), ids=lambda one: one.name)
 def test_what_is_right_holds_on_every_rank(found: dict[str, list[Outcome]], one: Checked) -> None:
     for outcome in found[one.name]:
         assert outcome.error is None
@@ -74,7 +84,7 @@ def test_only_the_first_call_is_checked(found: dict[str, list[Outcome]], one: Ch
     assert [outcome.again for outcome in found[one.name]] == [(), ()]
 
 
-@pytest.mark.parametrize("one", _WRONG, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", further(_WRONG, daily=_DAILY_WRONG), ids=lambda one: one.name)
 def test_a_fault_of_one_rank_is_raised_on_all(found: dict[str, list[Outcome]], one: Checked) -> None:
     first, second = found[one.name]
     assert first == second

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from tests import numerics
 from tests.distributed import processes, tensor_parallel
 from tests.distributed.tensor_parallel import HEADS, LAYERS, Case, Outcome
+from tests.thinned import asked_for, further
 
 CASES = [
     Case(way="hand"),
@@ -24,11 +25,11 @@ _FLOOR = numerics.FLOOR_ULPS[torch.float32] * torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    return processes.run(tensor_parallel.outcomes, CASES)
+def outcomes(request: pytest.FixtureRequest) -> list[dict[str, Outcome]]:
+    return processes.run(tensor_parallel.outcomes, asked_for(request, "case"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", further(CASES, daily=[CASES[0], *CASES[3:]]), ids=str)
 @pytest.mark.parametrize("rank", range(processes.SIZE))
 def test_every_layer_is_found_and_the_numbers_are_right(
     outcomes: list[dict[str, Outcome]], case: Case, rank: int

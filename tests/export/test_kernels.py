@@ -61,6 +61,7 @@ def test_kernels_in_gluon_are_refused_by_name() -> None:
     assert "Triton" in reason.remedy
 
 
+@pytest.mark.in_turns
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -216,6 +216,7 @@ def test_attention_in_autocast_is_left_alone_by_name() -> None:
         assert torch.equal(rewritten.module()(batch()), program.module()(batch()))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("kind", [models.CausalMask, models.Capped])
 def test_a_decomposed_program(kind: type[nn.Module]) -> None:
     model = made(kind)
@@ -328,6 +329,7 @@ def test_another_process_runs_it_without_this_package(tmp_path: Path) -> None:
     _elsewhere(tmp_path, program, *args, expected=model(*args), how="program")
 
 
+@pytest.mark.further
 def test_a_package_of_aotinductor_runs_without_this_package(tmp_path: Path) -> None:
     model = made(models.CausalMask)
     program = attn_compiler.rewrite(exported(model, batch(), dynamic=True), STRICT)
@@ -372,6 +374,7 @@ def _hugging_face(kind: str, implementation: str) -> nn.Module:
     return First().eval()
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["Llama", "Bert"])
 def test_models_of_hugging_face(kind: str, implementation: str) -> None:

@@ -14,6 +14,7 @@ from tests.fuzz.grammar.rules import RULES
 EACH = (1, pytest.param(4, marks=pytest.mark.slow))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("each", EACH)
 def test_nothing_goes_wrong(each: int, tmp_path: Path) -> None:
     report = tmp_path / "report.json"

@@ -58,6 +58,7 @@ def test_what_does_not_apply_is_named() -> None:
         gone.source()
 
 
+@pytest.mark.further
 def test_faults_are_found_made_small_and_written(tmp_path: object) -> None:
     done = fresh.run(_FIND, str(tmp_path), json.dumps(QUICK), environment=variables("cpu"))
     found = json.loads(done.stdout.splitlines()[-1])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 
+import pytest
+
 from tests.fuzz import ranks
 from tests.fuzz.ranks import Program, Step
 
 _COUNT = 40
 
 
+@pytest.mark.further
 def test_random_models_are_equal_to_one_process_or_refused() -> None:
     found = ranks.run(3, _COUNT)
     wrong = [(program, said) for program, said in found if ranks.kind_of(said) == "wrong"]

@@ -122,6 +122,7 @@ def _of_this_triton() -> Lines:
     return found
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("hopper_compiler")
 def test_registers_stack_and_shared_memory_are_those_of_the_table() -> None:
     before = _of_this_triton()
@@ -129,6 +130,7 @@ def test_registers_stack_and_shared_memory_are_those_of_the_table() -> None:
     assert not said, table.failure(said, golden.COMMAND)
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("hopper_compiler")
 def test_other_registers_are_named() -> None:
     """Planted: decoding over a latent with half the warps."""
@@ -201,6 +203,7 @@ def _dear(lines: Lines) -> list[str]:
     return found
 
 
+@pytest.mark.further
 def test_captures_are_those_of_the_table(captured: Lines) -> None:
     said = table.differences(_without_costs(KEPT), _without_costs(captured))
     assert not said, table.failure(said, golden.COMMAND)

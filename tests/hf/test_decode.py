@@ -62,6 +62,7 @@ def _generated(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> 
     return result.sequences, torch.stack(result.logits)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     ("family", "impl"),
     [

@@ -12,6 +12,7 @@ import pytest
 from tests.hf.__main__ import main
 
 
+@pytest.mark.further
 def test_the_command_writes_both_tables(tmp_path: Path) -> None:
     out = tmp_path / "survey"
     assert main(["--only", "mha_self-padded", "--only", "fp32", "--jobs", "1", "--out", str(out)]) == 0

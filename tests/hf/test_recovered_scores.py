@@ -41,6 +41,7 @@ def _recovered(family: str, scenario: str, impl: str) -> list[Recovered]:
     return found
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     ("family", "scenario", "impl", "kinds", "masked"), CASES, ids=["-".join(case[:3]) for case in CASES]
 )

@@ -89,6 +89,7 @@ def test_what_is_said_to_have_no_sdpa_has_none(family: Family) -> None:
     assert model._supports_sdpa == ("sdpa" in family.impls)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     ("name", "scenario"), [(family.name, scenario) for family in FAMILIES for scenario in family.uncaptured]
 )

@@ -116,6 +116,7 @@ def _is_quick(way: tuple[str, str]) -> bool:
     return (way[0] in _TRACED) == (way[1] == "aot_eager")
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("way", in_full(_ENCODERS, daily=_is_quick), ids=" · ".join)
 def test_encoders_with_gradients(way: tuple[str, str]) -> None:
     name, inner = way
@@ -126,6 +127,7 @@ def test_encoders_with_gradients(way: tuple[str, str]) -> None:
     assert len(report().zeroed) == 1
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("way", in_full(_LOSSES, daily=_is_quick), ids=" · ".join)
 def test_losses(way: tuple[str, str]) -> None:
     name, inner = way
@@ -149,6 +151,7 @@ def test_left_padding_without_labels() -> None:
     assert found.last[-1].failed == ()
 
 
+@pytest.mark.further
 def test_a_pooler_on_left_padding_is_the_models_own() -> None:
     model = model_of("bert")
     found = check(model, batch(left=True), compiled(model))
@@ -167,6 +170,7 @@ def t5() -> nn.Module:
     return transformers.T5EncoderModel(config)
 
 
+@pytest.mark.further
 def test_t5s_bias_goes_with_the_tokens() -> None:
     model = t5()
     function = compiled(model)

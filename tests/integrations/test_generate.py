@@ -108,6 +108,7 @@ CASES: dict[str, tuple[Callable[[], Any], str | None, list[str]]] = {
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_that_is_compiled_in_place(case: str) -> None:
@@ -177,6 +178,7 @@ def test_a_forward_that_is_replaced_by_a_compiled_one() -> None:
     assert found(sites=LAYERS) == ["9: not proved", *CASES["static"][2][1:]]
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("quick")
 def test_prompts_of_many_lengths_have_masks_that_are_proved() -> None:
     """Both the mask's graphs and the model's serve all lengths after the first one. A prompt without padding needs no mask."""
@@ -207,6 +209,7 @@ def test_a_prompts_mask_of_numbers_is_known_too() -> None:
     assert all("key padding" in mask.words for mask in masks)
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("quick")
 def test_assisted_decoding() -> None:
     """The large model sees several tokens of the small one's at once. Without padding no step needs more than the diagonal."""

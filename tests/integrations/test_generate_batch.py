@@ -38,6 +38,7 @@ def _one_by_one(model: Any) -> list[list[int]]:
     return [model.generate(ids, **settings)[0, ids.shape[1] :].tolist() for ids in given]
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("quick")
 def test_layers_share_few_graphs() -> None:
     model = llama()

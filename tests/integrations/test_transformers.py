@@ -110,6 +110,7 @@ def test_layers_share_their_code_though_the_config_asks_for_a_cache() -> None:
     assert model(**_batch()).past_key_values is None
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("padding", [False, True])
 def test_a_model_with_flex_attention_makes_its_block_masks_in_its_own_graph(
     padding: bool, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +157,7 @@ def _with_sinks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
+@pytest.mark.further
 def test_gpt_oss_with_flex_attention_has_sites_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     _with_sinks_on_a_cpu(monkeypatch)
     model, plain = (_gpt_oss(attn_implementation=name) for name in ("flex_attention", "eager"))
@@ -216,6 +218,7 @@ def _layer_by_layer(**settings: Any) -> Any:
     return _plain_training([CompileCallback(per_layer=True, options=OPTIONS)], **settings)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("launch", [_trainers_recipe, _layer_by_layer])
 def test_trainer(launch: Callable[..., Any], tmp_path: Path) -> None:

@@ -14,31 +14,33 @@ from attn_compiler.reasons.errors import AttnCompilerError
 from tests.context_parallel import decoding
 from tests.context_parallel.decoding import NEW, RUNS, Found, Run
 from tests.distributed import processes
+from tests.thinned import asked_for, further
 
 #: one of each with three ranks
 _THREE = [run for run in RUNS if not run.compiled or run.verify or run.given]
 
 
 @pytest.fixture(scope="module")
-def by_two() -> dict[str, list[Found]]:
-    return _by_name(RUNS, processes.run(decoding.measured, RUNS, size=2))
+def by_two(request: pytest.FixtureRequest) -> dict[str, list[Found]]:
+    return _by_name(asked_for(request, "run"), 2)
 
 
 @pytest.fixture(scope="module")
-def by_three() -> dict[str, list[Found]]:
-    return _by_name(_THREE, processes.run(decoding.measured, _THREE, size=3))
+def by_three(request: pytest.FixtureRequest) -> dict[str, list[Found]]:
+    return _by_name(asked_for(request, "run", _THREE), 3)
 
 
-def _by_name(runs: list[Run], by_rank: list[list[Found]]) -> dict[str, list[Found]]:
+def _by_name(runs: list[Run], size: int) -> dict[str, list[Found]]:
+    by_rank = processes.run(decoding.measured, runs, size=size)
     return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", further(RUNS, daily=[RUNS[0], RUNS[5]]), ids=lambda run: run.name)
 def test_two_ranks_generate_what_one_process_generates(by_two: dict[str, list[Found]], run: Run) -> None:
     _check(by_two[run.name], run, 2)
 
 
-@pytest.mark.parametrize("run", _THREE, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", further(_THREE, daily=[RUNS[5]]), ids=lambda run: run.name)
 def test_so_do_three_of_which_some_keep_a_position_less(by_three: dict[str, list[Found]], run: Run) -> None:
     _check(by_three[run.name], run, 3)
 
@@ -57,6 +59,7 @@ def _check(found: list[Found], run: Run, size: int) -> None:
         assert bool(said) == run.compiled, one.notes
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_compiled_prompt_is_attended_to_by_slots(is_early: bool) -> None:
     for one in processes.run(decoding.prompted, is_early, size=2):

@@ -107,6 +107,7 @@ def check(case: Case, name: str, axis: int, dtype: torch.dtype) -> None:
             assert torch.equal(mine, right), label
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="some of them run on the GPU")
 @pytest.mark.parametrize(("case", "name", "axis"), FAR, ids=lambda x: x.name if isinstance(x, Case) else str(x))
 def test_an_axis_beyond_32_bits(case: Case, name: str, axis: int) -> None:

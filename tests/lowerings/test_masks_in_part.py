@@ -126,6 +126,7 @@ def _assert_same(run: Compiled, attend: Attend, given: Callable[[], list[Tensor]
         torch.testing.assert_close(mine.grad.double(), other.grad, rtol=0, atol=10 * within)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["triton", "math", "reference"])
 @pytest.mark.parametrize("form", FORMS)
 def test_forward_and_backward(form: str, lowering: str) -> None:
@@ -138,6 +139,7 @@ def test_forward_and_backward(form: str, lowering: str) -> None:
     assert (mask.rest is None) is form.startswith("rounded")
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["triton", "sdpa_cpu_flash", "math"])
 @pytest.mark.parametrize(("queries", "keys"), [(70, 131), (33, 200), (5, 77)])
 def test_odd_lengths_without_gradients(queries: int, keys: int, lowering: str) -> None:
@@ -153,6 +155,7 @@ def test_a_few_queries_over_a_cache(form: str) -> None:
     assert _site(run).spec.mask.is_partial
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("form", ["added", "filled", "rounded and added"])
 @pytest.mark.parametrize("lowering", ["triton", "math"])
 def test_queries_without_keys_get_what_the_model_gives_them(form: str, lowering: str) -> None:

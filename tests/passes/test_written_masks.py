@@ -125,6 +125,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("make", [causal, four_axes, additive])
 def test_a_mask_that_was_written_means_what_it_holds(make: Callable[[Tensor], Tensor], name: str) -> None:

@@ -208,6 +208,7 @@ def test_strict_raises_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         trained(causal, *qkv())
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_nothing_is_held_afterwards(copies: list[weakref.ref[Tensor]], inner: str, backward: bool) -> None:

@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function.__name__}-{case.lowering}")
 def test_right_gradients_pass(case: Case, dtype: torch.dtype) -> None:
@@ -80,6 +81,7 @@ def test_right_gradients_pass(case: Case, dtype: torch.dtype) -> None:
     assert_all_verified(case.sites)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("bert", [False, True], ids=["llama", "bert"])
 def test_right_models_pass(bert: bool, dtype: torch.dtype) -> None:

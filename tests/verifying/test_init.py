@@ -184,6 +184,7 @@ def assert_verified(subject: str, sites: int = 1) -> None:
     assert all(v.elements > 0 for v in all_of_them)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.function.__name__)
 def test_right_attention_passes(case: Case, dtype: torch.dtype) -> None:
@@ -210,6 +211,7 @@ def test_dynamic_sizes(case: Case) -> None:
     assert_verified("mask")
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("dynamic_sizes", [(), (SHAPE[0], LENGTH)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("function", [alibi, checkpointed_alibi, relative], ids=lambda f: f.__name__)
@@ -406,6 +408,7 @@ def test_lowering_that_ignores_the_mask_inside_a_checkpoint() -> None:
         run(function, *qkv(grad=True))
 
 
+@pytest.mark.in_turns
 @pytest.mark.usefixtures("less_or_equal_is_less")
 @pytest.mark.parametrize("function", [causal, checkpointed, mask_from_outside], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dynamic_sizes", [(), (SHAPE[0], LENGTH)], ids=["static", "dynamic"])

@@ -129,6 +129,7 @@ def test_every_kind_has_a_case() -> None:
     assert set(CASES) == set(ProvedScore.__args__)  # type: ignore[attr-defined]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_right_kinds_pass(kind: type[ProvedScore], dtype: torch.dtype) -> None:
@@ -163,6 +164,7 @@ def _shifted(kind: ProvedScore) -> ProvedScore:
             return dataclasses.replace(kind, value=ix.mul(kind.value, Const(1.1)))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_wrong_kinds_are_found(kind: type[ProvedScore], dtype: torch.dtype) -> None:

@@ -57,6 +57,7 @@ def test_gradients_of_some_inputs_alone_without_a_compiler() -> None:
     assert_all_verified()
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("function", [causal, softmaxed, checkpointed], ids=lambda f: f.__name__)
 def test_a_backward_that_is_off_by_a_factor(

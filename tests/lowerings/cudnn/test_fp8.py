@@ -338,6 +338,7 @@ ROUNDING = ("attn_compiler.largest_fp8.default", "attn_compiler.round_fp8.defaul
 HELD = {"cudnn": (), "cudnn_fp8": ("attn_compiler.held_forward.default",)}
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("name", "backward"), [("lengths", "cudnn"), ("backward, lengths, smooth_k", "cudnn_fp8")])
 def test_compiled_code_holds_no_copy_for_what_is_attached(

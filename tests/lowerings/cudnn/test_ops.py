@@ -117,6 +117,7 @@ def on_cpu() -> Iterator[None]:
     library._destroy()
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("bshd_upstream", [True, False])
 @pytest.mark.usefixtures("on_cpu")

@@ -285,6 +285,7 @@ def test_a_batch_of_any_size() -> None:
     _assert_gathered(run)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("form", ["called", "in blocks", "one more", "repeated"])
 def test_a_cache_that_grows(form: str) -> None:
     """Rows are as long as the cache, until that has more than are chosen."""
@@ -371,6 +372,7 @@ def _few_by_group(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, padding: Tens
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("form", [_few, _few_by_group])
 @pytest.mark.parametrize("queries", [2, 3])
 @pytest.mark.parametrize("dynamic", [False, True])

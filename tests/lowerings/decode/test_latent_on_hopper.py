@@ -86,6 +86,7 @@ def _schedule(problem: Problem) -> Schedule:
     return dataclasses.replace(schedule, early=schedule.early and HAS_GPU)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("device", on_both)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_defined(case: Case, device: str, launched: list[Any]) -> None:
@@ -94,6 +95,7 @@ def test_as_defined(case: Case, device: str, launched: list[Any]) -> None:
     assert launched[0] is KERNEL
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("device", on_both)
 @pytest.mark.parametrize(("heads", "dtype"), [(33, torch.bfloat16), (100, torch.bfloat16), (64, torch.float16)])
 def test_heads_that_fill_no_tile_and_the_other_dtype(
@@ -128,6 +130,7 @@ def _repeated(problem: Problem) -> Problem:
     return dataclasses.replace(problem, **whole, named={**problem.named, "rope": shared(problem.named["rope"])})
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("device", on_both)
 @pytest.mark.parametrize("lain", [_in_one_tensor, _repeated])
 def test_caches_that_lie_otherwise(lain: Any, device: str, launched: list[Any]) -> None:

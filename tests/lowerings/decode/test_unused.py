@@ -86,6 +86,7 @@ def check(problem: Problem) -> None:
     problems.assert_within_rule(got, poisoned(problem, (0.0,)))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("unused_"))
 def test_nothing_leaks(case: Case) -> None:
     check(made(case))

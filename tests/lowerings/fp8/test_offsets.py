@@ -32,6 +32,7 @@ PLAIN = Rounding(
 ROTATED = Rounding(each=(How(format="e4m3", rotated=True), How(format="int8", rotated=True)), block=128)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("axis", range(3), ids="bhs")
 @pytest.mark.parametrize("how", [PLAIN, ROTATED], ids=["plain", "rotated"])
 def test_rounding(how: Rounding, axis: int) -> None:
@@ -54,6 +55,7 @@ def test_means(axis: int) -> None:
     )
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("axis", range(3), ids=["batch", "head", "dim or position"])
 @pytest.mark.parametrize("name", ["k8", "v8"])
 def test_attention(name: str, axis: int) -> None:

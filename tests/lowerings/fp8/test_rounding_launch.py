@@ -126,6 +126,7 @@ def assert_same(mine: list[Tensor], right: list[Tensor], how: Rounding) -> None:
         assert float(same.double().mean() if same.numel() else 1.0) > 0.999
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("name", [*CASES, *ROTATED])
 def test_the_kernel_gives_what_pytorch_gives(name: str) -> None:
@@ -166,6 +167,7 @@ def test_magnitudes_that_are_known_take_no_look_and_no_tensor(name: str) -> None
     assert scales == pytest.approx([(2.0 + i) / one.largest for i, one in enumerate(each)])
 
 
+@pytest.mark.in_turns
 @interpreted
 @pytest.mark.parametrize("per", PER)
 @pytest.mark.parametrize("name", ["blocks of two parts", "three", "accurate"])

@@ -90,6 +90,7 @@ def compiled(model: nn.Module, how: str, **options: Any) -> Callable[..., Tensor
     return function
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["reference", "rows", "sdpa_cpu_flash"])
 @pytest.mark.parametrize("checkpointed", [non_reentrant, reentrant], ids=["non_reentrant", "reentrant"])
 def test_the_forward_runs_once_a_step(lowering: str, checkpointed: Checkpoint) -> None:
@@ -102,6 +103,7 @@ def test_the_forward_runs_once_a_step(lowering: str, checkpointed: Checkpoint) -
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["reference", "sdpa_cpu_flash"])
 @pytest.mark.parametrize("mask", ["none", "padding", "window"])
 def test_masks_that_are_made_for_all_layers(mask: str, lowering: str) -> None:
@@ -227,6 +229,7 @@ def _calls(function: Callable[[], object]) -> dict[str, int]:
     return {event.key: event.count for event in profiler.key_averages() if event.key in FORWARD.values()}
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("lowering", ["sdpa_cpu_flash", "reference"])
 def test_code_of_inductor_runs_it_once(lowering: str) -> None:
     model = Model(mask="padding")

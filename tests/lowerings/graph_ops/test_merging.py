@@ -80,6 +80,7 @@ def test_any_parts_give_the_whole(
         torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["math", "reference", "untouched"])
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_compiled_parts_give_the_whole(lowering: str, inner: str) -> None:

@@ -59,12 +59,14 @@ CASES = (
 )
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
 def test_gradients_by_their_definition(case: Case) -> None:
     problem = problems.build(case)
     kernel_problems.assert_within_rule(problems.results(problem), problem)
 
 
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
 def test_gradients_that_are_added_up_in_one_order(case: Case) -> None:
     """Programs run at once, and wait for each other."""
@@ -72,6 +74,7 @@ def test_gradients_that_are_added_up_in_one_order(case: Case) -> None:
     kernel_problems.assert_within_rule(problems.results(problem, in_order=True), problem)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_any_number_of_programs_shares_the_blocks(programs: int, in_order: bool) -> None:
@@ -79,6 +82,7 @@ def test_any_number_of_programs_shares_the_blocks(programs: int, in_order: bool)
     kernel_problems.assert_within_rule(problems.results(problem, programs=programs, in_order=in_order), problem)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("section", [1, 3, 100])
 @pytest.mark.parametrize("case", [CASES[1], CASES[6], CASES[13]], ids=lambda case: case.name)
 def test_in_one_order_however_many_heads_take_turns(section: int, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +101,7 @@ def test_sums_of_dq_are_the_same_to_the_last_bit_in_every_run() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize(("queries", "stages"), [(64, 2), (128, 2), (64, 4)])
 def test_any_blocks(queries: int, stages: int, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +185,7 @@ def test_blocks_are_those_of_the_head_dim() -> None:
     assert found.sum_columns(128) == 64
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -10,6 +10,7 @@ from tests.lowerings.hopper import any_size, compiled_ahead
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 
 
+@pytest.mark.further
 @of_a_known_compiler
 def test_all_kernels_are_compiled_before_they_are_launched() -> None:
     found = {each["name"]: each for each in printed_by(compiled_ahead)}

@@ -181,6 +181,7 @@ def assert_near(given: problems.Fp8Problem, out: Tensor, lse: Tensor, *, share: 
     torch.testing.assert_close(lse, exact_lse, rtol=0, atol=atol)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("pair", [*PAIRS, *BAND_PAIRS, *CPU_PAIRS], ids="-".join)
 def test_what_the_kernel_says(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     case, recipe = pair

@@ -148,12 +148,14 @@ SUMMED = (
 )
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
 def test_attention_by_its_definition(case: Case) -> None:
     problem = problems.build(case)
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", [*ADDED, *MASKED], ids=lambda case: case.name.removeprefix("hopper "))
 def test_what_is_added_by_its_definition(case: Case) -> None:
     problem = problems.build(case)
@@ -179,6 +181,7 @@ def test_a_bias_of_minus_infinity_masks_what_it_is_added_to(bias: str) -> None:
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-5, rtol=0)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.name.removeprefix("hopper summed "))
 def test_head_dims_that_are_sums(case: Case) -> None:
     with problems.summed():

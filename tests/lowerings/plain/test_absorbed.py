@@ -37,6 +37,7 @@ def test_what_is_refused() -> None:
     assert "queries" in refused(latent_spec(queries=1024))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_site(queries: int, dtype: torch.dtype) -> None:

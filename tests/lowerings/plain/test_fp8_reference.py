@@ -41,6 +41,7 @@ def test_refuses_what_fp8_or_the_reference_does() -> None:
     assert refused == few_queries | odd_head_dims | {"bias_mask", "everything", "dropout"}
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", [case for case in SERVED if case.dtype == torch.float32], ids=lambda case: case.name)
 def test_results_and_gradients_are_near_the_exact_ones(case: Case) -> None:
     """FP8 rounds by 2**-4; of what is rounded apart, sums are nearer."""

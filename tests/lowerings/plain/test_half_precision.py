@@ -103,6 +103,7 @@ def assert_as_exact_as(lowering: str, case: Case, factor: float, eager: Any, *, 
         assert mine <= LIMIT * theirs + noise * factor, f"{name}: off by {mine:.3g} on average, eager by {theirs:.3g}"
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("factor", [0.01, 1.0, 16.0])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
@@ -111,6 +112,7 @@ def test_is_as_exact_as_eager(lowering: str, dtype: torch.dtype, name: str, fact
     assert_as_exact_as(lowering, Case(name=name, dtype=dtype, **MASKS[name]), factor, sdpa)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("head_dim", [1, 2, 7, 16, 40, 96, 128, 256])
 @pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -120,6 +122,7 @@ def test_is_as_exact_as_eager_for_every_head_dim(lowering: str, dtype: torch.dty
         assert_as_exact_as(lowering, case, factor, sdpa)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("factor", [0.01, 1.0, 8.0])
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
@@ -139,6 +142,7 @@ def test_is_as_exact_as_eager_over_random_scales() -> None:
         assert_as_exact_as(draw.choice(LOWERINGS), case, math.sqrt(product), sdpa)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("factor", [32.0, 250.0, 4000.0])
 @pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("lowering", LOWERINGS)

@@ -24,6 +24,7 @@ def test_refuses_only_two_tensors() -> None:
     assert refused == {"bias_mask", "everything", "everything_float16", "everything_bfloat16"}
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", [case for case in SERVED if not case.dropout_p], ids=lambda case: case.name)
 def test_is_within_the_numeric_rule(case: Case) -> None:
     inputs = cases.build(case)

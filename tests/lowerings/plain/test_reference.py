@@ -32,6 +32,7 @@ def test_refuses_nothing_but_dropout_and_two_tensors() -> None:
     }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 def test_is_within_the_numeric_rule(case: Case) -> None:
     inputs = cases.build(case)

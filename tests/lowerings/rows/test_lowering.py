@@ -131,6 +131,7 @@ def compare(
     torch.testing.assert_close(torch.autograd.grad(found, inputs, noise), of_eager, **close)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("attention", [padded, causal, window])
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("heads_kv", [HEADS, 2])
@@ -138,12 +139,14 @@ def test_padding_with_and_without_gaps(attention: Attention, gaps: bool, heads_k
     compare(attention, padding(gaps=gaps), heads_kv=heads_kv)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("attention", [packed, packed_causal])
 @pytest.mark.parametrize("sorted_", [True, False])
 def test_documents_in_one_piece_and_in_several(attention: Attention, sorted_: bool) -> None:
     compare(attention, documents(sorted_=sorted_))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("attention", [biased, biased_causal, alibi])
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("heads_kv", [HEADS, 2])

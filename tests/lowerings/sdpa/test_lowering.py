@@ -65,6 +65,7 @@ def test_cpu_flash_output_has_the_strides_that_its_fake_has(case: Case) -> None:
     assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
     "name", ["causal", "gqa_bfloat16", "mask_empty_rows", "additive_float32_bfloat16", "layout_bshd_gqa"]

@@ -63,6 +63,7 @@ PAIRS = (
 )
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_attention_and_all_gradients(pair: tuple[str, str]) -> None:

@@ -24,6 +24,7 @@ from tests.lowerings.kernel_problems import Problem, build, planned, results
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU, with larger tiles")
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_attention_and_all_gradients(case: Case) -> None:

@@ -147,6 +147,7 @@ def _stand_in() -> Iterator[None]:
 CASES = [case for case in cases.CASES if not case.dropout_p and not (case.mask and case.bias)]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_computes_the_attention(case: cases.Case) -> None:
     if case.dtype == torch.float64:
@@ -218,6 +219,7 @@ def test_a_padded_model_forward_and_backward(dynamic: bool) -> None:
     assert "scaled_dot_product_attention" not in function.calls
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.usefixtures("_interpreted")
 @pytest.mark.parametrize("form", any_length.FORMS, ids=lambda form: form.name)
 def test_one_graph_serves_every_length_after_the_first(form: any_length.Form) -> None:

@@ -212,6 +212,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
 # ---- tests --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("form", FORMS, ids=ids)
 def test_nothing_leaks(form: Form) -> None:
     check(form, torch.float32)

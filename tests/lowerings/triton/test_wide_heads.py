@@ -50,6 +50,7 @@ def _longer(case: Case) -> Case:
     return dataclasses.replace(case, seqlen_q=max(case.seqlen_q, 150)) if case.keys or case.documents else case
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("sm", MACHINES)
 @pytest.mark.parametrize("case", [*map(_longer, _SHORT), *_MASKED], ids=lambda case: case.name)
@@ -60,6 +61,7 @@ def test_attention_and_all_gradients(case: Case, sm: int) -> None:
     kernel_problems.assert_within_rule(results(problem), problem)
 
 
+@pytest.mark.in_turns(3)
 @interpreted
 @pytest.mark.parametrize("case", _SHORT, ids=lambda case: case.name)
 def test_in_full_precision(case: Case) -> None:
@@ -74,6 +76,7 @@ def _of_one_tensor(problem: Problem) -> Problem:
     return dataclasses.replace(problem, v=problem.k.detach().clone().requires_grad_(), text=call.to_text())
 
 
+@pytest.mark.in_turns
 @interpreted
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("case", [_SHORT[0], _SHORT[4], _SHORT[5], _MASKED[1]], ids=lambda case: case.name)

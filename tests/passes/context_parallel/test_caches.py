@@ -95,6 +95,7 @@ def _step(cache: Cache, length: int, *, held: int) -> None:
         compiled(input_ids=ids[:, held:], position_ids=positions, past_key_values=cache)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     ("kind", "length", "held"),
     [("static", 6, 0), ("static", 6, 2), ("static", 1, 8), ("dynamic", 6, 2), ("dynamic", 1, 8)],

@@ -13,18 +13,21 @@ from attn_compiler.spec.target import Target
 from tests.distributed import processes
 from tests.passes.context_parallel import decoded
 from tests.passes.context_parallel.decoded import KEPT, RIGHT, Found
+from tests.thinned import asked_for, further
 
+#: a mask of each sort, what is added, sinks, what is verified, and Inductor
+_DAILY = ("filled", "left padding", "filled, Inductor", "no keys", "ALiBi", "sinks, verified", "mask from outside")
 _THREE = ["filled", "left padding", "keys of one rank", "no keys", "sinks", "causal flag"]
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Found]]:
-    return processes.run(decoded.measured, [*RIGHT, *KEPT], size=2)
+def two(request: pytest.FixtureRequest) -> list[dict[str, Found]]:
+    return processes.run(decoded.measured, asked_for(request, "name"), size=2)
 
 
 @pytest.fixture(scope="module")
-def three() -> list[dict[str, Found]]:
-    return processes.run(decoded.measured, _THREE, size=3)
+def three(request: pytest.FixtureRequest) -> list[dict[str, Found]]:
+    return processes.run(decoded.measured, asked_for(request, "name", further(_THREE, daily=_DAILY)), size=3)
 
 
 def _check(found: Found, name: str) -> None:
@@ -36,13 +39,13 @@ def _check(found: Found, name: str) -> None:
     assert found.checked == RIGHT[name].verify
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", further(RIGHT, daily=_DAILY))
 def test_two_ranks_merge_what_they_keep(two: list[dict[str, Found]], name: str) -> None:
     for rank in two:
         _check(rank[name], name)
 
 
-@pytest.mark.parametrize("name", _THREE)
+@pytest.mark.parametrize("name", further(_THREE, daily=_DAILY))
 def test_so_do_three(three: list[dict[str, Found]], name: str) -> None:
     for rank in three:
         _check(rank[name], name)
@@ -64,13 +67,16 @@ def test_what_is_merged_wrongly_is_an_error_on_every_rank() -> None:
         assert "on rank 0" in said
 
 
-def test_masks_are_proved_at_the_positions_of_slots(two: list[dict[str, Found]]) -> None:
-    (mask,) = two[0]["left padding"].masks
+@pytest.mark.parametrize("name", ["left padding"])
+def test_masks_are_proved_at_the_positions_of_slots(two: list[dict[str, Found]], name: str) -> None:
+    (mask,) = two[0][name].masks
     assert "proved" in mask
     assert "2·k" in mask
 
 
-@pytest.mark.parametrize("name", ["everything", "filled", "left padding", "mask from outside", "softcap", "sinks"])
+@pytest.mark.parametrize(
+    "name", further(["everything", "filled", "left padding", "mask from outside", "softcap", "sinks"], daily=_DAILY)
+)
 def test_the_decode_kernel_takes_what_a_rank_is_left_with(two: list[dict[str, Found]], name: str) -> None:
     (text,) = two[0][name].specs
     spec = AttentionSpec.from_text(text)
@@ -80,7 +86,7 @@ def test_the_decode_kernel_takes_what_a_rank_is_left_with(two: list[dict[str, Fo
     assert by_name("decode").why_not(on_gpu, Target.fake()) == []
 
 
-@pytest.mark.parametrize("name", ["filled", "filled, several queries", "causal flag"])
+@pytest.mark.parametrize("name", further(["filled", "filled, several queries", "causal flag"], daily=_DAILY))
 def test_what_is_not_filled_yet_is_an_interval_of_slots(two: list[dict[str, Found]], name: str) -> None:
     """So kernels read no tensor for the mask, and no slot that is empty."""
     (text,) = two[0][name].specs

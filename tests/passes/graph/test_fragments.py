@@ -164,6 +164,7 @@ _HOW = (
 )
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(("dynamic", "training"), _HOW)
 @pytest.mark.parametrize("layer", CASES, ids=lambda layer: layer.__name__.strip("_"))
 def test_the_mirror_of_equal_layers_is_the_plain_one(
@@ -308,6 +309,7 @@ class _Model(nn.Module):
         return x
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(
     ("numbers", "again"),

@@ -144,6 +144,7 @@ def test_values_written_between_the_two_products_are_read_new() -> None:
     assert CPU_FLASH in run.calls
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "make",
     [

@@ -188,6 +188,7 @@ NARROW: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", NARROW)
 def test_a_mask_has_one_element_along_what_it_does_not_depend_on(

@@ -46,6 +46,7 @@ def _copies(run: Compiled) -> list[str]:
     return [copy.operand for copy in run.site.copies]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     "after",
@@ -67,6 +68,7 @@ def test_who_relies_on_strides_gets_them(after: Callable[[Tensor], Tensor], grad
     assert copy.why.endswith("needs the strides that the model made")
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     "after",

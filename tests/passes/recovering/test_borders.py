@@ -62,6 +62,7 @@ def _site(run: Compiled) -> Any:
     return site
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     ("make", "formula"),
     [

@@ -168,6 +168,7 @@ def test_keys_without_a_shared_part() -> None:
     assert site.spec.latent.rope is None
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_batches_and_queries(batch: int, queries: int) -> None:

@@ -98,6 +98,7 @@ ALIBI: dict[str, tuple[MADE, str]] = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ALIBI)
 def test_alibi(name: str, dynamic: bool) -> None:
@@ -189,6 +190,7 @@ def t5(q: Tensor, k: Tensor, table: Tensor, change: Callable[[Tensor], Tensor] =
     return F.embedding(change(t5_bucket(apart(q, k), **how)), table).permute(2, 0, 1).unsqueeze(0)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_t5(both_ways: bool, dynamic: bool) -> None:
@@ -402,6 +404,7 @@ TOGETHER: dict[str, MADE] = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_mask_in_the_same_tensor_is_told_apart(name: str, dynamic: bool) -> None:

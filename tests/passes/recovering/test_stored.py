@@ -35,6 +35,7 @@ def _stored(read: Read, inputs: list[Tensor], **options: Any) -> StoredSpec | No
     return function.site.spec.stored
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     ("read", "scaled"),
     [

@@ -49,6 +49,7 @@ OF_INTEGERS: dict[str, Make] = {
 }
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_whole_numbers_may_be_others_than_0_and_1(name: str, called: bool) -> None:

@@ -61,12 +61,14 @@ def is_narrow(function: Compiled) -> bool:
     return kept
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("attention", [gptj, cast_above_views])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_casts_are_left_out(attention: Attention, dtype: torch.dtype) -> None:
     assert is_narrow(run(attention, *inputs(dtype), lowering="math"))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["math", "reference", "triton", "sdpa_cpu_flash"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("size", [0.1, 1.0, 6.0])

@@ -109,6 +109,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("writes", [False, True])
 def test_buckets_tell_each_other(writes: bool) -> None:

@@ -51,11 +51,13 @@ def _hold(rule: str, examples: int, *, dynamic: bool = False) -> Counter[str]:
     return counted
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("rule", QUICK)
 def test_programs_of_some_rules(rule: str) -> None:
     assert _hold(rule, 2)["graphs"] >= 1
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("rule", QUICK)
 def test_programs_with_symbolic_sizes(rule: str) -> None:
     assert _hold(rule, 4, dynamic=True)["graphs"] >= 1

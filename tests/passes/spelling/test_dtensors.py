@@ -57,6 +57,7 @@ def _assert_same(got: Tensor, wanted: Tensor) -> None:
 # ---- what is taken ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("placements", [HEADS, BATCH, WHOLE], ids=str)
 def test_an_sdpa_call_runs_on_local_tensors(mesh: DeviceMesh, placements: list[Any], inner: str) -> None:

@@ -158,6 +158,7 @@ def _layer(**kwargs: Any) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(E, H, 24, **{"batch_first": True, "dropout": 0.0, **kwargs})
 
 
+@pytest.mark.in_turns
 @TRAIN
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])

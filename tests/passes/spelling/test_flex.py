@@ -209,6 +209,7 @@ def test_a_score_mod_that_is_not_understood_stays() -> None:
 # ---- block masks ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("sizes", [(None, None), (B, None), (B, H)], ids=["one", "batch", "heads"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 def test_a_block_mask_of_the_same_graph(sizes: tuple[int | None, int | None], grad: bool) -> None:
@@ -289,6 +290,7 @@ SCALES: dict[str, Function] = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", SCALES)
 def test_a_scale_of_run_time_is_named_and_no_argument_is_printed(name: str) -> None:
     inputs = _qkv()

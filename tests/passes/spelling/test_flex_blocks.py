@@ -31,6 +31,7 @@ def _found(make: Callable[[Tensor], BlockMask | None], length: int = 200) -> Blo
     return flex_blocks.find(call)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("length", [200, 256])
 @pytest.mark.parametrize("size", [128, (64, 32)])
 def test_the_dense_mask_that_pytorch_made_them_of(length: int, size: Any) -> None:

@@ -97,6 +97,7 @@ def _is_lowered(run: Compiled) -> bool:
     return not {flex.OPERATION, "logsumexp", "exp", "sigmoid"} & set(run.calls)
 
 
+@pytest.mark.in_turns(2)
 @forms
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 def test_the_call_becomes_a_site_with_sinks(function: Function, like: Function, grad: bool) -> None:

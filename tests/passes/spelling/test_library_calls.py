@@ -175,6 +175,7 @@ def test_the_result_lies_as_the_library_s_does() -> None:
         assert CPU_FLASH in _same(function, *inputs).calls
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("bounds", [[4, 9, TOKENS], [0, 0, 5, 5, TOKENS], [3, 3, 9, 12]], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_bounds_that_leave_tokens_out(bounds: list[int], causal: bool) -> None:

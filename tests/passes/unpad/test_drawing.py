@@ -64,6 +64,7 @@ def _are_equal(op: Op) -> bool:
     return torch.equal(first, second)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", DRAWN)
 def test_what_is_drawn_is_one_draw(name: str) -> None:
     assert _are_equal(DRAWN[name])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.passes.unpad.encoder import BATCH, LENGTH, MASK, WIDTH, Encoder, check, ids_of
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("both", [True, False])
 def test_a_loss_over_positions_before_rows(both: bool, reduction: str) -> None:

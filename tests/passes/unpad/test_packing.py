@@ -63,6 +63,7 @@ def labels_of(mask: torch.Tensor) -> torch.Tensor:
 # ---- what is taken out ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kind", [Encoder, Decoder, Windowed])
 @pytest.mark.parametrize("left", [False, True])
 def test_hidden_states(kind: type[Encoder], left: bool) -> None:
@@ -250,6 +251,7 @@ NEAR_MISSES: dict[str, Between] = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_what_is_no_op_of_each_position_keeps_padding_in(name: str) -> None:
     model = Encoder(between=NEAR_MISSES[name]).eval()
@@ -401,6 +403,7 @@ def test_the_rewrite_is_not_kept_on_disk(tmp_path: Path) -> None:
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+@pytest.mark.further
 def test_the_packed_graphs_code_is_not_kept_on_disk() -> None:
     """Found there, it may come without the guards of the number of tokens."""
     with inductor_caches.no_graphs():

@@ -106,6 +106,7 @@ class Twofold(Relative):
 BY_DISTANCE = [Relative, Weighed, AlibiOfKeys, AlibiBothWays, LearnedSlopes, Twofold]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("kind", [*BY_DISTANCE, AlibiOfTokens])
 @pytest.mark.parametrize("left", [False, True])
 def test_what_is_added_goes_with_the_tokens(kind: type[Biased], left: bool) -> None:
@@ -114,6 +115,7 @@ def test_what_is_added_goes_with_the_tokens(kind: type[Biased], left: bool) -> N
     assert found.last[-1].failed == ()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("kind", BY_DISTANCE)
 def test_distances_ask_for_tokens_side_by_side(kind: type[Biased]) -> None:
     mask = MASK.clone()

@@ -204,6 +204,7 @@ def _results(call: Callable[..., Tensor], real: Tensor, heads_kv: int) -> list[T
     return [out.detach(), *(x.grad for x in tensors if x.grad is not None)]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["reference", "math", "sdpa_cpu_flash", "rows"])
 @pytest.mark.parametrize("function", [*REPLACED, *ADDED], ids=lambda function: function.__name__)
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -219,6 +220,7 @@ def test_every_row_is_eagers(function: Function, side: str, lowering: str) -> No
     assert all(report.num_sites == 1 for report in run.reports)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("function", [*REPLACED, *ADDED], ids=lambda function: function.__name__)
 def test_every_row_is_eagers_behind_a_kernel_of_ours(function: Function) -> None:
     """The kernels give such rows themselves, where they leave pairs out."""

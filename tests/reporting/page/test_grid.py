@@ -21,6 +21,7 @@ def _drawable(condition: Expr, seqlen_q: int, seqlen_kv: int) -> Drawable:
     return Drawable(condition=condition, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, sizes={})
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("sizes", [(256, 256), (150, 400), (1, 300), (300, 1), (1, 1), (129, 127)], ids=str)
 @pytest.mark.parametrize(
     "condition", [CAUSAL, WINDOW, ODD, ix.TRUE, ix.FALSE], ids=["causal", "window", "odd", "all", "none"]

@@ -17,6 +17,7 @@ def compiled() -> list[Found]:
     return [Found(**each) for each in printed_by(compiling_latent)]
 
 
+@pytest.mark.further
 @of_a_known_compiler
 def test_registers_and_shared_memory_suffice(compiled: list[Found]) -> None:
     assert len(compiled) == 2 * len(JOBS)

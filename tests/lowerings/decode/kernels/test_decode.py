@@ -17,6 +17,7 @@ from tests.lowerings.decode.problems import ALL, BY_NAME, Case, Problem, build, 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU, with larger tiles")
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_attention(case: Case) -> None:
@@ -39,6 +40,7 @@ def test_half_precision(name: str) -> None:
     decode_problems.assert_within_rule(found, problem)
 
 
+@pytest.mark.in_turns
 @interpreted
 @pytest.mark.parametrize("slices", [2, 4, 8])
 @pytest.mark.parametrize(
@@ -62,6 +64,7 @@ _WIDE = (
 )
 
 
+@pytest.mark.in_turns
 @interpreted
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize("case", _WIDE, ids=lambda case: case.name)
@@ -72,6 +75,7 @@ def test_wide_heads(case: Case, sm: int) -> None:
         assert_counted_down(problem)
 
 
+@pytest.mark.in_turns
 @interpreted
 @pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize(

@@ -83,12 +83,14 @@ def check(case: Case, dtype: torch.dtype, *, slices: int = 1, large: float = 1.0
     problems.assert_within_rule(results(problem), problem)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*FP8_CASES, *WIDE], ids=lambda case: case.name)
 def test_products_in_float16(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("slices", [2, 4])
 @pytest.mark.parametrize("case", [*WIDE, BY_NAME["fp8_head_dims_80_48"]], ids=lambda case: case.name)
 def test_warps_that_go_on_alone(case: Case, slices: int) -> None:

@@ -39,6 +39,7 @@ def test_ranks_and_parts_beside(rank: int, rope: int) -> None:
     check(of_latent(BY_NAME["lengths"], rank=rank, rope=rope))
 
 
+@pytest.mark.in_turns
 @interpreted
 @pytest.mark.parametrize("heads", [1, 7, 16, 20, 40])
 @pytest.mark.parametrize("splits", [1, 3, None])
@@ -46,6 +47,7 @@ def test_heads_of_one_and_of_several_tiles(heads: int, splits: int | None) -> No
     check(of_latent(Case(name="heads", heads_q=heads, bounds=((0, 99), (0, 0)), splits=splits)))
 
 
+@pytest.mark.in_turns
 @interpreted
 @pytest.mark.parametrize("rows", [32, 64])
 @pytest.mark.parametrize("name", ["queries_mask", "bias", "keys", "several_queries"])

@@ -21,6 +21,7 @@ def compiled() -> dict[str, Found]:
     return {each["name"]: Found(**each) for each in printed_by(compiling_round)}
 
 
+@pytest.mark.in_turns
 @of_a_known_compiler
 @pytest.mark.parametrize("kind", ["plain", "plain, seen"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -46,6 +46,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Found]:
     return {each["name"]: Found(**each) for each in printed_by(compiling_backward, *names)}
 
 
+@pytest.mark.in_turns(3)
 @of_a_known_compiler
 @pytest.mark.parametrize(
     "case", in_full((*CASES, *ADDED, *IN_ORDER), daily=lambda case: case.name in _DAILY), ids=lambda case: case.name

@@ -25,6 +25,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Found]:
     return {each["name"]: Found(**each) for each in printed_by(compiling_fp8, *names)}
 
 
+@pytest.mark.in_turns(3)
 @of_a_known_compiler
 @pytest.mark.parametrize("job", in_full(JOBS, daily=lambda job: job.name in _DAILY), ids=lambda job: job.name)
 def test_products_are_those_of_its_formats(job: Job, compiled: dict[str, Found]) -> None:

@@ -38,6 +38,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], Found]:
     return {(each["name"], each["kernel"]): Found(**each) for each in printed_by(compiling, *names)}
 
 
+@pytest.mark.in_turns(3)
 @of_a_known_compiler
 @pytest.mark.parametrize(
     "case", in_full((*CASES, *SUMMED, *ADDED), daily=lambda case: case.name in _DAILY), ids=lambda case: case.name

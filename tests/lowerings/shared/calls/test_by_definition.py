@@ -27,6 +27,7 @@ def _results(problem: Problem) -> list[Tensor]:
     return [out, lse, grads.q, grads.k, grads.v, *(grads.further[name] for name in problem.plan.differentiable)]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("most", [1 << 25, 1 << 10], ids=["at once", "in parts"])
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_outputs_and_gradients(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def stats_of(problem: Problem, kernel: str) -> tuple[Tensor, Tensor, Tensor, Ten
     return stored[:, :, 0], stored[:, :, 1], lse, delta.masked_fill(lse == -torch.inf, 0.0)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("kernel", ["row_stats", "grad_q"])
 @pytest.mark.parametrize("name", ["causal", "keys_none", "sinks"])
 def test_row_stats_fill_whole_blocks(name: str, kernel: str) -> None:

@@ -73,6 +73,7 @@ def check(masked: Masked, lowering: str, sizes: tuple[int, ...], device: str, dt
         assert (one - other).abs().max() <= 3 * worst + 1e-5 * other.abs().max()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("masked", [replaced, added])
 @pytest.mark.parametrize("sizes", [(3, 2, 1, 1060, 70, 80, 48), (2, 4, 4, 37, 150, 16, 32)], ids=str)
 def test_outputs_and_gradients_are_eagers(masked: Masked, sizes: tuple[int, ...]) -> None:
@@ -133,6 +134,7 @@ def check_numbers(function: Callable[..., Tensor], lowering: str, sizes: tuple[i
         assert (one - other).abs().max() <= 3 * worst + 1e-5 * other.abs().max()
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("function", [by_hand, by_call])
 @pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e30, -1e9], ids=str)
 def test_queries_that_got_one_low_number_are_means(function: Callable[..., Tensor], low: float) -> None:

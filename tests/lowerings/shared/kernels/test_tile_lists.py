@@ -26,6 +26,7 @@ def test_the_kernel_against_ops(mask: Mask, tile: tuple[int, int], by_key: bool)
     assert torch.equal(ours[:, :, :-SURPLUS, -TAIL:], theirs[:, :, :-SURPLUS, -TAIL:])
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("name", ["keys", "rows"])
 def test_the_kernel_takes_many_blocks_in_several_steps(by_key: bool, name: str) -> None:

@@ -55,6 +55,7 @@ BANDS = (
 SIZES = ((70, 70), (64, 64), (1, 50), (50, 1), (33, 101), (101, 33), (16, 16))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("by_key", [False, True])
 def test_a_band_visits_tiles_with_an_allowed_pair_and_knows_the_full_ones(sizes: tuple[int, int], by_key: bool) -> None:

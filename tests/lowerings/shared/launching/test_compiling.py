@@ -169,6 +169,7 @@ def asked() -> Any:
     return printed_by(asked_variants)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", asked_variants.CASES)
 def test_what_is_noted_is_what_launches_ask_for(case: str, asked: Any) -> None:
     assert asked[case]

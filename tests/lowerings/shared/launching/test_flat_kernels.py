@@ -97,6 +97,7 @@ def compiled() -> dict[str, Found]:
     return {each["case"]: Found(**each) for each in printed_by(compiled_flat)}
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_text_that_inductor_copies_is_compiled(case: str, compiled: dict[str, Found]) -> None:
     found = compiled[case]

@@ -72,6 +72,7 @@ def _tensors(problem: Problem) -> list[Tensor]:
     return [x.detach() for x in (problem.q, problem.k, problem.v, *problem.operands)]
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("is_symbolic", [False, True])
 @pytest.mark.parametrize("name", CASES)

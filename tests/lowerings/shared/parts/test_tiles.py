@@ -60,6 +60,7 @@ def test_lists_of_fixed_sizes(names: tuple[str, ...], by_key: bool) -> None:
         assert read(listed) == searched(mask, (tile.queries, tile.keys), by_key=by_key)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("names", PARTS)
 @pytest.mark.parametrize("by_key", [False, True])
 def test_one_graph_for_every_length(names: tuple[str, ...], by_key: bool) -> None:

@@ -71,6 +71,7 @@ def with_unused(inputs: Inputs, values: tuple[float, ...]) -> Inputs:
     return dataclasses.replace(inputs, q=q, k=k, v=v)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["math", "reference"])
 def test_what_takes_no_part_changes_nothing(name: str, form: str) -> None:

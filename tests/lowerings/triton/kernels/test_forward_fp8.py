@@ -26,6 +26,7 @@ def test_every_case_and_recipe_is_compiled() -> None:
     assert {recipe for _, recipe, _ in JOBS} == set(RECIPES)
 
 
+@pytest.mark.in_turns(3)
 @of_a_known_compiler
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))
 def test_products_are_those_of_fp8_and_nothing_spills(

@@ -35,12 +35,14 @@ def test_several_spans(given: dict[str, object]) -> None:
     check(Case(name="spans", seqlen_q=SEVERAL_SPANS, seqlen_kv=33, **given))  # type: ignore[arg-type]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("band", [Band(right=0), Band(left=20, right=5), Band(right=-40), Band(left=0)], ids=str)
 @pytest.mark.parametrize("given", [{"bias": "hqk"}, {"distances": 2}], ids=str)
 def test_diagonals_and_tiles_beyond_a_band_give_nothing(given: dict[str, object], band: Band) -> None:
     check(Case(name="band", batch=1, seqlen_q=SEVERAL_SPANS, seqlen_kv=100, band=band, **given))  # type: ignore[arg-type]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("given", [{"bias": "bhqk"}, {"distances": 2}], ids=str)
 @pytest.mark.parametrize(
     "mask", [{"keys": "right"}, {"keys": "left"}, {"documents": True}, {"band": Band(right=-40)}], ids=str
@@ -50,6 +52,7 @@ def test_tiles_that_were_not_written(mask: dict[str, object], given: dict[str, o
     check(Case(name="lists", seqlen_q=70, seqlen_kv=130, **mask, **given))  # type: ignore[arg-type]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("given", [{"bias": "bhqk"}, {"distances": 2}], ids=str)
 @pytest.mark.parametrize("mask", [{"keys": "holes"}, {"rows": True}, {"mask": "bq"}], ids=str)
 def test_masks_within_tiles(mask: dict[str, object], given: dict[str, object], nan_where_empty: None) -> None:

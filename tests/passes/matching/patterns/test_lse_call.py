@@ -134,6 +134,7 @@ def test_queries_without_keys_have_no_part_in_anything(lowering: str, dtype: tor
     assert ("scaled_dot_product_attention_with_lse" in run.calls) == (lowering == "untouched")
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["math", "triton", "untouched"])
 @pytest.mark.parametrize("heads_kv", [1, H])
 def test_a_causal_flag_and_a_softcap(lowering: str, heads_kv: int) -> None:
@@ -192,6 +193,7 @@ def test_others_leave_the_site_as_it_is() -> None:
     assert run.site.decision.lowering == "untouched"
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("lowering", ["math", "triton"])
 def test_compiled_graphs_hand_on_both_gradients(inner: str, lowering: str) -> None:

@@ -145,6 +145,7 @@ def _name(spelling: Form) -> str:
     return spelling.name
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("backward", [False, True], ids=["inference", "backward"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("spelling", FORMS.forms, ids=_name)

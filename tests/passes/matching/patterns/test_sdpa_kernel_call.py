@@ -78,6 +78,7 @@ _NAMES = (
 _LEFT = {"_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"}
 
 
+@pytest.mark.in_turns
 @CALLS
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])

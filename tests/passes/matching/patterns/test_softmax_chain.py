@@ -426,17 +426,20 @@ def _name(spelling: Form) -> str:
     return spelling.name
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("backward", [False, True], ids=["inference", "backward"])
 @pytest.mark.parametrize("spelling", FORMS.forms, ids=_name)
 def test_form(spelling: Form, backward: bool) -> None:
     forms.check(spelling, dynamic=False, backward=backward)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("spelling", FORMS.forms, ids=_name)
 def test_form_in_symbolic_sizes(spelling: Form) -> None:
     forms.check(spelling, dynamic=True, backward=True)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("spelling", SOME, ids=_name)
 def test_form_in_symbolic_sizes_without_gradients(spelling: Form) -> None:
     forms.check(spelling, dynamic=True, backward=False)
@@ -496,6 +499,7 @@ def with_alpha_in_checkpoint(q: Tensor, alpha: float) -> Tensor:
     return checkpoint(with_alpha, q, alpha, use_reentrant=False)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("function", [capped, with_alpha, with_alpha_in_checkpoint])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_symbolic_number_that_a_kernel_is_made_with_is_fixed(function: Callable[..., Tensor], inner: str) -> None:

@@ -66,6 +66,7 @@ def _calls(loop: Loop, n: int) -> int:
     return calls.count
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("loop", READ + BOUNDED, ids=lambda loop: loop.__name__)
 def test_work_grows_no_faster_than_the_graph(loop: Loop) -> None:
     assert _calls(loop, MOST) <= _GROWTH * _calls(loop, MOST // 2)
@@ -83,6 +84,7 @@ def _proved(loop: Loop, n: int) -> MaskSpec:
     return run.site.spec.mask
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("loop", READ, ids=lambda loop: loop.__name__)
 def test_a_mask_that_is_made_in_a_loop_is_proved(loop: Loop) -> None:
     found = _proved(loop, MOST)
@@ -98,6 +100,7 @@ def test_a_mask_that_takes_too_much_stays_dense_and_says_why(loop: Loop) -> None
     assert "are the most" in found.reason
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "loop", [choices, differences, filled_in_place, written_by_block], ids=lambda loop: loop.__name__
 )
