@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,11 +15,13 @@ Graph = Mapping[str, frozenset[str]]
 Statements = Callable[[list[ast.stmt]], Iterator[ast.stmt]]
 
 
+@functools.cache
 def graph() -> Graph:
     """Module -> the modules that it imports when it is imported itself. What a function imports, or a type checker, does not count."""
     return _graph(_at_import)
 
 
+@functools.cache
 def reading_graph() -> Graph:
     """Module -> all modules that it imports anywhere: what somebody who reads it meets."""
     return _graph(_anywhere)

@@ -176,6 +176,7 @@ def test_saved_artifacts_bring_inductors_code_too(tmp_path: Path) -> None:
     _hold(first, _started(tmp_path / "two", fresh.run_anew, load=saved))
 
 
+@pytest.mark.further
 def test_ranks_that_start_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda start: _started(tmp_path, start, options=QUICK), (fresh.run, ANOTHER))

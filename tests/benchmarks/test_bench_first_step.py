@@ -85,7 +85,7 @@ def test_kernels_of_ours_are_counted_and_none_that_was_on_disk() -> None:
     assert (kernels.ahead, kernels.late) == (0, 1)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.further
 @pytest.mark.parametrize("side", ["attn_compiler", "eager"])
 def test_one_process_measures_both_steps(side: str, tmp_path: Path) -> None:
     torch.compiler.reset()

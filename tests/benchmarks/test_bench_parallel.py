@@ -39,7 +39,7 @@ def rows(request: pytest.FixtureRequest) -> list[dict[str, dict[str, str]]]:
     return processes.run(rows_of, {way: JOBS[way] for way in asked_for(request, "way")})
 
 
-@pytest.mark.parametrize("way", further(JOBS, daily=("ddp",)))
+@pytest.mark.parametrize("way", further(JOBS, daily=()))
 @pytest.mark.parametrize("rank", range(processes.SIZE))
 def test_a_dry_run_finds_and_proves_every_attention(rows: list[dict[str, dict[str, str]]], way: str, rank: int) -> None:
     row = rows[rank][way]

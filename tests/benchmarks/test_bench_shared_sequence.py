@@ -38,7 +38,7 @@ def rows(request: pytest.FixtureRequest) -> dict[int, list[dict[str, str]]]:
     return {at: [found[i] for found in by_rank] for i, at in enumerate(asked)}
 
 
-@pytest.mark.parametrize("at", further(range(len(JOBS)), daily=(0,)))
+@pytest.mark.parametrize("at", further(range(len(JOBS)), daily=()))
 def test_a_dry_run_gives_the_numbers_of_one_process(rows: dict[int, list[dict[str, str]]], at: int) -> None:
     job, (first, second) = JOBS[at], rows[at]
     assert set(first) <= set(COLUMNS)

@@ -74,6 +74,7 @@ def _run(code: str, environment: dict[str, str]) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.further
 @pytest.mark.skipif(
     str(torch.__version__).startswith("2.11."), reason="torch 2.11 crashes there with backend='eager', too"
 )

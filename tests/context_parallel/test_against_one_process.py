@@ -67,7 +67,9 @@ def every() -> dict[str, list[Result]]:
 
 
 @pytest.mark.parametrize(
-    "run", further(_TWO, daily=[*_TWO[: -len(_TRACED + _INDUCTOR)], _TRACED[0], _INDUCTOR[0]]), ids=lambda run: run.name
+    "run",
+    further(_TWO, daily=[*_TWO[: -len(_TRACED + _INDUCTOR) : 2], _TRACED[0], _INDUCTOR[0]]),
+    ids=lambda run: run.name,
 )
 def test_two_ranks(two: dict[str, list[Result]], run: Run) -> None:
     _check(two[run.name])

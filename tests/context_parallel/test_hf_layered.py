@@ -43,8 +43,8 @@ _REFUSED = [
 ]
 
 
-#: heads and parameters that are shared, a checkpoint, and what is refused; test_layered.py has each way of sharing
-_DAILY = [_RUNS[1], _RUNS[3], _CHECKPOINTED[0], _REFUSED[0]]
+#: heads that are shared, a checkpoint, and what is refused; test_layered.py has each way of sharing
+_DAILY = [_RUNS[1], _CHECKPOINTED[0], _REFUSED[0]]
 
 
 def _in_full(runs: list[Run]) -> list[Any]:

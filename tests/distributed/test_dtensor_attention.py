@@ -8,6 +8,7 @@ import torch
 from tests import numerics
 from tests.distributed import dtensor_attention, processes
 from tests.distributed.dtensor_attention import BATCH, HEADS, Case, Outcome
+from tests.thinned import asked_for
 
 CASES = [
     Case(name="heads"),
@@ -29,10 +30,11 @@ _SHARES = {
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    return processes.run(dtensor_attention.outcomes, CASES)
+def outcomes(request: pytest.FixtureRequest) -> list[dict[str, Outcome]]:
+    return processes.run(dtensor_attention.outcomes, asked_for(request, "case"))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("rank", range(processes.SIZE))
 def test_each_share_is_found_and_the_numbers_are_right(
@@ -48,13 +50,12 @@ def test_each_share_is_found_and_the_numbers_are_right(
         assert error <= _FLOOR, name
 
 
+_PLACED = {"heads": "(Shard(dim=1),)", "batch": "(Shard(dim=0),)", "whole": "(Replicate(),)"}
+
+
+@pytest.mark.parametrize("case", [Case(name=name) for name in _PLACED], ids=str)
 @pytest.mark.parametrize("rank", range(processes.SIZE))
-def test_a_gradient_lies_as_its_tensor_does(outcomes: list[dict[str, Outcome]], rank: int) -> None:
-    for case, placed in (("heads", "S(1)"), ("batch", "S(0)"), ("whole", "R")):
-        found = outcomes[rank][str(Case(name=case))].placements
-        assert len(found) == 4
-        assert {str(words) for words in found.values()} == {_words(placed)}
-
-
-def _words(placed: str) -> str:
-    return {"S(1)": "(Shard(dim=1),)", "S(0)": "(Shard(dim=0),)", "R": "(Replicate(),)"}[placed]
+def test_a_gradient_lies_as_its_tensor_does(outcomes: list[dict[str, Outcome]], case: Case, rank: int) -> None:
+    found = outcomes[rank][str(case)].placements
+    assert len(found) == 4
+    assert {str(words) for words in found.values()} == {_PLACED[case.name]}

@@ -34,7 +34,7 @@ class Do:
         os.write(1, b"a line\n" * 20)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.further
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_every_job_comes_to_an_end(method: str, tmp_path: Path) -> None:
     # A fork begins with all that this process has loaded.

@@ -91,6 +91,7 @@ def test_launches_are_those_of_the_table() -> None:
     _as_before("launch", golden.launches())
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("hopper_compiler")
 def test_another_grid_is_named() -> None:
     """Planted: a program does the work of two in the forwards of Triton's kernels."""

@@ -167,6 +167,7 @@ def _minimax_steps(config: Any, model: Any, step: Any) -> torch.Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.further
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter, on a CPU")
 def test_blocks_of_keys_by_groups_of_heads() -> None:
     """MiniMax M3: of 160 slots, two blocks of 8."""

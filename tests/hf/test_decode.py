@@ -113,6 +113,7 @@ def _own_loop(run: Any, model: Any, ids: torch.Tensor, padding: torch.Tensor) ->
     return found
 
 
+@pytest.mark.further
 def test_a_loop_of_ones_own() -> None:
     model = _model("llama", "sdpa")
     ids = FAMILY["llama"].inputs(Size(seqlen=sum(STEPS)))["input_ids"]

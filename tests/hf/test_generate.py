@@ -28,7 +28,7 @@ def _logits(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> tup
     return result.sequences, torch.stack(result.logits)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize(
     ("family", "impl"), [("llama", "sdpa"), ("gemma3", "sdpa"), ("gpt_oss", "eager"), ("bart", "sdpa")]
 )

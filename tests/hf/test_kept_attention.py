@@ -43,7 +43,7 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "bert"])
 def test_each_forward_runs_once(kind: str, use_reentrant: bool) -> None:

@@ -63,7 +63,7 @@ def _gradient(found: torch.Tensor, model: Any, mask: torch.Tensor) -> torch.Tens
     return gradient
 
 
-@pytest.mark.in_turns
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_without_padding_50_lengths_are_two_graphs_that_are_compiled_once(

@@ -72,7 +72,7 @@ FAMILIES: tuple[tuple[Callable[[], Any], str, str], ...] = (
 )
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     ("build", "function", "remedy", "training"),
     [*((*family, False) for family in FAMILIES), (*FAMILIES[0], True)],

@@ -41,7 +41,7 @@ def _recovered(family: str, scenario: str, impl: str) -> list[Recovered]:
     return found
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     ("family", "scenario", "impl", "kinds", "masked"), CASES, ids=["-".join(case[:3]) for case in CASES]
 )
@@ -58,6 +58,7 @@ def test_every_site_is_named_and_equal(
         assert site.worst() < 1e-5, site.words
 
 
+@pytest.mark.further
 def test_t5s_buckets_and_their_gradient() -> None:
     biases = [kind for site in _recovered("t5", "training", "sdpa") for kind in site.meaning.scores]
     assert len(biases) == 4

@@ -72,6 +72,7 @@ def test_case_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_sites_by_formula_are_those_that_run(family: Family) -> None:
     for impl in family.impls:

@@ -33,7 +33,7 @@ def _filled(model: Any, run: Callable[..., Any], ids: torch.Tensor, padding: tor
     return found
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     ("family", "padded", "dynamic"), [("llama", False, None), ("gemma3", True, None), ("llama", True, True)]
 )

@@ -145,6 +145,7 @@ def test_left_padding_with_labels_is_the_models_own() -> None:
     assert "labels at padding" in found.last[-1].failed[0]
 
 
+@pytest.mark.further
 def test_left_padding_without_labels() -> None:
     found = check(model := model_of("llama"), batch(left=True), compiled(model))
     assert found.kept is None
@@ -158,6 +159,7 @@ def test_a_pooler_on_left_padding_is_the_models_own() -> None:
     assert "first token" in found.last[-1].failed[0]
 
 
+@pytest.mark.further
 def test_verified() -> None:
     model = model_of("bert mlm")
     assert check(model, batch(labels=True), compiled(model, verify=True)).kept is None
@@ -183,6 +185,7 @@ def test_t5s_bias_goes_with_the_tokens() -> None:
     assert [type(kind).__name__ for kind in site.spec.score.proved] == ["RelativeBias"]
 
 
+@pytest.mark.further
 def test_t5_keeps_its_padding_where_no_kernel_adds_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU there is but one that leaves out other rows; Triton's interpreter stands in for the others here.
     monkeypatch.setattr(judging, "LEAVING_OUT", ("rows",))

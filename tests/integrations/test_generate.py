@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], Any], str | None, list[str]]] = {
 }
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_that_is_compiled_in_place(case: str) -> None:

@@ -59,7 +59,7 @@ def _check(found: list[Found], run: Run, size: int) -> None:
         assert bool(said) == run.compiled, one.notes
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.further
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_compiled_prompt_is_attended_to_by_slots(is_early: bool) -> None:
     for one in processes.run(decoding.prompted, is_early, size=2):

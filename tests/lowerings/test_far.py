@@ -172,6 +172,7 @@ DECODE = (
 )
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of them runs on the GPU")
 @pytest.mark.parametrize(("case", "name", "axis"), DECODE, ids=lambda x: str(getattr(x, "name", x)))
 def test_a_cache_beyond_32_bits(case: problems.Case, name: str, axis: int) -> None:

@@ -39,6 +39,7 @@ def test_counters_add_up() -> None:
     assert dict(counters.pop("attn_compiler")) == {"sites": 5, "misses": 0}
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("traced", [False, True])
 def test_is_traced_tells_whether_a_trace_is_written(tmp_path: Path, traced: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_TRACE"}

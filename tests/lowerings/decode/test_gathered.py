@@ -233,6 +233,7 @@ def _assert_gathered(run: Compiled) -> None:
     assert f",{KEYS},{D}]" not in leaf
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers(form: str) -> None:
     run = compiled(FORMS[form], lowering="decode")

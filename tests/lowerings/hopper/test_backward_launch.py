@@ -59,7 +59,7 @@ CASES = (
 )
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
 def test_gradients_by_their_definition(case: Case) -> None:
     problem = problems.build(case)

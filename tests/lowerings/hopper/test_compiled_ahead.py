@@ -30,6 +30,7 @@ def test_all_kernels_are_compiled_before_they_are_launched() -> None:
     assert not [each for call in found.values() for each in call["left"]]
 
 
+@pytest.mark.further
 @of_a_known_compiler
 def test_calls_of_50_lengths_want_two_variants_of_each_kernel() -> None:
     """One for multiples of 16, one for other lengths. Both are compiled with the graph of symbolic sizes."""

@@ -58,7 +58,7 @@ def test_a_part_gets_minus_delta_in_place_of_its_own_output(part: str) -> None:
 _SIZES: Any = {"heads_q": 4, "heads_kv": 2, "band": Band(right=0)}
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize(
     "case",
     [

@@ -131,6 +131,7 @@ def test_is_as_exact_as_what_models_write(lowering: str, dtype: torch.dtype, nam
     assert_as_exact_as(lowering, Case(name=name, dtype=dtype, **WRITTEN[name]), factor, numerics.attention)
 
 
+@pytest.mark.further
 def test_is_as_exact_as_eager_over_random_scales() -> None:
     """Shapes, masks and scales drawn at random, those of q and k apart."""
     draw = random.Random(0)

@@ -46,6 +46,7 @@ def test_cpu_flash_serves_what_it_should() -> None:
     }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", SERVED_ON_CPU, ids=lambda case: case.name)
 def test_cpu_flash_is_within_the_numeric_rule(case: Case) -> None:
     inputs = cases.build(case)

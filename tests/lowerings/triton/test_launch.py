@@ -24,7 +24,7 @@ from tests.lowerings.kernel_problems import Problem, build, planned, results
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU, with larger tiles")
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @interpreted
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_attention_and_all_gradients(case: Case) -> None:
@@ -173,6 +173,7 @@ def _sinks_alone(problem: Problem) -> Tensor:
     return problem.named["sinks"].detach()[None, :, None].expand(shape)
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("case", [case for case in ALL if case.bias or case.distances], ids=lambda case: case.name)
 def test_biases_too_large_to_keep_the_scores_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +189,7 @@ def apart(problem: Problem) -> Problem:
     return dataclasses.replace(problem, text=dataclasses.replace(call, tiles=tiles).to_text())
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("name", ["plain", "all_masks", "bias_hqk_causal", "everything", "dropout", "head_dims_80_48"])
 def test_gradients_of_keys_and_values_apart(name: str) -> None:

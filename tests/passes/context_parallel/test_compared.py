@@ -216,6 +216,7 @@ def _short(before: Before) -> Tensor:
     return compile_and_run(after=before, data=with_positions, length=_SHORT)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", REGROUPED)
 def test_a_view_that_means_something_else_for_another_length_is_refused(name: str) -> None:
     assert WIDTH % _SHORT == 0
@@ -259,6 +260,7 @@ MASKS: dict[str, Attend] = {
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_with_a_number_of_the_length_is_refused(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported):

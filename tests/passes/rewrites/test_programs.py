@@ -57,7 +57,7 @@ def test_programs_of_some_rules(rule: str) -> None:
     assert _hold(rule, 2)["graphs"] >= 1
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(6)
 @pytest.mark.parametrize("rule", QUICK)
 def test_programs_with_symbolic_sizes(rule: str) -> None:
     assert _hold(rule, 4, dynamic=True)["graphs"] >= 1

@@ -115,6 +115,7 @@ def _padding() -> Tensor:
     return torch.arange(S) >= torch.tensor([[S], [S - 2]])
 
 
+@pytest.mark.in_turns(2)
 @TRAIN
 @pytest.mark.parametrize(
     "masks",
@@ -167,6 +168,7 @@ def test_encoder_layer(train: bool, norm_first: bool, activation: str) -> None:
     assert run.calls.count(CPU_FLASH) == 1
 
 
+@pytest.mark.in_turns(2)
 @TRAIN
 @pytest.mark.parametrize(
     "masks",

@@ -351,6 +351,7 @@ def test_a_call_in_a_checkpoint() -> None:
     assert _is_lowered(_check(function, _qkv(grad=True), like=F.scaled_dot_product_attention))
 
 
+@pytest.mark.further
 def test_a_model_of_transformers_keeps_its_calls() -> None:
     """It makes its block mask in a graph of its own, so what the mask says is not known where it is used."""
     transformers = pytest.importorskip("transformers")

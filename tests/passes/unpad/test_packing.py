@@ -128,6 +128,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert found.kept is None
 
 
+@pytest.mark.further
 def test_autocast_inside_and_around() -> None:
     class Inside(Encoder):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor, **further: torch.Tensor) -> torch.Tensor:
@@ -141,6 +142,7 @@ def test_autocast_inside_and_around() -> None:
         assert check(Encoder(), close=4e-2).kept is None
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_through_aotautograd_and_inductor(inner: str) -> None:
     model = Decoder(ending=loss)

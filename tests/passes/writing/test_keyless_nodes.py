@@ -232,6 +232,7 @@ def test_every_row_is_eagers_behind_a_kernel_of_ours(function: Function) -> None
     assert keyless_nodes.NOTE in run.site.notes or keyless_nodes.NOTE_NUMBERS in run.site.notes
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("function", [*REPLACED, *ADDED], ids=lambda function: function.__name__)
 def test_the_report_says_so(function: Function) -> None:
     run = compiled(function, lowerings=["rows", "sdpa_cpu_flash", "math"])

@@ -32,6 +32,7 @@ def test_it_is_compiled_for_each_machine() -> None:
     assert {name for name, _ in JOBS} == set(CASES)
 
 
+@pytest.mark.in_turns(2)
 @of_a_known_compiler
 @pytest.mark.parametrize("job", JOBS, ids=name_of)
 def test_registers_and_shared_memory_suffice(job: tuple[str, int], compiled: dict[tuple[str, int], Found]) -> None:

@@ -25,6 +25,7 @@ def check(problem: Problem, dtype: torch.dtype = torch.float32) -> None:
     problems.assert_within_rule(found, problem)
 
 
+@pytest.mark.in_turns(2)
 @interpreted
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_attention(case: Case) -> None:

@@ -157,6 +157,7 @@ compiling.workers(2).begin(SimpleNamespace(fn=SimpleNamespace(__name__="kernel")
 """
 
 
+@pytest.mark.further
 def test_a_process_that_ends_does_not_wait_for_what_was_not_begun() -> None:
     subprocess.run([sys.executable, "-c", _ENDS], check=True, timeout=60)
 
@@ -199,6 +200,7 @@ def test_sizes_that_differ_from_call_to_call_share_their_kernels(asked: Any) -> 
     assert launched[:2] != launched[4:6]
 
 
+@pytest.mark.further
 def test_a_launch_finds_what_a_thread_compiled(tmp_path: Path) -> None:
     log = tmp_path / "log"
     (found,) = printed_by(compiled_ahead, TORCH_LOGS="attn_compiler", TORCH_LOGS_OUT=str(log))

@@ -34,6 +34,7 @@ def test_the_schema_is_that_of_every_leaf_op() -> None:
     assert torch.Tag.needs_exact_strides in op.tags
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", VARIETY)
 def test_opcheck(name: str) -> None:
     inputs = cases.build(BY_NAME[name])
@@ -41,6 +42,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(torch.ops.attn_compiler.reference.default, arguments)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", VARIETY)
 def test_opcheck_of_the_backward(name: str) -> None:
     inputs = cases.build(BY_NAME[name], needs_grad=False)

@@ -11,6 +11,7 @@ from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import build, results
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("axes", ["none", "b", "k", "q", "hk", "bq", "bhk", "qk", "bqk"])
 def test_a_bias_that_varies_along_some_axes(axes: str) -> None:
     problem = build(

@@ -153,6 +153,7 @@ def test_form(spelling: Form, dynamic: bool, backward: bool) -> None:
     forms.check(spelling, dynamic=dynamic, backward=backward)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("spelling", [f for f in FORMS.forms if f.lowering != "untouched"], ids=_name)
 def test_form_in_bfloat16(spelling: Form) -> None:
     forms.check_bfloat16(spelling)

@@ -445,6 +445,7 @@ def test_form_in_symbolic_sizes_without_gradients(spelling: Form) -> None:
     forms.check(spelling, dynamic=True, backward=False)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("spelling", [f for f in SOME if f.lowering != "untouched"], ids=_name)
 def test_form_in_bfloat16(spelling: Form) -> None:
     forms.check_bfloat16(spelling)
