@@ -319,7 +319,7 @@ def nothing_known() -> Iterator[None]:
         yield
 
 
-@pytest.mark.in_turns
+@pytest.mark.in_turns(2)
 @pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("stage", ["AOTAutograd", "Inductor"])

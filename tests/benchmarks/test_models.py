@@ -9,7 +9,7 @@ from benchmarks import inputs, models
 pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns(13)
 @pytest.mark.parametrize("name", models.FAMILIES)
 def test_every_small_family_runs_in_every_way(name: str) -> None:
     model = models.build(name, "small", "eager")

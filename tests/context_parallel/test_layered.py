@@ -80,11 +80,10 @@ def test_four_ranks_of_a_ring(rings: dict[str, list[Result]], run: Run) -> None:
         assert result.sites == layers * ranks * (1 if run.load_balance is None else 2)
 
 
-#: each way of sharing once, and each kind of checkpoint, of compilation and of mask
+#: each way of sharing once, and each kind of checkpoint; what runs op by op, with AOTAutograd and with Inductor
 _DAILY = firsts(
     [*_HEADS, *_SHARDS, *_CHECKPOINTS],
-    *(lambda run: run.way, lambda run: run.checkpointed, lambda run: run.compiled, lambda run: run.inner),
-    lambda run: run.masked,
+    *(lambda run: run.way, lambda run: run.checkpointed, lambda run: run.inner),
 )
 
 

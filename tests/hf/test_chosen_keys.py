@@ -60,7 +60,7 @@ def _assert_in_part(mask: MaskSpec) -> None:
     assert mask.rest.formula.startswith("¬scatter")
 
 
-@pytest.mark.in_turns
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_prompt(family: str, attention: str) -> None:
@@ -96,7 +96,7 @@ def test_training(family: str) -> None:
         _assert_in_part(site.spec.mask)
 
 
-@pytest.mark.in_turns
+@pytest.mark.in_turns(2)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter, on a CPU")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("static", [True, False])

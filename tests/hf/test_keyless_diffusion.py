@@ -138,7 +138,7 @@ class Prompted(nn.Module):
         return out
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns(8)
 @pytest.mark.parametrize(
     ("build", "kind", "lowest"),
     # Sana and LTX have no processor that is written out. Stable Diffusion's UNet makes its own numbers of whatever mask it is given.

@@ -131,7 +131,7 @@ def _calls(model: Any, backend: Any) -> Iterator[None]:
         yield
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(7)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(("name", "config", "impl", "sizes"), MODELS)
 def test_a_kernel_that_reads_no_dense_mask_is_kept_at_every_length(

@@ -116,7 +116,7 @@ def _is_quick(way: tuple[str, str]) -> bool:
     return (way[0] in _TRACED) == (way[1] == "aot_eager")
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("way", in_full(_ENCODERS, daily=_is_quick), ids=" · ".join)
 def test_encoders_with_gradients(way: tuple[str, str]) -> None:
     name, inner = way

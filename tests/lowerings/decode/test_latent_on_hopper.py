@@ -86,7 +86,7 @@ def _schedule(problem: Problem) -> Schedule:
     return dataclasses.replace(schedule, early=schedule.early and HAS_GPU)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("device", on_both)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_defined(case: Case, device: str, launched: list[Any]) -> None:
@@ -95,7 +95,7 @@ def test_as_defined(case: Case, device: str, launched: list[Any]) -> None:
     assert launched[0] is KERNEL
 
 
-@pytest.mark.in_turns
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("device", on_both)
 @pytest.mark.parametrize(("heads", "dtype"), [(33, torch.bfloat16), (100, torch.bfloat16), (64, torch.float16)])
 def test_heads_that_fill_no_tile_and_the_other_dtype(

@@ -40,7 +40,7 @@ def attention(built: Built, text: str | None = None) -> numerics.Attention:
     return run
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_arguments_mean_what_the_spec_says(problem: Problem, flash: StandIn) -> None:  # noqa: F811
     """The first call, and one that is replayed, of other numbers."""

@@ -66,7 +66,7 @@ def test_gradients_by_their_definition(case: Case) -> None:
     kernel_problems.assert_within_rule(problems.results(problem), problem)
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))
 def test_gradients_that_are_added_up_in_one_order(case: Case) -> None:
     """Programs run at once, and wait for each other."""
@@ -185,7 +185,7 @@ def test_blocks_are_those_of_the_head_dim() -> None:
     assert found.sum_columns(128) == 64
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize(
     "case",
     [

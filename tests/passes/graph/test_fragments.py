@@ -309,7 +309,7 @@ class _Model(nn.Module):
         return x
 
 
-@pytest.mark.in_turns
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(
     ("numbers", "again"),

@@ -74,7 +74,7 @@ def test_each_kernel_is_compiled_for_each_machine() -> None:
     assert {name for name, _, _ in JOBS} == set(CASES)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @of_a_known_compiler
 @pytest.mark.parametrize("job", _ALL, ids=name_of)
 def test_registers_suffice(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
