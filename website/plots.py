@@ -34,7 +34,7 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 
 def _of_unpad(row: Mapping[str, str]) -> dict[str, str]:
-    """A row of bench_unpad.py under the names of the other benchmarks."""
+    """A row of unpad_cpu.csv under the names of the other benchmarks."""
     scenario = f"{row['inputs']}, {float(row['fill']):.0%} real"
     ours = {"attn_compiler_p50_ms": row["unpad_p50_ms"], "ratio": row["over_inductor"]}
     return {**row, "model": row["case"], "implementation": "sdpa", "scenario": scenario, **ours}
