@@ -89,15 +89,6 @@ def compile_both(case: Case, options: Mapping[str, Any] | None = None) -> dict[s
     return steps
 
 
-def warm_up(device: str, options_of: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """What backends import and start belongs to nobody's first step: each compiles a small model. options_of: by backend."""
-    for backend, options in options_of.items():
-        model: Any = torch.compile(nn.Linear(8, 8, device=device), backend=backend, options=options and dict(options))
-        model(torch.ones(8, 8, device=device)).sum().backward()
-    torch.compiler.reset()
-    attn_compiler.reset()
-
-
 def compare(
     case: Case, steps: Mapping[str, Step], *, seconds: float, clock: harness.CpuClock = "wall"
 ) -> dict[str, str]:

@@ -30,7 +30,6 @@ FOLLOWED = "every axis and every step of the scores can be followed"
 OVER_KEYS = "the softmax runs over exactly the free axis of one operand"
 CONTRACTS = "the product with v contracts the axis that the softmax ran over"
 AFTER = "the softmax is followed by a product with v"
-PLACE = "can be brought into (batch, heads, sequence, head dim)"
 KV_HEADS = 2
 Tensor = torch.Tensor
 
