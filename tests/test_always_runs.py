@@ -144,7 +144,6 @@ STEPS: dict[str, tuple[Break, str, bool]] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_one_warning_and_the_models_own_numbers(
     step: str, expected: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
@@ -171,7 +170,6 @@ def _compiled_last(run: Any) -> bool:
     return CPU_FLASH in run.graphs[-1].calls
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_strict_raises(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _fresh()

@@ -50,7 +50,6 @@ def _fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("Triton Error [CUDA]: planted")
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("case", [*HOPPER, *ADDED, *MASKED], ids=lambda case: case.name)
 def test_hoppers_forward(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "launch", _fail)

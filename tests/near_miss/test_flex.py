@@ -166,7 +166,6 @@ def masked_by_a_number_that_is_not_low(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -5.0))
 
 
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_flex(case: Case) -> None:
     check(case)

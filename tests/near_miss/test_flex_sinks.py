@@ -153,7 +153,6 @@ def logits_of_the_logsumexp(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> T
     return out * torch.sigmoid(lse - (sinks.view(1, -1, 1) + lse.mean(-1, keepdim=True))).unsqueeze(-1)
 
 
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_flex_sinks(case: Case) -> None:
     check(case)

@@ -460,7 +460,6 @@ def _copies(report: attn_compiler.reporting.report.Report, because: str = "") ->
     return {copy.operand for site in report.sites for copy in site.copies if copy.why.endswith(because)}
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_that_saves_all_that_it_reads(name: str) -> None:
     """An output whose strides are given back is a copy anyway."""
@@ -472,7 +471,7 @@ def test_a_kernel_that_saves_all_that_it_reads(name: str) -> None:
     assert _copies(report, "the backward reads it") <= set(case.copies)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["sdpa_cpu_flash", "math"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_lowerings_of_a_cpu(name: str, lowering: str) -> None:

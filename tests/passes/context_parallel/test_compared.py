@@ -147,28 +147,24 @@ def _run(before: Before, **description: object) -> Tensor:
     return compile_and_run(before=before, data={"position_ids": positions()}, **description)
 
 
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", OF_LENGTH)
 def test_a_number_of_the_length_is_refused_in_any_op(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported):
         _run(OF_LENGTH[name])
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", OF_POSITIONS)
 def test_positions_beside_a_number_of_the_length_are_refused(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported, match=f"{_NUMBER}|may come from the length"):
         _run(OF_POSITIONS[name])
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_number_of_what_counts_positions_is_refused(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported, match=f"{_COUNTED}|computed by itself"):
         _run(COUNTED[name])
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_the_same_for_the_whole_sequence_is_taken(name: str) -> None:
     assert _run(TAKEN[name]).shape == (BATCH, LENGTH, WIDTH)
@@ -216,7 +212,6 @@ def _short(before: Before) -> Tensor:
     return compile_and_run(after=before, data=with_positions, length=_SHORT)
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", REGROUPED)
 def test_a_view_that_means_something_else_for_another_length_is_refused(name: str) -> None:
     assert WIDTH % _SHORT == 0
@@ -260,7 +255,6 @@ MASKS: dict[str, Attend] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_with_a_number_of_the_length_is_refused(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported):

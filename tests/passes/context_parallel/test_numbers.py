@@ -67,7 +67,6 @@ OF_THE_MODEL: dict[str, Attend] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", OF_LENGTH)
 def test_a_number_that_looks_like_the_length_is_refused(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported, match=f"a rank has {LENGTH} positions.*allow=.'length',"):

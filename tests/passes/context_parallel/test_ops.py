@@ -73,14 +73,12 @@ BESIDE: dict[str, Before] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_positions_is_refused(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported, match="each position of the sequence is computed by itself"):
         compile_and_run(before=MIXING[name], data={"position_ids": positions()})
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_works_beside_positions_is_taken(name: str) -> None:
     out = compile_and_run(before=BESIDE[name], data={"position_ids": positions()})
@@ -147,7 +145,6 @@ COUNTING: dict[str, Before] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", COUNTING)
 def test_what_counts_the_tokens_of_a_rank_is_refused(name: str) -> None:
     with pytest.raises(ContextParallelUnsupported):

@@ -81,7 +81,6 @@ FOLLOWED: dict[str, OnMesh] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_tensor_parallelism_is_followed(name: str) -> None:
     _run(FOLLOWED[name])

@@ -99,7 +99,6 @@ def is_told(miss: MissReport) -> bool:
     return miss.reason.code is Code.CLOSED_TENSOR and "nested tensor" in told and "varlen_attn" in told
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("attend", ATTEND, ids=lambda f: f.__name__)
 def test_the_call_that_ends_the_graph_is_told(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """A function that Dynamo ends within is compiled by itself then, so its call may be told of two graphs."""

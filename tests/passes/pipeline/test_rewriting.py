@@ -60,7 +60,6 @@ def _break(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 NAMES = [step.name for step in PIPELINE]
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_failing_pass_leaves_the_graph_as_it_came_and_warns_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _break(monkeypatch, name)

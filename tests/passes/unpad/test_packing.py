@@ -253,7 +253,6 @@ NEAR_MISSES: dict[str, Between] = {
 }
 
 
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_what_is_no_op_of_each_position_keeps_padding_in(name: str) -> None:
     model = Encoder(between=NEAR_MISSES[name]).eval()

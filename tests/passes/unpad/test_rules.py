@@ -56,7 +56,6 @@ SEVERAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_results_are_a_refusal_and_no_fault(name: str) -> None:
     """A fault would raise: `compiled` is strict."""

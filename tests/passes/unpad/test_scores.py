@@ -281,7 +281,6 @@ def test_without_gradients_there_is_none_to_stop(kind: type[Biased]) -> None:
     assert report().kept is None
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("kind", [ByPlace, ByProduct, Given, ByRow, Shifted, Written, WiderTokens])
 def test_what_is_added_by_something_else_keeps_the_padding(kind: type[Biased]) -> None:
     found = check(kind())

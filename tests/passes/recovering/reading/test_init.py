@@ -61,7 +61,6 @@ POSITIONS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", POSITIONS)
 def test_what_only_positions_say_is_read_in_full(name: str) -> None:
     reading = evaluated(lambda x: POSITIONS[name]() if x is None else joined(POSITIONS[name](), x), torch.zeros(()))

@@ -58,7 +58,6 @@ REACHED: dict[str, Edit] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", REACHED)
 def test_an_element_is_what_was_written_or_what_was_there(name: str) -> None:
     def function(y: Tensor) -> Tensor:

@@ -63,7 +63,6 @@ READ: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", READ)
 def test_an_element_is_the_examples(name: str) -> None:
     found = read(READ[name], PADDING)
