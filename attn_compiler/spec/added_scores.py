@@ -1,8 +1,7 @@
 """What an added tensor was shown to be. Pure data, no FX, no CUDA.
 
-A proved kind has `words` for people and a `summand`: the expression of what it adds to one score, up to rounding, which its reference
-`score_mod(b, h, q, k, inputs)` evaluates. To add one: a class here, its name in PROVED_KINDS, its recogniser in
-passes/recovering/score_kinds.py, and its test.
+A proved kind has `words` for people and a `summand`: the expression of what it adds to one score, up to rounding. To add one: a class
+here, its name in PROVED_KINDS, its recogniser in passes/recovering/score_kinds.py, and its test.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.index_expr.reach import is_known, reach
-from attn_compiler.spec.mask_inputs import Inputs
 
 #: characters of a formula in the words of a kind
 _MOST = 80
@@ -31,22 +29,8 @@ def _element(tensor: str, at: tuple[Expr, ...], weight: float) -> Expr:
     return ix.mul(Load(tensor, at, "float"), Const(weight))
 
 
-class _Added:
-    """What all proved kinds share: they are an expression that is added."""
-
-    __slots__ = ()
-
-    @property
-    def summand(self) -> Expr:
-        raise NotImplementedError
-
-    def score_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> float:
-        """What is added to one score."""
-        return float(inputs.value(self.summand, b, h, q, k))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alibi(_Added):
+class Alibi:
     """slope · position. slopes: over h and run-time tensors. position: a whole number, linear in k or in the distance of k and q.
 
     A position that leaves out the query (Bloom's slope · k) is the same up to a number for each row, which no softmax sees.
@@ -102,7 +86,7 @@ class LogBuckets:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RelativeBias(_Added):
+class RelativeBias:
     """An element of a table that the distance of key and query picks: table[row(k - q), h].
 
     at: the table's indices, over h, k - q and scalars of run time. buckets: T5's, if the row is exactly those of `distance`,
@@ -131,7 +115,7 @@ class RelativeBias(_Added):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatheredBias(_Added):
+class GatheredBias:
     """An element of a table that an index picks for each query and key: table[index[q, k], h] (Swin).
 
     at: the table's indices, over (b, h, q, k) and run-time tensors. weight: a factor on the element.
@@ -154,7 +138,7 @@ class GatheredBias(_Added):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RegionPenalty(_Added):
+class RegionPenalty:
     """A number, too near to zero to mask, that is added where query and key are of different regions (Swin's shifted windows).
 
     of_key: the key's region, a whole number over (b, k) and run-time tensors; the query's is the same at q.
@@ -175,7 +159,7 @@ class RegionPenalty(_Added):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Penalty(_Added):
+class Penalty:
     """A number, too near to zero to mask, that is added where a condition holds (the -10000 of older models)."""
 
     value: float
@@ -192,7 +176,7 @@ class Penalty(_Added):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bias(_Added):
+class Bias:
     """A tensor whose values come ready-made, or could not be looked into.
 
     at: its indices, over (b, h, q, k). shape: (B, Hq, Sq, Skv), with 1 where it does not vary. weight: a factor on the element.
@@ -222,7 +206,7 @@ class Bias(_Added):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BiasFormula(_Added):
+class BiasFormula:
     """A bias that was read in full and has no kind of its own."""
 
     value: Expr

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr
-from attn_compiler.spec.mask_inputs import Inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +41,3 @@ class Chosen:
         """How many keys a row names at most; None where that is not known."""
         count = self.count if isinstance(self.count, int) else self.most
         return None if count is None else count * self.block
-
-    def has(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the query's row names the key. Raises LookupError for a tensor or a size that was not given."""
-        count = inputs.sizes[self.count] if isinstance(self.count, str) else self.count
-        row = tuple(int(inputs.value(x, b, h, q, k)) for x in self.at)
-        return any(inputs.load(self.tensor, (*row, place)) == k // self.block for place in range(count))

@@ -1,7 +1,8 @@
 """Which (query, key) pairs an attention may use: `MaskSpec` is a conjunction of kinds. Pure data, no FX, no CUDA.
 
-A kind has `words` for people, its `formula`, and a reference, `mask_mod(b, h, q, k, inputs)`: the kind's meaning for one
-pair, which every kernel and every recovery is held against. What depends on run-time tensors holds an index expression.
+A kind has `words` for people and its meaning for one pair, `condition`: an index expression over (b, h, q, k), sizes and run-time tensors.
+Its `formula`, its drawing, and the intervals and truth values of kernels follow from that. tests/spec/meanings.py says each once more, by
+hand: every kernel and every recovery is held against it.
 `own_key`: the kind lets each query use the key of its own position, keys that are padding aside.
 
 To add a kind: one class here, its name in KINDS, its recogniser in passes/recovering/kinds.py, and its test. No lowering has to know it:
@@ -13,13 +14,31 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Index
+from attn_compiler.index_expr import Const, Expr, Index, Size
 from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.codec import UNSAID
-from attn_compiler.spec.mask_inputs import Inputs
+
+_Q, _K = Index("q"), Index("k")
+#: how many queries and keys there are, as conditions name it
+SEQLEN_Q, SEQLEN_KV = Size("Sq"), Size("Skv")
+
+
+class _Meaning(Protocol):
+    @property
+    def condition(self) -> Expr: ...
+
+
+class _Kind:
+    """What follows from a kind's condition."""
+
+    __slots__ = ()
+
+    @property
+    def formula(self: _Meaning) -> str:
+        return ix.text(self.condition)
 
 
 class Alignment(enum.Enum):
@@ -30,7 +49,7 @@ class Alignment(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Causal:
+class Causal(_Kind):
     """Key k is allowed for query q when k <= q (TOP_LEFT) or k <= q + Skv - Sq (BOTTOM_RIGHT)."""
 
     own_key: ClassVar[bool] = True
@@ -44,10 +63,10 @@ class Causal:
     def formula(self) -> str:
         return "k <= q" if self.alignment is Alignment.TOP_LEFT else "k <= q + Skv - Sq"
 
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        shift = 0 if self.alignment is Alignment.TOP_LEFT else inputs.seqlen_kv - inputs.seqlen_q
-        return k <= q + shift
+    @property
+    def condition(self) -> Expr:
+        shifted = _Q if self.alignment is Alignment.TOP_LEFT else ix.add(ix.add(_Q, SEQLEN_KV), SEQLEN_Q, -1)
+        return _up_to(shifted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +94,7 @@ class Dense:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CausalFrom:
+class CausalFrom(_Kind):
     """k <= q + offset. offset: over b, sizes and run-time tensors (how much a cache holds); -1 is strictly causal."""
 
     own_key: ClassVar[bool] = False
@@ -88,16 +107,12 @@ class CausalFrom:
         return f"causal from {ix.text(self.offset)}"
 
     @property
-    def formula(self) -> str:
-        return ix.text(ix.compare("<=", Index("k"), ix.add(Index("q"), self.offset)))
-
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        return bool(k <= q + inputs.value(self.offset, b, h, q, k))
+    def condition(self) -> Expr:
+        return _up_to(ix.add(_Q, self.offset))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlidingWindow:
+class SlidingWindow(_Kind):
     """q - left <= k <= q + right; None is no bound on that side."""
 
     own_key: ClassVar[bool] = True
@@ -115,13 +130,14 @@ class SlidingWindow:
         high = f" <= q + {self.right}" if self.right is not None else ""
         return f"{low}k{high}"
 
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        return (self.left is None or k >= q - self.left) and (self.right is None or k <= q + self.right)
+    @property
+    def condition(self) -> Expr:
+        first = ix.TRUE if self.left is None else _from(ix.add(_Q, Const(-self.left)))
+        return ix.apply("and", first, ix.TRUE if self.right is None else _up_to(ix.add(_Q, Const(self.right))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prefix:
+class Prefix(_Kind):
     """k < length or k <= q: all see the prefix, the rest is causal. length: over b, sizes and run-time tensors."""
 
     own_key: ClassVar[bool] = True
@@ -135,13 +151,13 @@ class Prefix:
     def formula(self) -> str:
         return f"(k < {ix.text(self.length)} ∨ k <= q)"
 
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        return bool(k <= q or k < inputs.value(self.length, b, h, q, k))
+    @property
+    def condition(self) -> Expr:
+        return ix.apply("or", _up_to(_Q), ix.compare("<", _K, self.length))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeyPadding:
+class KeyPadding(_Kind):
     """Key k of batch row b is allowed where the condition over (b, k) holds, whatever the query and the head.
 
     Its run-time tensors may leave out any keys: at the left, at the right, or between others. See KeyBound for one that can't.
@@ -157,17 +173,9 @@ class KeyPadding:
             return f"key padding {'¬' * negated}{ix.text(loaded)}"
         return f"keys where {self.formula}"
 
-    @property
-    def formula(self) -> str:
-        return ix.text(self.condition)
-
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        return bool(inputs.value(self.condition, b, h, q, k))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeyBound:
+class KeyBound(_Kind):
     """k <= bound ("last") or k >= bound ("first"); bound: over b, sizes and run-time tensors.
 
     The keys that are left out are in one piece: right ("last") or left ("first") padding where the bound is a batch row's own,
@@ -189,17 +197,12 @@ class KeyBound:
         return f"{what}keys {'up to' if self.side == 'last' else 'from'} {ix.text(self.bound)}"
 
     @property
-    def formula(self) -> str:
-        return ix.text(ix.compare("<=" if self.side == "last" else ">=", Index("k"), self.bound))
-
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        bound = inputs.value(self.bound, b, h, q, k)
-        return bool(k <= bound if self.side == "last" else k >= bound)
+    def condition(self) -> Expr:
+        return _up_to(self.bound) if self.side == "last" else _from(self.bound)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Document:
+class Document(_Kind):
     """Query and key belong to the same document. of_key: the key's document, over (b, k); the query's is the same at q."""
 
     own_key: ClassVar[bool] = True
@@ -217,13 +220,13 @@ class Document:
     def formula(self) -> str:
         return f"{ix.text(self.of_query)} = {ix.text(self.of_key)}"
 
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        return bool(inputs.value(self.of_key, b, h, q, q) == inputs.value(self.of_key, b, h, q, k))
+    @property
+    def condition(self) -> Expr:
+        return ix.compare("==", self.of_query, self.of_key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunked:
+class Chunked(_Kind):
     """Query and key fall into the same chunk of `size` positions (Llama 4), counted from `start`, which may differ by batch row."""
 
     own_key: ClassVar[bool] = True
@@ -235,20 +238,13 @@ class Chunked:
         return f"chunks of {self.size}" + ("" if self.start == ix.ZERO else f" from {ix.text(self.start)}")
 
     @property
-    def formula(self) -> str:
-        query, key = (
-            ix.text(ix.apply("floordiv", ix.add(Index(i), self.start, -1), ix.Const(self.size))) for i in "qk"
-        )
-        return f"{query} = {key}"
-
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        start = inputs.value(self.start, b, h, q, k)
-        return bool((q - start) // self.size == (k - start) // self.size)
+    def condition(self) -> Expr:
+        query, key = (ix.apply("floordiv", ix.add(at, self.start, -1), Const(self.size)) for at in (_Q, _K))
+        return ix.compare("==", query, key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnyOf:
+class AnyOf(_Kind):
     """One of the alternatives holds, each a conjunction of kinds (causal, or the same image block)."""
 
     own_key: ClassVar[bool] = False
@@ -262,9 +258,22 @@ class AnyOf:
     def formula(self) -> str:
         return "(" + " ∨ ".join(_grouped([kind.formula for kind in kinds]) for kinds in self.alternatives) + ")"
 
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        return any(all(kind.mask_mod(b, h, q, k, inputs) for kind in kinds) for kinds in self.alternatives)
+    @property
+    def condition(self) -> Expr:
+        return ix.apply("or", *(all_of(kinds) for kinds in self.alternatives))
+
+
+def all_of(kinds: tuple[MaskKind, ...]) -> Expr:
+    """When all kinds let a pair through."""
+    return ix.apply("and", *(kind.condition for kind in kinds)) if kinds else ix.TRUE
+
+
+def _up_to(bound: Expr) -> Expr:
+    return ix.compare("<=", _K, bound)
+
+
+def _from(bound: Expr) -> Expr:
+    return ix.compare(">=", _K, bound)
 
 
 def _grouped(texts: list[str]) -> str:
@@ -273,7 +282,7 @@ def _grouped(texts: list[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Formula:
+class Formula(_Kind):
     """A condition over (b, h, q, k) that was read in full and has no kind of its own."""
 
     own_key: ClassVar[bool] = False
@@ -282,14 +291,6 @@ class Formula:
     @property
     def words(self) -> str:
         return self.formula
-
-    @property
-    def formula(self) -> str:
-        return ix.text(self.condition)
-
-    def mask_mod(self, b: int, h: int, q: int, k: int, inputs: Inputs) -> bool:
-        """Whether the pair is allowed."""
-        return bool(inputs.value(self.condition, b, h, q, k))
 
 
 MaskKind = Causal | CausalFrom | SlidingWindow | Prefix | KeyPadding | KeyBound | Document | Chunked | AnyOf | Formula

@@ -17,9 +17,9 @@ from torch import fx
 
 import attn_compiler
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.mask_inputs import Inputs
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, assert_same, normal
 from tests.passes.compiling import captured
+from tests.spec.meanings import Inputs, allows
 
 Tensor = torch.Tensor
 Make = Callable[..., Tensor]
@@ -147,10 +147,10 @@ def _assert_true(spec: AttentionSpec, case: Case, function: Callable[..., Tensor
     sizes = {str(d): n for d, n in zip(seqlens, (S, case.keys), strict=True)}
     known = Inputs(seqlen_q=S, seqlen_kv=case.keys, load=lambda name, at: values[name][at].item(), sizes=sizes)
     for at in itertools.product(*map(range, real.shape)):
-        claimed = all(kind.mask_mod(*at, known) for kind in mask.read)
+        claimed = all(allows(kind, *at, known) for kind in mask.read)
         allowed = bool(real[at]) if real.dtype == torch.bool else real[at].item() == 0
         if mask.rest is not None:
-            claimed = claimed and mask.rest.mask_mod(*at, known)
+            claimed = claimed and allows(mask.rest, *at, known)
         elif mask.is_partial:
             claimed = claimed and allowed
         assert claimed == allowed, f"{mask.words} at {at}"

@@ -17,9 +17,9 @@ from attn_compiler.passes.matching.patterns import PATTERNS
 from attn_compiler.passes.recovering import elements, meaning, reading
 from attn_compiler.passes.recovering.meaning import Meaning
 from attn_compiler.passes.recovering.reading import Reader
-from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.mirror_values import MirrorValues
+from tests.spec.meanings import Inputs, adds, allows
 
 Tensor = torch.Tensor
 
@@ -78,8 +78,8 @@ class Recovered:
         inputs = Inputs(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, load=self._load, sizes=self.symbols)
         out = torch.zeros(batch, heads, seqlen_q, seqlen_kv)
         for at in itertools.product(*map(range, out.shape)):
-            allowed = all(kind.mask_mod(*at, inputs) for kind in self.meaning.kinds)
-            out[at] = sum(kind.score_mod(*at, inputs) for kind in self.meaning.scores) if allowed else -torch.inf
+            allowed = all(allows(kind, *at, inputs) for kind in self.meaning.kinds)
+            out[at] = sum(adds(kind, *at, inputs) for kind in self.meaning.scores) if allowed else -torch.inf
         # A tensor that could not be looked into may mask too.
         return torch.where(out <= MASKED, -torch.inf, out)
 

@@ -17,7 +17,7 @@ from attn_compiler.spec.added_scores import (
     RegionPenalty,
     RelativeBias,
 )
-from attn_compiler.spec.mask_inputs import Inputs
+from tests.spec.meanings import Inputs, adds
 
 B, H, Q, K = map(Index, "bhqk")
 
@@ -69,7 +69,7 @@ PROVED: list[tuple[added_scores.ProvedScore, str, float]] = [
 def test_words_and_reference_of_a_proved_kind(kind: added_scores.ProvedScore, words: str, added: float) -> None:
     assert kind.words == words
     inputs = Inputs(seqlen_q=4, seqlen_kv=8, load=lambda _, at: sum(at))
-    assert kind.score_mod(1, 1, 2, 5, inputs) == added
+    assert adds(kind, 1, 1, 2, 5, inputs) == added
 
 
 def test_every_proved_kind_is_tested_above() -> None:
@@ -78,8 +78,8 @@ def test_every_proved_kind_is_tested_above() -> None:
 
 def test_no_penalty_where_its_condition_does_not_hold() -> None:
     inputs = Inputs(seqlen_q=4, seqlen_kv=8)
-    assert Penalty(value=-1000.0, condition=LATER).score_mod(0, 0, 2, 2, inputs) == 0.0
-    assert RegionPenalty(value=-1.0, of_key=ix.apply("floordiv", K, Const(4))).score_mod(0, 0, 2, 3, inputs) == 0.0
+    assert adds(Penalty(value=-1000.0, condition=LATER), 0, 0, 2, 2, inputs) == 0.0
+    assert adds(RegionPenalty(value=-1.0, of_key=ix.apply("floordiv", K, Const(4))), 0, 0, 2, 3, inputs) == 0.0
 
 
 def test_axes_that_a_bias_varies_along() -> None:

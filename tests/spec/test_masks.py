@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load, Size
 from attn_compiler.spec import masks
-from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.spec.masks import (
     Alignment,
     AnyOf,
@@ -26,6 +26,7 @@ from attn_compiler.spec.masks import (
     Prefix,
     SlidingWindow,
 )
+from tests.spec.meanings import Inputs, allows
 
 B, H, Q, K = map(Index, "bhqk")
 SEQLEN_Q, SEQLEN_KV = 5, 7
@@ -50,7 +51,7 @@ def _element(tensor: str, at: tuple[int, ...]) -> int:
 def _table(kind: masks.MaskKind, seqlen_q: int = SEQLEN_Q, seqlen_kv: int = SEQLEN_KV, b: int = 0) -> torch.Tensor:
     """The kind's meaning for every pair of one batch row."""
     inputs = Inputs(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, load=_element, sizes={"s0": 2})
-    rows = [[kind.mask_mod(b, 0, q, k, inputs) for k in range(seqlen_kv)] for q in range(seqlen_q)]
+    rows = [[allows(kind, b, 0, q, k, inputs) for k in range(seqlen_kv)] for q in range(seqlen_q)]
     assert all(type(allowed) is bool for row in rows for allowed in row)
     return torch.tensor(rows)
 
@@ -109,6 +110,17 @@ def test_what_a_kind_allows(
     assert torch.equal(_table(kind, b=b), table.expand(SEQLEN_Q, SEQLEN_KV))
 
 
+@pytest.mark.parametrize("kind", [kind for kind, _ in MEANINGS], ids=lambda kind: kind.words)
+def test_the_condition_is_the_meaning(kind: masks.MaskKind) -> None:
+    inputs = Inputs(seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV, load=_element, sizes={"s0": 2})
+    for b, q, k in itertools.product(range(2), range(SEQLEN_Q), range(SEQLEN_KV)):
+        assert bool(inputs.value(kind.condition, b, 0, q, k)) is allows(kind, b, 0, q, k, inputs), (b, q, k)
+
+
+def test_no_kind_lets_every_pair_through() -> None:
+    assert masks.all_of(()) == ix.TRUE
+
+
 def test_every_proved_kind_is_tested_above() -> None:
     assert {type(kind) for kind, _ in MEANINGS} == set(masks.KINDS)
 
@@ -136,17 +148,17 @@ def test_every_proved_kind_is_tested_above() -> None:
         (KeyBound(side="first", bound=LENGTH), "left padding, keys from lengths[b]", "lengths[b] <= k"),
         (KeyBound(side="last", bound=Load("past", (), "int")), "keys up to past", "k <= past"),
         (Document(of_key=IDS), "document ids[b, q] = ids[b, k]", "ids[b, q] = ids[b, k]"),
-        (Chunked(size=8), "chunks of 8", "(q // 8) = (k // 8)"),
+        (Chunked(size=8), "chunks of 8", "(k // 8) = (q // 8)"),
         (
             Chunked(size=8, start=LENGTH),
             "chunks of 8 from lengths[b]",
-            "((q - lengths[b]) // 8) = ((k - lengths[b]) // 8)",
+            "((k - lengths[b]) // 8) = ((q - lengths[b]) // 8)",
         ),
         (Formula(condition=ix.compare("<", Q, K)), "q + 1 <= k", "q + 1 <= k"),
         (
             AnyOf(alternatives=((Causal(), Chunked(size=8)), (Document(of_key=IDS),))),
             "(causal ∧ chunks of 8) ∨ document ids[b, q] = ids[b, k]",
-            "((k <= q ∧ (q // 8) = (k // 8)) ∨ ids[b, q] = ids[b, k])",
+            "((k <= q ∧ (k // 8) = (q // 8)) ∨ ids[b, q] = ids[b, k])",
         ),
     ],
 )

@@ -16,9 +16,9 @@ from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared.parts import mask_nodes
-from attn_compiler.lowerings.shared.parts.intervals import SEQLEN_KV, SEQLEN_Q
 from attn_compiler.spec import reads
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q
 
 aten = torch.ops.aten
 

@@ -24,12 +24,12 @@ from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.shared.parts import latents, part_tensors
-from attn_compiler.lowerings.shared.parts.intervals import SEQLEN_KV, SEQLEN_Q, mentions_any
+from attn_compiler.lowerings.shared.parts.intervals import mentions_any
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec import dims, reads
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.chosen_keys import Chosen
-from attn_compiler.spec.masks import Dense, Formula, KeyPadding, MaskSpec
+from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q, Dense, Formula, KeyPadding, MaskSpec
 from attn_compiler.torch_private import symbols as torch_symbols
 
 aten = torch.ops.aten

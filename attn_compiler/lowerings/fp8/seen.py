@@ -20,11 +20,12 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts
-from attn_compiler.lowerings.shared.parts.intervals import SEQLEN_KV, SEQLEN_Q, K, Q
+from attn_compiler.lowerings.shared.parts.intervals import K, Q
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q
 
 
 def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node | None:

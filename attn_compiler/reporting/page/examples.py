@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.index_expr.changing import throughout
-from attn_compiler.reporting.page.conditions import condition_of
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import Dim
-from attn_compiler.spec.masks import MaskKind, MaskSpec
+from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q, MaskKind, MaskSpec
 
 _Q, _K = Index("q"), Index("k")
 
@@ -70,6 +69,7 @@ def drawable(mask: MaskSpec, query_dim: Dim, key_dim: Dim, *, is_added: bool = F
         conditions.append(condition)
         made_up += words
     whole = ix.apply("and", *conditions) if conditions else ix.TRUE
+    sizes |= {str(SEQLEN_Q.name): seqlen_q, str(SEQLEN_KV.name): seqlen_kv}
     unknown = ix.sizes(whole) - sizes.keys()
     if len(unknown) == 1:
         # One is how far a cache is filled. Of several it is not known how they go together.
@@ -98,9 +98,7 @@ def _of(kind: MaskKind, seqlen_q: int, seqlen_kv: int) -> tuple[Expr, list[str]]
         parts = [[_of(each, seqlen_q, seqlen_kv) for each in kinds] for kinds in kind.alternatives]
         alternatives = [ix.apply("and", *(condition for condition, _ in part)) for part in parts]
         return ix.apply("or", *alternatives), [words for part in parts for _, told in part for words in told]
-    condition = condition_of(kind, seqlen_q, seqlen_kv)
-    if condition is None:
-        raise NotDrawn(f"there is no drawing of {type(kind).__name__}: {kind.words}")
+    condition = kind.condition
     if not condition.facts.has_loads:
         return condition, []
     if isinstance(kind, masks.KeyPadding):

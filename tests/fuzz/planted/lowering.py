@@ -189,9 +189,9 @@ lowerings/shared/parts/intervals.py interval_of; triton: keys of the prefix are 
 + ix.apply("min", ix.add(Q, ix.ONE), length)
 
 triton: a last key is one off
-lowerings/shared/parts/intervals.py interval_of; triton: the last key is shut out
-- return Interval(upper=ix.add(bound, ix.ONE))
-+ return Interval(upper=bound)
+lowerings/shared/parts/intervals.py _of_condition; triton: the last key is shut out
+- return Interval(upper=ix.add(times, ix.ONE))
++ return Interval(upper=times)
 
 triton: two intervals are the wider
 lowerings/shared/parts/intervals.py both; triton: of two bounds one is lost

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.spec.scores import ScoreSpec, Unusual
 from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case
 from tests.lowerings.emitting import arguments, calls, emit, output_value
 from tests.lowerings.specs import UNLISTED
+from tests.spec.meanings import Inputs, allows
 
 CPU = Target.current("cpu")
 REFERENCE = by_name("reference")
@@ -97,7 +97,7 @@ def test_a_sink_alone_takes_all_weight() -> None:
 def test_the_causal_mask_is_that_of_the_mask_kind() -> None:
     for kind in (cases.Causal(alignment=cases.TOP_LEFT), cases.Causal(alignment=cases.BOTTOM_RIGHT)):
         got = reference._causal(kind, torch.empty(3, 5))
-        expected = [[kind.mask_mod(0, 0, q, k, Inputs(seqlen_q=3, seqlen_kv=5)) for k in range(5)] for q in range(3)]
+        expected = [[allows(kind, 0, 0, q, k, Inputs(seqlen_q=3, seqlen_kv=5)) for k in range(5)] for q in range(3)]
         assert got.tolist() == expected
 
 

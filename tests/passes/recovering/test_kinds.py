@@ -19,7 +19,6 @@ from attn_compiler.spec.masks import (
     Chunked,
     Document,
     Formula,
-    Inputs,
     KeyBound,
     KeyPadding,
     MaskKind,
@@ -27,6 +26,7 @@ from attn_compiler.spec.masks import (
     SlidingWindow,
 )
 from tests.index_expr.expressions import element
+from tests.spec.meanings import Inputs, allows
 
 B, H, Q, K = map(Index, "bhqk")
 SQ, SKV = Linear(((Size("s0"), 1),)), Linear(((Size("s1"), 1),))
@@ -190,7 +190,7 @@ def _agree(x: Expr, seqlen_q: int, seqlen_kv: int) -> None:
         seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, load=_load, sizes={"s0": seqlen_q, "s1": seqlen_kv, "s9": 2}
     )
     for b, h, q, k in itertools.product(range(2), range(2), range(seqlen_q), range(seqlen_kv)):
-        allowed = all(kind.mask_mod(b, h, q, k, inputs) for kind in found)
+        allowed = all(allows(kind, b, h, q, k, inputs) for kind in found)
         assert allowed is bool(inputs.value(x, b, h, q, k)), (found, (b, h, q, k))
 
 

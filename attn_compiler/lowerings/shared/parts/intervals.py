@@ -7,16 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Const, Expr, Index, Size, Test
+from attn_compiler.index_expr import Const, Expr, Index, Test
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec import dims, masks
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.masks import MaskKind
+from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q, MaskKind
 
 B, H, Q, K = map(Index, "bhqk")
-
-#: the sizes of the scores, as expressions name them here
-SEQLEN_Q, SEQLEN_KV = Size("Sq"), Size("Skv")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +61,14 @@ def as_interval(band: Band) -> Interval:
 def interval_of(kind: MaskKind) -> Interval | None:
     """The keys that each query may use, if they are in one piece whatever the tensors hold, and the same for every head."""
     match kind:
-        case masks.CausalFrom(offset=offset):
-            return Interval(upper=ix.add(ix.add(Q, offset), ix.ONE))
+        case masks.CausalFrom() | masks.KeyBound() | masks.Formula():
+            return _of_condition(kind.condition)
         case masks.Prefix(length=length):
             return Interval(upper=ix.apply("max", ix.add(Q, ix.ONE), length))
         case masks.Chunked(size=size, start=start):
             chunk = ix.apply("floordiv", ix.add(Q, start, -1), Const(size))
             first = ix.add(ix.mul(chunk, Const(size)), start)
             return Interval(lower=first, upper=ix.add(first, Const(size)))
-        case masks.KeyBound(side="last", bound=bound):
-            return Interval(upper=ix.add(bound, ix.ONE))
-        case masks.KeyBound(bound=bound):
-            return Interval(lower=bound)
-        case masks.Formula(condition=condition):
-            return _of_condition(condition)
     return None
 
 

@@ -16,13 +16,14 @@ from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands, Tiles
 from attn_compiler.lowerings.shared.parts import mask_nodes, site_parts, tiles as tile_lists
-from attn_compiler.lowerings.shared.parts.intervals import SEQLEN_KV, SEQLEN_Q, Interval
+from attn_compiler.lowerings.shared.parts.intervals import Interval
 from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.lowerings.shared.parts.tiles import Masking
 from attn_compiler.spec import reads
 from attn_compiler.spec.added_scores import ProvedScore, RelativeBias
 from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q
 
 aten = torch.ops.aten
 

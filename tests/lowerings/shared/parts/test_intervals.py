@@ -6,12 +6,12 @@ import pytest
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Linear, Test
-from attn_compiler.lowerings.shared.parts.intervals import SEQLEN_KV, SEQLEN_Q, Interval, K, Q
+from attn_compiler.lowerings.shared.parts.intervals import Interval, K, Q
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import Dim
-from attn_compiler.spec.masks import Causal
+from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q, Causal
 from tests.lowerings.shared.parts.test_site_parts import BOTTOM_RIGHT, LENGTH, parts
 
 

@@ -20,11 +20,11 @@ from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as par
 from attn_compiler.spec import added_scores, masks, scores
 from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.spec.masks import Alignment, Causal, Dense, MaskKind, MaskSpec
 from tests.lowerings import plan_math
 from tests.lowerings.bench import Bench
 from tests.lowerings.specs import make_spec
+from tests.spec.meanings import Inputs, adds, allows
 
 B, H, Q, K = map(Index, "bhqk")
 TILE = Tile(queries=64, keys=32, warps=4, stages=1)
@@ -118,7 +118,7 @@ def check_mask(spec: AttentionSpec, made: Sequence[torch.Tensor], have: dict[str
         seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, load=lambda tensor, at: have[tensor][at].item(), sizes=sizes
     )
     for b, q, k in itertools.product(range(BATCH), range(seqlen_q), range(seqlen_kv)):
-        expected = all(kind.mask_mod(b, 0, q, k, inputs) for kind in spec.mask.read)
+        expected = all(allows(kind, b, 0, q, k, inputs) for kind in spec.mask.read)
         assert bool(found[b, 0, q, k]) is expected, (b, q, k)
 
 
@@ -264,7 +264,7 @@ def _scored(spec: AttentionSpec, have: dict[str, torch.Tensor]) -> torch.Tensor:
     seqlen_q, seqlen_kv = have["q"].shape[2], have["k"].shape[2]
     inputs = Inputs(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, load=lambda tensor, at: have[tensor][at].item())
     places = itertools.product(range(HEADS), range(seqlen_q), range(seqlen_kv))
-    values = [sum(kind.score_mod(0, h, q, k, inputs) for kind in spec.score.proved) for h, q, k in places]
+    values = [sum(adds(kind, 0, h, q, k, inputs) for kind in spec.score.proved) for h, q, k in places]
     return torch.tensor(values).view(HEADS, seqlen_q, seqlen_kv)
 
 

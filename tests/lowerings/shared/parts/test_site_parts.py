@@ -7,7 +7,7 @@ import pytest
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load, Size
 from attn_compiler.lowerings.shared.parts import site_parts
-from attn_compiler.lowerings.shared.parts.intervals import SEQLEN_KV, Interval
+from attn_compiler.lowerings.shared.parts.intervals import Interval
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Plan
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.options.options import Options
@@ -15,7 +15,7 @@ from attn_compiler.passes.writing import select
 from attn_compiler.spec import added_scores, masks, scores
 from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.spec.attention import AttentionSpec, Dim
-from attn_compiler.spec.masks import Alignment, Causal, Dense, Flag, MaskKind, MaskSpec
+from attn_compiler.spec.masks import SEQLEN_KV, Alignment, Causal, Dense, Flag, MaskKind, MaskSpec
 from attn_compiler.spec.scores import ScoreSpec
 from attn_compiler.spec.target import Target
 from tests.lowerings.specs import make_spec

@@ -12,8 +12,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.recovering.reading.borders import GraphRow, Made, known_of, of_itself
-from attn_compiler.spec.mask_inputs import Inputs
 from attn_compiler.torch_private import meanings
+from tests.spec.meanings import Inputs
 
 B, S = 2, 6
 (I0, I1, Q, K) = meanings.indices(4)
