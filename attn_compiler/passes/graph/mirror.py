@@ -121,9 +121,13 @@ class Mirror:
         """Whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
         return all(_is_plain(n) and not mutation.writes(n) for n in self.owned(dynamo_node))
 
+    def is_read(self, node: fx.Node) -> bool:
+        """Whether a result of the graph, a write or a call that is not looked into goes by it."""
+        return node in self._live
+
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node whose results matter: not those that nothing goes on to read."""
-        return [user for user in node.users if user in self._live]
+        return list(filter(self.is_read, node.users))
 
     def constant(self, node: fx.Node) -> torch.Tensor | None:
         """The real tensor behind `torch.tensor(0.125)` and the like. An attribute of the model is none: it may change. An exported program

@@ -52,6 +52,28 @@ def test_softmax_that_a_product_follows_but_none_precedes() -> None:
     assert "between the product" in miss.reason.rule
 
 
+def test_a_softmax_whose_result_nobody_reads_is_no_miss() -> None:
+    """SAM 2 has one beside each of its attentions."""
+
+    def dead(x: Tensor) -> Tensor:
+        _ = F.softmax(x @ x.mT, -1, dtype=torch.float32).to(x.dtype)
+        return sdpa(x, x, x)
+
+    run = compiled(dead)
+    run(torch.randn(B, H, S, D))
+    assert (run.report.num_sites, run.report.misses) == (1, ())
+
+
+def test_a_softmax_that_only_a_write_reads_is_a_miss() -> None:
+    def written(x: Tensor, kept: Tensor) -> Tensor:
+        kept.copy_(F.softmax(x @ x.mT, -1))
+        return sdpa(x, x, x)
+
+    run = compiled(written)
+    run(torch.randn(B, H, S, D), torch.empty(B, H, S, S))
+    assert (run.report.num_sites, run.report.num_misses) == (1, 1)
+
+
 def test_miss_says_the_models_line() -> None:
     miss = _miss(lambda x: F.softmax(x.exp(), -1).argmax(-1))
     assert "test_match.py" in miss.stopped_at
