@@ -5,24 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler.compiling import without_us
+from attn_compiler.compiling import left_to_python, without_us
+from attn_compiler.compiling.attempts import StepFailed, step
 from attn_compiler.context_parallel import lockstep
 from attn_compiler.options.cache import cache_key
 from attn_compiler.options.options import Options, check_lowering_names, split_options
-from attn_compiler.reasons.errors import (
-    AttnCompilerError,
-    AttnCompilerWarning,
-    CompileFailed,
-    described,
-)
+from attn_compiler.reasons.errors import AttnCompilerError, described
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import (
@@ -69,6 +63,7 @@ def _reset() -> None:
 
 
 attn_compiler.reset = _reset  # type: ignore[attr-defined]
+left_to_python.watch(attn_compiler)
 
 
 def _compile(
@@ -83,6 +78,7 @@ def _compile(
     if others:
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
+    left_to_python.watch(attn_compiler)
     with lockstep.telling_of_failure(own.sequence_group, torch_compat.starts_over):
         return _compile_with(gm, example_inputs, own, patches, name, mode=mode, options=options)
 
@@ -116,18 +112,18 @@ def _compile_with(
     rewritten = rewrite(gm, own, store=rewrites.here(own, patches))
     report = rewritten.report
     # The graph is given away: what fails from here on, and is not the model's, is made good from a copy.
-    failed: _StepFailed | None = None
+    failed: StepFailed | None = None
     try:
-        with _step("prepare the graph for the inner compiler", user_errors=True):
+        with step("prepare the graph for the inner compiler", user_errors=True):
             key = _key(gm, own, report)
         plan = _plan(gm, own, rewritten)
-        with _step(f"compile the rewritten graph with {own.inner}") if rewritten.snapshot else contextlib.nullcontext():
+        with step(f"compile the rewritten graph with {own.inner}") if rewritten.snapshot else contextlib.nullcontext():
             if rewritten.packed is not None:
                 compiled = _compile_unpadded(gm, rewritten.packed, inner, example_inputs, key)
             else:
                 with _paused_where_cached(report):
                     compiled = inner.compile_rewritten(gm, example_inputs, key)
-    except _StepFailed as error:
+    except StepFailed as error:
         failed = error
     except Exception as error:
         # What failed has its report. What starts over comes again, with a report of its own.
@@ -188,18 +184,18 @@ def _compile_unpadded(
     def again(number: int) -> PackedCode | None:
         further = packed.further(number)
         try:
-            with _step(f"compile the packed graph for {number} tokens"), compilation.again():
+            with step(f"compile the packed graph for {number} tokens"), compilation.again():
                 return code(torch_packed.copied(copied), packed.fakes, further)
-        except _StepFailed as error:
+        except StepFailed as error:
             torch_packed.forget_guards(further)
             log.warning("%s: %s", error.step, error.cause)
             return None
 
     def original() -> Callable[..., Any]:
         try:
-            with _step("compile the model's own graph"), compilation.again():
+            with step("compile the model's own graph"), compilation.again():
                 return inner.compile_original(torch_packed.copied(packed.original), packed.fakes)
-        except _StepFailed as error:
+        except StepFailed as error:
             log.debug("%s: %s; it runs op by op", error.step, error.cause)
             return packed.original.forward
 
@@ -211,38 +207,6 @@ def _compile_unpadded(
         original=original,
         steps=packed.steps,
     )
-
-
-class _StepFailed(Exception):
-    """Something failed that is not the user's. Internal: it is told, and another way is gone."""
-
-    def __init__(self, step: str, error: Exception) -> None:
-        super().__init__(step)
-        self.step = step
-        self.error = error
-        self.cause = described(error)
-
-    def told(self, options: Options, graph: str, instead: str) -> str:
-        """Warn, and return the text for the report; with options.strict raise instead."""
-        said = CompileFailed(step=self.step, graph=graph, cause=self.cause, instead=instead)
-        if options.strict:
-            raise said from self.error
-        warnings.warn(str(said), AttnCompilerWarning, stacklevel=2)
-        text = f"{said}\n{''.join(traceback.format_exception(self.error))}"
-        # What its frames hold, such as the memory that there was too little of, may go now.
-        self.error.__traceback__ = None
-        return text
-
-
-@contextlib.contextmanager
-def _step(name: str, *, user_errors: bool = False) -> Iterator[None]:
-    """user_errors: errors of this package are what users did wrong, and theirs."""
-    try:
-        yield
-    except Exception as error:
-        if torch_compat.starts_over(error) or (user_errors and isinstance(error, AttnCompilerError)):
-            raise
-        raise _StepFailed(name, error) from error
 
 
 def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:
@@ -295,9 +259,9 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPl
     from attn_compiler.verifying.plan import prepare
 
     try:
-        with _step("prepare the check of options={'verify': True}"):
+        with step("prepare the check of options={'verify': True}"):
             return prepare(gm, rewritten)
-    except _StepFailed as failed:
+    except StepFailed as failed:
         failed.told(options, rewritten.report.graph, "nothing of this graph is checked")
         return None
 
@@ -313,9 +277,9 @@ def _publish(report: Report, options: Options) -> None:
     from attn_compiler.reporting.publishing import publish
 
     try:
-        with _step("publish the report"):
+        with step("publish the report"):
             publish(report, options)
-    except _StepFailed as failed:
+    except StepFailed as failed:
         failed.told(options, report.graph, "the model runs, and the report may be missing")
 
 
@@ -341,9 +305,9 @@ class _Inner:
             if self.options.sequence_group is not None:
                 collectives.gather_again(graph, self.options.sequence_group)
             try:
-                with _step("keep tables of cosines and sines"):
+                with step("keep tables of cosines and sines"):
                     rotary_tables.keep_tables(graph)
-            except _StepFailed as failed:
+            except StepFailed as failed:
                 failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
             self._compile_ahead(graph)
 
@@ -361,9 +325,9 @@ class _Inner:
         if self.ahead is None:
             return
         try:
-            with _step("compile kernels ahead of their launches"):
+            with step("compile kernels ahead of their launches"):
                 self.ahead.read(graph)
-        except _StepFailed as failed:
+        except StepFailed as failed:
             failed.told(self.options, torch_compat.graph_name(), "they are compiled at their first launch")
 
     def compile_original(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

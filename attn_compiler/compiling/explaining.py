@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from attn_compiler.compiling import left_to_python
 from attn_compiler.options.options import Options, check_lowering_names, split_options
 from attn_compiler.reasons.errors import AttnCompilerError
 from attn_compiler.reporting.report import Report, Reports
@@ -73,8 +74,17 @@ def explainer(
             found.append(rewritten.report)
             return meanings.telling(_runnable(gm, rewritten), rewritten.known, rewritten.read)
 
+        def tell(left: torch_observe.Break) -> None:
+            told = left_to_python.report(left)
+            if told is not None:
+                found.append(told)
+
         original = torch_observe.original_of(model)
-        with torch_observe.nothing_left_behind(backend), torch_observe.uncompiled_modules(original):
+        with (
+            torch_observe.nothing_left_behind(backend),
+            torch_observe.uncompiled_modules(original),
+            torch_observe.breaks_told(backend, tell),
+        ):
             torch_observe.compile_apart(original, backend, dynamic)(*args, **kwargs)
         return Reports(found)
 

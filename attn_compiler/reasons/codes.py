@@ -96,6 +96,7 @@ class Code(StrEnum):
     FLEX_BLOCK_MASK = "AC520"
     WRITTEN_BY_HAND = "AC521"
     LINEAR_ATTENTION = "AC522"
+    LEFT_TO_PYTHON = "AC523"
 
     # Padding that stays (`options={"unpad": True}`).
     MIXES_POSITIONS = "AC601"

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import pgo
+from torch._dynamo import convert_frame, pgo
+from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import DeletedGuardManagerWrapper
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch._logging._internal import trace_log
 
 # Since 2.13 a torch.compile call can have cache entries of its own, which count towards nobody else's recompile limit.
@@ -49,8 +55,12 @@ def settings_of(model: Callable[..., Any], name: str) -> dict[str, Any]:
     backend = _wrapped(getattr(getattr(model, "dynamo_ctx", None), "callback", None))
     if getattr(backend, "compiler_name", None) != name:
         return {}
-    given = {key: value for key, value in backend.kwargs.items() if key in ("options", "mode")}
-    return {**given, "dynamic": backend.dynamic}
+    return {**_options_of(backend), "dynamic": backend.dynamic}
+
+
+def _options_of(backend: Any) -> dict[str, Any]:
+    """The options= and mode= of what torch.compile made of a backend."""
+    return {key: value for key, value in getattr(backend, "kwargs", {}).items() if key in ("options", "mode")}
 
 
 @contextlib.contextmanager
@@ -86,6 +96,100 @@ def nothing_left_behind(backend: Callable[..., Any]) -> Iterator[None]:
         state = pgo.get_code_state()
         state.clear()
         state.update(sizes_seen)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Break:
+    """Where Dynamo ended a graph, or gave a frame up.
+
+    graph: the compilation ("3/0"). reason: Dynamo's words. stack: the model's frames there, the one that was compiled first.
+    modules: those that it was given, by their names in it. settings: the options= and mode= of torch.compile.
+    """
+
+    graph: str
+    reason: str
+    stack: tuple[traceback.FrameSummary, ...]
+    modules: Mapping[str, nn.Module]
+    settings: Mapping[str, Any]
+
+
+def watch_breaks(backend: Callable[..., Any], tell: Callable[[Break], None]) -> None:
+    """Tell of each break of what is compiled for this very backend, also where Dynamo had no graph to give it.
+
+    torch._dynamo.reset() ends that. To be called again for the same backend it is cheap.
+    """
+    of_others = callback_handler.end_callbacks
+    if any(isinstance(one, _AtEnd) and one.of.backend is backend for one in of_others):
+        return
+    _watch(_Breaks(backend, tell))
+
+
+@contextlib.contextmanager
+def breaks_told(backend: Callable[..., Any], tell: Callable[[Break], None]) -> Iterator[None]:
+    """`watch_breaks` within the block alone."""
+    at_start, at_end = _watch(_Breaks(backend, tell))
+    try:
+        yield
+    finally:
+        # What is compiled within the block may reset Dynamo.
+        for registered, one in ((callback_handler.start_callbacks, at_start), (callback_handler.end_callbacks, at_end)):
+            if one in registered:
+                registered.remove(one)
+
+
+def _watch(breaks: _Breaks) -> tuple[_AtStart, _AtEnd]:
+    at_start, at_end = _AtStart(breaks), _AtEnd(breaks)
+    callback_handler.register_start_callback(at_start)
+    callback_handler.register_end_callback(at_end)
+    return at_start, at_end
+
+
+class _Breaks:
+    """seen: how many breaks there had been when the compilation under way began."""
+
+    def __init__(self, backend: Callable[..., Any], tell: Callable[[Break], None]) -> None:
+        self.backend = backend
+        self.tell = tell
+        self.seen = 0
+
+    def told(self, compilation: str) -> None:
+        given = _given_to_compilation()
+        if given is None or given["one_graph"] or _innermost(given["compiler_fn"]) is not self.backend:
+            return
+        found = [(one.reason, tuple(one.user_stack)) for one in graph_break_reasons[self.seen :]]
+        failed = sys.exc_info()[1]
+        if isinstance(failed, Unsupported):
+            found.append((str(failed), tuple(failed.real_stack)))
+        modules = {name: value for name, value in given["locals"].items() if isinstance(value, nn.Module)}
+        settings = _options_of(_wrapped(given["compiler_fn"]))
+        # An attempt that Dynamo begins anew breaks at the same place again.
+        once = {tuple((frame.filename, frame.lineno) for frame in stack): (reason, stack) for reason, stack in found}
+        for reason, stack in once.values():
+            self.tell(Break(graph=compilation, reason=reason, stack=stack, modules=modules, settings=settings))
+
+
+@dataclass(frozen=True)
+class _AtStart:
+    of: _Breaks
+
+    def __call__(self, _: CallbackArgs) -> None:
+        self.of.seen = len(graph_break_reasons)
+
+
+@dataclass(frozen=True)
+class _AtEnd:
+    of: _Breaks
+
+    def __call__(self, args: CallbackArgs) -> None:
+        self.of.told(args.compile_id)
+
+
+def _given_to_compilation() -> dict[str, Any] | None:
+    """The arguments of the function of Dynamo's that compiles a frame, while it runs; None if another compilation is under way."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not convert_frame._compile.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals
 
 
 def _forget(code: CodeType, backend: Callable[..., Any]) -> None:

@@ -100,3 +100,39 @@ def test_uncompiled_modules_come_back_compiled() -> None:
         failing()
     assert model[1]._compiled_call_impl is implementation
     assert model[0]._compiled_call_impl is None
+
+
+def _breaks(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return x + 1
+
+
+def _plain_backend(gm: Any, _: Any) -> Any:
+    return gm.forward
+
+
+def test_breaks_of_the_backend_are_told_within_the_block_alone() -> None:
+    told: list[torch_observe.Break] = []
+    for backend in (_plain_backend, "eager"):
+        torch._dynamo.reset()
+        with torch_observe.breaks_told(_plain_backend, told.append):
+            torch.compile(nn.Sequential(nn.ReLU()), backend=backend)(torch.ones(2))
+            torch.compile(_breaks, backend=backend)(torch.ones(2))
+        torch._dynamo.reset()
+        torch.compile(_breaks, backend=_plain_backend)(torch.ones(2))
+    (one,) = told
+    assert [frame.line for frame in one.stack] == ["torch._dynamo.graph_break()"]
+    assert one.reason.startswith("Call to `torch._dynamo.graph_break()`")
+    assert one.modules == {}
+
+
+def test_a_backend_is_watched_once_until_dynamo_is_reset() -> None:
+    torch._dynamo.reset()
+    told: list[torch_observe.Break] = []
+    for _ in range(2):
+        torch_observe.watch_breaks(_plain_backend, told.append)
+    torch.compile(_breaks, backend=_plain_backend)(torch.ones(2))
+    assert len(told) == 1
+    torch._dynamo.reset()
+    torch.compile(_breaks, backend=_plain_backend)(torch.ones(2))
+    assert len(told) == 1

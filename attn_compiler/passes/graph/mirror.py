@@ -71,6 +71,7 @@ class Mirror:
         op returns the tensor that it wrote to.
     owner(n): the Dynamo node whose execution made n.
     order(n): the place of n in the mirror.
+    live: the nodes by which the graph's results, its writes and its opaque calls go.
     """
 
     def __init__(self, graph: fx.Graph, origins: Origins) -> None:
@@ -87,7 +88,7 @@ class Mirror:
         self._owned: dict[fx.Node, list[fx.Node]] = {}
         for node, owner in origins.owners.items():
             self._owned.setdefault(owner, []).append(node)
-        self._live = _live(graph, self.writers)
+        self.live = _live(graph, self.writers)
 
     def dynamo_node(self, node: fx.Node) -> fx.Node | None:
         while node not in self._values and (written := mutation.returned(node)) is not None:
@@ -121,13 +122,9 @@ class Mirror:
         """Whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
         return all(_is_plain(n) and not mutation.writes(n) for n in self.owned(dynamo_node))
 
-    def is_read(self, node: fx.Node) -> bool:
-        """Whether a result of the graph, a write or a call that is not looked into goes by it."""
-        return node in self._live
-
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node whose results matter: not those that nothing goes on to read."""
-        return list(filter(self.is_read, node.users))
+        return [user for user in node.users if user in self.live]
 
     def constant(self, node: fx.Node) -> torch.Tensor | None:
         """The real tensor behind `torch.tensor(0.125)` and the like. An attribute of the model is none: it may change. An exported program

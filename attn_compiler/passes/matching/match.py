@@ -48,7 +48,7 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
             if owner is not None and owner in spelling.local:
                 found.notes.append(spelling.local[owner])
             sites.append(found)
-        elif found is not None and mirror.is_read(anchor) and not routers.is_choice(mirror, anchor):
+        elif found is not None and anchor in mirror.live and not routers.is_choice(mirror, anchor):
             misses.append(found)
     return FoundSites(sites=tuple(sites), misses=tuple(misses), untried=untried)
 

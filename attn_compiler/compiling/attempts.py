@@ -1,0 +1,44 @@
+"""What fails of a compilation and is not the user's: it costs one step, is told once, and another way is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Iterator
+
+from attn_compiler.options.options import Options
+from attn_compiler.reasons.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, described
+from attn_compiler.torch_private import compat as torch_compat
+
+
+class StepFailed(Exception):
+    """Something failed that is not the user's. Internal: it is told, and another way is gone."""
+
+    def __init__(self, step: str, error: Exception) -> None:
+        super().__init__(step)
+        self.step = step
+        self.error = error
+        self.cause = described(error)
+
+    def told(self, options: Options, graph: str, instead: str) -> str:
+        """Warn, and return the text for the report; with options.strict raise instead."""
+        said = CompileFailed(step=self.step, graph=graph, cause=self.cause, instead=instead)
+        if options.strict:
+            raise said from self.error
+        warnings.warn(str(said), AttnCompilerWarning, stacklevel=2)
+        text = f"{said}\n{''.join(traceback.format_exception(self.error))}"
+        # What its frames hold, such as the memory that there was too little of, may go now.
+        self.error.__traceback__ = None
+        return text
+
+
+@contextlib.contextmanager
+def step(name: str, *, user_errors: bool = False) -> Iterator[None]:
+    """user_errors: errors of this package are what users did wrong, and theirs."""
+    try:
+        yield
+    except Exception as error:
+        if torch_compat.starts_over(error) or (user_errors and isinstance(error, AttnCompilerError)):
+            raise
+        raise StepFailed(name, error) from error

@@ -1,0 +1,42 @@
+"""Reports of attention that Dynamo leaves to Python: no graph has it, so the backend may not be called at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attn_compiler.compiling.attempts import StepFailed, step
+from attn_compiler.options.options import Options, split_options
+from attn_compiler.reasons.errors import AttnCompilerError
+from attn_compiler.reporting.publishing import publish
+from attn_compiler.reporting.report import Report
+from attn_compiler.torch_private import observe as torch_observe
+from attn_compiler.torch_private.observe import Break
+
+
+def watch(backend: Callable[..., Any]) -> None:
+    """Publish a report of each such attention in what is compiled for this backend."""
+    torch_observe.watch_breaks(backend, _tell)
+
+
+def report(found: Break) -> Report | None:
+    """A report that has the miss alone; None where no attention is left to Python."""
+    from attn_compiler.passes.matching import left_to_python
+
+    miss = left_to_python.find(found)
+    return None if miss is None else Report(graph=found.graph, target="Python, no graph", misses=(miss,))
+
+
+def _tell(found: Break) -> None:
+    try:
+        own, _ = split_options(found.settings.get("mode"), found.settings.get("options"))
+    except AttnCompilerError:
+        # It is raised where a graph is compiled. Here Dynamo is at the end of a frame that it may have none of.
+        own = Options()
+    try:
+        with step("look for attention that is left to Python"):
+            said = report(found)
+            if said is not None:
+                publish(said, own)
+    except StepFailed as failed:
+        failed.told(own, found.graph, "the model runs, and the report may miss it")

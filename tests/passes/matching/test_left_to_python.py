@@ -1,0 +1,177 @@
+"""Attention that Dynamo leaves to Python is a miss with its modules; what Dynamo compiles all the same is none."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import attn_compiler
+from attn_compiler.passes.matching import left_to_python
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reporting.facts import MissReport
+from attn_compiler.torch_private.observe import Break
+
+Run = Callable[..., Any]
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class Mlp(nn.Module):
+    """Its break is not in the attention: an expert is chosen by its number."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return x * n.tolist()[0]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(), Mlp()
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return self.mlp(x + self.attn(x), n)
+
+
+class Tower(nn.Module):
+    """run: how a block is called."""
+
+    def __init__(self, run: Run, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.run = run
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.run(block, x * 2, n)
+        return x
+
+
+class One(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return checkpoint(self.block, x * 2, n, use_reentrant=False)
+
+
+def reentrant(block: nn.Module, x: Tensor, n: Tensor) -> Tensor:
+    return checkpoint(block, x, n, use_reentrant=True)
+
+
+def plain(block: nn.Module, x: Tensor, n: Tensor) -> Tensor:
+    return block(x, n)
+
+
+@torch.compiler.disable
+def flash_attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+@torch.compiler.disable
+def update_attention_mask(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def calls_disabled(x: Tensor, _: Tensor) -> Tensor:
+    return flash_attention(x * 2) + 1
+
+
+def calls_disabled_mask(x: Tensor, _: Tensor) -> Tensor:
+    attention_mask = update_attention_mask(x * 2)
+    return F.scaled_dot_product_attention(x, x, attention_mask)
+
+
+def _run(model: Any) -> tuple[list[MissReport], int]:
+    """The misses of a training step, and how many sites there were."""
+    torch._dynamo.reset()
+    reports = attn_compiler.explain(model, torch.randn(1, 2, 6, 4, requires_grad=True), torch.tensor([2]))
+    return [miss for report in reports for miss in report.misses], reports.num_sites
+
+
+def test_a_break_inside_of_a_checkpoint_leaves_its_attention_to_python() -> None:
+    (miss,), sites = _run(One(Block()))
+    assert (miss.modules, miss.anchor, miss.reason.code, sites) == (
+        ("block.attn",),
+        "checkpoint",
+        Code.LEFT_TO_PYTHON,
+        0,
+    )
+    assert "leaves Block to Python: Data dependent operator" in miss.reason.observed
+    assert miss.source is not None
+    assert miss.source.startswith("test_left_to_python.py:")
+    assert miss.source != miss.stopped_at
+    assert miss.reason.remedy
+
+
+def test_layers_that_call_their_checkpoint_by_a_function_are_told_once_each_frame() -> None:
+    misses, sites = _run(Tower(reentrant))
+    assert [miss.reason.code for miss in misses] == [Code.LEFT_TO_PYTHON]
+    assert sites == 0
+
+
+class InALoop(Tower):
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x * 2, n, use_reentrant=False)
+        return x
+
+
+def test_a_loop_over_checkpoints_that_dynamo_gives_up_has_all_of_them() -> None:
+    (miss,), sites = _run(InALoop(plain))
+    assert (miss.modules, sites) == (("blocks.0.attn", "blocks.1.attn"), 0)
+
+
+def test_outside_of_a_checkpoint_the_same_break_costs_no_attention() -> None:
+    misses, sites = _run(Tower(plain))
+    assert (misses, sites) == ([], 1)
+
+
+def test_a_checkpoint_without_attention_is_no_miss() -> None:
+    misses, _ = _run(InALoop(plain, Mlp))
+    assert misses == []
+
+
+def test_an_attention_that_is_not_to_be_traced_is_a_miss() -> None:
+    (miss,), _ = _run(calls_disabled)
+    assert (miss.anchor, miss.reason.code) == ("flash_attention", Code.LEFT_TO_PYTHON)
+    assert miss.reason.remedy == "call it without torch.compiler.disable"
+
+
+def test_a_mask_that_is_not_to_be_traced_is_no_attention() -> None:
+    misses, sites = _run(calls_disabled_mask)
+    assert (misses, sites) == ([], 1)
+
+
+SKIPPED = """Attempted to call function marked as skipped
+  Explanation: Dynamo does not know how to trace the builtin `{module}.{name}.`
+
+  Developer debug context: module: {module}, qualname: {name}, skip reason: <missing reason>
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "named"),
+    [("flash_attn_2_cuda", "fwd", "flash_attn"), ("mine", "attention_fwd", "an op of its own")],
+)
+def test_a_function_of_c_that_is_an_attention_is_its_librarys(module: str, name: str, named: str) -> None:
+    miss = left_to_python.find(_break(SKIPPED.format(module=module, name=name)))
+    assert miss is not None
+    assert (miss.anchor, miss.reason.code) == (f"{module}::{name}", Code.LIBRARY_KERNEL)
+    assert miss.reason.observed.endswith(named)
+    assert left_to_python.find(_break(SKIPPED.format(module="_struct", name="calcsize"))) is None
+
+
+def _break(reason: str) -> Break:
+    frame = traceback.FrameSummary("model.py", 3, "forward", line="out = kernel.fwd(q, k, v)")
+    return Break(graph="0/0", reason=reason, stack=(frame,), modules={}, settings={})
