@@ -26,6 +26,8 @@ _RULE = "Dynamo traces the attention"
 _CHECKPOINT = re.compile(r"checkpoint\w*\(", re.IGNORECASE)
 _CALLED = re.compile(r"([\w.]+)\(")
 _SAYS_ATTENTION = re.compile(r"(?!.*mask).*(?:attention|attn|sdpa)", re.IGNORECASE)
+#: functions that are named for no work
+_OF_ANYTHING = frozenset({"forward", "__call__", "apply", "fwd"})
 _MODULE_SAYS_ATTENTION = re.compile(r"Attention|Attn")
 #: what Dynamo calls a function that it was told not to trace, and one of C's
 _DISABLED = re.compile(r"torch\.compiler\.disable.*?<function (?P<name>\S+) at", re.DOTALL)
@@ -79,7 +81,7 @@ def _not_traced(found: Break, call: traceback.FrameSummary) -> MissReport | None
         reason = opaque_calls.reason(name)
     else:
         return None
-    if not _says_attention(name) and not _calls_attention(call):
+    if not _says_attention(name) and not (_last(name) in _OF_ANYTHING and _calls_attention(call)):
         return None
     return _row([path for path, _ in _owners(found, call)], name, call, call, reason)
 
@@ -111,7 +113,13 @@ def _calls_attention(frame: traceback.FrameSummary) -> bool:
 
 
 def _says_attention(name: str) -> bool:
-    return _SAYS_ATTENTION.match(name) is not None
+    """By its last part, or, where that tells nothing, by what it belongs to: a cache of an attention is none."""
+    last = _last(name)
+    return _SAYS_ATTENTION.match(name if last in _OF_ANYTHING else last) is not None
+
+
+def _last(name: str) -> str:
+    return re.split(r"\.|::", name)[-1]
 
 
 def _owners(found: Break, frame: traceback.FrameSummary) -> list[tuple[str, nn.Module]]:

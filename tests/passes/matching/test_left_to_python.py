@@ -148,6 +148,43 @@ def test_an_attention_that_is_not_to_be_traced_is_a_miss() -> None:
     assert miss.reason.remedy == "call it without torch.compiler.disable"
 
 
+class PagedAttentionCache:
+    @torch.compiler.disable
+    def update(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_a_cache_that_is_not_to_be_traced_is_no_attention() -> None:
+    """As in transformers' continuous batching."""
+    cache = PagedAttentionCache()
+    misses, sites = _run(lambda x, _: F.scaled_dot_product_attention(x, cache.update(x * 2), x))
+    assert (misses, sites) == ([], 1)
+
+
+class Kept(nn.Module):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class KeptAttention(Kept):
+    pass
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = KeptAttention()
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        return self.self_attn(x * 2)
+
+
+def test_a_module_that_is_not_to_be_traced_is_told_by_its_call() -> None:
+    (miss,), _ = _run(Owner())
+    assert (miss.anchor, miss.reason.code) == ("Kept.forward", Code.LEFT_TO_PYTHON)
+
+
 def test_a_mask_that_is_not_to_be_traced_is_no_attention() -> None:
     misses, sites = _run(calls_disabled_mask)
     assert (misses, sites) == ([], 1)
