@@ -60,6 +60,14 @@ def is_cut_into_buckets() -> bool:
     return context is not None and context.fakify_first_call
 
 
+def was_given(*names: str) -> bool:
+    """Whether the frame under compilation was given arguments of all these names, among those that it hands on in one dict."""
+    if TracingContext.try_get() is None:
+        return False
+    dicts = (value for value in _frame().f_locals.values() if isinstance(value, dict))
+    return any(all(name in given for name in names) for given in dicts)
+
+
 T = TypeVar("T")
 
 

@@ -16,6 +16,8 @@ pytest.importorskip("transformers")
 import transformers
 
 import attn_compiler
+from attn_compiler.passes.recovering.recover import OF_REQUESTS
+from attn_compiler.reasons.codes import Code
 from tests.integrations import launching
 from tests.integrations.launching import graphs_without_us, llama
 
@@ -58,9 +60,23 @@ def test_layers_share_few_graphs() -> None:
     assert not any(report.faults or report.failure for report in reports)
     # The library's own mask, made outside of compiled code.
     assert site.spec.mask.words.startswith("dense additive float32")
+    assert [note for note in site.notes if "mask" in note] == [OF_REQUESTS]
     # No layer ran outside of that graph.
     assert calls == []
     graphs = len(reports)
     assert _launched(model) == eager
     assert [report.num_sites for report in attn_compiler.reports()[graphs:]] in ([], [1])
     assert graphs <= graphs_without_us(lambda: _launched(model))
+
+
+@pytest.mark.usefixtures("quick")
+def test_eager_attention_is_found_and_returns_its_weights() -> None:
+    model = llama()
+    eager = _one_by_one(model)
+    model.set_attn_implementation("eager")
+    assert _launched(model) == eager
+    (site,) = [site for report in attn_compiler.reports() for site in report.sites]
+    assert attn_compiler.reports().num_misses == 0
+    assert site.spec.returns_weights
+    reasons = [reason.code for refusal in site.decision.refusals for reason in refusal.reasons]
+    assert Code.WEIGHTS_READ in reasons

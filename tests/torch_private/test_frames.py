@@ -226,3 +226,22 @@ def test_a_guard_on_what_is_known_lets_no_other_tensor_through() -> None:
 
 def test_a_node_that_is_no_input_stands_for_no_tensor() -> None:
     assert torch_frames.given_tensor(fx.Graph().placeholder("x")) is None
+
+
+def test_what_a_frame_hands_on_is_told_by_its_names() -> None:
+    found: list[bool] = []
+
+    def backend(gm: fx.GraphModule, _: object) -> Any:
+        found.append(torch_frames.was_given("read_index", "write_index"))
+        return gm.forward
+
+    def function(x: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return x + sum(kwargs.values())
+
+    x = torch.ones(2)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend)
+    compiled(x, read_index=x, write_index=x, other=x)
+    compiled(x, read_index=x)
+    assert found == [True, False]
+    assert not torch_frames.was_given("read_index")

@@ -30,13 +30,21 @@ from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.spec import dims, masks, reads, scores
 from attn_compiler.spec.attention import AttentionSpec, Dim, LatentSpec, LseUse, SizeRange, StoredSpec, TensorSpec
-from attn_compiler.torch_private import symbols as torch_symbols
+from attn_compiler.torch_private import frames as torch_frames, symbols as torch_symbols
 
 #: said of a mask of which nothing is known for where it comes from
 COMES_IN = (
     "the mask comes in from where nothing compiled made it; what compiled code makes stays known in other graphs "
     "(integrations.transformers.compile_model does that for layers of Hugging Face models)"
 )
+
+#: said of the same where transformers batches requests and pages its cache
+OF_REQUESTS = (
+    "the mask keeps apart the requests of a batch: transformers' continuous batching writes it anew for each batch, in Python, "
+    "to one tensor, so that each query reads the keys of all requests (with attn_implementation='flash_attention_2' those of its own)"
+)
+#: what an attention is given there, beside its mask
+_PAGED = ("read_index", "write_index")
 
 #: how to see an exception that was caught
 _REPRODUCE = "compile with options={'strict': True}, which raises it"
@@ -263,7 +271,7 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
     try:
         proved = meaning.of(mirror, match, reader)
         if proved.reason is not None and not unit.is_body and _masks_come_in(mirror, match):
-            match.notes = (*match.notes, COMES_IN)
+            match.notes = (*match.notes, OF_REQUESTS if torch_frames.was_given(*_PAGED) else COMES_IN)
         if is_masked and proved.reason is None:
             match.notes = (*match.notes, *packing.notes(match.scores.terms, reader, proved.words))
     except Exception as error:  # Whatever breaks in reading a mask, its tensor is at hand.
