@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ordered = [results[case] for case in chosen]
     if options.out is not None:
         write_csv(ordered, options.out.with_suffix(".csv"))
-        write_markdown(ordered, options.out.with_suffix(".md"), _versions())
+        write_markdown(ordered, options.out.with_suffix(".md"), versions())
     console.print(_totals(ordered))
     return int(any(result.failed for result in ordered))
 
@@ -99,7 +99,8 @@ def _totals(results: Sequence[Result]) -> Table:
     return table
 
 
-def _versions() -> str:
+def versions() -> str:
+    """The releases of what models are made with, or that there is none."""
     found = []
     for package in ("torch", "transformers", "diffusers", "timm"):
         try:
