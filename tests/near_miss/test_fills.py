@@ -147,6 +147,48 @@ def a_fill_that_is_scaled_and_masks_no_more(q: Tensor, k: Tensor, v: Tensor) -> 
     return (scores(q, k, 1e6).masked_fill(later(), -1e9) * 1e-6).softmax(-1) @ v
 
 
+# ---- a number that is near --------------------------------------------------------------------------------------------
+
+
+@CASES.near_miss(described("causal"))
+def ten_thousand_below_beside_small_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k, 0.25).masked_fill(later(), -1e4).softmax(-1) @ v
+
+
+@CASES.near_miss(described("causal"), inputs=lambda: qkv(grad=False, dtype=torch.float64))
+def ten_thousand_below_by_a_choice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.where(later(), torch.tensor(-1e4, dtype=q.dtype), scores(q, k, 0.25)).softmax(-1) @ v
+
+
+@CASES.near_miss(described("scale 0.25"))
+def ten_thousand_below_for_all_keys_of_some_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Those get the mean of v, as of any other number."""
+    return scores(q, k, 0.25).masked_fill(later() | (rows() == 3), -1e4).softmax(-1) @ v
+
+
+@CASES.near_miss(refused(MAY_BE_UNDONE))
+def ten_thousand_below_beside_large_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (20.0 * scores(q, k)).masked_fill(later(), -1e4).softmax(-1) @ v
+
+
+@CASES.near_miss(refused(MAY_BE_UNDONE))
+def ten_thousand_below_beside_a_bonus(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raised = scores(q, k, 0.25) + torch.where(columns() == rows() + 1, 1e4, 0.0)
+    return (raised.masked_fill(later(), -1e4) + torch.where(columns() == rows() + 1, 1e4, 0.0)).softmax(-1) @ v
+
+
+@CASES.near_miss(refused(MAY_BE_UNDONE))
+def ten_thousand_below_and_the_lowest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The third row has none without a fill: all the weight is where the smaller one is."""
+    filled = scores(q, k, 0.25).masked_fill(later(), -1e4)
+    return filled.masked_fill((rows() == 3) & (columns() <= 3) & (columns() != 1), LOWEST).softmax(-1) @ v
+
+
+@CASES.near_miss(refused(MAY_BE_UNDONE))
+def two_hundred_below(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k, 0.25).masked_fill(later(), -200.0).softmax(-1) @ v
+
+
 # ---- several fills ----------------------------------------------------------------------------------------------------
 
 

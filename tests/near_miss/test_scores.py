@@ -73,10 +73,23 @@ def good_sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     return (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :-1] @ v
 
 
+@CASES.near_miss(described("dense additive"), inputs=lambda: qkv(normal(BATCH, HEADS, LENGTH, 2, 3), grad=False))
+def a_bias_in_the_shape_of_the_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """SAM: the scores are asked for their shape alone."""
+    scores = q @ k.mT * 0.3
+    return (scores + bias.reshape_as(scores)).softmax(-1) @ v
+
+
+@CASES.near_miss(missed(READERS, "reshape"), inputs=lambda: qkv(normal(BATCH, HEADS, LENGTH, 2, 3), grad=False))
+def the_scores_in_the_shape_of_a_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT * 0.3
+    return scores.softmax(-1) @ v, scores.reshape_as(bias) + bias
+
+
 # ---- what masks, and what only looks like it ------------------------------------------------------------------------
 
 
-@CASES.near_miss(missed(STEPS, "masked_fill"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
+@CASES.near_miss(described("dense bool"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
 def filled_with_minus_ten_thousand(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(~kept, -1e4).softmax(-1) @ v
 

@@ -128,6 +128,7 @@ RESHAPES: tuple[object, ...] = (
     aten._unsafe_view.default,
     aten.reshape.default,
     aten.view_as.default,
+    aten.reshape_as.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
 )
@@ -223,6 +224,7 @@ _COSTLY = {
 _ASKS_METADATA: dict[object, int] = {
     aten.expand_as.default: 1,
     aten.view_as.default: 1,
+    aten.reshape_as.default: 1,
     aten.type_as.default: 1,
     aten.to.other: 1,
     aten.zeros_like.default: 0,

@@ -22,8 +22,8 @@ def _of(kind: ProvedScore) -> str | None:
     match kind:
         case Penalty(value=value) | RegionPenalty(value=value):
             return (
-                f"{value:g} is added where keys are to be left out, and that is too near to zero to mask for certain: a number masks at "
-                f"{MASKED_BELOW:g} or below"
+                f"{value:g} is added where keys are to be left out, and that is too near to zero to mask for certain: a number that is "
+                f"added masks at {MASKED_BELOW:g} or below"
             )
         case BiasFormula(value=x):
             return _of_formula(x)

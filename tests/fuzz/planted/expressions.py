@@ -153,7 +153,7 @@ passes/recovering/kinds.py _joined; mask kinds: queries see other keys ahead
 - right=right[0][1]
 + right=left[0].left
 
--1e4 masks
+what is added masks from -9000 on
 passes/matching/patterns/score_steps.py; fills: what may still win is shut out
 - MASKED_BELOW = -65504.0
 + MASKED_BELOW = -9000.0

@@ -35,8 +35,12 @@ from attn_compiler.spec.scores import Softcap
 
 aten = torch.ops.aten
 
-#: A score filled with this or less has weight zero beside any other: float16's lowest number, or anything below it
+#: An added number is read as one that masks from float16's lowest number down. Above it a score counts beside the number that it got.
 MASKED_BELOW = -65504.0
+
+#: In place of a score, a number above this leaves a weight beside a score of 0. Which ones below it mask, what else there is decides
+#: (fills.py).
+MAY_MASK_BELOW = -110.0
 
 #: What masked scores must still be below after later scales: 1 / sqrt(1024) is allowed
 STILL_MASKED_BELOW = MASKED_BELOW / 32
@@ -174,7 +178,7 @@ def _masked_fill(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 
 def _masking(mirror: Mirror, fill: object, node: fx.Node) -> float | None:
-    """The number that `fill` is in the scores that `node` gives, if a score with it is masked.
+    """The number that `fill` is in the scores that `node` gives, if a score with it may be masked.
 
     Rounded to their dtype: -1e9 is -998244352 in bfloat16, which is what else is added has to be held against.
     """
@@ -182,7 +186,7 @@ def _masking(mirror: Mirror, fill: object, node: fx.Node) -> float | None:
     if number is None:
         return None
     number = _rounded(number, node)
-    return number if number <= MASKED_BELOW else None
+    return number if number < MAY_MASK_BELOW else None
 
 
 def _rounded(number: float, *nodes: fx.Node) -> float:
@@ -251,7 +255,7 @@ def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:
     left, right = node.args[:2]
     for scores, bound in ((left, right), (right, left)):
         lowest = _masking(mirror, bound, node)
-        if isinstance(scores, fx.Node) and lowest is not None:
+        if isinstance(scores, fx.Node) and lowest is not None and lowest <= MASKED_BELOW:
             return [_clamped(node, scores, lowest, math.inf)]
     return []
 
@@ -261,7 +265,9 @@ def _clamp(mirror: Mirror, node: fx.Node) -> list[Step]:
     source = node.args[0]
     lowest = -math.inf if low is None else _masking(mirror, low, node)
     highest = math.inf if high is None else constants.number(mirror, high)
-    if not isinstance(source, fx.Node) or lowest is None or highest is None or highest < -MASKED_BELOW:
+    if not isinstance(source, fx.Node) or lowest is None or highest is None:
+        return []
+    if lowest > MASKED_BELOW or highest < -MASKED_BELOW:
         return []
     return [_clamped(node, source, lowest, highest)]
 

@@ -147,7 +147,13 @@ def test_keep(function: Callable[..., Tensor], inverted: bool, fill: float) -> N
     assert step.fill == pytest.approx(fill)
 
 
-@pytest.mark.parametrize("fill", [0.0, -1.0, -1e4, 1e9])
+@pytest.mark.parametrize("fill", [-1e4, -111.0])
+def test_a_fill_that_may_mask_is_told(fill: float) -> None:
+    """Beside which scores it does, fills.py says."""
+    assert [step.fill for step in _read(lambda s, c: s.masked_fill(c, fill), ALLOWED)[0]] == [fill]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fill", [0.0, -1.0, -110.0, 1e9])
 def test_a_fill_that_masks_nothing_is_no_mask(fill: float) -> None:
     assert _read(lambda s, c: s.masked_fill(c, fill), ALLOWED)[0] == []
     assert _read(lambda s, c: torch.where(c, s, fill), ALLOWED)[0] == []

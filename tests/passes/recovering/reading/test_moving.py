@@ -40,6 +40,7 @@ MOVES: dict[str, Function] = {
     "an axis moved": lambda x: x.view(2, 2, 6).movedim(0, -1),
     "two axes moved": lambda x: x.view(2, 2, 6).movedim((0, 2), (1, 0)),
     "as another one": lambda x: x.view_as(torch.empty(8, 3)),
+    "in the shape of another one": lambda x: x.T.reshape_as(torch.empty(8, 3)),
     "without axes of size one": lambda x: x[None, :, None].squeeze((0, 2)),
     "permuted from the end": lambda x: x.view(2, 2, 6).permute(-1, 0, -2),
     "joined": lambda x: torch.cat([x[:, 3:], x[:, :2], x], dim=1),
