@@ -94,6 +94,12 @@ def given_tensor(placeholder: fx.Node) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) else None
 
 
+def is_of_module(placeholder: fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is a tensor that a module of the frame holds."""
+    argument = placeholder.meta.get("grapharg")
+    return argument is not None and next(_outermost_module(argument.source), None) is not None
+
+
 #: with how many meanings of one input a function is compiled, each a compilation of its own; PyTorch gives up after 8
 _MOST_MEANINGS = 4
 

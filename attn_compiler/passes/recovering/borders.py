@@ -20,7 +20,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mirroring import handed_on, may_be_of_mask
 from attn_compiler.passes.graph.unit import Unit, UnitPlace
 from attn_compiler.passes.graph.ways import Ways
-from attn_compiler.passes.recovering import reading
+from attn_compiler.passes.recovering import buffers, reading
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.recovering.reading.borders import GraphRow, Made, known_of
 from attn_compiler.passes.recovering.reading.readers import Readers
@@ -44,14 +44,16 @@ class Border:
 
 
 def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options, readers: Readers) -> Border:
-    """To be called before anything of the graph is rewritten."""
+    """To be called before anything of the graph is rewritten. What the graph's modules hold is looked at here (buffers.py)."""
     row = torch_frames.of_compilation(GraphRow)
     root = next((unit for unit in _with_callers(units) if unit.graph_module is gm), None)
+    ways = Ways(graph=gm.graph)
+    if root is not None:
+        buffers.look(ways)
     gives = [node.meta["example_value"] for node in handed_on(gm.graph)]
     mode = torch_tracing.fake_mode_of_values(gives) if root is None else None
     if mode is not None:
         root = Unit.of(gm, options, UnitPlace(name="", mode=mode))
-    ways = Ways(graph=gm.graph)
     if gives or row.made or meanings.are_any():
         row.written.append(set(ways.written))
     return Border(root=root, row=row, place=len(row.written) - 1, readers=readers, read=tuple(_read(ways)))

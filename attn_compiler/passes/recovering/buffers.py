@@ -1,0 +1,112 @@
+"""Masks that a module holds from its constructor on, such as a `tril` that is a buffer: they are read once, and known from then on.
+
+What a tensor holds is no fact of a graph. So it counts as what another graph gave back does (meanings.py): a guard asks at each call for
+the very tensor, unwritten. A tensor is read a second time after a write, as a loaded checkpoint is, and not again: code that relies on
+nothing serves what is written more often.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import TRUE, Const, Expr
+from attn_compiler.passes.graph.mirroring import may_be_of_mask
+from attn_compiler.passes.graph.ways import Ways
+from attn_compiler.torch_private import frames as torch_frames, meanings
+from attn_compiler.torch_private.meanings import Known
+
+#: how often one tensor is read
+_MOST_LOOKS = 2
+#: elements of a tensor that is read: 8192 queries and keys
+_MOST = 2**26
+
+_looks: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+
+def look(ways: Ways) -> None:
+    """Have what a graph's modules hold known, where it is a mask by how far query and key are apart. The graph does not write to it."""
+    if torch_frames.is_cut_into_buckets():
+        # DistributedDataParallel writes to buffers before each call.
+        return
+    for place, node in enumerate(ways.graph.find_nodes(op="placeholder")):
+        if not node.users or ways.inputs[place] & ways.written or not may_be_of_mask(node.meta.get("example_value")):
+            continue
+        tensor = torch_frames.given_tensor(node)
+        if tensor is None or not torch_frames.is_of_module(node) or not _is_readable(tensor) or not _is_next(tensor):
+            continue
+        element = band_of(tensor)
+        if element is not None:
+            meanings.remember(tensor, Known(element=element, dims=tensor.dim()))
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether it has the shape of a mask for all heads, and its memory is at hand."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
+    if not is_plain or tensor.dim() < 2 or math.prod(tensor.shape[:-2]) != 1 or not 1 < tensor.numel() <= _MOST:
+        return False
+    return min(tensor.shape[-2:]) > 1 and not tensor.is_complex() and meanings.of(tensor) is None
+
+
+def _is_next(tensor: torch.Tensor) -> bool:
+    """Whether this look at a tensor is one of the first."""
+    seen, count = _looks.get(id(tensor), (None, 0))
+    count = count if seen is not None and seen() is tensor else 0
+    _looks[id(tensor)] = (weakref.ref(tensor, _forget), count + 1)
+    return count < _MOST_LOOKS
+
+
+def _forget(dead: weakref.ref[torch.Tensor]) -> None:
+    for key in [key for key, (seen, _) in _looks.items() if seen is dead]:
+        del _looks[key]
+
+
+def band_of(tensor: torch.Tensor) -> Expr | None:
+    """The elements of a tensor over meanings.indices, if there are two numbers in it and the distance of query and key tells which."""
+    with torch.no_grad():
+        numbers = tensor.detach().reshape(tensor.shape[-2:])
+        inside = numbers[0, 0].item()
+        ahead, back = _run(numbers[0], inside), _run(numbers[:, 0], inside)
+        others = [row[n].item() for row, n in ((numbers[0], ahead), (numbers[:, 0], back)) if n < row.numel()]
+        if not others:
+            return None
+        distance = _positions(numbers, 1) - _positions(numbers, 0)
+        is_inside = (distance < ahead) & (distance > -back)
+        if not bool((numbers == torch.where(is_inside, inside, others[0]).to(numbers.dtype)).all()):
+            return None
+    return _chosen(_band(tensor, ahead, back), inside, others[0])
+
+
+def _run(row: torch.Tensor, number: float) -> int:
+    """How many elements are that number, up to the first that is another."""
+    differs = (row != number).nonzero()
+    return int(differs[0]) if differs.numel() else row.numel()
+
+
+def _positions(numbers: torch.Tensor, axis: int) -> torch.Tensor:
+    found = torch.arange(numbers.shape[axis], device=numbers.device)
+    return found[None, :] if axis else found[:, None]
+
+
+def _band(tensor: torch.Tensor, ahead: int, back: int) -> Expr:
+    """Less than `ahead` keys after the query, and less than `back` before it; an end that no pair reaches is none."""
+    query, key = meanings.indices(tensor.dim())[-2:]
+    return ix.apply("and", *_ends(tensor, ahead, back, query, key))
+
+
+def _ends(tensor: torch.Tensor, ahead: int, back: int, query: Expr, key: Expr) -> Iterator[Expr]:
+    yield TRUE
+    if ahead < tensor.shape[-1]:
+        yield ix.compare("<", key, ix.add(query, Const(ahead)))
+    if back < tensor.shape[-2]:
+        yield ix.compare("<", query, ix.add(key, Const(back)))
+
+
+def _chosen(band: Expr, inside: float, outside: float) -> Expr:
+    if isinstance(inside, bool):
+        return band if inside else ix.invert(band)
+    return ix.where(band, Const(inside), Const(outside))
