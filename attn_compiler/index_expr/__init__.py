@@ -23,7 +23,7 @@ from attn_compiler.index_expr.building import (
 )
 from attn_compiler.index_expr.comparing import compare
 from attn_compiler.index_expr.linear_forms import combine, linear
-from attn_compiler.index_expr.looking import is_exact, loads, mentions, nonzero, ordered, parts, sizes
+from attn_compiler.index_expr.looking import is_exact, is_truth, loads, mentions, nonzero, ordered, parts, sizes
 from attn_compiler.index_expr.meaning import evaluate, shortened, text
 from attn_compiler.index_expr.nodes import (
     FALSE,
@@ -70,6 +70,7 @@ __all__ = [
     "evaluate",
     "invert",
     "is_exact",
+    "is_truth",
     "kind_of",
     "linear",
     "loads",

@@ -84,6 +84,21 @@ def _rounds(x: Expr) -> bool:
     return x.op != "mul" or x.args[1] != Const(-1)
 
 
+def is_truth(x: Expr) -> bool:
+    """Whether a value is shown to be 0 or 1, or to be a truth value."""
+    match x:
+        case Const(value=value):
+            return value in (0, 1)
+        case Apply(op="where", args=(_, a, b)) | Apply(op="mul" | "min" | "max", args=(a, b)):
+            return is_truth(a) and is_truth(b)
+        case Apply(op="float" | "int" | "rounded", args=(a,)):
+            return is_truth(a)
+        case Linear(terms=((term, factor),), const=const) if (factor, const) in ((1, 0), (-1, 1)):
+            return is_truth(term)
+        case _:
+            return kind_of(x) == "bool"
+
+
 def nonzero(x: Expr) -> tuple[Expr, bool]:
     """The expression whose truth x asks about, and whether x is true where that expression is false.
 

@@ -65,3 +65,23 @@ def test_what_a_condition_asks_of_a_tensor(x: Expr, wanted: tuple[Expr, bool]) -
 )
 def test_what_rounding_makes_a_difference_to(x: Expr, exact: bool) -> None:
     assert ix.is_exact(x) == exact
+
+
+@pytest.mark.parametrize(
+    ("x", "is_truth"),
+    [
+        (FLAG, True),
+        (ix.as_float(FLAG), True),
+        (ix.as_int(FLAG), True),
+        (ix.add(ix.ONE, ix.as_int(FLAG), -1), True),
+        (ix.where(ix.compare("<=", K, Q), Const(1.0), Const(0.0)), True),
+        (ix.mul(ix.as_float(FLAG), ix.as_float(ix.compare("<=", K, Q))), True),
+        (ix.where(FLAG, Const(1.0), Const(0.5)), False),
+        (ix.add(ix.as_int(FLAG), ix.ONE), False),
+        (ix.mul(ix.as_float(FLAG), Const(2.0)), False),
+        (MASK, False),
+        (BIAS, False),
+    ],
+)
+def test_which_numbers_are_truth_values(x: Expr, is_truth: bool) -> None:
+    assert ix.is_truth(x) == is_truth

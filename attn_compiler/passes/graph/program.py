@@ -220,6 +220,7 @@ def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
         total = x if total is None else builder.call(operator.add, total, x)
     for term in match.scores.allowed:
         c = _over_pairs(match, builder, term)
+        c = builder.call(torch.ne, c, 0) if term.by_numbers else c
         c = builder.call(torch.logical_not, c) if term.inverted else c
         keep = c if keep is None else builder.call(torch.logical_and, keep, c)
     if total is not None and keep is not None:

@@ -79,6 +79,7 @@ class Term:
     inverted: True means masked out (bool tensors alone).
     fill: the number that a masked score is in the end (bool tensors alone).
     replaces: the fill took the place of the score, and was not added to it (bool tensors alone).
+    by_numbers: in place of truth values are numbers, which have to be 0 and 1.
     along: the indices, of "bhqk", that elements may depend on. Along the other indices all elements are equal, and one is enough.
     """
 
@@ -88,6 +89,7 @@ class Term:
     inverted: bool = False
     fill: float = -math.inf
     replaces: bool = False
+    by_numbers: bool = False
     along: str = "bhqk"
 
 

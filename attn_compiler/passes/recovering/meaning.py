@@ -38,6 +38,9 @@ _MOST = 120
 
 _INDICES = (kinds.B, kinds.H, kinds.Q, kinds.K)
 
+#: what scores · b + fill · (1 - b) is, unless each b was shown to be a truth value
+_NUMBERS = "scores are multiplied by numbers that were not shown to be 0 and 1 (mask.bool().float() tells)"
+
 #: how Dynamo names a parameter or a buffer: l_self_modules_attn_modules_bias_parameters_table_
 _PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)_(?P<name>\w+)")
 
@@ -98,7 +101,10 @@ def unread(match: Match, reason: str) -> Meaning:
     return Meaning(
         reason=reason,
         along=tuple(term.along for term in match.scores.terms),
-        unusual=fills.unusual(match, {term.fill for term in match.scores.allowed}, Reach()),
+        unusual=(
+            *(_NUMBERS for term in match.scores.allowed if term.by_numbers),
+            *fills.unusual(match, {term.fill for term in match.scores.allowed}, Reach()),
+        ),
     )
 
 
@@ -120,6 +126,7 @@ class _Read:
         self._names: dict[str, str] = {}
         self._tensors: dict[str, Version] = {}
         self._fills: set[float] = set()
+        self._unusual: set[str] = set()
         self._steps: list[tuple[int, MaskStep]] = []
         self._dtype = _dtype_of(match.first)
         self._reach = Reach()
@@ -165,8 +172,12 @@ class _Read:
         """A truth value for each pair."""
         self._fills.add(term.fill)
         try:
-            allowed = ix.as_bool(self._element(term))
+            element = self._element(term)
+            if term.by_numbers and not ix.is_truth(element):
+                self._unusual.add(_NUMBERS)
+            allowed = ix.as_bool(element)
         except Unreadable as unreadable:
+            self._unusual |= {_NUMBERS} if term.by_numbers else set()
             self._unread_masks.append(str(unreadable))
             self._step(term, self._masking(None, term))
             return
@@ -206,7 +217,7 @@ class _Read:
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
             along=tuple(self._along),
-            unusual=fills.unusual(self._match, self._fills, self._reach),
+            unusual=(*self._unusual, *fills.unusual(self._match, self._fills, self._reach)),
             keyless=self._keyless(),
         )
 

@@ -25,6 +25,7 @@ class Joined:
     weighed_in: the dtype of the scores where the last part of the weight was multiplied on.
     fill: what a masked score is.
     replaces: the fill takes the place of the score. It is added to the score otherwise.
+    by_numbers: it is no bool: numbers, which mask if they are 0 and 1.
     """
 
     node: fx.Node
@@ -35,6 +36,7 @@ class Joined:
     inverted: bool = False
     fill: float = -math.inf
     replaces: bool = False
+    by_numbers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,7 @@ def _apply(scores: Scores, step: Step) -> None:
                     inverted=step.inverted,
                     fill=step.fill,
                     replaces=True,
+                    by_numbers=step.by_numbers,
                 )
             )
             scores.masked_at.append(step.fill)

@@ -17,6 +17,7 @@ from attn_compiler.passes.graph import constants, mutation, views
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.views import argument, value
 from attn_compiler.passes.matching import operands
+from attn_compiler.passes.matching.patterns import blended
 from attn_compiler.passes.matching.patterns.steps import (
     Add,
     Cast,
@@ -84,7 +85,7 @@ def _add(mirror: Mirror, node: fx.Node) -> list[Step]:
     alpha = constants.number(mirror, argument(node, "alpha"))
     if alpha is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return _offset(node, alpha)
-    steps: list[Step] = [Add(node=node, source=left, term=right, weight=alpha)]
+    steps: list[Step] = [*_blended(mirror, node, alpha), Add(node=node, source=left, term=right, weight=alpha)]
     if alpha == 1.0 and not str(node.target).startswith("aten.add_"):
         steps.append(Add(node=node, source=right, term=left))
     return steps
@@ -98,10 +99,30 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
     maximum = _row_maximum(right, left)
     if maximum is not None and alpha == 1.0:
         return [Shift(node=node, source=left, uses=maximum)]
-    steps: list[Step] = [Add(node=node, source=left, term=right, weight=-alpha)]
+    steps: list[Step] = [*_blended(mirror, node, -alpha), Add(node=node, source=left, term=right, weight=-alpha)]
     if alpha == 1.0 and not mutation.writes(node):
         steps.append(Add(node=node, source=right, term=left, negates=True))
     return steps
+
+
+def _blended(mirror: Mirror, node: fx.Node, weight: float) -> list[Step]:
+    """Of left + weight · right."""
+    left, right = node.args[:2]
+    found = blended.read(mirror, left, right, weight)
+    found += blended.read(mirror, right, left, 1.0) if weight == 1.0 else []
+    return [
+        Keep(
+            node=node,
+            source=blend.scores,
+            condition=blend.numbers,
+            inverted=False,
+            fill=fill,
+            by_numbers=True,
+            uses=(blend.product,),
+        )
+        for blend in found
+        if (fill := _masking(mirror, blend.fill, node)) is not None
+    ]
 
 
 def _offset(node: fx.Node, alpha: float | None) -> list[Step]:

@@ -269,6 +269,7 @@ def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
         inverted=joined.inverted,
         fill=joined.fill,
         replaces=joined.replaces,
+        by_numbers=joined.by_numbers,
     )
 
 

@@ -55,11 +55,15 @@ class Add(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Step):
-    """Only where the condition holds (or, inverted, does not): the rest is masked out, with the score `fill`."""
+    """Only where the condition holds (or, inverted, does not): the rest is masked out, with the score `fill`.
+
+    by_numbers: the condition are numbers that the scores were multiplied by; it is one if all of them are 0 or 1.
+    """
 
     condition: fx.Node
     inverted: bool
     fill: float
+    by_numbers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
