@@ -25,6 +25,7 @@ from tests.near_miss.checking import (
 )
 
 CASES = Cases()
+WRITTEN = "the softmax of an attention is one call"
 AFTER = "the softmax is followed by a product with v"
 FOLLOWED = "every axis and every step of the scores can be followed"
 GRADIENT = "the gradient of the output reaches the scores"
@@ -64,10 +65,57 @@ def negated_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).neg().softmax(-1) @ v
 
 
-@CASES.near_miss(missed("the softmax of an attention is one call", "exp and a division by its sum"))
+@CASES.near_miss(described("scale 0.3"))
 def softmax_written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = (q @ k.mT * 0.3).exp()
     return weights / weights.sum(-1, keepdim=True) @ v
+
+
+@CASES.near_miss(described("scale 0.3"))
+def softmax_written_out_less_the_largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.3
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return weights / (weights.sum(-1, keepdim=True) + 1e-9) @ v
+
+
+@CASES.near_miss(described("scale 0.3"), inputs=lambda: qkv(grad=False, dtype=torch.float64))
+def softmax_by_its_logarithm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).log_softmax(-1).exp() @ v
+
+
+@CASES.near_miss(described("scale 0.3"))
+def softmax_written_out_over_keys_that_come_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (k @ q.mT * 0.3).exp()
+    return (weights / weights.sum(-2, keepdim=True)).mT @ v
+
+
+@CASES.near_miss(nothing)
+def softmax_written_out_over_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.3).exp()
+    return (weights / weights.sum(-2, keepdim=True)) @ v
+
+
+@CASES.near_miss(missed(WRITTEN, "exp and a division by its sum"))
+def softmax_plus_one_written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.3).exp()
+    return weights / (weights.sum(-1, keepdim=True) + 1) @ v
+
+
+@CASES.near_miss(missed(WRITTEN, "exp and a division by its sum"))
+def a_sum_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.3).exp()
+    return weights / weights.sum(-1, keepdim=True).detach() @ v
+
+
+@CASES.near_miss(missed(WRITTEN, "exp and a division by its sum"))
+def weights_written_out_that_are_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = (q @ k.mT * 0.3).exp()
+    return weights / weights.sum(-1, keepdim=True) @ v, weights
+
+
+@CASES.near_miss(nothing)
+def a_temperature_beside_a_logarithm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT * 0.3).log_softmax(-1) * 2).exp() @ v
 
 
 @CASES.near_miss(missed(AFTER, "softmax is used by relu"))

@@ -250,6 +250,10 @@ def examples(graph_module: fx.GraphModule) -> list[object]:
 _FUSED_CALLS = ("multi_head_attention", "transformer_encoder_layer_fwd", "flex_attention")
 
 
+#: a difference, and a view, are between an exponential and the logarithm
+_STEPS_TO_LOGARITHM = 2
+
+
 def is_anchor_like(node: fx.Node) -> bool:
     """Whether a Dynamo node can hold an anchor. A cheap look at its name, so that other graphs never get a mirror."""
     if node.op not in ("call_function", "call_method"):
@@ -257,7 +261,24 @@ def is_anchor_like(node: fx.Node) -> bool:
     name = target_name(node)
     softmax = ("softmax" in name or "softmin" in name) and "log_softmax" not in name and "gumbel" not in name
     fused = any(call in name for call in _FUSED_CALLS)
-    return softmax or fused or "scaled_dot_product" in name or library_ops.kernel_in(node) is not None
+    return (
+        softmax
+        or fused
+        or _is_in_softmax(node)
+        or "scaled_dot_product" in name
+        or library_ops.kernel_in(node) is not None
+    )
+
+
+def _is_in_softmax(node: fx.Node) -> bool:
+    """Whether an exponential may be a part of a softmax that is written out: it is summed up, or of a logarithm of weights."""
+    if target_name(node) != "exp":
+        return False
+    above = dict.fromkeys(node.all_input_nodes)
+    for _ in range(_STEPS_TO_LOGARITHM):
+        above |= dict.fromkeys(x for source in above for x in source.all_input_nodes)
+    is_summed = any(target_name(user) == "sum" for user in node.users)
+    return is_summed or any(target_name(x) in ("log_softmax", "logsumexp") for x in above)
 
 
 def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:

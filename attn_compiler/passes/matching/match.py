@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -12,8 +14,8 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Match, Miss, Refused, Site
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.unit import FoundSites, Unit, is_anchor_like, module_path, source_line, tensor_kind
-from attn_compiler.passes.matching import nested_calls, routers
-from attn_compiler.passes.matching.patterns import PATTERNS, Pattern
+from attn_compiler.passes.matching import nested_calls, routers, written_out
+from attn_compiler.passes.matching.patterns import PATTERNS, Pattern, softmaxes
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 
@@ -28,13 +30,14 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
             untried.setdefault(node, _closed(node))
     scopes = regions.of(unit.graph)
     spelled_out = {node: one for one in spelling.calls for node in one.nodes}
+    written = _Written(unit.graph)
     sites: list[Site] = []
     misses: list[Miss] = []
     for anchor in mirror.graph.nodes:
         patterns = [p for p in PATTERNS if anchor.target in p.anchors]
         owner = mirror.owner(anchor)
         spelled = None if owner is None else spelled_out.get(owner)
-        if not patterns or (spelled is not None and spelled.call in untried):
+        if not patterns or not written.may_be(mirror, anchor) or (spelled is not None and spelled.call in untried):
             continue
         found: Site | Miss | None = None
         with faults.confined(unit.log, "match", _module(mirror, anchor)) as attempt:
@@ -48,9 +51,45 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
             if owner is not None and owner in spelling.local:
                 found.notes.append(spelling.local[owner])
             sites.append(found)
-        elif found is not None and anchor in mirror.live and not routers.is_choice(mirror, anchor):
+        elif found is not None and _is_told(mirror, anchor):
             misses.append(found)
     return FoundSites(sites=tuple(sites), misses=tuple(misses), untried=untried)
+
+
+def _is_told(mirror: Mirror, anchor: fx.Node) -> bool:
+    """Whether an anchor that is no site is a miss. An exponential may be a loss's, or anybody's: unseen.py tells which are attention."""
+    if anchor.target in softmaxes.WRITTEN_OUT or anchor not in mirror.live:
+        return False
+    return not routers.is_choice(mirror, anchor)
+
+
+class _Written:
+    """Softmaxes of one graph that are written out."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+
+    @functools.cached_property
+    def _exponentials(self) -> frozenset[fx.Node]:
+        return frozenset(one.exp for one in written_out.find(self._graph))
+
+    def may_be(self, mirror: Mirror, anchor: fx.Node) -> bool:
+        """Whether an anchor is worth a look: an exponential is one of q kᵀ, in weights that sum to one."""
+        if anchor.target not in softmaxes.WRITTEN_OUT:
+            return True
+        return softmaxes.read(mirror, anchor) is not None and mirror.owner(anchor) in self._exponentials
+
+
+def owners_in_sites(units: Iterable[Unit]) -> frozenset[fx.Node]:
+    """Dynamo's nodes that stand between the two products of any site."""
+    return frozenset(
+        owner
+        for unit in units
+        if unit.mirror is not None
+        for site in unit.found.sites
+        for node in site.match.covered
+        if (owner := unit.mirror.owner(node)) is not None
+    )
 
 
 def _match(

@@ -5,34 +5,47 @@ Looked for before the graph is rewritten, on Dynamo's own nodes: in most graphs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from torch import fx
 
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.unit import module_path, source_line
 from attn_compiler.passes.matching import linear_calls, nested_calls, written_out
+from attn_compiler.passes.matching.written_out import WrittenOut
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reporting.facts import MissReport
 from attn_compiler.torch_private import compat as torch_compat
 
 
-def rows(gm: fx.GraphModule) -> list[MissReport]:
-    """One row for each way in which the graph, or a body nested in it, has such attention."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unseen:
+    """written: softmaxes that are written out; a pattern may know one of them all the same. others: rows of all else."""
+
+    written: tuple[WrittenOut, ...] = ()
+    others: tuple[MissReport, ...] = ()
+
+    def rows(self, found: Collection[fx.Node] = ()) -> list[MissReport]:
+        """One row for each way in which the graph, or a body nested in it, has such attention. found: Dynamo's nodes in sites."""
+        return [*_written_out(one for one in self.written if one.exp not in found), *self.others]
+
+
+def find(gm: fx.GraphModule) -> Unseen:
+    """Before the graph is rewritten."""
     graphs = [module.graph for module in torch_compat.graph_modules(gm)]
-    found = [*_written_out(graphs), *_linear(graphs)]
+    others = _linear(graphs)
     broken_off = nested_calls.find(gm)
     if broken_off is not None:
         given = broken_off.given
-        found.append(_row([given], nested_calls.ANCHOR, "none tried", broken_off.reason, broken_off.source))
-    return found
+        others.append(_row([given], nested_calls.ANCHOR, "none tried", broken_off.reason, broken_off.source))
+    return Unseen(written=tuple(one for graph in graphs for one in written_out.find(graph)), others=tuple(others))
 
 
-def _written_out(graphs: Iterable[fx.Graph]) -> list[MissReport]:
+def _written_out(found: Iterable[WrittenOut]) -> list[MissReport]:
     groups: dict[Reason, list[fx.Node]] = {}
-    for graph in graphs:
-        for one in written_out.find(graph):
-            groups.setdefault(one.reason, []).append(one.exp)
+    for one in found:
+        groups.setdefault(one.reason, []).append(one.exp)
     return [
         _row(nodes, target_name(nodes[0]), "softmax chain", reason, source_line(nodes[0]))
         for reason, nodes in groups.items()

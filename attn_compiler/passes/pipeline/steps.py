@@ -92,7 +92,7 @@ def _from_the_start(work: Work) -> Onward:
 def _unseen(work: Work) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    work.unseen = rooms.unseen.rows(work.gm)
+    work.unseen = rooms.unseen.find(work.gm)
 
 
 # ---- on each unit: what it is made of --------------------------------------------------------------------------------
@@ -318,8 +318,9 @@ def _warnings(work: Work) -> None:
 def _report(work: Work) -> None:
     from attn_compiler.passes.pipeline import rooms
 
+    unseen = [] if work.unseen is None else work.unseen.rows(rooms.match.owners_in_sites(work.units))
     work.report = rooms.summary.report(
-        work.gm, work.units, work.decided_for, work.seconds, faults=work.warned, unseen=work.unseen
+        work.gm, work.units, work.decided_for, work.seconds, faults=work.warned, unseen=unseen
     )
 
 

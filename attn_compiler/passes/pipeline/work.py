@@ -18,7 +18,6 @@ from attn_compiler.passes.recovering.reading.readers import Readers
 from attn_compiler.passes.rewrites.remembered import Remembered
 from attn_compiler.reasons.errors import AttnCompilerError
 from attn_compiler.reporting.dump import Dumper
-from attn_compiler.reporting.facts import MissReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat
@@ -28,6 +27,7 @@ from attn_compiler.torch_private.store import Store
 
 if TYPE_CHECKING:
     from attn_compiler.passes.context_parallel.spread import Spread
+    from attn_compiler.passes.matching.unseen import Unseen
     from attn_compiler.passes.spelling.checkpoints import Inlined
     from attn_compiler.passes.unpad.packing import Trial
 
@@ -56,7 +56,7 @@ class Work:
     inlined: list[Inlined] | None = None
     border: Border | None = None
     memory: Remembered | None = None
-    unseen: list[MissReport] = field(default_factory=list)
+    unseen: Unseen | None = None
     trial: Spread | Trial | None = None
     failed: Exception | None = None
     known: tuple[tuple[int, Known], ...] = ()

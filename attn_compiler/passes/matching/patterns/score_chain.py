@@ -93,11 +93,8 @@ def follow(product: Contraction, steps: list[Step], dims: Dims) -> Scores:
     return scores
 
 
-def softmax_axis(anchor: fx.Node, scores: Scores) -> Dim:
+def softmax_axis(dim: int, scores: Scores) -> Dim:
     """The atoms that the softmax runs over. Raises AxisError if an earlier step only makes sense for another axis."""
-    dim = views.argument(anchor, "dim")
-    if not isinstance(dim, int):
-        raise AxisError(f"softmax over {dim}")
     key = axes.resolve(scores.dims[dim])
     if any(axes.resolve(along) != key for along in scores.shifted_along):
         raise AxisError("the maximum that is subtracted was taken along another axis than the softmax")

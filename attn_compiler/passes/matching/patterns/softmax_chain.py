@@ -16,33 +16,38 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteScores, Term
 from attn_compiler.passes.matching import contraction, operands
 from attn_compiler.passes.matching.contraction import Contraction
-from attn_compiler.passes.matching.patterns import assembly, score_chain, score_steps, weights_chain
+from attn_compiler.passes.matching.patterns import assembly, score_chain, score_steps, softmaxes, weights_chain
 from attn_compiler.passes.matching.patterns.score_chain import Joined, Scaled, Scores
+from attn_compiler.passes.matching.patterns.softmaxes import Softmax
 from attn_compiler.passes.matching.patterns.steps import Step
 from attn_compiler.passes.matching.patterns.weights_chain import Way
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
 NAME = "softmax chain"
-ANCHORS = frozenset({aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.special_softmax.default})
+ANCHORS = softmaxes.CALLS | softmaxes.WRITTEN_OUT
 _LONGEST_PATH = 40
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
     """Raises Refused with the place where the graph stops looking like attention."""
-    product, steps = _to_product(mirror, anchor)
-    way = weights_chain.to_values(mirror, anchor)
+    softmax = softmaxes.read(mirror, anchor)
+    if softmax is None:
+        rule, observed = "the softmax runs over one axis", f"it runs over {views.argument(anchor, 'dim')}"
+        raise Refused(code=Code.SOFTMAX_AXIS, rule=rule, observed=observed, at=anchor, progress=0)
+    product, steps = _to_product(mirror, softmax)
+    way = weights_chain.to_values(mirror, softmax.node)
     try:
-        return _match(mirror, anchor, product, steps, way)
+        return _match(mirror, softmax, product, steps, way)
     except AxisError as error:
         rule = "every axis and every step of the scores can be followed"
         raise Refused(code=Code.AXES, rule=rule, observed=str(error), at=anchor, progress=4) from error
 
 
-def _to_product(mirror: Mirror, anchor: fx.Node) -> tuple[Contraction, list[Step]]:
+def _to_product(mirror: Mirror, softmax: Softmax) -> tuple[Contraction, list[Step]]:
     """Walk up from the softmax. Returns the product and the steps after it, in the order in which they run."""
     deepest: list[tuple[int, fx.Node]] = []
-    found = _climb(mirror, views.source(anchor), [], deepest, set())
+    found = _climb(mirror, softmax.scores, [], deepest, set())
     if found is not None:
         return found
     depth, stopped = max(deepest, key=lambda d: d[0])
@@ -77,19 +82,19 @@ def _climb(
 
 def _match(
     mirror: Mirror,
-    anchor: fx.Node,
+    softmax: Softmax,
     product: Contraction,
     steps: list[Step],
     way: Way,
 ) -> Match:
-    weighted = way.product
+    anchor, weighted = softmax.node, way.product
     for each in (product, weighted):
         _check_addend(mirror, each)
     meaning = _fresh_labels(product)
     scores = score_chain.follow(product, steps, tuple(meaning[x] for x in product.out_labels))
-    key = score_chain.softmax_axis(anchor, scores)
+    key = score_chain.softmax_axis(softmax.dim, scores)
     keys_on_the_right, query, batch = _roles(anchor, product, meaning, key)
-    _check_readers(mirror, anchor, product, steps)
+    _check_readers(mirror, softmax, product, steps)
     weights = weights_chain.follow(mirror, anchor, way, scores)
     out_dims, v_node, v_dims, d_v = _values(mirror, anchor, weighted, weights, key)
     q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
@@ -129,7 +134,7 @@ def _match(
             softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
         ),
         returns_weights=way.is_read,
-        covered=frozenset({product.node, *(s.node for s in steps), anchor, *way.nodes, weighted.node}),
+        covered=frozenset({product.node, *(s.node for s in steps), *softmax.nodes, *way.nodes, weighted.node}),
     )
 
 
@@ -174,9 +179,9 @@ def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: 
     )
 
 
-def _check_readers(mirror: Mirror, anchor: fx.Node, product: Contraction, steps: list[Step]) -> None:
+def _check_readers(mirror: Mirror, softmax: Softmax, product: Contraction, steps: list[Step]) -> None:
     """Nothing but the steps themselves may read a score: a fused kernel does not make it."""
-    allowed = {anchor, *(s.node for s in steps), *(u for s in steps for u in s.uses)}
+    allowed = {*softmax.nodes, *(s.node for s in steps), *(u for s in steps for u in s.uses)}
     for node in (product.node, *(s.node for s in steps)):
         for user in mirror.readers(node):
             if user not in allowed and views.reads_elements(user, node):

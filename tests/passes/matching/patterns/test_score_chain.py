@@ -172,29 +172,19 @@ def test_addend_of_a_product_is_added_with_its_factor() -> None:
 # ---- the axis of the softmax --------------------------------------------------------------------------------------
 
 
-def _softmax(dim: object) -> fx.Node:
-    graph = fx.Graph()
-    return graph.call_function(ops.softmax.int, (graph.placeholder("scores"), dim))
-
-
 @pytest.mark.parametrize(("dim", "position"), [(-1, 3), (3, 3), (-2, 2), (0, 0)])
 def test_softmax_axis(dim: int, position: int) -> None:
     dims = axes.fresh(SIZES)
-    assert score_chain.softmax_axis(_softmax(dim), Scores(dims=dims)) == dims[position]
-
-
-def test_softmax_over_something_unknown_is_refused() -> None:
-    with pytest.raises(AxisError, match="softmax over"):
-        score_chain.softmax_axis(_softmax(None), Scores(dims=axes.fresh(SIZES)))
+    assert score_chain.softmax_axis(dim, Scores(dims=dims)) == dims[position]
 
 
 def test_the_maximum_has_to_be_that_of_the_softmax() -> None:
     dims = axes.fresh(SIZES)
     with pytest.raises(AxisError, match="along another axis"):
-        score_chain.softmax_axis(_softmax(-2), Scores(dims=dims, shifted_along=[dims[-1]]))
+        score_chain.softmax_axis(-2, Scores(dims=dims, shifted_along=[dims[-1]]))
 
 
 def test_sinks_have_to_lie_along_the_softmax() -> None:
     graph = _Graph()
     with pytest.raises(AxisError, match="sink column lies"):
-        score_chain.softmax_axis(_softmax(-2), Scores(dims=graph.dims, sinks=graph.product.node))
+        score_chain.softmax_axis(-2, Scores(dims=graph.dims, sinks=graph.product.node))

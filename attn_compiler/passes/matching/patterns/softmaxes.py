@@ -1,0 +1,152 @@
+"""A softmax, by whatever ops it is written: PyTorch's own, exp(x) / sum(exp(x)), exp(log_softmax(x)), exp(x - logsumexp(x)).
+
+What is written out is the same function: the maximum that a model subtracts first, or does not, is a number for each row. Where a row has
+no weight left, or an exponential is infinite, the model's own gives NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import constants, mutation, views
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.views import argument, value
+from attn_compiler.passes.matching.patterns import score_steps
+from attn_compiler.passes.matching.patterns.steps import Shift
+
+aten = torch.ops.aten
+
+CALLS = frozenset({aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.special_softmax.default})
+WRITTEN_OUT = frozenset({aten.exp.default})
+_LOG_SOFTMAX = frozenset({aten.log_softmax.int, aten._log_softmax.default, aten.special_log_softmax.default})
+_DIVISIONS = frozenset({aten.div.Tensor, aten.true_divide.Tensor})
+
+#: what is added to a sum of at least 1 without a trace in float32
+_MOST_ADDED = 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax:
+    """node: the weights. scores: of what. dim: along which axis of them. nodes: all that it consists of."""
+
+    node: fx.Node
+    scores: fx.Node
+    dim: int
+    nodes: frozenset[fx.Node]
+
+
+def read(mirror: Mirror, anchor: fx.Node) -> Softmax | None:
+    """The softmax that an anchor belongs to; None for an exponential that is in none."""
+    if anchor.target in CALLS:
+        dim = argument(anchor, "dim")
+        if not isinstance(dim, int):
+            return None
+        return Softmax(node=anchor, scores=views.source(anchor), dim=dim, nodes=frozenset({anchor}))
+    found = (reader(mirror, anchor) for reader in (_of_log_softmax, _less_logsumexp, _over_sum))
+    return next((softmax for softmax in found if softmax is not None), None)
+
+
+def _of_log_softmax(mirror: Mirror, exp: fx.Node) -> Softmax | None:
+    log = views.source(exp)
+    dim = argument(log, "dim") if log.target in _LOG_SOFTMAX else None
+    if not isinstance(dim, int) or not _is_read_by(mirror, log, {exp}):
+        return None
+    return Softmax(node=exp, scores=views.source(log), dim=dim, nodes=frozenset({exp, log}))
+
+
+def _less_logsumexp(mirror: Mirror, exp: fx.Node) -> Softmax | None:
+    less = views.source(exp)
+    if less.target is not aten.sub.Tensor or argument(less, "alpha") != 1 or not _is_read_by(mirror, less, {exp}):
+        return None
+    scores, total = less.args[:2]
+    if not isinstance(scores, fx.Node) or not isinstance(total, fx.Node):
+        return None
+    path = _row(mirror, total, less, aten.logsumexp.default, scores)
+    return (
+        None
+        if path is None
+        else Softmax(node=exp, scores=scores, dim=path.dim, nodes=frozenset({exp, less, *path.nodes}))
+    )
+
+
+def _over_sum(mirror: Mirror, exp: fx.Node) -> Softmax | None:
+    """exp / sum, or exp · (1 / sum): the sum and that alone read the exponentials."""
+    for weights in mirror.readers(exp):
+        divisor, reader = _divisor(weights, exp)
+        if divisor is None or (reader is not weights and not _is_read_by(mirror, reader, {weights})):
+            continue
+        path = _row(mirror, divisor, reader, aten.sum.dim_IntList, exp)
+        if path is None or value(weights).dtype != value(exp).dtype:
+            continue
+        if _is_read_by(mirror, exp, {weights, path.nodes[-1]}):
+            nodes = frozenset({exp, weights, reader, *path.nodes})
+            return Softmax(node=weights, scores=views.source(exp), dim=path.dim, nodes=nodes)
+    return None
+
+
+def _divisor(weights: fx.Node, exp: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+    """(what the exponentials are divided by, the node that reads it), if `weights` are that."""
+    left, right = weights.args[:2] if len(weights.args) > 1 else (None, None)
+    if weights.target in _DIVISIONS and left is exp and isinstance(right, fx.Node) and right is not exp:
+        return right, weights
+    other = right if left is exp else left
+    if weights.target is aten.mul.Tensor and isinstance(other, fx.Node) and other.target is aten.reciprocal.default:
+        return views.source(other), other
+    return None, weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One number for each row of a tensor. nodes: from what is read down to the op that makes it of the tensor, which is the last."""
+
+    dim: int
+    nodes: tuple[fx.Node, ...]
+
+
+def _row(mirror: Mirror, node: fx.Node, reader: fx.Node, op: object, of: fx.Node) -> _Row | None:
+    """How `node`, which only `reader` reads, is `op` on `of` over one axis, which is kept or put back."""
+    path = [node]
+    put_back: int | None = None
+    below = reader
+    while path[-1].target is not op:
+        top = path[-1]
+        if not _is_read_by(mirror, top, {below}):
+            return None
+        if top.target is aten.unsqueeze.default and put_back is None:
+            put_back = int(argument(top, "dim")) % value(top).dim()  # type: ignore[call-overload]
+        elif not (of.target in WRITTEN_OUT and _adds_nothing(mirror, top, of)):
+            return None
+        below = top
+        path.append(views.source(top))
+    top = path[-1]
+    rank = value(of).dim()
+    dims = argument(top, "dim")
+    listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, Iterable) else []
+    if top.args[0] is not of or len(listed) != 1 or not _is_read_by(mirror, top, {below}):
+        return None
+    dim = int(listed[0]) % rank
+    is_kept = bool(argument(top, "keepdim"))
+    if is_kept == (put_back is not None) or (put_back is not None and put_back != dim):
+        return None
+    return _Row(dim=dim, nodes=tuple(path))
+
+
+def _adds_nothing(mirror: Mirror, node: fx.Node, exp: fx.Node) -> bool:
+    """Whether it adds a number to a sum of exponentials that the sum does not see: the largest of them is 1."""
+    if not any(isinstance(step, Shift) for step in score_steps.read(mirror, views.source(exp))):
+        return False
+    if node.target is not aten.add.Tensor or argument(node, "alpha") != 1 or not isinstance(node.args[0], fx.Node):
+        return False
+    number = constants.number(mirror, node.args[1])
+    return number is not None and 0 <= number <= _MOST_ADDED
+
+
+def _is_read_by(mirror: Mirror, node: fx.Node, readers: set[fx.Node]) -> bool:
+    """Whether nothing else reads its elements, and nothing writes to them."""
+    if mutation.is_written_later(mirror, node):
+        return False
+    return all(user in readers or not views.reads_elements(user, node) for user in mirror.readers(node))
