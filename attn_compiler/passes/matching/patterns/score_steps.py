@@ -293,6 +293,18 @@ def _clamp(mirror: Mirror, node: fx.Node) -> list[Step]:
     return [_clamped(node, source, lowest, highest)]
 
 
+def _finite(mirror: Mirror, node: fx.Node) -> list[Step]:
+    """-inf and inf become the ends of the dtype, as by a clamp to them. No score is NaN that was none before it was masked."""
+    low, high = argument(node, "neginf"), argument(node, "posinf")
+    ends = torch.finfo(value(node).dtype)
+    lowest = ends.min if low is None else constants.number(mirror, low)
+    highest = ends.max if high is None else constants.number(mirror, high)
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or lowest is None or highest is None or lowest > ends.min or highest < ends.max:
+        return []
+    return [_clamped(node, source, lowest, highest)]
+
+
 def _clamped(node: fx.Node, source: fx.Node, low: float, high: float) -> Clamp:
     ends = torch.finfo(value(source).dtype) if value(source).is_floating_point() else None
     of_dtype = ends is not None and low <= ends.min and ends.max <= high
@@ -365,17 +377,14 @@ READERS: dict[object, Reader] = {
     aten.neg.default: _negated,
     aten.neg_.default: _negated,
     aten.negative.default: _negated,
-    aten.where.self: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.ScalarSelf: _where,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.masked_fill_.Scalar: _masked_fill,
-    aten.masked_fill_.Tensor: _masked_fill,
+    **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf), _where),
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _masked_fill),
+    **dict.fromkeys((aten.masked_fill_.Scalar, aten.masked_fill_.Tensor), _masked_fill),
     aten.max.other: _floor,
     aten.maximum.default: _floor,
     aten.clamp.default: _clamp,
     aten.clamp_min.default: _floor,
+    aten.nan_to_num.default: _finite,
     aten.to.dtype: _cast,
     aten.to.other: _cast,
     aten.to.dtype_layout: _cast,

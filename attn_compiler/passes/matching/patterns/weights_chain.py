@@ -1,6 +1,7 @@
 """From the softmax down to the product with v: what may stand there, and whether a kernel's result is the same with it.
 
-Views, casts and dropout; the part without the sink column; a product with 1; a mask that sets to zero what had no weight anyway.
+Views, casts and dropout; the part without the sink column; a product with 1; a mask that sets to zero what had no weight anyway; 0 in place
+of NaN, which a row without keys is.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _is_plain(product: Contraction) -> bool:
 
 
 def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) -> bool:
-    expected = {*path, product}
+    expected = {*path, product, *(x for node in path for x in node.all_input_nodes if x.target is aten.isnan.default)}
     readers = ((user, node) for node in path for user in mirror.readers(node) if user not in expected)
     return any(views.reads_elements(user, node) for user, node in readers)
 
@@ -108,6 +109,9 @@ def _carried(mirror: Mirror, node: fx.Node) -> fx.Node | None:
     scaled = operands.scale_of(mirror, node)
     if scaled is not None and scaled[1] == 1.0 and not mutation.writes(node):
         return scaled[0]
+    cleared = _cleared(mirror, node)
+    if cleared is not None:
+        return cleared
     zeroed = _zeroed(mirror, node)
     return zeroed.weights if zeroed is not None else None
 
@@ -200,7 +204,20 @@ def _check_column_dropped(node: fx.Node, part: tuple[fx.Node, axes.Size], scores
 
 def _zeroed(mirror: Mirror, node: fx.Node) -> Zeroed | None:
     reader = _MASKS.get(node.target)
-    return None if reader is None else reader(mirror, node)
+    return None if reader is None or _cleared(mirror, node) is not None else reader(mirror, node)
+
+
+def _cleared(mirror: Mirror, node: fx.Node) -> fx.Node | None:
+    """The weights that a node puts 0 in the place of each NaN of, if it does. Infinite weights there are none."""
+    if node.target is aten.nan_to_num.default:
+        nan = views.argument(node, "nan")
+        return views.source(node) if nan is None or constants.number(mirror, nan) == 0.0 else None
+    reader = _MASKS.get(node.target)
+    found = None if reader is None or mutation.writes(node) else reader(mirror, node)
+    condition = None if found is None else found.condition
+    if found is None or condition is None or condition.target is not aten.isnan.default or not found.inverted:
+        return None
+    return found.weights if condition.args[0] is found.weights else None
 
 
 def _masked_fill(mirror: Mirror, node: fx.Node) -> Zeroed | None:

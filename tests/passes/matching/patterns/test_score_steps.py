@@ -169,6 +169,8 @@ def test_a_fill_that_is_not_known_is_no_mask() -> None:
         lambda s: torch.max(s, torch.tensor(LOWEST)),
         lambda s: torch.maximum(torch.tensor(LOWEST), s),
         lambda s: s.clamp(min=LOWEST),
+        lambda s: s.nan_to_num(),
+        lambda s: s.nan_to_num(neginf=LOWEST),
         lambda s: s.clamp_min(LOWEST),
         lambda s: s.clamp(LOWEST, -LOWEST),
     ],

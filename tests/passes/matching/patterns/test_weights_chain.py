@@ -68,6 +68,22 @@ def test_masks_on_the_weights(change: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        lambda w: w.nan_to_num(),
+        lambda w: w.nan_to_num(0.0, 1.0, 0.0),
+        lambda w: w.masked_fill(w.isnan(), 0),
+        lambda w: torch.where(torch.isnan(w), 0.0, w),
+    ],
+)
+def test_zeros_for_what_is_not_a_number_are_no_mask(change: Callable[..., Tensor]) -> None:
+    way = _way(change)
+    assert len(way.nodes) == 1
+    assert not way.is_masked
+    assert not way.is_read
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         lambda w: w[..., 1:],
         lambda w: w.narrow(-1, 1, 5),
         lambda w: w.split([1, 5], dim=-1)[1],
@@ -85,8 +101,14 @@ def test_parts_of_the_last_axis_begin_where_they_do(change: Callable[..., Tensor
 
 @pytest.mark.parametrize(
     "change",
-    [lambda w: w.relu(), lambda w: w + 1, lambda w: w.masked_fill(w < 0.1, 0.5), lambda w: w * w.new_ones(6)],
-    ids=["a function", "a sum", "another fill", "numbers"],
+    [
+        lambda w: w.relu(),
+        lambda w: w + 1,
+        lambda w: w.masked_fill(w < 0.1, 0.5),
+        lambda w: w * w.new_ones(6),
+        lambda w: w.nan_to_num(nan=1.0),
+    ],
+    ids=["a function", "a sum", "another fill", "numbers", "another number for NaN"],
 )
 def test_what_changes_the_weights_ends_the_way(change: Callable[..., Tensor]) -> None:
     with pytest.raises(Refused, match="the softmax is followed by a product with v"):
