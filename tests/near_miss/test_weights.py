@@ -153,6 +153,41 @@ def masked_before_and_multiplied_afterwards(q: Tensor, k: Tensor, v: Tensor, kep
     return (weights * kept.to(weights.dtype)) @ v
 
 
+def padded(q: Tensor, k: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores that are masked, and the mask, made anew."""
+    kept = torch.arange(LENGTH)[None, :] < lengths[:, None]
+    return (q @ k.mT * 0.3).masked_fill(~kept[:, None, None, :], -torch.inf), kept
+
+
+@CASES.near_miss(described("right padding"), inputs=lambda: qkv(torch.tensor([4, 0])))
+def masked_twice_by_masks_that_are_made_alike(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """The second row has no key."""
+    scores, _ = padded(q, k, lengths)
+    again = torch.arange(LENGTH)[None, :] < lengths[:, None]
+    return scores.softmax(-1).masked_fill(~again[:, None, None, :], 0.0) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(torch.tensor([4, 2])))
+def masked_twice_and_one_key_less(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    scores, _ = padded(q, k, lengths)
+    again = torch.arange(LENGTH)[None, :] < lengths[:, None] - 1
+    return scores.softmax(-1).masked_fill(~again[:, None, None, :], 0.0) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(torch.tensor([4, 2]), grad=False))
+def lengths_are_written_in_between(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    scores, _ = padded(q, k, lengths)
+    lengths.sub_(1)
+    again = torch.arange(LENGTH)[None, :] < lengths[:, None]
+    return scores.softmax(-1).masked_fill(~again[:, None, None, :], 0.0) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(grad=False))
+def two_draws(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    first, second = (torch.rand(LENGTH, LENGTH) < 0.7 for _ in range(2))
+    return (q @ k.mT * 0.3).masked_fill(~first, -1e9).softmax(-1).masked_fill(~second, 0.0) @ v
+
+
 @CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(condition(LENGTH, LENGTH)))
 def masked_before_and_the_rest_afterwards(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1).masked_fill(kept, 0.0) @ v

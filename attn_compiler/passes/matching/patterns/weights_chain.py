@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import axes, constants, mutation, views
+from attn_compiler.passes.graph import axes, constants, equal, mutation, views
 from attn_compiler.passes.graph.axes import AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
@@ -265,13 +265,13 @@ _MASKS: dict[object, Callable[[Mirror, fx.Node], Zeroed | None]] = {
 
 
 def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores) -> None:
-    """What is set to zero was masked in the scores, by the same tensor: it had no weight. Raises AxisError if that can't be told.
+    """What is set to zero was masked in the scores, by the same elements: it had no weight. Raises AxisError if that can't be told.
 
     A row in which every key is masked gets nothing from the model then, as from every kernel.
     """
     wanted = _bare(mirror, zeroed.condition, zeroed.inverted, node)
     for kept in scores.keeps:
-        is_it = wanted is not None and _bare(mirror, kept.node, kept.inverted, kept.used) == wanted
+        is_it = _is_same(mirror, _bare(mirror, kept.node, kept.inverted, kept.used), wanted)
         if is_it and _resolved(kept.dims) == _resolved(dims):
             return
     raise AxisError(f"{node.name} sets weights to zero by another mask than that of the scores")
@@ -287,6 +287,12 @@ def _bare(mirror: Mirror, condition: fx.Node, inverted: bool, reader: fx.Node) -
         inverted ^= condition.target in _NOT
         condition, reader = views.source(condition), condition
     return mutation.version(mirror, condition, mirror.order(reader)), inverted
+
+
+def _is_same(mirror: Mirror, one: tuple[Version, bool] | None, other: tuple[Version, bool] | None) -> bool:
+    if one is None or other is None or one[1] != other[1]:
+        return False
+    return one[0] == other[0] or equal.are_equal(mirror, one[0].node, other[0].node)
 
 
 def _is_bool(node: fx.Node) -> bool:

@@ -1,0 +1,52 @@
+"""Nodes of a mirror that hold equal elements because they are made alike: a mask that a model writes a second time."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph.mirror import Mirror
+
+#: nodes above each other that are looked at
+_DEEPEST = 40
+
+
+def are_equal(mirror: Mirror, one: fx.Node, other: fx.Node, deepest: int = _DEEPEST) -> bool:
+    """Whether the same ops make both of the same, and nobody writes to anything in between or after."""
+    if _is_written(mirror, one) or _is_written(mirror, other):
+        return False
+    if one is other:
+        return True
+    if deepest == 0 or one.target != other.target or not _is_determined(one):
+        return False
+    return _are_alike(mirror, one.args, other.args, deepest - 1) and _are_alike(
+        mirror, dict(one.kwargs), dict(other.kwargs), deepest - 1
+    )
+
+
+def _is_written(mirror: Mirror, node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor) and bool(mirror.writers_into(node).nodes)
+
+
+def _is_determined(node: fx.Node) -> bool:
+    """Whether its arguments alone say what a node gives: it draws no numbers, and is nobody else's op."""
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
+
+
+def _are_alike(mirror: Mirror, one: object, other: object, deepest: int) -> bool:
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        return are_equal(mirror, one, other, deepest)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(
+            _are_alike(mirror, a, b, deepest) for a, b in zip(one, other, strict=True)
+        )
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_alike(mirror, one[key], other[key], deepest) for key in one)
+    return type(one) is type(other) and one == other
