@@ -95,7 +95,7 @@ def _match(
     key = score_chain.softmax_axis(softmax.dim, scores)
     keys_on_the_right, query, batch = _roles(anchor, product, meaning, key)
     _check_readers(mirror, softmax, product, steps)
-    weights = weights_chain.follow(mirror, anchor, way, scores)
+    weights = weights_chain.follow(mirror, anchor, way, scores, key)
     out_dims, v_node, v_dims, d_v = _values(mirror, anchor, weighted, weights, key)
     q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
     q_labels, k_labels = product.lhs_labels, product.rhs_labels

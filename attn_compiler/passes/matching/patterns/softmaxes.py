@@ -88,6 +88,16 @@ def _over_sum(mirror: Mirror, exp: fx.Node) -> Softmax | None:
     return None
 
 
+def normalised(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, int] | None:
+    """(weights, axis) where a node divides weights by their sum along one axis, and adds nothing to it."""
+    weights = node.args[0] if node.args else None
+    if not isinstance(weights, fx.Node) or node.target not in _DIVISIONS:
+        return None
+    divisor, reader = _divisor(node, weights)
+    path = None if divisor is None else _row(mirror, divisor, reader, aten.sum.dim_IntList, weights)
+    return None if path is None else (weights, path.dim)
+
+
 def _divisor(weights: fx.Node, exp: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     """(what the exponentials are divided by, the node that reads it), if `weights` are that."""
     left, right = weights.args[:2] if len(weights.args) > 1 else (None, None)

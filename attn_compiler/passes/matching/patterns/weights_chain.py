@@ -1,26 +1,28 @@
 """From the softmax down to the product with v: what may stand there, and whether a kernel's result is the same with it.
 
 Views, casts and dropout; the part without the sink column; a product with 1; a mask that sets to zero what had no weight anyway; 0 in place
-of NaN, which a row without keys is.
+of NaN, which a row without keys is; a division by their own sum. What was set to zero before that might as well have been masked in the
+scores.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from attn_compiler.passes.graph import axes, constants, equal, mutation, views
-from attn_compiler.passes.graph.axes import AxisError, Dims
+from attn_compiler.passes.graph.axes import AxisError, Dim, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Refused
 from attn_compiler.passes.matching import contraction, operands
 from attn_compiler.passes.matching.contraction import Contraction
-from attn_compiler.passes.matching.patterns.score_chain import Scores
+from attn_compiler.passes.matching.patterns import softmaxes
+from attn_compiler.passes.matching.patterns.score_chain import Joined, Scores
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
@@ -28,13 +30,14 @@ _CASTS = (*views.CASTS, aten.type_as.default)
 _SPLITS = frozenset({aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default})
 _SLICES = frozenset({aten.slice.Tensor, aten.narrow.default})
 _NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
+_MASK_SCORES = "mask the scores before the softmax: scores.masked_fill(~mask, float('-inf'))"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """nodes: what stands between the softmax and the product with v. product: that. is_read: the weights have another reader.
 
-    is_masked: a mask sets weights to zero.
+    is_masked: a mask sets weights to zero, and they are not divided by their sum after that.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -66,7 +69,7 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
                     nodes=tuple(path[1:]),
                     product=product,
                     is_read=_has_other_readers(mirror, path, user),
-                    is_masked=any(_zeroed(mirror, node) is not None for node in path[1:]),
+                    is_masked=any(_zeroed(mirror, node) is not None for node in _after_sums(mirror, path[1:])),
                 )
             if _carried(mirror, user) is path[-1]:
                 paths.append([*path, user])
@@ -76,7 +79,16 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
         observed=f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}",
         at=furthest,
         progress=3,
+        remedy=_MASK_SCORES
+        if any(user.target in (aten.mul.Tensor, aten.mul_.Tensor) for user in furthest.users)
+        else None,
     )
+
+
+def _after_sums(mirror: Mirror, nodes: list[fx.Node]) -> list[fx.Node]:
+    """Those after the last division by a sum of weights."""
+    last = max((i for i, node in enumerate(nodes) if softmaxes.normalised(mirror, node) is not None), default=-1)
+    return nodes[last + 1 :]
 
 
 def _is_plain(product: Contraction) -> bool:
@@ -85,8 +97,15 @@ def _is_plain(product: Contraction) -> bool:
 
 def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) -> bool:
     expected = {*path, product, *(x for node in path for x in node.all_input_nodes if x.target is aten.isnan.default)}
+    expected |= {user for node in path for user in node.users if _sums(mirror, user, node, path)}
     readers = ((user, node) for node in path for user in mirror.readers(node) if user not in expected)
     return any(views.reads_elements(user, node) for user, node in readers)
+
+
+def _sums(mirror: Mirror, user: fx.Node, weights: fx.Node, path: list[fx.Node]) -> bool:
+    """Whether a node makes the sum that the next of the path divides these weights by."""
+    found = (softmaxes.normalised(mirror, node) for node in path)
+    return user.target is aten.sum.dim_IntList and any(one is not None and one[0] is weights for one in found)
 
 
 def carries_weights(mirror: Mirror, node: fx.Node, anchor: fx.Node) -> bool:
@@ -112,6 +131,9 @@ def _carried(mirror: Mirror, node: fx.Node) -> fx.Node | None:
     cleared = _cleared(mirror, node)
     if cleared is not None:
         return cleared
+    normalised = softmaxes.normalised(mirror, node)
+    if normalised is not None:
+        return normalised[0]
     zeroed = _zeroed(mirror, node)
     return zeroed.weights if zeroed is not None else None
 
@@ -124,12 +146,16 @@ def dropout(way: Way) -> float:
     return rates[0] if rates else 0.0
 
 
-def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:
-    """The dims of the weights at the product. Raises AxisError or Refused for what a kernel's result would not have."""
+def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) -> Dims:
+    """The dims of the weights at the product. Raises AxisError or Refused for what a kernel's result would not have.
+
+    key: what the softmax runs over. The scores get the masks of weights that are divided by their sum.
+    """
     dims = scores.dims
     column = scores.sinks is not None
-    for node in way.nodes:
-        part, zeroed = _part(node), _zeroed(mirror, node)
+    pending: list[tuple[fx.Node, Zeroed, Dims]] = []
+    for i, node in enumerate(way.nodes):
+        part, zeroed, normalised = _part(node), _zeroed(mirror, node), softmaxes.normalised(mirror, node)
         if column and part is not None:
             _check_column_dropped(node, part, scores)
             column = False
@@ -142,7 +168,13 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:
         elif zeroed is not None:
             if column:
                 raise AxisError(f"{node.name} masks the weights before the sink column is dropped")
-            _check_masked_before(mirror, node, zeroed, dims, scores)
+            pending.append((node, zeroed, dims))
+        elif normalised is not None:
+            _check_sum(node, axes.resolve(dims[normalised[1]]), key, way.nodes[:i], scores)
+            scores.keeps += [_kept(*one) for one in pending]
+            pending = []
+    for one in pending:
+        _check_masked_before(mirror, *one, scores)
     if column:
         raise Refused(
             code=Code.SINK_COLUMN,
@@ -152,6 +184,27 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores) -> Dims:
             progress=4,
         )
     return dims
+
+
+# ---- a sum of weights ---------------------------------------------------------------------------------------------
+
+
+def _check_sum(node: fx.Node, along: Dim, key: Dim, before: Iterable[fx.Node], scores: Scores) -> None:
+    """The sum is that of a softmax, or of what a mask left of it. Raises AxisError."""
+    if list(along) != list(axes.resolve(key)):
+        raise AxisError(f"{node.name} divides the weights by their sum along another axis than the softmax")
+    if scores.sinks is not None:
+        raise AxisError(f"{node.name} divides the weights beside a sink by their sum")
+    if any(n.target is aten.dropout.default and views.dropout_probability(n) for n in before):
+        raise AxisError(f"{node.name} divides the weights that dropout left by their sum")
+
+
+def _kept(node: fx.Node, zeroed: Zeroed, dims: Dims) -> Joined:
+    """The mask of weights as one of the scores: what it leaves of a softmax, over its sum, is the softmax over what it leaves."""
+    numbers = not _is_bool(zeroed.condition)
+    return Joined(
+        node=zeroed.condition, dims=dims, used=node, inverted=zeroed.inverted, replaces=True, by_numbers=numbers
+    )
 
 
 # ---- the column of sinks ------------------------------------------------------------------------------------------
@@ -265,7 +318,7 @@ _MASKS: dict[object, Callable[[Mirror, fx.Node], Zeroed | None]] = {
 
 
 def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores) -> None:
-    """What is set to zero was masked in the scores, by the same elements: it had no weight. Raises AxisError if that can't be told.
+    """What is set to zero was masked in the scores, by the same elements: it had no weight. Raises Refused if that can't be told.
 
     A row in which every key is masked gets nothing from the model then, as from every kernel.
     """
@@ -274,7 +327,14 @@ def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Di
         is_it = _is_same(mirror, _bare(mirror, kept.node, kept.inverted, kept.used), wanted)
         if is_it and _resolved(kept.dims) == _resolved(dims):
             return
-    raise AxisError(f"{node.name} sets weights to zero by another mask than that of the scores")
+    raise Refused(
+        code=Code.AXES,
+        rule="every axis and every step of the scores can be followed",
+        observed=f"{node.name} sets weights to zero by another mask than that of the scores",
+        at=node,
+        progress=4,
+        remedy=_MASK_SCORES,
+    )
 
 
 def _bare(mirror: Mirror, condition: fx.Node, inverted: bool, reader: fx.Node) -> tuple[Version, bool] | None:

@@ -114,3 +114,23 @@ def _with_weights(s: Tensor) -> tuple[Tensor, Tensor]:
 )
 def test_what_is_none(function: Callable[[Tensor], Tensor]) -> None:
     assert _read(function)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "is_one"),
+    [
+        (lambda w: w / w.sum(-1, keepdim=True), True),
+        (lambda w: w / w.sum(-1)[..., None], True),
+        (lambda w: w / (w.sum(-1, keepdim=True) + 1e-9), False),
+        (lambda w: w * w.sum(-1, keepdim=True).reciprocal(), False),
+        (lambda w: w / w.sum(-1, keepdim=True).reciprocal(), False),
+        (lambda w: w / w.cos().sum(-1, keepdim=True), False),
+        (lambda w: w / w.sum(), False),
+        (lambda w: w / 2, False),
+    ],
+)
+def test_a_division_by_the_own_sum(function: Callable[[Tensor], Tensor], is_one: bool) -> None:
+    mirror = mirror_of(lambda x: function(x.sin()).tan(), torch.randn(2, 4, 5, 6))
+    (last,) = (n.args[0] for n in mirror.graph.nodes if n.target is aten.tan.default)
+    (weights,) = (n for n in mirror.graph.nodes if n.target is aten.sin.default)
+    assert softmaxes.normalised(mirror, last) == ((weights, 3) if is_one else None)
