@@ -80,6 +80,12 @@ def a_bias_in_the_shape_of_the_scores(q: Tensor, k: Tensor, v: Tensor, bias: Ten
     return (scores + bias.reshape_as(scores)).softmax(-1) @ v
 
 
+@CASES.near_miss(missed(STEPS, "cat"))
+def scores_of_two_blocks_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.cat([q @ k[:, :, :2].mT, q @ k[:, :, 2:].mT], dim=-1)
+    return (scores * 0.3).softmax(-1) @ v
+
+
 @CASES.near_miss(missed(READERS, "reshape"), inputs=lambda: qkv(normal(BATCH, HEADS, LENGTH, 2, 3), grad=False))
 def the_scores_in_the_shape_of_a_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     scores = q @ k.mT * 0.3

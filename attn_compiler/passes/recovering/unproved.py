@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr.reach import is_known
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW
@@ -11,6 +13,16 @@ from attn_compiler.spec.added_scores import BiasFormula, GatheredBias, Penalty, 
 
 #: characters of a formula in a reason
 _MOST = 120
+
+
+def of_bias(origin: str, tensor: torch.Tensor) -> str:
+    """Of a tensor that is added, times a number. origin: why nothing is known of its elements."""
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return f"{origin}: it may mask too"
+    return (
+        f"{origin}: it may mask too. It holds whole numbers, and nothing says that they are 0 and 1 alone: truth values tell "
+        f"(mask.bool(), say), times a number from {MASKED_BELOW:g} down"
+    )
 
 
 def why(kinds: Iterable[ProvedScore]) -> str | None:

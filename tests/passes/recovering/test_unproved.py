@@ -107,6 +107,17 @@ def test_an_input_that_is_added_as_it_is(make: Make) -> None:
     assert "it may mask too" in why
 
 
+@pytest.mark.parametrize("make", [lambda m: (1 - m.float()) * -1e4, lambda m: ((1 - m) * -10000).float()])
+def test_whole_numbers_that_are_added_have_a_remedy_that_helps(make: Make) -> None:
+    """diffusers' masks, and BERT's of old."""
+    why = wording.unproved(mask_of(make, KEPT, called=True)[0])
+    assert why is not None
+    assert "whole numbers" in why
+    assert "mask.bool()" in why
+    mask, _ = mask_of(lambda m: (1 - m.bool().float()) * -65504.0, KEPT, called=True)
+    assert mask.kinds
+
+
 @pytest.mark.parametrize("called", [False, True])
 def test_a_mask_that_was_read_in_part(called: bool) -> None:
     """What was read stands beside the reason."""

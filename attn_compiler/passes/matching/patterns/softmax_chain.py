@@ -27,6 +27,7 @@ aten = torch.ops.aten
 NAME = "softmax chain"
 ANCHORS = softmaxes.CALLS | softmaxes.WRITTEN_OUT
 _LONGEST_PATH = 40
+_JOIN_KEYS = "join the keys, and the values, before the products, not the scores of each part"
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
@@ -57,6 +58,7 @@ def _to_product(mirror: Mirror, softmax: Softmax) -> tuple[Contraction, list[Ste
         observed=f"{stopped.target if stopped.op == 'call_function' else stopped.op} ({stopped.name})",
         at=stopped,
         progress=1 + min(depth, 1),
+        remedy=_JOIN_KEYS if stopped.target in (aten.cat.default, aten.concat.default) else None,
     )
 
 
