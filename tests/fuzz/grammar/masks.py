@@ -62,6 +62,7 @@ def apply(draft: Draft, allowed: str, fill: str | None = None) -> None:
     if fill not in ("-inf", "inf"):
         forms += [
             f"s = s + (1.0 - {c}.to(s.dtype)) * {fill}",
+            f"t = {c}.to(s.dtype); s = s * t + {fill} * (1 - t)",
             f"s = s + (~{c}) * {fill}"
             if fill.startswith("-") and "finfo" not in fill
             else f"s = s + (~{c}).to(s.dtype) * {fill}",

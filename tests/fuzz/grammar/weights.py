@@ -27,6 +27,8 @@ def softmax(draft: Draft, *, sink: bool | str | None = None, changes: int = 1) -
             f"w = torch.softmax(input=s, dim={at})",
             f"w = s.softmax(dim={at})",
         ]
+    if dtype is None and not sink and draft.maybe(6):
+        forms = _written_out(draft, at)
     draft.add(draft.pick(*forms) if dtype is None else f"w = F.softmax(s, dim={at}, dtype={dtype})")
     if sink:
         draft.add(_dropped(draft, first=sink == "first"))
@@ -37,6 +39,20 @@ def softmax(draft: Draft, *, sink: bool | str | None = None, changes: int = 1) -
     for _ in range(draft.number(0, changes)):
         _change(draft)
     draft.add("w = w.to(v.dtype)")
+
+
+def _written_out(draft: Draft, at: int) -> list[str]:
+    """Softmaxes that are no call of one."""
+    e = draft.name("e")
+    draft.add(f"{e} = (s - s.amax({at}, keepdim=True)).exp()")
+    return [
+        f"w = {e} / {e}.sum({at}, keepdim=True)",
+        f"w = {e} / ({e}.sum({at}, keepdim=True) + 1e-9)",
+        f"w = {e} * {e}.sum({at}, keepdim=True).reciprocal()",
+        f"w = {e} / {e}.sum({at}).unsqueeze({at})",
+        f"w = F.log_softmax(s, {at}).exp()",
+        f"w = (s - s.logsumexp({at}, keepdim=True)).exp()",
+    ]
 
 
 def _dropped(draft: Draft, *, first: bool) -> str:
@@ -99,6 +115,8 @@ def _change(draft: Draft) -> None:
         "w = w.to(W)",
         f"{seen} = w.detach().mean()",
         "w = w.masked_fill(w < 0.01, 0.0)",
+        "w = w.nan_to_num()",
+        "w = w / w.sum(-1, keepdim=True)",
     ]
     draft.add(draft.pick(*changes))
     if draft.lines[-1].strip().startswith(seen):

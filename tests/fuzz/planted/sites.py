@@ -50,7 +50,7 @@ passes/matching/patterns/score_steps.py _row_maximum; score steps: a maximum ove
 
 weights are masked by any mask
 passes/matching/patterns/weights_chain.py _check_masked_before; several masks: a mask that the weights alone have is left out
-- wanted is not None and _bare(mirror, kept.node, kept.inverted, kept.used) == wanted
+- _is_same(mirror, _bare(mirror, kept.node, kept.inverted, kept.used), wanted)
 + True
 
 a mask on the weights may be written before

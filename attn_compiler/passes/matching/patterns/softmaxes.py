@@ -25,7 +25,7 @@ WRITTEN_OUT = frozenset({aten.exp.default})
 _LOG_SOFTMAX = frozenset({aten.log_softmax.int, aten._log_softmax.default, aten.special_log_softmax.default})
 _DIVISIONS = frozenset({aten.div.Tensor, aten.true_divide.Tensor})
 
-#: what is added to a sum of at least 1 without a trace in float32
+#: what is added to a sum of at least 1 without a trace in float32, which sums in half precision are made in
 _MOST_ADDED = 2.0**-24
 
 
@@ -152,7 +152,7 @@ def _adds_nothing(mirror: Mirror, node: fx.Node, exp: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or argument(node, "alpha") != 1 or not isinstance(node.args[0], fx.Node):
         return False
     number = constants.number(mirror, node.args[1])
-    return number is not None and 0 <= number <= _MOST_ADDED
+    return number is not None and 0 <= number <= min(_MOST_ADDED, torch.finfo(value(node).dtype).eps / 2)
 
 
 def _is_read_by(mirror: Mirror, node: fx.Node, readers: set[fx.Node]) -> bool:

@@ -69,6 +69,12 @@ def test_a_number_that_no_sum_sees(added: float, is_one: bool) -> None:
     assert bool(_read(lambda s: _shifted(s, added))[0]) == is_one
 
 
+def test_a_number_that_only_float64_sees() -> None:
+    mirror = mirror_of(lambda x: _shifted(x.sin(), 1e-9), torch.randn(2, 4, 5, 6, dtype=torch.float64))
+    (exp,) = (n for n in mirror.graph.nodes if n.target is aten.exp.default)
+    assert softmaxes.read(mirror, exp) is None
+
+
 def _in_place(s: Tensor) -> Tensor:
     e = s.exp()
     total = e.sum(-1, keepdim=True)
