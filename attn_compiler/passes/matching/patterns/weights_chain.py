@@ -1,8 +1,8 @@
 """From the softmax down to the product with v: what may stand there, and whether a kernel's result is the same with it.
 
-Views, casts and dropout; the part without the sink column; a product with 1; a mask that sets to zero what had no weight anyway; 0 in place
-of NaN, which a row without keys is; a division by their own sum. What was set to zero before that might as well have been masked in the
-scores.
+Views, casts and dropout; the part without the sink column; a product with 1; a mask that sets to zero what had no weight anyway. Also 0 in
+place of NaN, which a row without keys is, and a division by their own sum. What was set to zero before that might as well have been
+masked in the scores.
 """
 
 from __future__ import annotations
