@@ -18,7 +18,8 @@ _WHY_DECODING = "as the rows for more queries; k and v are repeated for PyTorch'
 
 
 def _row(sms: tuple[int, int], why: str, order: tuple[str, ...], **fields: Any) -> Row:
-    return Row(sms=sms, dtypes=HALF, head_dims=(257, None), order=order, since="2026-11-27", why=why, **fields)
+    given = {"head_dims": (257, None), "since": "2026-11-27"} | fields
+    return Row(sms=sms, dtypes=HALF, order=order, why=why, **given)
 
 
 #: of an H200: benchmarks/results/wide_h200.csv
@@ -31,6 +32,19 @@ _MEASURED: tuple[Row, ...] = (
         ("decode", "triton", *CUDNN_FIRST),
         training=False,
         most_queries=MOST_QUERIES,
+    ),
+    _row(
+        (90, 90),
+        "wide_h200.csv, D 512, us of the memory-efficient kernel, k and v repeated before, of Triton's and Hopper's own: causal, 1 x 8192, "
+        "32/4 heads: 16655, 11081, 5105; 4 x 2048: 3942, 3162, 1406; no mask, 1 x 4096, 16/2 heads: 3768, 3085, 1231; padding, 4 x 4096: "
+        "15639, 1908, 1153; window 128, sinks, 2 x 4096, 64/1 heads: 32844 (without sinks), 1392, 937; k is v, 1 x 4096: 8236 (without "
+        "sinks), 3765, 2758; D 384, 2 x 4096, 16 heads: 2811, 2191, 1153; D 320, which has the products of 384 here, 2523 and 1765. With "
+        "gradients the backward is Triton's after either forward, in launches of its own, so the sum is less by as much",
+        ("hopper", "triton", *CUDNN_FIRST),
+        one_query=False,
+        least_scores=MANY_SCORES,
+        head_dims=(320, 512),
+        since="2026-11-28",
     ),
     _row(
         (90, 90),

@@ -28,7 +28,6 @@ class ForwardBlocks:
         of two tiles, and moves between them.
     added_stages: tiles of what is added to the scores that are in shared memory, where something is.
     part: of head dims above 256, the dims of a tile that come together (kernels/forward_wide_sm90.py); 0 for others.
-    turns: two warpgroups take turns at the tensor cores.
     added_early: such a tile is read while its scores are under way, if its numbers have so many bytes or fewer. Compiled for D 128, 10
         numbers of a thread are spilled that way with 4 bytes.
     """
@@ -42,7 +41,6 @@ class ForwardBlocks:
     added_stages: int = 0
     added_early: int = 2
     part: int = 0
-    turns: bool = True
 
     @property
     def queries(self) -> int:
@@ -51,8 +49,8 @@ class ForwardBlocks:
 
     @property
     def takes_turns(self) -> bool:
-        """With more than two, a warpgroup finds the tensor cores free without that."""
-        return self.turns and self.consumers == 2
+        """Two warpgroups, at the tensor cores. With more, one finds these free without that. Of wide heads it was the slower way."""
+        return self.consumers == 2 and not self.part
 
     def reads_early(self, size: int) -> bool:
         """Whether numbers of so many bytes are read while their scores are under way."""
@@ -87,8 +85,10 @@ ADDED = {
     128: ForwardBlocks(keys=128, stages=2, added_stages=1),
     256: ForwardBlocks(keys=64, stages=2, added_stages=1),
 }
-#: Of head dims above 256, the values of which come in passes of so many dims.
+#: Of head dims above 256; `part` is 256 where q and k fill parts of so many. TFLOP/s with parts of 256 and 128 (wide_h200.csv): D 512,
+#: causal, S 8192, 431 and 410, with turns 408 and 407, without `overlaps` 422 and 405; D 384, S 4096, 286 and 358, with turns 356.
 WIDE = ForwardBlocks(keys=64, stages=6, overlaps=True, part=128)
+#: dims of the values that come in one pass
 WIDE_PASS = 256
 #: bytes of shared memory that tiles of a program may take, which leaves some for barriers
 _ROOM = 226 * 1024
@@ -119,8 +119,9 @@ def blocks_of(spec: AttentionSpec) -> ForwardBlocks:
     qk, v = multiplied(spec)
     widest = max(qk, v)
     if is_wide(spec):
-        stages = (_ROOM // _HALF_BYTES - WIDE.queries * qk) // (WIDE.keys * WIDE.part)
-        return dataclasses.replace(WIDE, stages=stages)
+        part = WIDE.part if qk % WIDE_PASS else WIDE_PASS
+        stages = (_ROOM // _HALF_BYTES - WIDE.queries * qk) // (WIDE.keys * part)
+        return dataclasses.replace(WIDE, stages=stages, part=part)
     if has_added(spec):
         return next(blocks for limit, blocks in sorted(ADDED.items()) if widest <= limit)
     if (qk, v) != head_dim_tiles(spec):

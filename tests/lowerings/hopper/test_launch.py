@@ -200,11 +200,11 @@ def test_wide_heads(case: Case) -> None:
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)
 
 
-@pytest.mark.parametrize("part", [128, 256])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_parts_of_wide_heads(part: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "WIDE", dataclasses.replace(plan.WIDE, part=part, overlaps=overlaps))
-    problem = problems.build(Case(name=f"hopper wide {part} {overlaps}", keys="left", **_WIDE, **_SIZES, **_CAUSAL))
+@pytest.mark.parametrize(("head_dim", "part"), [(512, 256), (384, 128)])
+def test_parts_of_wide_heads(head_dim: int, part: int) -> None:
+    problem = problems.build(Case(name=f"hopper wide {part}", head_dim=head_dim, keys="left", **_SIZES, **_CAUSAL))
+    found, _ = problems.launched(problem, programs=3)
+    assert part == found["attention_forward_wide_sm90"].numbers["HOW"].PART
     kernel_problems.assert_within_rule(problems.outputs(problem), problem)
 
 

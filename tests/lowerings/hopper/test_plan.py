@@ -109,16 +109,24 @@ def test_blocks_of_any_length_come_long_ones_first(kind: MaskKind, is_ordered: b
 
 
 @pytest.mark.parametrize(
-    ("qk", "v", "multiplied", "stages"),
-    [(512, 512, 512, 6), (264, 264, 384, 8), (384, 320, 384, 8), (192, 512, 256, 10), (512, 128, 512, 6)],
+    ("qk", "v", "multiplied", "part", "stages"),
+    [
+        (512, 512, 512, 256, 3),
+        (264, 264, 384, 128, 8),
+        (384, 320, 384, 128, 8),
+        (192, 512, 256, 256, 5),
+        (512, 128, 512, 256, 3),
+    ],
 )
 def test_wide_heads_have_a_ring_of_as_many_parts_as_there_is_room_for(
-    qk: int, v: int, multiplied: int, stages: int
+    qk: int, v: int, multiplied: int, part: int, stages: int
 ) -> None:
     spec = make_spec(head_dim=qk, head_dim_v=v)
     assert plan.is_wide(spec)
     assert plan.multiplied(spec) == (multiplied, plan.WIDE_PASS)
     blocks = plan.blocks_of(spec)
-    assert blocks.stages == stages >= (multiplied + plan.WIDE_PASS) // blocks.part
+    assert blocks.part == part
+    assert blocks.stages == stages >= (multiplied + plan.WIDE_PASS) // part
+    assert not blocks.takes_turns
     assert not plan.leaves_from_queries(spec)
     assert not plan.has_backward(spec)

@@ -29,7 +29,6 @@ from attn_compiler.lowerings.hopper.kernels.forward_ring_sm90 import (
     passes_in,
 )
 from attn_compiler.lowerings.hopper.kernels.forward_softmax_sm90 import divided, softmax
-from attn_compiler.lowerings.hopper.kernels.forward_turns_sm90 import await_products, give_products
 from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import out_layout, weights_layout
 from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, Masks, Visits, Warpgroup
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
@@ -87,7 +86,7 @@ def _times(out, of_rows, how: gl.constexpr):
 
 @gluon.jit
 def _step(
-    consumer: gl.constexpr, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv,
+    i, tile, done, state, own, masks, tiles, barriers, seqlen_kv,
     MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
     """The i-th tile of a pass, and the outputs of the one before. `done` parts came before the pass. state: as in forward_sm90.py."""
@@ -95,28 +94,22 @@ def _step(
     V_PARTS: gl.constexpr = how.V_ALL // how.PART
     peak, total, out, weights = state
     at = done + i * (K_PARTS + V_PARTS) - V_PARTS
-    await_products(consumer, how)
     qk, peak = _scores(own, at, peak, tiles, barriers, QK_LAYOUT, how)
     out = _outputs(weights, at + K_PARTS, out, tiles, barriers, how)
-    give_products(consumer, how)
     qk = warpgroup_mma_wait(V_PARTS, deps=(qk,))
     let_go(at + K_PARTS - 1, barriers, how)
-    if not how.OVERLAPS:
-        out = _outputs_there(at + K_PARTS, out, barriers, how)
     found, peak, total, decay = softmax(qk, None, tile, peak, total, own, masks, seqlen_kv, MASKED, QK_LAYOUT, how)
     weights = gl.convert_layout(narrowed(found, tiles.k), weights_layout(how.PART, 0), assert_trivial=True)
-    if how.OVERLAPS:
-        # For the part that is multiplied next: ptxas moves the softmax behind the products' wait unless something that branches is between.
-        part_at(at + K_PARTS + V_PARTS, tiles, barriers, how)
-        out = _outputs_there(at + K_PARTS, out, barriers, how)
+    # For the part that is multiplied next: ptxas moves the softmax behind the products' wait unless something that branches is between.
+    part_at(at + K_PARTS + V_PARTS, tiles, barriers, how)
+    out = _outputs_there(at + K_PARTS, out, barriers, how)
     out = _times(out, decay, how)
     return peak, total, out, weights
 
 
 @gluon.jit
 def _tiles(
-    consumer: gl.constexpr, done, visits, own, masks, tiles, barriers, seqlen_kv,
-    QK_LAYOUT: gl.constexpr, how: gl.constexpr,
+    done, visits, own, masks, tiles, barriers, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
     """The online softmax over all tiles of a pass: maximum, sum as `shares` of it, outputs and the weights of the last tile."""
     OUT_LAYOUT: gl.constexpr = out_layout(how.PART, 0)
@@ -129,9 +122,7 @@ def _tiles(
     for _ in gl.static_range(how.V_ALL // how.PART):
         out += (gl.zeros([ROWS, how.PART], gl.float32, layout=OUT_LAYOUT),)
     # The first tile has none before it. It is masked, needed or not.
-    await_products(consumer, how)
     qk, peak = _scores(own, done, peak, tiles, barriers, QK_LAYOUT, how)
-    give_products(consumer, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     let_go(done + K_PARTS - 1, barriers, how)
     tile = nth_tile(0, visits)
@@ -143,11 +134,11 @@ def _tiles(
         tile = upcoming
         # Loaded a tile ahead: what it needs then has come.
         upcoming = nth_tile(i + 1, visits)
-        state = _step(consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, True, QK_LAYOUT, how)
+        state = _step(i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, True, QK_LAYOUT, how)
     for i in range(gl.maximum(partial, 1), count):
         tile = visits.full_first + i - partial
         state = _step(
-            consumer, i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, how.MASK_ALL, QK_LAYOUT, how
+            i, tile, done, state, own, masks, tiles, barriers, seqlen_kv, how.MASK_ALL, QK_LAYOUT, how
         )  # fmt: skip
     return state
 
@@ -198,8 +189,6 @@ def _compute(
     sizes = work.sizes
     seqlen_q, seqlen_kv = sizes.seqlen_q, sizes.seqlen_kv
     done = 0
-    if consumer == 1:
-        give_products(consumer, how)
     for nth in range(rounds * PASSES):
         is_one, block, batch, head, row = nth_block(nth // PASSES, work, how)
         if is_one:
@@ -231,7 +220,7 @@ def _compute(
             )  # fmt: skip
             mbarrier.wait(barriers.q_full.index(place), phase)
             peak, total, out, weights = _tiles(
-                consumer, done, visits, own, of_row, tiles, barriers, seqlen_kv, QK_LAYOUT, how
+                done, visits, own, of_row, tiles, barriers, seqlen_kv, QK_LAYOUT, how
             )  # fmt: skip
             if turn == PASSES - 1:
                 mbarrier.arrive(barriers.q_empty.index(place))

@@ -15,6 +15,8 @@ _GUARD = re.compile(r"@!?U?P\w+ ")
 _PRODUCT = re.compile(r"GMMA\S* R\d+, (R\d+, )?gdesc\[UR(\d+)\]")
 _TARGET = re.compile(r"0x([0-9a-f]+)$")
 _INDIRECT = ("BRX", "JMX")
+#: a uniform register comes back from another one, where it was kept meanwhile
+_BACK = re.compile(r"R2UR UR(\d+), (R\d+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def _before(lines: Sequence[tuple[int, str]]) -> list[list[int]]:
 def _setters(
     place: int, register: int, instructions: Sequence[Instruction], before: Sequence[Sequence[int]]
 ) -> set[str]:
-    """The instructions whose result may be in a register there; "" for none."""
+    """The instructions whose result may be in a register there; "" for none. What was kept elsewhere and is back is what it was."""
     found: set[str] = set()
     seen: set[int] = set()
     waiting = list(before[place])
@@ -96,10 +98,38 @@ def _setters(
             continue
         seen.add(i)
         if register in instructions[i].sets:
+            kept = _kept(i, instructions, before)
+            if kept and not instructions[i].is_guarded:
+                waiting += kept
+                continue
             found.add(instructions[i].text)
             if not instructions[i].is_guarded:
                 continue
         if not before[i]:
             found.add("")
         waiting += before[i]
+    return found
+
+
+def _kept(place: int, instructions: Sequence[Instruction], before: Sequence[Sequence[int]]) -> list[int]:
+    """Where the uniform register that an instruction sets was kept, if on every path to it that was the last to set what it reads."""
+    back = _BACK.match(instructions[place].text)
+    if back is None:
+        return []
+    keeps = f"MOV {back[2]}, UR{back[1]}"
+    sets = re.compile(rf"\S+ {back[2]}\b(?!\.reuse)")
+    found: list[int] = []
+    seen: set[int] = set()
+    waiting = list(before[place])
+    while waiting:
+        i = waiting.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        if instructions[i].text == keeps and not instructions[i].is_guarded:
+            found.append(i)
+        elif not before[i] or sets.match(instructions[i].text):
+            return []
+        else:
+            waiting += before[i]
     return found
