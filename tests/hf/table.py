@@ -81,7 +81,7 @@ def write_markdown(results: Sequence[Result], path: Path, versions: str) -> None
         *_section("Masks made in the graph and not proved", _reasons(ran, "unproved")),
         *_section("Masks and biases not held against the model's own", _reasons(ran, "unverified")),
         *_section("Failures", [(r.case.id, f"{r.status}: {r.detail}") for r in ran if r.failed]),
-        *_section("Lowerings", _lowerings(ran)),
+        *_lowerings([(r.case.family, r.case.impl, r.lowerings) for r in ran]),
         *_section("Left to Python by Dynamo", _uncaptured(ran)),
         *_section("Absent", _absences(results)),
     ]
@@ -114,12 +114,13 @@ def _cell(results: Sequence[Result]) -> str:
     return f"**{text}**" if any(r.failed for r in results) else text
 
 
-def _lowerings(ran: Sequence[Result]) -> list[tuple[str, str]]:
-    """For each set of lowerings, the families that it serves."""
-    families: dict[str, dict[str, None]] = defaultdict(dict)
-    for result in ran:
-        families[", ".join(result.lowerings) or "none"][f"{result.case.family} ({result.case.impl})"] = None
-    return [(lowering, ", ".join(names)) for lowering, names in sorted(families.items())]
+def _lowerings(ran: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
+    """The lowerings that serve each family, a row a family and implementation."""
+    found: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for family, impl, lowerings in ran:
+        found[family, impl].update(dict.fromkeys(lowerings))
+    rows = [f"| {family} | {impl} | {', '.join(names) or 'none'} |" for (family, impl), names in found.items()]
+    return ["## Lowerings", "", "| family | attention | lowerings |", "|---|---|---|", *rows, ""]
 
 
 def _reasons(ran: Sequence[Result], column: str) -> list[tuple[str, str]]:
