@@ -1,0 +1,342 @@
+"""On a GPU: attention sites that nobody tuned for, drawn by a seed: what we choose, every other lowering, and what Inductor has there.
+
+    python -m benchmarks.bench_sites --jobs 16 --wave-cases 32 --budget-seconds 260
+
+Each side is the whole compiled function of one call of attention (random_sites.py): the choice of `backend="attn_compiler"`, each lowering
+that takes the site (`lowering=`), and Inductor by itself. All sides of a site take turns in one process, in bfloat16; several calls make a
+CUDA graph, where one can be captured (`timed`), else events lie around a call. us_p50 is of a call: forward, or forward and backward.
+`error` is ‖x - Inductor's‖ / ‖Inductor's‖ of the output and gradients; `numerics` is WRONG where rounding does not explain it.
+
+A site that fails is a row with the reason. Rows are written as they come; what the budget leaves out is done by a run with --append.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attn_compiler
+from attn_compiler.lowerings import LOWERINGS
+from attn_compiler.spec.target import Target
+from benchmarks import bench_h200, bench_kernels, bench_select, compare, harness, random_sites, standing, waves
+from benchmarks.harness import BACKEND, BASELINE
+from benchmarks.random_sites import Built, Site
+from benchmarks.waves import Row
+
+RESULTS = Path(__file__).parent / "results" / "sites_h200.csv"
+IMPORTS = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "attn_compiler",
+    "benchmarks.bench_select",
+    "benchmarks.random_sites",
+)
+_FIELDS = ("number", *Site.__dataclass_fields__)
+_MEASURED = ("side", "lowering", "chosen", "us_p50", "timed", "rounds", "error", "numerics", "compile_s", "failure")
+_WHERE = ("device", "torch", "triton", "cudnn", "date", "commit")
+COLUMNS = ("draw", *_FIELDS, *_MEASURED, *_WHERE)
+#: lowerings that are forced: the kernels of a GPU
+FORCED = tuple(low.name for low in LOWERINGS if low.name not in bench_select._LEFT_OUT and "fp8" not in low.name)
+# A graph is at least so long, so that its start is little of it, and has at most so many calls.
+_LONG_US, _MOST_CALLS = 300.0, 20
+# Two results in 16 bits that are both right differ by less, gradients included.
+_MOST_ERROR: Mapping[torch.dtype, float] = {torch.bfloat16: 2e-2, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A site for a process."""
+
+    number: int
+    site: Site
+    device: str
+    seconds: float
+    inner: str
+    forced: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What is timed: `calls` of a side at once."""
+
+    step: harness.Step
+    calls: int
+    how: str
+
+
+def prepare(task: Task, _lock: AbstractContextManager[Any]) -> waves.Finish:
+    """Compile every side of a site and compare them. What fails of a side is its row's `failure`."""
+    rows: dict[str, Row] = {}
+    timed: dict[str, Timed] = {}
+    dtype = torch.float32 if task.device == "cpu" else torch.bfloat16
+    # All sides are compiled from one function, and stay until they are timed.
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 64
+    try:
+        built = random_sites.build(task.site, device=task.device, dtype=dtype)
+        reference: list[Tensor] = []
+        for side in (BASELINE, BACKEND):
+            _side(task, built, side, rows, timed, reference, _MOST_ERROR[dtype])
+        for side in _others(task):
+            _side(task, built, side, rows, timed, reference, _MOST_ERROR[dtype])
+        del reference
+    except Exception as error:  # noqa: BLE001 (one broken site must not cost the others, and its row names it)
+        rows.setdefault(BACKEND, {"failure": bench_h200.failure(error)})
+    return functools.partial(_finish, task, timed, rows)
+
+
+def _others(task: Task) -> list[str]:
+    """Lowerings that take the site that was just compiled, beside the chosen one."""
+    found = [site for report in attn_compiler.reports() for site in report.sites]
+    target = Target.current(task.device)
+    return [
+        low.name
+        for low in LOWERINGS
+        if low.name in task.forced
+        and any(low.name != site.decision.lowering for site in found)
+        and not any(low.why_not(site.spec, target) or low.cannot_build(site.spec, target) for site in found)
+    ]
+
+
+def _side(
+    task: Task,
+    built: Built,
+    side: str,
+    rows: dict[str, Row],
+    timed: dict[str, Timed],
+    reference: list[Tensor],
+    most: float,
+) -> None:
+    """Compile, run and compare one side; no row of a lowering that leaves the site alone after all."""
+    begun = time.monotonic()
+    row: Row = {}
+    try:
+        step = _compiled(task, built, side)
+        found = _results(built, step())
+        if side != BASELINE:
+            found_sites = [site for report in attn_compiler.reports() for site in report.sites]
+            row["lowering"] = " ".join(site.decision.lowering for site in found_sites) or "none found"
+            if side != BACKEND and row["lowering"] != side:
+                return
+        if not reference and side == BASELINE:
+            reference += found
+        elif reference:
+            error = compare.relative_error(found, reference)
+            row |= {"error": f"{error:.2g}", "numerics": "ok" if error <= most else "WRONG"}
+        timed[side] = _graphed(step, task.device)
+        row |= {"timed": timed[side].how, "compile_s": f"{time.monotonic() - begun:.1f}"}
+    except Exception as error:  # noqa: BLE001 (as above)
+        row["failure"] = bench_h200.failure(error)
+    rows[side] = row
+
+
+def _compiled(task: Task, built: Built, side: str) -> Callable[[], Sequence[Tensor]]:
+    """A call of a side: its output, and with gradients where the site trains."""
+    attn_compiler.reset()
+    if side == BASELINE:
+        further: dict[str, Any] = {"backend": task.inner}
+    else:
+        options = {} if side == BACKEND else {"lowering": side}
+        further = {"backend": BACKEND, "options": {**options, "inner": task.inner}}
+    function = torch.compile(built.call, dynamic=False, **further)
+
+    def step() -> Sequence[Tensor]:
+        with torch.set_grad_enabled(task.site.training):
+            out = function(*built.operands)
+        if not task.site.training:
+            return [out]
+        return [out.detach(), *torch.autograd.grad(out, built.leaves, built.grad_out)]
+
+    return step
+
+
+def _results(built: Built, found: Sequence[Tensor]) -> list[Tensor]:
+    """What is compared: not what queries without a key gave."""
+    out, *gradients = found
+    return [out if built.used is None else out.where(built.used, 0.0), *gradients]
+
+
+def _graphed(step: Callable[[], Sequence[Tensor]], device: str) -> Timed:
+    """Calls in a CUDA graph or, where none can be captured, one call."""
+    plain = Timed(step=lambda: step()[0], calls=1, how="events")
+    if device == "cpu":
+        return plain
+    step()
+    torch.cuda.synchronize(device)
+    calls = 1
+    took = min(harness.milliseconds(plain.step, device) for _ in range(3)) * 1e3
+    calls = max(1, min(_MOST_CALLS, math.ceil(_LONG_US / max(took, 1.0))))
+    try:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(calls):
+                out = step()[0]
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return plain
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return Timed(step=replay, calls=calls, how="graph")
+
+
+def _finish(task: Task, timed: dict[str, Timed], rows: dict[str, Row]) -> Row:
+    """Time all sides in turns. The rows, as JSON in one field: a wave has a row a case."""
+    try:
+        steps = {side: one.step for side, one in timed.items()}
+        times = harness.interleave(steps, task.device, seconds=task.seconds, min_rounds=7, warmup=2) if steps else {}
+        for side, values in times.items():
+            took = statistics.median(values) / timed[side].calls * 1e3
+            rows[side] |= {"us_p50": f"{took:.2f}", "rounds": str(len(values))}
+    except Exception as error:  # noqa: BLE001 (as above)
+        rows = {side: {"failure": bench_h200.failure(error), **row} for side, row in rows.items()}
+    timed.clear()
+    torch.compiler.reset()
+    if task.device != "cpu" and bench_kernels.is_usable(task.device):
+        torch.cuda.empty_cache()
+    kept = [{"side": side, **row} for side, row in rows.items()]
+    for row in kept:
+        row["chosen"] = "yes" if row["side"] == BACKEND else ""
+    return {"sides": json.dumps(kept)}
+
+
+# ---- what is said -------------------------------------------------------------------------------------------------
+
+
+def shapes(rows: Iterable[Mapping[str, str]]) -> list[standing.Shape]:
+    """A shape for each site; the best of all sides, Inductor's own included."""
+    named = [
+        {"case": row["number"], "pass": _words(row), **{key: row[key] for key in ("side", "us_p50", "chosen")}}
+        for row in rows
+    ]
+    return standing.of([{**row, "p50_us": row["us_p50"]} for row in named])
+
+
+def _words(row: Mapping[str, str]) -> str:
+    """A site for people."""
+    heads = row["heads_q"] if row["heads_q"] == row["heads_kv"] else f"{row['heads_q']}/{row['heads_kv']}"
+    lengths = row["seqlen_q"] if row["seqlen_q"] == row["seqlen_k"] else f"{row['seqlen_q']}x{row['seqlen_k']}"
+    mask = row["mask"] + (
+        " causal" if row["causal"] == "True" and row["mask"] in ("left", "right", "documents") else ""
+    )
+    mask += f" {row['window']}" if row["mask"] == "window" else ""
+    pass_ = "train" if row["training"] == "True" else "infer"
+    return f"{row['family']} B{row['batch']} H{heads} S{lengths} D{row['head_dim']} {mask} {row['layout']} {pass_}"
+
+
+def summary(rows: Sequence[Mapping[str, str]]) -> str:
+    """The share of choices near the best, how they stand to Inductor as a histogram, the worst, and what failed or is wrong."""
+    found = shapes(rows)
+    lines = [f"{len({row['number'] for row in rows})} sites, {len(found)} of them with a time of the choice"]
+    chosen = {row["number"]: row["lowering"] for row in rows if row["side"] == BACKEND}
+    regrets = {shape.case: shape.regret for shape in found}
+    if found:
+        close = sum(regret <= standing.CLOSE for regret in regrets.values())
+        lines.append(f"chosen / best <= {standing.CLOSE}: {close} of {len(found)}, {close / len(found):.1%}")
+    ours = {shape.case: 1 / ratio for shape in found if (ratio := shape.ratio(BASELINE)) is not None}
+    if ours:
+        slower = sum(value > 1 / harness.MIN_RATIO for value in ours.values())
+        mean = statistics.geometric_mean(ours.values())
+        lines.append(f"chosen / Inductor's: geometric mean of {len(ours)} {mean:.3f}; beyond 1.02: {slower}")
+        lines += _histogram(list(ours.values()))
+    worst = sorted(found, key=lambda shape: -max(regrets[shape.case], ours.get(shape.case, 0.0)))[:20]
+    for shape in worst:
+        against = f"{ours[shape.case]:.3f} of Inductor's" if shape.case in ours else "Inductor did not run"
+        lines.append(
+            f"  {shape.case}: {shape.which}: {chosen[shape.case]} {shape.times[BACKEND]:.1f} µs, {regrets[shape.case]:.3f} of the best "
+            f"({shape.best}), {against}"
+        )
+    broken = [row for row in rows if row["failure"] or row["numerics"] == "WRONG"]
+    lines += [
+        f"  {row['number']}: {_words(row)}: {row['side']}: {row['failure'] or 'WRONG'} {row['error']}" for row in broken
+    ]
+    return "\n".join(lines)
+
+
+_EDGES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, math.inf)
+
+
+def _histogram(values: Sequence[float]) -> list[str]:
+    lines, least = [], 0.0
+    for edge in _EDGES:
+        count = sum(least < value <= edge for value in values)
+        lines.append(f"  {least:4.2f} to {edge:4.2f}  {count:4d}  {'#' * math.ceil(60 * count / len(values))}")
+        least = edge
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the budget allows; 0 unless the choice failed or was wrong somewhere."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    waves.add_arguments(parser, budget_seconds=260.0)
+    parser.add_argument("--seed", type=int, default=0, help="what is drawn (%(default)s)")
+    parser.add_argument("--count", type=int, default=320, help="so many sites of it (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="timing of one site (%(default)s)")
+    parser.add_argument("--forced", nargs="*", default=list(FORCED), metavar="NAME", help="lowerings beside the choice")
+    parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
+    parser.add_argument("--size", choices=("full", "small"), default="full", help="small: for a look at the script")
+    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="eager: for a look, too")
+    parser.add_argument("--device", default="cuda:0", help="on cpu, in float32")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+    options = parser.parse_args(arguments)
+    start = time.monotonic()
+    # Each process compiles a site; further ones for each of them would take its core.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    known = bench_kernels.environment(options.device, options.commit)
+    where = {name: known[name] for name in _WHERE} | {"draw": str(options.seed)}
+    file = harness.CsvFile(options.output, COLUMNS, append=options.append)
+    done = {row["number"] for row in file.rows if row["draw"] == where["draw"]}
+    tasks = [
+        Task(
+            number=number,
+            site=site if options.size == "full" else site.shortened,
+            device=options.device,
+            seconds=options.seconds,
+            inner=options.inner,
+            forced=tuple(options.forced),
+        )
+        for number, site in enumerate(random_sites.sites(options.seed, options.count))
+        if str(number) not in done
+    ]
+    until, left = start + options.budget_seconds, len(tasks)
+    for task, row in waves.run(
+        tasks, prepare, until=until, imports=IMPORTS, finish_seconds=20.0, **waves.asked(options)
+    ):
+        left -= 1
+        failed = {"side": BACKEND, "chosen": "yes", "failure": (row or {}).get("failure", "")}
+        sides = json.loads(row["sides"]) if row and "sides" in row else [failed]
+        for side in sides:
+            file.add(dict.fromkeys(COLUMNS, "") | {"number": str(task.number), **task.site.columns, **side, **where})
+        said = (f"{side['side']} {side.get('us_p50') or side.get('failure', '')}" for side in sides)
+        print(f"{time.monotonic() - start:4.0f} s", task.number, *said, sep="  ", flush=True)
+    of_seed = [row for row in file.rows if row["draw"] == where["draw"]]
+    print(summary(of_seed))
+    if left:
+        print(f"{left} sites left for a run with --append")
+    return int(any(row["chosen"] and (row["failure"] or row["numerics"] == "WRONG") for row in of_seed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
