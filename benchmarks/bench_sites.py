@@ -83,6 +83,9 @@ def prepare(task: Task, _lock: AbstractContextManager[Any]) -> waves.Finish:
     rows: dict[str, Row] = {}
     timed: dict[str, Timed] = {}
     dtype = torch.float32 if task.device == "cpu" else torch.bfloat16
+    if not bench_kernels.is_usable(task.device):
+        # A side of this process's last site broke it, as its rows say. A new process has those after this one.
+        os._exit(1)
     # All sides are compiled from one function, and stay until they are timed.
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 64

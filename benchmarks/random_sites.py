@@ -67,11 +67,9 @@ class Site:
         """Of its tensors in 16 bits, of their gradients, and of a mask as a model may write it out."""
         queries = 2 * self.batch * self.heads_q * self.seqlen_q * self.head_dim
         keys = 2 * self.batch * (self.heads_q if self.repeated else self.heads_kv) * self.seqlen_k * self.head_dim
-        dense = 0
-        if self.mask in _DENSE:
-            batch = self.batch if self.mask in ("left", "right", "documents") else 1
-            heads = self.heads_q if self.mask in _BIASES else 1
-            dense = batch * heads * self.seqlen_q * self.seqlen_k
+        batch = self.batch if self.mask in ("left", "right", "documents") else 1
+        heads = self.heads_q if self.mask in _BIASES else 1
+        dense = batch * heads * self.seqlen_q * self.seqlen_k * (self.mask in _DENSE)
         return 2.0 * (queries + keys + dense) * (2 if self.training else 1)
 
     @property
@@ -87,13 +85,11 @@ class Site:
         """The same for a look at the script."""
         group = self.heads_q // self.heads_kv
         kv = min(self.heads_kv, 2)
-        few = {"batch": min(self.batch, 2), "heads_kv": kv, "heads_q": kv * min(group, 2), "head_dim": 32}
-        side = min(math.isqrt(self.seqlen_q), 7)
-        lengths = (side**2,) * 2 if self.mask == "table" else (min(self.seqlen_q, 49), min(self.seqlen_k, 65))
-        if self.seqlen_q == self.seqlen_k:
-            lengths = (lengths[0],) * 2
-        sizes = {**few, "seqlen_q": lengths[0], "seqlen_k": lengths[1], "window": min(self.window, 16)}
-        return dataclasses.replace(self, **sizes)
+        # A window of Swin's stays a square.
+        lengths = (min(self.seqlen_q, 49), min(self.seqlen_k, 49 if self.seqlen_q == self.seqlen_k else 65))
+        few: dict[str, Any] = {"batch": min(self.batch, 2), "heads_q": kv * min(group, 2), "heads_kv": kv}
+        few |= {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "window": min(self.window, 16), "head_dim": 32}
+        return dataclasses.replace(self, **few)
 
 
 # ---- drawing ------------------------------------------------------------------------------------------------------
@@ -228,7 +224,7 @@ def sites(seed: int, count: int) -> list[Site]:
 
 def _draw(draw: random.Random, family: _Family) -> Site:
     heads_q, heads_kv, head_dim = draw.choice(family.heads)
-    queries = _length(draw, family.queries, family.jitter if len(family.queries) > 1 else 0.0)
+    queries = _length(draw, family.queries, family.jitter)
     keys = queries if family.keys is None else _length(draw, family.keys, family.jitter)
     mask = draw.choice(family.masks)
     window = draw.choice((128, 256, 512, 1000, 1024, 4096)) if mask == "window" else 0
