@@ -38,13 +38,8 @@ from benchmarks.random_sites import Built, Site
 from benchmarks.waves import Row
 
 RESULTS = Path(__file__).parent / "results" / "sites_h200.csv"
-IMPORTS = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "attn_compiler",
-    "benchmarks.bench_select",
-    "benchmarks.random_sites",
-)
+#: what every process begins with, and which touches no GPU
+IMPORTS = ("torch._dynamo", "attn_compiler")
 _FIELDS = ("number", *Site.__dataclass_fields__)
 _MEASURED = ("side", "lowering", "chosen", "us_p50", "timed", "rounds", "error", "numerics", "compile_s", "failure")
 _WHERE = ("device", "torch", "triton", "cudnn", "date", "commit")

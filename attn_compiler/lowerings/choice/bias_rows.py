@@ -1,4 +1,4 @@
-"""Which lowering is asked first on sm90 for a bias with an element for each pair, of vision models' lengths: by learned_bias_h200.csv.
+"""Which lowering is asked first on sm90 for biases of short sequences: by learned_bias_h200.csv and sites_h200.csv.
 
 Rows of the bias that no vector is loaded from are copied for the Triton kernels (shared/parts/mask_nodes.py), and so they were timed.
 """
@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, Row
+from attn_compiler.lowerings.choice.rows import CUDNN_FIRST, MANY_SCORES, Row
 from attn_compiler.spec.dtypes import HALF
 
 
-def _row(order: tuple[str, ...], why: str, **fields: Any) -> Row:
+def _row(order: tuple[str, ...], why: str, *, file: str = "learned_bias_h200.csv", **fields: Any) -> Row:
+    shared = {"parts": frozenset({"bias"}), "head_dims": (1, 64)}
     return Row(
         sms=(90, 90),
         dtypes=HALF,
-        parts=frozenset({"bias"}),
         dropout=False,
-        head_dims=(1, 64),
         order=order,
         since="2026-11-28",
-        why=f"{why} (us, learned_bias_h200.csv)",
-        **fields,
+        why=f"{why} (us, {file})",
+        **{**shared, **fields},
     )
 
 
@@ -46,5 +45,33 @@ BIAS_ROWS: tuple[Row, ...] = (
         "1383, 1258, 1504",
         learned=True,
         seqlens=(192, 1100),
+    ),
+    _row(
+        ("triton", *CUDNN_FIRST),
+        "forward and backward with the bias' gradient, 32 windows of 64 tokens, 24 heads of 32: Triton 155, memory-efficient 340, "
+        "Inductor 314. But 512 windows of 49 tokens, 3 heads: 342, 142, 249",
+        file="sites_h200.csv",
+        learned=True,
+        seqlens=(64, 127),
+    ),
+    _row(
+        ("triton", *CUDNN_FIRST),
+        "forward and backward with the gradient of T5's table, 1 x 257, 20 heads of 64: Triton 183, memory-efficient 290664, "
+        "Inductor 81359, where all pairs of a bucket are added up one after the other",
+        file="sites_h200.csv",
+        parts=frozenset({"distances"}),
+        training=True,
+        most_scores=MANY_SCORES - 1,
+    ),
+    _row(
+        ("triton", *CUDNN_FIRST),
+        "forward and backward with a padding mask, 32 x 84 tokens, 8 heads of 160: Triton 32, Hopper's 38, memory-efficient 73, Inductor "
+        "31",
+        file="sites_h200.csv",
+        parts=None,
+        tensor=True,
+        training=True,
+        head_dims=(129, 256),
+        most_scores=MANY_SCORES - 1,
     ),
 )
