@@ -76,16 +76,15 @@ def test_where_nothing_is_kept(function: Callable[[Tensor], Tensor], given: dict
     assert note.startswith(f"nothing is kept, {why}")
 
 
-def test_a_graph_that_asks_for_gradients_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True, raising=False)
-
+def test_a_graph_that_asks_for_gradients_itself() -> None:
     def function(x: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad(_layer(x).sum(), x)
         return grad
 
     if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
         pytest.skip("this torch puts no gradients into a graph")
-    (note,) = _notes(function)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        (note,) = _notes(function)
     assert note.startswith("nothing is kept, the graph asks for gradients itself")
 
 
