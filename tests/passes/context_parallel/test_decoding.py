@@ -27,7 +27,7 @@ def two(request: pytest.FixtureRequest) -> list[dict[str, Found]]:
 
 @pytest.fixture(scope="module")
 def three(request: pytest.FixtureRequest) -> list[dict[str, Found]]:
-    return processes.run(decoded.measured, asked_for(request, "name", further(_THREE, daily=_DAILY)), size=3)
+    return processes.run(decoded.measured, asked_for(request, "name", _THREE), size=3)
 
 
 def _check(found: Found, name: str) -> None:
