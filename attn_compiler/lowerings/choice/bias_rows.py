@@ -1,4 +1,6 @@
-"""Which lowering is asked first on sm90 for biases of short sequences: by learned_bias_h200.csv and sites_h200.csv.
+"""Which lowering is asked first on sm90 for biases of short sequences, and for padding beside wide heads of few scores.
+
+By learned_bias_h200.csv and sites_h200.csv.
 
 Rows of the bias that no vector is loaded from are copied for the Triton kernels (shared/parts/mask_nodes.py), and so they were timed.
 """

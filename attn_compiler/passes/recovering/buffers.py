@@ -74,9 +74,10 @@ def band_of(tensor: torch.Tensor) -> Expr | None:
         others = [row[n].item() for row, n in ((numbers[0], ahead), (numbers[:, 0], back)) if n < row.numel()]
         if not others:
             return None
-        distance = _positions(numbers, 1) - _positions(numbers, 0)
-        is_inside = (distance < ahead) & (distance > -back)
-        if not bool((numbers == torch.where(is_inside, inside, others[0]).to(numbers.dtype)).all()):
+        # Truth values alone are as large as the tensor: distances would take eight times its elements in bytes.
+        query, key = _positions(numbers, 0), _positions(numbers, 1)
+        is_inside = (key < query + ahead) & (key > query - back)
+        if not bool(torch.where(is_inside, numbers == inside, numbers == others[0]).all()):
             return None
     return _chosen(_band(tensor, ahead, back), inside, others[0])
 

@@ -1,7 +1,7 @@
 """A softmax, by whatever ops it is written: PyTorch's own, exp(x) / sum(exp(x)), exp(log_softmax(x)), exp(x - logsumexp(x)).
 
-What is written out is the same function: the maximum that a model subtracts first, or does not, is a number for each row. Where a row has
-no weight left, or an exponential is infinite, the model's own gives NaN.
+A softmax that is written out is the same function. A model may subtract the row's maximum first or not: that is a number for each row,
+which changes no weight. Where a row has no weight left, or an exponential is infinite, the model gives NaN.
 """
 
 from __future__ import annotations
