@@ -38,5 +38,5 @@ def test_nothing_goes_wrong(each: int, tmp_path: Path) -> None:
     assert tally["different"] == tally["total"]["programs"] > 0.8 * each * len(RULES)
     lowered = tally["lowered"]
     assert sum(lowered.values()) > 20, lowered
-    assert min(lowered.get(name, 0) for name in ("sdpa_cpu_flash", "reference", "math")) > 1, lowered
+    assert min(lowered.get(name, 0) for name in ("sdpa_cpu_flash", "reference", "math")) >= each, lowered
     assert tally["total"]["compared"] > 0.6 * tally["total"]["programs"], tally["total"]
