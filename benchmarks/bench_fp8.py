@@ -191,7 +191,7 @@ def kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Callable[
     spec = dataclasses.replace(described, fp8=RECIPES[side.recipe or ""])
     emitter: Any = EagerEmitter(target)
     nodes = {name: emitter.given(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
-    lowering.emit(emitter, spec, Operands(**nodes))
+    lowering.emit(emitter, lowering.plan(spec, target), Operands(**nodes))
     leaf, arguments = emitter.leaf_call(side.lowering)
     return lambda: leaf(*arguments)[0]
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.choice import in_order, shape_class
-from attn_compiler.lowerings.hopper.lowering import backward_of
+from attn_compiler.lowerings.hopper.call import backward_of
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared.launching import ahead, imagined, persistent
 from attn_compiler.lowerings.shared.parts import part_tensors

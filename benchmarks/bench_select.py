@@ -85,7 +85,8 @@ def lowering(name: str) -> Make:
             loads=nodes,
             score_loads=nodes,
         )
-        kernel: Any = by_name(name).emit(emitter, problem.spec, operands).args[0]
+        plan = by_name(name).plan(problem.spec, emitter.target)
+        kernel: Any = by_name(name).emit(emitter, plan, operands).args[0]
         target, (args, kwargs) = kernel.target, fx.map_arg((kernel.args, kernel.kwargs), emitter.value)
         learned = [given["sinks"]] if "sinks" in given else []
         return Side(call=lambda: target(*args, **kwargs)[0], leaves=[*leaves, *learned])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.hopper.lowering import backward_of
+from attn_compiler.lowerings.hopper.call import backward_of
 from attn_compiler.spec.target import Target
 from benchmarks import bench_select, kernel_cases, kernel_peers
 from benchmarks.kernel_cases import Case, Problem

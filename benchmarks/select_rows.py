@@ -32,7 +32,7 @@ from pathlib import Path
 
 from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.lowerings.choice import priorities, shape_class
-from attn_compiler.lowerings.hopper.lowering import backward_of
+from attn_compiler.lowerings.hopper.call import backward_of
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select
 from attn_compiler.spec.target import Target

@@ -264,14 +264,21 @@ class Lowering(Protocol):
         """Whether `emit` heeds `spec.mask.means`, in the forward and backward."""
         return False
 
-    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        """Insert the computation; returns the node of the output, logical (B, Hq, Sq, Dv), in any strides and in q's dtype."""
+    def plan(self, spec: AttentionSpec, target: Target) -> Any:
+        """All that is decided of a site that this lowering takes, as frozen data. The spec itself where nothing else is to be decided."""
+        return spec
+
+    def emit(self, emitter: Emitter, plan: Any, operands: Operands, /) -> fx.Node:
+        """Insert the computation; returns the node of the output, logical (B, Hq, Sq, Dv), in any strides and in q's dtype.
+
+        plan: what `plan` gave. Nothing is decided here.
+        """
         ...
 
-    def emit_with_lse(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node, fx.Node]:
+    def emit_with_lse(self, emitter: Emitter, plan: Any, operands: Operands, /) -> tuple[fx.Node, fx.Node]:
         """As `emit`, for a spec whose lse is read: the output, and (B, Hq, Sq) in float32, or in float64 for float64. -inf in a row
         without any allowed key."""
-        raise TypeError(f"{self.name} gives no lse: its why_not refuses a spec whose lse is {spec.lse}")
+        raise TypeError(f"{self.name} gives no lse: its why_not refuses a spec whose lse is read")
 
 
 def first_two(emitter: Emitter, outputs: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.decode import latent_schedule, schedule
 from attn_compiler.lowerings.decode.plan import Schedule
-from attn_compiler.lowerings.hopper.lowering import backward_of
+from attn_compiler.lowerings.hopper.call import backward_of
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import layout
 from attn_compiler.passes.writing.select import decide

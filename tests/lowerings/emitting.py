@@ -65,7 +65,8 @@ def emit(lowering: Lowering, inputs: Inputs, *, mode: FakeTensorMode | None = No
     mode = mode or _mode_of(values) or FakeTensorMode()
     nodes = {name: _placeholder(graph, name, value, mode) for name, value in values.items()}
     with mode:
-        out = lowering.emit(GraphEmitter(graph), inputs.spec, Operands(**nodes))
+        emitter = GraphEmitter(graph)
+        out = lowering.emit(emitter, lowering.plan(inputs.spec, emitter.target), Operands(**nodes))
     graph.output(out)
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -39,22 +39,20 @@ class FlashAttention4(Lowering):
 
     def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         """The compiler's own refusal of a kernel."""
-        refused: list[Reason] = _why_not_compiled(_call(spec, target))
+        refused: list[Reason] = _why_not_compiled(self.plan(spec, target))
         return refused
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_ALIGNMENT, zero_strides=False)
 
-    def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
+    def plan(self, spec: AttentionSpec, target: Target) -> Fa4Call:
+        return Fa4Call(spec=spec, version=target.flash_attn_4, sm=target.sm, deterministic=target.deterministic)
+
+    def emit(self, emitter: Emitter, plan: Fa4Call, operands: Operands, /) -> fx.Node:
         further = [] if operands.sinks is None else [_sinks(emitter, operands.sinks)]
         leaf = torch.ops.attn_compiler.fa4.default
-        text = _call(spec, emitter.target).to_text()
-        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, text)
+        outputs = emitter.call(leaf, operands.q, operands.k, operands.v, further, plan.to_text())
         return emitter.call(operator.getitem, outputs, 0)
-
-
-def _call(spec: AttentionSpec, target: Target) -> Fa4Call:
-    return Fa4Call(spec=spec, version=target.flash_attn_4, sm=target.sm, deterministic=target.deterministic)
 
 
 def _sinks(emitter: Emitter, sinks: fx.Node) -> fx.Node:

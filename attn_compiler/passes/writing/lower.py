@@ -137,7 +137,7 @@ def _lower(
         operands = _operands(mirror, site, site.spec, builder, tensors)
         spec = keyless_nodes.asked_for(site.spec, site.keyless, site.decision.lowering, target)
         with builder.without_autocast():
-            out, *lse = _emitted(site, spec, builder, operands)
+            out, *lse = _emitted(site, spec, target, builder, operands)
         if spec.mask.means:
             keyless_nodes.tell(builder, spec, site.keyless)
         elif (site.keyless is not None or spec.adds_unread) and site.decision.lowering in OF_CACHE:
@@ -161,12 +161,15 @@ def _has_own_rows(site: Site, spec: AttentionSpec) -> bool:
     return site.decision is not None and site.decision.lowering in OF_NUMBERS and recover.is_added_up(site.match, spec)
 
 
-def _emitted(site: Site, spec: AttentionSpec, builder: GraphBuilder, operands: Operands) -> tuple[fx.Node, ...]:
+def _emitted(
+    site: Site, spec: AttentionSpec, target: Target, builder: GraphBuilder, operands: Operands
+) -> tuple[fx.Node, ...]:
     """One node for each output of the match."""
     lowering = by_name(UNTOUCHED if site.decision is None else site.decision.lowering)
+    plan = lowering.plan(spec, target)
     if site.match.lse is None:
-        return (lowering.emit(builder, spec, operands),)
-    return lowering.emit_with_lse(builder, spec, operands)
+        return (lowering.emit(builder, plan, operands),)
+    return lowering.emit_with_lse(builder, plan, operands)
 
 
 def _operands(

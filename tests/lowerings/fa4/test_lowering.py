@@ -173,7 +173,7 @@ def test_the_decision_is_in_the_text() -> None:
     nodes = {name: graph.placeholder(name) for name in "qkv"}
     for name, node in nodes.items():
         node.meta["example_value"] = getattr(built, name).detach().to("meta")
-    out = FA4.emit(emitter, built.spec, emitting.Operands(**nodes))
+    out = FA4.emit(emitter, FA4.plan(built.spec, emitter.target), emitting.Operands(**nodes))
     call = Fa4Call.from_text(out.args[0].args[-1])  # type: ignore[union-attr, arg-type]
     assert call == Fa4Call(spec=built.spec, version=VERSION, sm=90, deterministic=True)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import pytest
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.hopper import added
-from attn_compiler.lowerings.hopper.lowering import HopperAttention, backward_of, why_not_in_order
+from attn_compiler.lowerings.hopper.call import call_of
+from attn_compiler.lowerings.hopper.lowering import HopperAttention
 from attn_compiler.lowerings.hopper.plan import blocks_of
 from attn_compiler.lowerings.shared.parts import tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
@@ -43,7 +42,7 @@ def _emitted(
         node.meta["example_value"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         nodes.append(node)
     emit = HOPPER.emit if lse == "unread" else HOPPER.emit_with_lse
-    emit(emitter, spec, Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
+    emit(emitter, call_of(spec, target), Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return [name.split(".")[1] for name in names if name.startswith("attn_compiler.")], emitter.notes
 
@@ -63,50 +62,6 @@ def test_the_lse_is_handed_on_with_its_gradient() -> None:
     assert _emitted(needs_grad=True, lse="merged") == (["hopper", "hopper_hopper_part_given"], ["backward: hopper"])
 
 
-def test_cudnns_backward_takes_no_gradient_of_the_lse() -> None:
-    assert backward_of(make_spec(**_LONG), H200) == "sdpa_cudnn"
-    differentiated = make_spec(**_LONG, lse="differentiated")
-    assert HOPPER.why_not(differentiated, H200) == []
-    assert backward_of(differentiated, H200) == "hopper"
-
-
-#: of each key alone, which this family's backward reads
-KEYS = dense(2, 1, 1, 2048)
-
-_LONG: dict[str, Any] = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 128}
-
-
-def test_the_backward_is_its_own_where_it_is_the_fastest() -> None:
-    assert backward_of(make_spec(mask=CAUSAL, **_LONG), H200) == "hopper"
-    assert backward_of(make_spec(mask=KEYS, **_LONG), H200) == "hopper"
-    assert backward_of(make_spec(**_LONG), H200) == "sdpa_cudnn"
-    assert backward_of(make_spec(mask=CAUSAL, **_LONG | {"seqlen_q": 512, "seqlen_kv": 512}), H200) == "sdpa_cudnn"
-    assert backward_of(make_spec(**_LONG), Target.fake(cudnn=0)) == "hopper"
-
-
-def test_wide_heads_have_the_backward_of_another_family() -> None:
-    wide = _LONG | {"head_dim": 256}
-    assert backward_of(make_spec(mask=CAUSAL, **wide), Target.fake(torch="2.11.0")) == "sdpa_cudnn"
-    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **wide), H200) == "triton"
-
-
-@pytest.mark.parametrize("target", [H200, DETERMINISTIC])
-def test_learned_biases_have_the_backward_of_another_family(target: Target) -> None:
-    assert backward_of(make_spec(changes=(bias(1, 8, 2048, 2048),), **_LONG), target) == "triton"
-
-
-@pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "hopper"), ("float16", "hopper"), ("float32", "triton")])
-def test_biases_in_half_precision_that_want_no_gradient_have_its_own_backward(dtype: str, family: str) -> None:
-    held = bias(1, 8, 2048, 2048, dtype=dtype, requires_grad=False)
-    assert backward_of(make_spec(changes=(held,), **_LONG), H200) == family
-    assert backward_of(make_spec(changes=(held,), **_LONG), DETERMINISTIC) == "triton"
-
-
-def test_dense_masks_have_its_own_backward() -> None:
-    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **_LONG), H200) == "hopper"
-    assert backward_of(make_spec(mask=dense(2, 1, 2048, 2048), **_LONG), DETERMINISTIC) == "triton"
-
-
 def _emitted_with(tensor: torch.Tensor, *, needs_grad: bool, **given: Any) -> tuple[fx.Graph, list[fx.Node]]:
     """The graph, and the operands of the leaf op."""
     spec = make_spec(seqlen_q=256, seqlen_kv=256, needs_grad=needs_grad, **given)
@@ -116,7 +71,7 @@ def _emitted_with(tensor: torch.Tensor, *, needs_grad: bool, **given: Any) -> tu
     for name in "qkv":
         nodes[name].meta["example_value"] = torch.empty(2, 8, 256, 64, dtype=torch.bfloat16, device="meta")
     nodes["mask"].meta["example_value"] = tensor
-    HOPPER.emit(emitter, spec, Operands(**nodes))
+    HOPPER.emit(emitter, call_of(spec, H200), Operands(**nodes))
     (call,) = (node for node in graph.nodes if node.target is torch.ops.attn_compiler.hopper.default)
     return graph, list(call.args[3])
 
@@ -159,25 +114,6 @@ def test_the_backward_of_a_dense_mask_reads_bits_of_queries() -> None:
     assert call.args[3][-1].meta["example_value"].shape == (2, 1, 256, 16)
 
 
-def test_values_that_are_wider_than_keys_have_the_backward_of_another_family() -> None:
-    """dv leaves from a place in shared memory that is as large as a tile of q."""
-    wide = _LONG | {"head_dim": 64, "head_dim_v": 128}
-    mask = KEYS
-    assert backward_of(make_spec(mask=mask, **wide), H200) == "triton"
-    assert backward_of(make_spec(mask=mask, **wide | {"head_dim": 72}), H200) == "hopper"
-    assert backward_of(make_spec(mask=mask, **wide | {"head_dim": 128, "head_dim_v": 64}), H200) == "hopper"
-
-
-def test_a_deterministic_backward_adds_up_in_one_order_where_that_is_faster() -> None:
-    many = _LONG | {"batch": 8, "heads": 16, "heads_kv": 16}
-    assert backward_of(make_spec(mask=CAUSAL, **many), DETERMINISTIC) == "hopper_in_order"
-    assert backward_of(make_spec(mask=CAUSAL, **many | {"batch": 1}), DETERMINISTIC) == "triton"
-    assert backward_of(make_spec(**many), DETERMINISTIC) == "triton"
-    assert backward_of(make_spec(mask=CAUSAL, **many | {"head_dim": 256}), DETERMINISTIC) == "triton"
-    assert why_not_in_order(make_spec(**many), H200) == []
-    assert why_not_in_order(make_spec(**many | {"head_dim": 256}), DETERMINISTIC) == []
-
-
 def test_the_report_says_which_deterministic_backward_there_is_and_why() -> None:
     calls, notes = _emitted(DETERMINISTIC, needs_grad=True, seqlen=8192)
     assert calls == ["hopper", "hopper_hopper_in_order_given"]
@@ -186,13 +122,6 @@ def test_the_report_says_which_deterministic_backward_there_is_and_why() -> None
     assert calls == ["hopper", "hopper_triton_given"]
     assert note.startswith("backward: triton; hopper_in_order: the backward that adds up in one order was measured")
     assert note.endswith(f"({Code.IN_ORDER_SLOWER})")
-
-
-def test_cudnns_backward_reads_no_repeated_axes() -> None:
-    spec = make_spec(**_LONG)
-    repeated = dataclasses.replace(spec.k, strides=(0, *spec.k.strides[1:]))
-    assert backward_of(spec, H200) == "sdpa_cudnn"
-    assert backward_of(dataclasses.replace(spec, k=repeated), H200) == "hopper"
 
 
 def test_the_output_counts_as_saved() -> None:
@@ -208,7 +137,7 @@ def test_the_output_counts_as_saved() -> None:
         nodes.append(node)
     spec = make_spec(mask=CAUSAL, seqlen_q=2048, seqlen_kv=2048, head_dim=128)
     with mode:
-        out = HOPPER.emit(emitter, spec, Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
+        out = HOPPER.emit(emitter, call_of(spec, H200), Operands(q=nodes[0], k=nodes[1], v=nodes[2]))
         other = emitter.call(torch.neg, out)
     emitted = [node for node in graph.nodes if node.op == "call_function"]
     ran = gradient_runs.run_on_fakes(emitted, mode)

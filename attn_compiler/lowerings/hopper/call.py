@@ -1,0 +1,93 @@
+"""What is decided of a site that Hopper's forward takes, before any node is made: its tiles, and whose backward it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from attn_compiler.lowerings.base import LayoutDemand, Tiles
+from attn_compiler.lowerings.choice import in_order
+from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER
+from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward, is_ordered
+from attn_compiler.lowerings.shared.calls import cudnn_backward
+from attn_compiler.lowerings.shared.parts import site_parts, tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.target import Target
+
+#: the family with a backward for all that this one takes, which gives the same bits in every run
+FOR_ALL = "triton"
+_NO_REPEATED = LayoutDemand(last_stride_one=False, zero_strides=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperCall:
+    """All that `emit` has to know.
+
+    spec: of the site.
+    parts: which parts its mask and score changes have.
+    text: of the leaf op. Its tiles are the Triton family's, which may have the backward.
+    tiles: what the forward's lists are made for.
+    ordered: programs take blocks by the lengths of their lists.
+    backward: the family whose backward it gets; None without gradients.
+    grad_tiles: what that backward's lists are made for; None if it reads no parts.
+    not_in_order: why a site that needs the same bits in every run does not get this family's backward.
+    """
+
+    spec: AttentionSpec
+    parts: Plan
+    text: str
+    tiles: Tiles
+    ordered: bool
+    backward: str | None = None
+    grad_tiles: Tiles | None = None
+    not_in_order: tuple[Reason, ...] = ()
+
+
+def call_of(spec: AttentionSpec, target: Target) -> HopperCall:
+    """The call of a spec that the family takes on that machine."""
+    of_triton = tile_table.tiles(spec, target)
+    family = backward_of(spec, target) if spec.needs_grad else None
+    return HopperCall(
+        spec=spec,
+        parts=site_parts.of(spec),
+        text=Call(spec=spec, tiles=of_triton).to_text(),
+        tiles=dataclasses.replace(of_triton, forward=blocks_of(spec).tile),
+        ordered=is_ordered(spec),
+        backward=family,
+        grad_tiles=_grad_tiles(family, spec, of_triton),
+        not_in_order=tuple(why_not_in_order(spec, target)) if family == FOR_ALL else (),
+    )
+
+
+def _grad_tiles(family: str | None, spec: AttentionSpec, of_triton: Tiles) -> Tiles | None:
+    if family in (FAMILY, IN_ORDER):
+        return dataclasses.replace(of_triton, grad_kv=grad_blocks_of(spec).tile)
+    return of_triton if family == FOR_ALL else None
+
+
+def backward_of(spec: AttentionSpec, target: Target) -> str:
+    """The family whose backward a site gets.
+
+    This family's for the head dims that it takes, unless cuDNN's was measured to be faster. Otherwise cuDNN's where PyTorch's takes the
+    site, and that of our Triton kernels for the rest. cuDNN's backward reads no repeated axes. This forward takes them as they are.
+
+    Under torch.use_deterministic_algorithms the Triton kernels' or this family's in one order: the others add up in no fixed order.
+    Dynamo compiles anew when that is switched.
+    """
+    is_repeated = any(_NO_REPEATED.broken_by(x) for x in (spec.q, spec.k, spec.v))
+    takes_cudnn = not is_repeated and not cudnn_backward.why_not(spec, target)
+    if target.deterministic:
+        return IN_ORDER if has_backward(spec) and not why_not_in_order(spec, target) else FOR_ALL
+    if has_backward(spec) and not (takes_cudnn and cudnn_is_faster(spec)):
+        return FAMILY
+    return cudnn_backward.FAMILY if takes_cudnn else FOR_ALL
+
+
+def why_not_in_order(spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Reasons against this family's backward in one order.
+
+    Empty for sites that need no fixed order, or whose head dims it does not take.
+    """
+    return in_order.check_order_speed(spec, target) if target.deterministic and has_backward(spec) else []
