@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from attn_compiler.lowerings.shared.launching.ahead import Ahead, NotCompiled
     from attn_compiler.passes import Rewritten
     from attn_compiler.passes.graph.padding_outcome import Packed
+    from attn_compiler.passes.graph.unit import Unit
+    from attn_compiler.spec.attention import AttentionSpec
     from attn_compiler.verifying.plan import CheckPlan
 
 log = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ def _compile_with(
         plan = _plan(gm, own, rewritten)
         with step(f"compile the rewritten graph with {own.inner}") if rewritten.snapshot else contextlib.nullcontext():
             if rewritten.packed is not None:
-                compiled = _compile_unpadded(gm, rewritten.packed, inner, example_inputs, key)
+                compiled = _compile_unpadded(gm, rewritten.packed, rewritten.padded, inner, example_inputs, key)
             else:
                 with _paused_where_cached(report):
                     compiled = inner.compile_rewritten(gm, example_inputs, key)
@@ -146,7 +148,7 @@ def _compile_with(
             if not torch_compat.starts_over(error):
                 _publish(report, own)
             raise
-    _watch(report, own)
+    _watch([*_called_in(report), *([] if failed else _called_beside(rewritten.padded))], own)
     if ahead is not None:
         built = ahead.built()
         # All are told of before the graph is compiled again.
@@ -166,9 +168,9 @@ _NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
 def _compile_unpadded(
-    gm: fx.GraphModule, packed: Packed, inner: _Inner, example_inputs: Sequence[Any], key: str
+    gm: fx.GraphModule, packed: Packed, padded: Unit | None, inner: _Inner, example_inputs: Sequence[Any], key: str
 ) -> Callable[..., Any]:
-    """The packed graph's code, and the model's own graph for calls that it may not serve. gm: the packed graph.
+    """The packed graph's code, and the padded graph for calls that it may not serve. gm: the packed graph.
 
     Later compilations get fake inputs. Real ones no longer say which of their sizes are fixed.
     """
@@ -192,6 +194,12 @@ def _compile_unpadded(
             return None
 
     def original() -> Callable[..., Any]:
+        if padded is not None:
+            try:
+                with step("compile the padded graph with its kernels"), compilation.again():
+                    return inner.compile_rewritten(padded.graph_module, packed.fakes, key)
+            except StepFailed as error:
+                log.debug("%s: %s; the model's own graph is compiled", error.step, error.cause)
         try:
             with step("compile the model's own graph"), compilation.again():
                 return inner.compile_original(torch_packed.copied(packed.original), packed.fakes)
@@ -226,18 +234,29 @@ def _tell_of(failed: Sequence[NotCompiled]) -> bool:
     return any(concerned for _, concerned in found)
 
 
-def _watch(report: Report, options: Options) -> None:
+_Called = tuple[tuple[str, ...], str, "AttentionSpec"]
+
+
+def _called_in(report: Report) -> list[_Called]:
+    """Of each site that calls leaf ops their texts, its lowering and its spec."""
+    return [(site.texts, site.decision.lowering, site.spec) for site in report.sites if site.texts]
+
+
+def _called_beside(padded: Unit | None) -> list[_Called]:
+    sites = () if padded is None else padded.found.sites
+    return [(s.texts, s.decision.lowering, s.spec) for s in sites if s.texts and s.decision and s.spec]
+
+
+def _watch(called: Sequence[_Called], options: Options) -> None:
     """Be told of kernels of these sites that fail, and have the frame compiled anew then. Most graphs have none."""
-    called = [site for site in report.sites if site.texts]
     if not called:
         return
     from attn_compiler.lowerings.shared.calls.failures import FAILURES, Caller
     from attn_compiler.torch_private import frames as torch_frames
 
     start_over = torch_frames.start_over()
-    for site in called:
-        caller = Caller(lowering=site.decision.lowering, spec=site.spec, strict=options.strict, start_over=start_over)
-        FAILURES.watch(site.texts, caller)
+    for texts, lowering, spec in called:
+        FAILURES.watch(texts, Caller(lowering=lowering, spec=spec, strict=options.strict, start_over=start_over))
 
 
 def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:

@@ -71,7 +71,7 @@ class UnpadReport:
 
     @property
     def last(self) -> tuple[UnpaddedStep, ...]:
-        """The last calls, up to now: how much of each batch was real, and whether the model's own graph ran."""
+        """The last calls, up to now: how much of each batch was real, and what did not hold where padding was computed."""
         return () if self.steps is None else tuple(self.steps.last)
 
 

@@ -107,8 +107,7 @@ def _unpad_block(unpad: UnpadReport) -> RenderableType:
         lines.append(_text(f"  real tokens of the last batches: {fills}"))
     failed = Counter(reason for step in unpad.last for reason in step.failed)
     lines += [
-        _text(f"  the model's own graph ran {wording.counted(n, 'time')}, since not: {why}")
-        for why, n in failed.items()
+        _text(f"  padding was computed {wording.counted(n, 'time')}, since not: {why}") for why, n in failed.items()
     ]
     return Group(*lines)
 

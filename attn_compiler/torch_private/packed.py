@@ -47,8 +47,13 @@ def _env(mode: FakeTensorMode) -> ShapeEnv:
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph once more, over the same parameters; a compiler may have it."""
+    return beside(gm, torch_compat.copied_graph(gm.graph))
+
+
+def beside(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Another graph over the same parameters."""
     twin = copy.copy(gm)
-    twin.graph = torch_compat.copied_graph(gm.graph)
+    twin.graph = graph
     return twin
 
 

@@ -29,7 +29,7 @@ _STEPS_KEPT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpaddedStep:
-    """One call. fill: the share of tokens that are real. failed: what did not hold, so that the model's own graph ran."""
+    """One call. fill: the share of tokens that are real. failed: what did not hold, so that padding was computed."""
 
     fill: float
     failed: tuple[str, ...] = ()

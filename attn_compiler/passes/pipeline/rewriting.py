@@ -31,6 +31,7 @@ class Rewritten:
     """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten. snapshot: how the graph
     came; None if it is still so. It shares its graphs with `originals`. known: what is known of the graph's outputs, by their places.
     read: the places of inputs that may be known, and that the graph reads and does not write to.
+    padded: beside a packed graph, the model's own with its kernels.
     """
 
     report: Report
@@ -40,6 +41,7 @@ class Rewritten:
     snapshot: Snapshot | None = None
     known: tuple[tuple[int, Known], ...] = ()
     read: tuple[int, ...] = ()
+    padded: Unit | None = None
 
     @property
     def packed(self) -> Packed | None:
@@ -111,6 +113,7 @@ def rewrite(
         snapshot=None if failure is not None else work.snapshot,
         known=work.known,
         read=_still_read(work),
+        padded=work.padded,
     )
 
 

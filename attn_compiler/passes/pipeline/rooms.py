@@ -6,10 +6,11 @@ from attn_compiler.passes.matching import match, unseen
 from attn_compiler.passes.recovering import block_masks, body_inputs, recover
 from attn_compiler.passes.spelling import checkpoints, plain_calls
 from attn_compiler.passes.unpad import judging, packing
-from attn_compiler.passes.writing import buffers, fp8_sites, layout, lower, select, summary, verify
+from attn_compiler.passes.writing import beside, buffers, fp8_sites, layout, lower, select, summary, verify
 
 __all__ = [
     "agreeing",
+    "beside",
     "block_masks",
     "body_inputs",
     "buffers",

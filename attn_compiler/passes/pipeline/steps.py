@@ -99,8 +99,7 @@ def _unseen(work: Work) -> None:
 
 
 def _plain(_: Work, unit: Unit) -> Onward | None:
-    unsupported = unsupported_tensor(unit.graph_module)
-    if unsupported is not None:
+    if (unsupported := unsupported_tensor(unit.graph_module)) is not None:
         unit.log.left_alone = Reason(
             code=Code.CLOSED_TENSOR, rule="the graph's inputs are plain strided tensors", observed=unsupported
         )
@@ -248,7 +247,8 @@ def _packed(work: Work, unit: Unit) -> Onward | None:
     trial, failed = work.trial, work.failed
     work.trial = work.failed = None
     unit.outcome = rooms.judging.judged(unit, trial, failed)
-    return None if unit.outcome is trial.packed else Onward(step="select")
+    work.padded = trial.before.beside(unit) if unit.outcome is trial.packed else None
+    return None if work.padded is not None else Onward(step="select")
 
 
 # ---- on each unit: its kernels ---------------------------------------------------------------------------------------
@@ -264,6 +264,12 @@ def _lower(work: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
     rooms.lower.lower_sites(unit, unit.mirrored, unit.found, work.targets)
+
+
+def _padded(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    work.padded = rooms.beside.written(unit, work.padded, work.targets)
 
 
 def _give_back(_: Work, unit: Unit) -> None:
@@ -320,7 +326,7 @@ def _report(work: Work) -> None:
 
     unseen = [] if work.unseen is None else work.unseen.rows(rooms.match.owners_in_sites(work.units))
     work.report = rooms.summary.report(
-        work.gm, work.units, work.decided_for, work.seconds, faults=work.warned, unseen=unseen
+        work.gm, work.units, work.decided_for, work.seconds, faults=work.warned, unseen=unseen, padded=work.padded
     )
 
 
@@ -376,7 +382,8 @@ PIPELINE: tuple[PipelineStep, ...] = (
     PipelineStep(name="packed", run=_packed, needs=("select",), leads=("select",)),
     PipelineStep(name="layout", run=_layout, needs=("packed",)),
     PipelineStep(name="lower", run=_lower, needs=("layout",), costs_all=True),
-    PipelineStep(name="give_back", run=_give_back, needs=("lower",), costs_all=True),
+    PipelineStep(name="padded", run=_padded, needs=("lower",)),
+    PipelineStep(name="give_back", run=_give_back, needs=("padded",), costs_all=True),
     PipelineStep(name="last_look", run=_last_look, needs=("give_back",)),
     PipelineStep(name="verify", run=_verify, needs=("last_look",)),
     # What all graphs need of each other, and what is told of them.

@@ -41,6 +41,7 @@ class Work:
     units: what steps work on. snapshot: how the graph came. inlined: bodies of checkpoints that stand in the graph for now.
     border: what is known on both sides of the graph. memory: where the rewrite is kept. unseen: misses that no pattern starts from.
     trial, failed: at the unit under way, a graph that was rewritten and has to be judged, and what looking at it raised.
+    padded: beside a packed graph, the model's own, which gets kernels as any graph does.
     known: as `Rewritten` has it. warned: what users were told of faults. report: what came of it all.
     """
 
@@ -59,6 +60,7 @@ class Work:
     unseen: Unseen | None = None
     trial: Spread | Trial | None = None
     failed: Exception | None = None
+    padded: Unit | None = None
     known: tuple[tuple[int, Known], ...] = ()
     warned: tuple[str, ...] = ()
     report: Report | None = None

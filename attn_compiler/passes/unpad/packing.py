@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import faults, mutation
-from attn_compiler.passes.graph.faults import Fault
+from attn_compiler.passes.graph.faults import Fault, Log
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed, fake_inputs
 from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit, module_path, source_line
@@ -51,6 +51,19 @@ class Before:
             found=found,
             faults=tuple(unit.log.faults),
             unread=tuple(unit.log.unread),
+        )
+
+    def beside(self, unit: Unit) -> Unit:
+        """A unit of its own, to be rewritten as any graph whose padding stays. unit: the packed one."""
+        return Unit(
+            graph_module=torch_packed.beside(unit.graph_module, self.graph),
+            options=unit.options,
+            place=unit.place,
+            memory=self.memory,
+            log=Log(strict=unit.options.strict),
+            spelling=unit.spelling,
+            mirror=self.mirror,
+            found=self.found,
         )
 
     def put_back(self, unit: Unit) -> None:

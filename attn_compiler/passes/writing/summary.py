@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from torch import fx
@@ -36,8 +37,12 @@ def report(
     *,
     faults: tuple[str, ...] = (),
     unseen: Iterable[MissReport] = (),
+    padded: Unit | None = None,
 ) -> Report:
-    """The report of one graph handed to the backend. faults: what was warned of. unseen: misses that no pattern started from."""
+    """The report of one graph handed to the backend.
+
+    faults: what was warned of. unseen: misses that no pattern started from. padded: the graph beside a packed one.
+    """
     return Report(
         graph=torch_compat.graph_name(),
         target=_target(gm, targets),
@@ -46,18 +51,28 @@ def report(
         misses=(*_miss_rows(units), *_chosen_rows(gm, units), *unseen),
         seconds=tuple(seconds.items()),
         faults=faults,
-        unpad=_unpad(units),
+        unpad=_unpad(units, padded),
     )
 
 
-def _unpad(units: list[Unit]) -> UnpadReport | None:
+def _unpad(units: list[Unit], padded: Unit | None) -> UnpadReport | None:
     """Of the graph itself, or of the first body that has attention."""
     outcome = next((unit.outcome for unit in units if isinstance(unit.outcome, KeptGraph | Packed)), None)
     if outcome is None:
         return None
     if isinstance(outcome, KeptGraph):
         return UnpadReport(kept=outcome.reason, module=outcome.module, source=outcome.source)
-    return UnpadReport(zeroed=outcome.zeroed, facts=outcome.facts, notes=outcome.notes, steps=outcome.steps)
+    notes = (*outcome.notes, _said_of_padded(padded))
+    return UnpadReport(zeroed=outcome.zeroed, facts=outcome.facts, notes=notes, steps=outcome.steps)
+
+
+def _said_of_padded(padded: Unit | None) -> str:
+    if padded is None:
+        return "a batch that is not packed runs the model's own graph, with no kernel of ours"
+    decided = Counter(UNTOUCHED if site.decision is None else site.decision.lowering for site in padded.found.sites)
+    return (
+        f"a batch that is not packed runs with its padding: {', '.join(f'{name} × {n}' for name, n in decided.items())}"
+    )
 
 
 def of_failure(gm: fx.GraphModule, targets: Mapping[str, Target], seconds: Mapping[str, float], failure: str) -> Report:

@@ -76,7 +76,7 @@ def _padding(unpad: UnpadReport) -> Markup:
             ("Notes", _list(unpad.notes)),
             ("Real tokens of the last batches", ", ".join(f"{step.fill:.0%}" for step in unpad.last)),
             (
-                "The model's own graph ran",
+                "Padding was computed",
                 _list([f"{wording.counted(n, 'time')}, since not: {why}" for why, n in failed.items()]),
             ),
         )
