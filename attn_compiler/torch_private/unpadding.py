@@ -37,9 +37,14 @@ class UnpaddedStep:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Steps:
-    """The last calls of one graph."""
+    """The last calls of one graph that were asked for their padding."""
 
     last: deque[UnpaddedStep] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
+
+    @property
+    def are_all_padded(self) -> bool:
+        """Whether none of so many calls could be packed."""
+        return len(self.last) == _STEPS_KEPT and all(step.failed for step in self.last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,7 @@ class Batch:
 
     tokens: int64 (T,), the place of each token among all B · S.
     rows, positions: int64 (T,), its batch row and its position there.
-    begins, ends: int32 (T,), where its row begins and ends among the tokens.
+    begins, ends: int32 (T,), where the keys of its row begin and end among the tokens.
     starts: int64 (B + 1,), where each row begins among the tokens.
     """
 
@@ -71,21 +76,22 @@ class Batch:
         return Batch(**of_tokens, starts=torch.empty(rows + 1, dtype=torch.int64, device=device))
 
     @staticmethod
-    def of(real: torch.Tensor) -> Batch:
-        """real: bool (B, S).
+    def of(packed: torch.Tensor, real: torch.Tensor | None = None) -> Batch:
+        """packed: bool (B, S), the tokens. real: those that are keys, bool (B, S), the last ones of each row; None: all of them.
 
-        As long as if all tokens were real, so that no device has to be asked: what `first` leaves out means nothing.
+        As long as if all tokens were packed, so that no device has to be asked: what `first` leaves out means nothing.
         """
-        seqlen = real.shape[1]
-        starts = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0))
-        tokens = torch.nonzero_static(real.reshape(-1), size=real.numel(), fill_value=0).view(-1)
+        seqlen = packed.shape[1]
+        starts = torch.nn.functional.pad(packed.sum(1).cumsum(0), (1, 0))
+        tokens = torch.nonzero_static(packed.reshape(-1), size=packed.numel(), fill_value=0).view(-1)
         rows = tokens // seqlen
         bounds = starts.to(torch.int32)
+        begins = bounds[:-1] if real is None else bounds[1:] - real.sum(1, dtype=torch.int32)
         return Batch(
             tokens=tokens,
             rows=rows,
             positions=tokens % seqlen,
-            begins=bounds[:-1][rows],
+            begins=begins[rows],
             ends=bounds[1:][rows],
             starts=starts,
         )
@@ -134,14 +140,20 @@ class Unpadded:
         self._original: CompiledFn | None = None
         self._lock = threading.Lock()
         self._steps = steps
+        self._unasked = 0
 
     def __call__(self, *args: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in args):
             return self.original(*args)
+        # Each question is a wait for the device.
+        if self._steps.are_all_padded and self._unasked < _STEPS_KEPT:
+            self._unasked += 1
+            return self.original(*args)
+        self._unasked = 0
         with torch.no_grad():
-            real, told = self._before(*args)
+            packed, told, *real = self._before(*args)
             # Asked of the device before it is waited for: nothing runs there from then until the packed graph does.
-            whole = Batch.of(real)
+            whole = Batch.of(packed, *real)
             number, *holds = told.tolist()
         failed = tuple(fact for fact, does in zip(self._facts, holds, strict=True) if not does)
         if number < LEAST_TOKENS:
@@ -150,7 +162,7 @@ class Unpadded:
         code = None if failed else self._code(number, args)
         if code is None and not failed:
             failed = (f"there is code for {number} tokens",)
-        self._steps.last.append(UnpaddedStep(fill=number / max(real.numel(), 1), failed=failed))
+        self._steps.last.append(UnpaddedStep(fill=number / max(packed.numel(), 1), failed=failed))
         if code is None:
             return self.original(*args)
         return code.run(*args, *whole.first(number).inputs)

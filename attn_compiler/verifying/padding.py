@@ -12,7 +12,7 @@ from torch import fx
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Padded:
-    """before: gives from the graph's inputs which tokens are real, (B, S). places: of each output with padding the axes of rows and
+    """before: gives from the graph's inputs which tokens it computes, (B, S). places: of each output with padding the axes of rows and
     positions, or twice the one that holds both."""
 
     before: fx.GraphModule

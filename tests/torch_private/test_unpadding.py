@@ -72,6 +72,29 @@ def test_the_original_runs_where_a_fact_fails_or_nothing_is_left() -> None:
     assert [step.failed for step in steps.last] == [("it holds",), ("2 tokens are real",)]
 
 
+def test_padding_that_is_packed_is_no_key() -> None:
+    packed = torch.tensor([[False, True, True, True], [True, True, True, True]])
+    real = torch.tensor([[False, False, True, True], [True, True, True, True]])
+    found = Batch.of(packed, real).first(7)
+    assert found.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert found.starts.tolist() == [0, 3, 7]
+    assert found.begins.tolist() == [1, 1, 1, 3, 3, 3, 3]
+    assert found.ends.tolist() == [3, 3, 3, 7, 7, 7, 7]
+
+
+def test_a_graph_that_is_never_packed_is_asked_now_and_then() -> None:
+    """Each question waits for the device."""
+    steps, asked = Steps(), []
+    function = unpadded([], steps, most=9, fact=False)
+    before = function._before
+    function._before = lambda *args: asked.append(None) or before(*args)  # type: ignore[func-returns-value]
+    for _ in range(40):
+        assert function(REAL) == ("original", 1)
+    assert len(asked) == 16 + 1
+    assert len(unpadded_steps := steps.last) == 16
+    assert all(step.failed for step in unpadded_steps)
+
+
 def test_code_is_made_again_for_numbers_that_no_code_serves() -> None:
     made: list[int] = []
     function = unpadded(made, Steps(), most=2)

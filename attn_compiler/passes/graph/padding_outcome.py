@@ -33,7 +33,7 @@ class Packed:
     places: of each of those outputs the axes of rows and positions, by its place among the outputs.
     writes: the model's graph writes in place.
     dropout: random numbers are drawn for real tokens alone.
-    before: tells where tokens are real, how many, and which facts hold.
+    before: tells which tokens are packed, how many, and which facts hold.
     original: the model's own graph.
     fakes: fake values of the model's own inputs.
     inputs: fake values of the packed graph's further inputs.

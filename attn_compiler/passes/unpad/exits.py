@@ -5,7 +5,7 @@ run time where only the data knows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,18 +19,38 @@ from attn_compiler.passes.unpad.values import Form, FormRecipe, Need, places
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedTokens:
+    """Nodes of bool (B, S). real: what is no padding. packed: what is computed, which is all that is real, and padding that counts."""
+
+    real: fx.Node
+    packed: fx.Node
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RuntimeFact:
     """What has to hold at run time.
 
     words: for people.
     needs: mirror nodes of tensors that it is asked of, which the model makes without any attention.
-    holds: makes the node of a truth value of `needs` and of which tokens are real, (B, S).
+    holds: makes the node of a truth value of `needs` and of the tokens.
+    counts: makes the node of bool (B, S) of `needs`, which positions count although they may be padding; None: such are not looked for.
     """
 
     words: str
     needs: tuple[fx.Node, ...]
-    holds: Callable[[fx.Graph, Sequence[fx.Node], fx.Node], fx.Node]
+    holds: Callable[[fx.Graph, Sequence[fx.Node], AskedTokens], fx.Node]
+    counts: Callable[[fx.Graph, Sequence[fx.Node], fx.Node], fx.Node] | None = None
+
+    def with_padding(self) -> RuntimeFact:
+        """The fact where padding that counts is computed with the real tokens. It stands before them, so that their keys lie together."""
+        if self.counts is None:
+            return self
+        return replace(self, words="padding that has a label stands before the real tokens of its row", holds=_leads)
+
+    def without_padding(self) -> RuntimeFact:
+        """The fact where real tokens alone are computed."""
+        return replace(self, counts=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +91,8 @@ def _one_position(context: Context, node: fx.Node) -> Exit | None:
 
     end = -1 if is_last else 0
 
-    def holds(graph: fx.Graph, _: Sequence[fx.Node], real: fx.Node) -> fx.Node:
-        return graph.call_function(torch.all, (graph.call_function(aten.select.int, (real, 1, end)),))
+    def holds(graph: fx.Graph, _: Sequence[fx.Node], tokens: AskedTokens) -> fx.Node:
+        return graph.call_function(torch.all, (graph.call_function(aten.select.int, (tokens.packed, 1, end)),))
 
     words = f"the {'last' if is_last else 'first'} token of each row is real"
     returned = FormRecipe(needs=(Need(x, "packed"),), make=make)
@@ -108,27 +128,44 @@ def _cross_entropy(context: Context, node: fx.Node) -> Exit | None:
     # The fact below compares labels with real tokens, which lie row by row.
     forms.require_alone(context, node, dims, (0, 0))
 
-    def holds(graph: fx.Graph, given: Sequence[fx.Node], real: fx.Node) -> fx.Node:
-        number: Any = ignored
+    number: Any = ignored
+
+    def holds(graph: fx.Graph, given: Sequence[fx.Node], tokens: AskedTokens) -> fx.Node:
         is_ignored = graph.call_function(torch.eq, (given[0], number))
-        flat = graph.call_method("reshape", (real, -1))
+        flat = graph.call_method("reshape", (tokens.packed, -1))
         return graph.call_function(torch.all, (graph.call_function(torch.logical_or, (is_ignored, flat)),))
 
+    def counts(graph: fx.Graph, given: Sequence[fx.Node], real: fx.Node) -> fx.Node:
+        return graph.call_method("view_as", (graph.call_function(torch.ne, (given[0], number)), real))
+
     given_as: dict[fx.Node, Form] = {logits: "packed", labels: forms.operand_form(context, node, labels, dims)}
-    fact = RuntimeFact(words=f"labels at padding are {ignored}, which the loss ignores", needs=(labels,), holds=holds)
+    words = f"labels at padding are {ignored}, which the loss ignores"
+    fact = RuntimeFact(words=words, needs=(labels,), holds=holds, counts=counts)
     return Exit(returned=forms.call(node, given_as), fact=fact)
 
 
 def side_by_side() -> RuntimeFact:
     """What windows ask for: distances between tokens are the same once padding is out."""
 
-    def holds(graph: fx.Graph, _: Sequence[fx.Node], real: fx.Node) -> fx.Node:
-        before = graph.call_function(aten.constant_pad_nd.default, (real, [1, -1]))
-        starts = graph.call_function(torch.logical_and, (real, graph.call_function(torch.logical_not, (before,))))
+    def holds(graph: fx.Graph, _: Sequence[fx.Node], tokens: AskedTokens) -> fx.Node:
+        before = graph.call_function(aten.constant_pad_nd.default, (tokens.packed, [1, -1]))
+        not_before = graph.call_function(torch.logical_not, (before,))
+        starts = graph.call_function(torch.logical_and, (tokens.packed, not_before))
         runs = graph.call_method("sum", (starts, 1))
         return graph.call_function(torch.all, (graph.call_function(torch.le, (runs, 1)),))
 
     return RuntimeFact(words="the real tokens of each row lie side by side", needs=(), holds=holds)
+
+
+def _leads(graph: fx.Graph, _: Sequence[fx.Node], tokens: AskedTokens) -> fx.Node:
+    """Whether no padding that is computed stands behind a real token of its row."""
+    seen = graph.call_method("cumsum", (tokens.real, 1))
+    is_behind = graph.call_function(torch.gt, (seen, 0))
+    is_padding = graph.call_function(
+        torch.logical_and, (tokens.packed, graph.call_function(torch.logical_not, (tokens.real,)))
+    )
+    behind = graph.call_function(torch.logical_and, (is_padding, is_behind))
+    return graph.call_function(torch.logical_not, (graph.call_function(torch.any, (behind,)),))
 
 
 EXITS: dict[object, Callable[[Context, fx.Node], Exit | None]] = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import fx
 
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.unpad.exits import RuntimeFact
+from attn_compiler.passes.unpad.exits import AskedTokens, RuntimeFact
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.reasons.codes import Code
@@ -18,8 +19,9 @@ _MOST = 64
 
 
 def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Sequence[RuntimeFact]) -> fx.GraphModule:
-    """Takes the inputs of the model's graph; gives bool (B, S), where tokens are real, and int64: their number, then for each fact 1
-    where it holds. Raises KeepsPadding where that takes more than a few of the model's nodes."""
+    """Takes the inputs of the model's graph; gives bool (B, S), which tokens are packed, and int64: their number, then for each fact 1
+    where it holds; third, where padding may be packed, bool (B, S), which are real. Raises KeepsPadding where that takes more than a few
+    of the model's nodes."""
     asked = [padding.tensor.node, *(x for fact in facts for x in fact.needs)]
     _check_unwritten(mirror, asked)
     roots = [_dynamo(mirror, node) for node in asked]
@@ -31,11 +33,15 @@ def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Seque
             copies[node] = new.node_copy(node, lambda n: copies[n])
     relation = torch.eq if padding.negated else torch.ne
     real = new.call_function(relation, (copies[roots[0]], 0))
-    said = [new.call_method("sum", (real,))]
-    for fact in facts:
-        given = [copies[_dynamo(mirror, x)] for x in fact.needs]
-        said.append(new.call_method("to", (fact.holds(new, given, real), torch.int64)))
-    new.output((real, new.call_function(torch.stack, (said,))))
+    asked_of = [(fact, [copies[_dynamo(mirror, x)] for x in fact.needs]) for fact in facts]
+    counted = [fact.counts(new, given, real) for fact, given in asked_of if fact.counts is not None]
+    tokens = AskedTokens(
+        real=real, packed=reduce(lambda x, y: new.call_function(torch.logical_or, (x, y)), counted, real)
+    )
+    said = [new.call_method("sum", (tokens.packed,))]
+    for fact, given in asked_of:
+        said.append(new.call_method("to", (fact.holds(new, given, tokens), torch.int64)))
+    new.output((tokens.packed, new.call_function(torch.stack, (said,)), *([real] if counted else [])))
     return fx.GraphModule(module, new)
 
 

@@ -156,7 +156,13 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     _check_gone(unit, maker)
     drawing.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
     facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
-    asked = [fact for same in facts.values() for fact in (same if same[0].needs else same[:1])]
+    # A query without keys is 0 then, as in the model.
+    counts = all(site.keyless is None for site in found.sites)
+    asked = [
+        fact.with_padding() if counts else fact.without_padding()
+        for same in facts.values()
+        for fact in (same if same[0].needs else same[:1])
+    ]
     before = run_time_facts.graph(unit.graph_module, mirror, padding, asked)
     original = fx.GraphModule(unit.graph_module, torch_compat.copied_graph(unit.graph))
     dropout, given_back = drawing.is_drawn(maker.made, maker.analysis, maker.mirror), _places(unit, maker, replaced)
