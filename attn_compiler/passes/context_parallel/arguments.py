@@ -24,7 +24,7 @@ TAKEN: Mapping[object, frozenset[str]] = {
     **dict.fromkeys((aten.argmax.default, aten.max.dim, aten.min.dim, aten.flip.default, aten.glu.default), _ALONG),
     **dict.fromkeys((aten.var.correction, aten.std.correction), _ALONG | {"correction"}),
     aten.var_mean.correction: _ALONG | {"correction"},
-    aten.var_mean.dim: _ALONG | {"unbiased"},
+    **dict.fromkeys((aten.var_mean.dim, aten.var.dim, aten.std.dim), _ALONG | {"unbiased"}),
     aten.linalg_vector_norm.default: _ALONG | {"ord"},
     aten.norm.ScalarOpt_dim: _ALONG | {"p"},
     aten.select.int: frozenset({"self", "dim", "index"}),
@@ -41,6 +41,9 @@ TAKEN: Mapping[object, frozenset[str]] = {
     aten.fill_.Scalar: frozenset({"self", "value"}),
     aten.copy_.default: frozenset({"self", "src", "non_blocking"}),
     aten.floor_divide.default: frozenset({"self", "other"}),
+    **dict.fromkeys(
+        (aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar), frozenset({"condition", "self", "other"})
+    ),
     aten.bucketize.Tensor: frozenset({"self", "boundaries", "out_int32", "right"}),
     aten.index.Tensor: frozenset({"self", "indices"}),
     aten.index_select.default: frozenset({"self", "dim", "index"}),

@@ -12,7 +12,7 @@ from attn_compiler.passes.graph import axes, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
-from attn_compiler.passes.unpad import exits, forms, rules
+from attn_compiler.passes.unpad import at_padding, exits, forms, rules
 from attn_compiler.passes.unpad.exits import RuntimeFact
 from attn_compiler.passes.unpad.masks import PackedPairs, Padding
 from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
@@ -71,7 +71,13 @@ class Analysis:
             return self._of_kind(node, given, result)
         if result.packed is None:
             return self._exit(node, forms.refused(node, "it reads more than each position by itself"))
-        return Value(kind=Kind.PACKED, dims=result.dims, packed=result.packed, zero=result.zero, several=result.several)
+        return Value(
+            kind=Kind.PACKED,
+            dims=result.dims,
+            packed=result.packed,
+            at_padding=result.at_padding,
+            several=result.several,
+        )
 
     def _made_of(self, node: fx.Node) -> frozenset[fx.Node]:
         """The inputs of (rows, positions, ...) that a value is made of."""
@@ -87,8 +93,14 @@ class Analysis:
         dims = axes.fresh(axes.shape_exprs(x))
         if self._is_of_positions(node, dims):
             dims = ((self.batch,), (self.seq,), *dims[2:])
-        is_mask = node is self.padding.tensor.node and not self.padding.negated
-        return Value(kind=Kind.ORIGINAL, dims=dims, packed=self._taken(node, dims), zero=is_mask)
+        return Value(kind=Kind.ORIGINAL, dims=dims, packed=self._taken(node, dims), at_padding=self._of_mask(node))
+
+    def _of_mask(self, node: fx.Node) -> bool | None:
+        """What the mask itself holds at padding: 0, or anything else if that is what it says."""
+        if node is not self.padding.tensor.node:
+            return None
+        is_bool = node.meta["val"].dtype == torch.bool
+        return (True if is_bool else None) if self.padding.negated else False
 
     def _is_of_positions(self, node: fx.Node, dims: Dims) -> bool:
         dynamo = self.mirror.dynamo_node(node)
@@ -113,11 +125,11 @@ class Analysis:
         dims = axes.fresh(axes.shape_exprs(x)) if isinstance(x, torch.Tensor) else ()
         if node is self.padding.tensor.node:
             dims = ((self.batch,), (self.seq,))
-        return self._of_kind(node, given, Result(dims=dims))
+        return self._of_kind(node, given, Result(dims=dims, at_padding=at_padding.of_constant(node)))
 
     def _of_kind(self, node: fx.Node, given: list[Value], result: Result) -> Value:
         is_returned = any(value.kind is Kind.RETURNED for value in given)
-        is_mask = node is self.padding.tensor.node and not self.padding.negated
+        number = self._of_mask(node)
         packed = result.packed
         if packed is None and result.several is None and isinstance(node.meta.get("val"), torch.Tensor):
             packed = self._taken(node, result.dims)
@@ -126,7 +138,7 @@ class Analysis:
             dims=result.dims,
             packed=packed,
             returned=forms.call(node, {}) if is_returned else None,
-            zero=result.zero or is_mask,
+            at_padding=result.at_padding if number is None else number,
             several=result.several,
         )
 

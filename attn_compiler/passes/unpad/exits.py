@@ -103,7 +103,7 @@ def _sum(context: Context, node: fx.Node) -> Exit | None:
     """A sum over what is 0 at padding."""
     x = views.source(node)
     value = context.value(x)
-    if value.packed is None or not value.zero:
+    if value.packed is None or value.at_padding != 0:
         return None
     at = set(range(len(value.dims))) if node.target is aten.sum.default else views.named_axes(node, len(value.dims))
     over_all = {*places(value.dims, context.batch), *places(value.dims, context.seq)} <= at

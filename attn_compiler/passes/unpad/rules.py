@@ -16,7 +16,7 @@ from torch import fx
 from attn_compiler.passes.graph import axes, axis_rules, views
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims
 from attn_compiler.passes.graph.axis_rules import Mixed
-from attn_compiler.passes.unpad import drawing
+from attn_compiler.passes.unpad import at_padding, drawing
 from attn_compiler.passes.unpad.forms import Context, call, has_both, is_tagged, operand_form, refused, tags
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.passes.unpad.values import Form, FormRecipe, Need, Value
@@ -28,12 +28,12 @@ aten = torch.ops.aten
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """dims: of the op's result. packed: how it is made for real tokens; None if nothing of it is by position. several: the axes of
-    each result of an op that has several. zero: 0 at padding."""
+    each result of an op that has several. at_padding: as `Value` has it."""
 
     dims: Dims
     packed: FormRecipe | None = None
     several: tuple[Dims, ...] | None = None
-    zero: bool = False
+    at_padding: bool | int | float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def of(context: Context, node: fx.Node) -> Result:
         raise refused(node, found.why, found.remedy)
     recipe = _RECIPES_OF_OPS.get(node.target) or _RECIPES.get(line.rule, _of_first)
     packed = recipe(context, node, found.dims) if found.several or has_both(context, found.dims) else None
-    return Result(dims=found.dims, packed=packed, several=found.several, zero=_is_zero(context, node, line.rule))
+    number = at_padding.of(context, node, line.rule)
+    return Result(dims=found.dims, packed=packed, several=found.several, at_padding=number)
 
 
 def _require(context: Context, node: fx.Node) -> None:
@@ -100,15 +101,6 @@ def _require(context: Context, node: fx.Node) -> None:
     moves = target in (aten.type_as.default, aten.to.other)
     if moves and views.value(node).device != views.value(views.source(node)).device:
         raise refused(node, "it moves a tensor to another device")
-
-
-def _is_zero(context: Context, node: fx.Node, rule: axis_rules.Rule) -> bool:
-    """Whether the result is known to be 0 at padding."""
-    if node.target is aten.mul.Tensor:
-        return any(context.value(x).zero for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor))
-    moves = rule in (axis_rules.same, axis_rules.view, axis_rules.slice_, axis_rules.getitem)
-    several = isinstance(node.meta.get("val"), (tuple, list))
-    return (moves or several) and context.value(views.source(node)).zero
 
 
 # ---- how an op is done on packed operands ----------------------------------------------------------------------------------

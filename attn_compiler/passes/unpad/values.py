@@ -62,7 +62,7 @@ class Value:
     dims: its axes; those of rows and positions hold the analysis' own atoms.
     packed: how it is made for real tokens alone; None if it can't be.
     returned: of a RETURNED value, how it is made.
-    zero: it is 0 at padding.
+    at_padding: the number that it holds at padding; None if that is not known.
     several: of an op with several results, the axes of each.
     lost: of a LOST value, why.
     """
@@ -71,7 +71,7 @@ class Value:
     dims: Dims = ()
     packed: FormRecipe | None = None
     returned: FormRecipe | None = None
-    zero: bool = False
+    at_padding: bool | int | float | None = None
     several: tuple[Dims, ...] | None = None
     lost: KeepsPadding | None = None
 
