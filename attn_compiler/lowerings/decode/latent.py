@@ -37,7 +37,7 @@ class DecodeLatent(Lowering):
         return kernel_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        refused = latents.check(spec)
+        refused = latents.check_latent(spec)
         if spec.latent is None:
             return refused
         refused += kernel_limits.check_site(spec, target, OF_LATENT)

@@ -34,7 +34,7 @@ class Absorbed(Lowering):
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        reasons = latents.check(spec)
+        reasons = latents.check_latent(spec)
         return (
             reasons
             if spec.latent is None

@@ -40,7 +40,7 @@ class ReferenceFp8(Lowering):
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         fp8 = [*limits.check_recipe(spec), *check_fp8_inputs(spec), *limits.check_shapes(spec)]
-        return [*fp8, *shared_limits.check_not_empty(spec), *reference.check(spec)]
+        return [*fp8, *shared_limits.check_not_empty(spec), *reference.check_site(spec)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(last_stride_one=False)

@@ -41,7 +41,7 @@ class Reference(Lowering):
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return check(spec)
+        return check_site(spec)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(last_stride_one=False)
@@ -59,7 +59,7 @@ def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.No
     return emitter.call(leaf, operands.q, operands.k, operands.v, further, spec.to_text())
 
 
-def check(spec: AttentionSpec) -> list[Reason]:
+def check_site(spec: AttentionSpec) -> list[Reason]:
     """What it can't say of a site."""
     return [*refused(REFERENCE, spec), *mask_limits.check_one_tensor(spec)]
 

@@ -87,7 +87,7 @@ class SdpaCudnn(_Pinned):
         return cudnn_called.unavailable(target)
 
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        return cudnn_called.check(spec, target)
+        return cudnn_called.check_beyond_takes(spec, target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=_CUDA_ALIGNMENT, zero_strides=False)

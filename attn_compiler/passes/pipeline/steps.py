@@ -181,7 +181,7 @@ def _match(_: Work, unit: Unit) -> Onward | None:
 def _recover(work: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    unit.found = rooms.recover.run(unit, unit.mirrored, unit.found, work.readers)
+    unit.found = rooms.recover.recover_specs(unit, unit.mirrored, unit.found, work.readers)
 
 
 def _machine(work: Work, unit: Unit) -> None:

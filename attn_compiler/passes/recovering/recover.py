@@ -50,7 +50,7 @@ _PAGED = ("read_index", "write_index")
 _REPRODUCE = "compile with options={'strict': True}, which raises it"
 
 
-def run(unit: Unit, mirror: Mirror, found: FoundSites, readers: Readers) -> FoundSites:
+def recover_specs(unit: Unit, mirror: Mirror, found: FoundSites, readers: Readers) -> FoundSites:
     """Every site with its spec. A site whose operands can't be arranged becomes a miss."""
     kept: list[Site] = []
     misses = list(found.misses)

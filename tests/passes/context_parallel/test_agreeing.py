@@ -24,7 +24,9 @@ def _second(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, change: Any
     monkeypatch.setattr(module, name, changed)
 
 
-@pytest.mark.parametrize(("module", "name"), [(match, "find_sites"), (recover, "run")], ids=["match", "recover"])
+@pytest.mark.parametrize(
+    ("module", "name"), [(match, "find_sites"), (recover, "recover_specs")], ids=["match", "recover"]
+)
 def test_an_attention_that_is_not_understood_again_is_an_error(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

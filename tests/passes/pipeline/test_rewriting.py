@@ -258,7 +258,11 @@ def test_public_reports_hold_the_report() -> None:
 
 def test_steps_are_what_the_pipeline_names(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    rooms = {"match": (match, "find_sites"), "recover": (recover, "run"), "select": (select, "select_lowerings")}
+    rooms = {
+        "match": (match, "find_sites"),
+        "recover": (recover, "recover_specs"),
+        "select": (select, "select_lowerings"),
+    }
     for name, (module, function) in (rooms | {"lower": (lower, "lower_sites")}).items():
         real: Callable[..., Any] = getattr(module, function)
 

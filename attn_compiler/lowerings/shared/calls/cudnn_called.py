@@ -33,7 +33,7 @@ def as_told(spec: AttentionSpec, target: Target) -> AttentionSpec:
     return flags.as_told(spec, lambda told: _refused(told, target))
 
 
-def check(spec: AttentionSpec, target: Target) -> list[Reason]:
+def check_beyond_takes(spec: AttentionSpec, target: Target) -> list[Reason]:
     """What it can't do, besides what it does not take."""
     return [
         *cudnn_limits.check_deterministic(target),
@@ -50,7 +50,7 @@ def check(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def _refused(spec: AttentionSpec, target: Target) -> list[Reason]:
-    return [*takes.refused(takes.CUDNN, spec), *check(spec, target)]
+    return [*takes.refused(takes.CUDNN, spec), *check_beyond_takes(spec, target)]
 
 
 def _check_output(spec: AttentionSpec, target: Target) -> list[Reason]:

@@ -33,7 +33,7 @@ def crossover(spec: AttentionSpec, latent: LatentSpec) -> float:
     return 1.0 / share if share > 0 else math.inf
 
 
-def check(spec: AttentionSpec) -> list[Reason]:
+def check_latent(spec: AttentionSpec) -> list[Reason]:
     """What speaks against it, whatever computes it."""
     if spec.latent is None:
         rule = "k and v are linear maps of one latent"

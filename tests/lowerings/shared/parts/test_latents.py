@@ -81,15 +81,15 @@ def test_a_small_latent_always_costs_less() -> None:
     ],
 )
 def test_what_speaks_against_it(changed: dict[str, Any], rule: str) -> None:
-    found = words(latents.check(_spec(**{"latent": _latent(), **changed})))
+    found = words(latents.check_latent(_spec(**{"latent": _latent(), **changed})))
     assert rule in found
     assert bool(rule) == bool(found)
 
 
 def test_why_there_is_no_latent_is_what_was_seen() -> None:
     spec = _spec(latent=None)
-    reason = Reason(code=latents.check(spec)[0].code, rule="k is made of one tensor", observed="of two")
-    assert latents.check(dataclasses.replace(spec, no_latent=reason)) == [reason]
+    reason = Reason(code=latents.check_latent(spec)[0].code, rule="k is made of one tensor", observed="of two")
+    assert latents.check_latent(dataclasses.replace(spec, no_latent=reason)) == [reason]
 
 
 def test_people_are_told_of_bytes() -> None:
