@@ -130,6 +130,18 @@ def _movedim(draw: st.DrawFn, shape: Shape) -> Step:
     return f"movedim({source}, {target})", lambda x: x.movedim(source, target)
 
 
+def _moveaxis(draw: st.DrawFn, shape: Shape) -> Step:
+    if not shape:
+        return None
+    dims = st.integers(-len(shape), len(shape) - 1)
+    source, target = draw(dims), draw(dims)
+    return f"moveaxis({source}, {target})", lambda x: x.moveaxis(source, target)
+
+
+def _ravel(draw: st.DrawFn, shape: Shape) -> Step:
+    return "ravel()", lambda x: x.ravel()
+
+
 def _mt(draw: st.DrawFn, shape: Shape) -> Step:
     return ("mT", lambda x: x.mT) if len(shape) >= 2 else None
 
@@ -177,6 +189,8 @@ _MOVES: tuple[Make, ...] = (
     _permute,
     _transpose,
     _movedim,
+    _moveaxis,
+    _ravel,
     _mt,
     _unsqueeze,
     _squeeze,

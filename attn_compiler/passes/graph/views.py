@@ -118,8 +118,7 @@ PERMUTES: dict[object, Callable[[fx.Node, int], Order]] = {
     aten.mT.default: _last_two,
     aten.numpy_T.default: _all_reversed,
     aten.permute.default: _permute,
-    aten.movedim.int: _movedim,
-    aten.movedim.intlist: _movedim,
+    **dict.fromkeys((aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist), _movedim),
 }
 
 #: ops that keep the elements in their row-major order
@@ -130,6 +129,7 @@ RESHAPES: tuple[object, ...] = (
     aten.view_as.default,
     aten.reshape_as.default,
     aten.flatten.using_ints,
+    aten.ravel.default,
     aten.unflatten.int,
 )
 
@@ -140,7 +140,7 @@ CASTS: tuple[object, ...] = (aten.to.dtype, aten.to.dtype_layout, aten.to.other,
 SQUEEZES: tuple[object, ...] = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 #: ops that repeat along axes of size one
-EXPANDS: tuple[object, ...] = (aten.expand.default, aten.expand_as.default)
+EXPANDS: tuple[object, ...] = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 
 
 def _permuted(node: fx.Node, dims: Dims) -> Dims:

@@ -47,7 +47,10 @@ def test_repeat_kv_in_its_spellings_gives_the_same_axes() -> None:
     def by_interleave(x: torch.Tensor) -> torch.Tensor:
         return x.repeat_interleave(4, dim=1)
 
-    for function in (by_expand, by_interleave):
+    def by_broadcast(x: torch.Tensor) -> torch.Tensor:
+        return torch.broadcast_to(x[:, :, None], (2, 3, 4, 5, 6)).reshape(2, 12, 5, 6)
+
+    for function in (by_expand, by_interleave, by_broadcast):
         _, dims = followed(function, torch.zeros(2, 3, 5, 6))
         heads = axes.resolve(dims[1])
         assert [(int(a.size), a.broadcast) for a in heads] == [(3, False), (4, True)]

@@ -35,6 +35,8 @@ REACHED: dict[str, Edit] = {
     "a permuted one": lambda x, y: x.permute(2, 0, 1)[:, 1].copy_(y[0].mT),
     "swapped axes": lambda x, y: x.swapaxes(0, 2)[1:].copy_(y.swapaxes(0, 2)[1:]),
     "a moved axis": lambda x, y: x.movedim(0, -1)[1:, 2].copy_(y.movedim(0, -1)[:3, 0]),
+    "an axis moved by its other name": lambda x, y: x.moveaxis(0, -1)[1:, 2].copy_(y.moveaxis(0, -1)[:3, 0]),
+    "flattened by another name": lambda x, y: x.ravel()[7:11].copy_(y.ravel()[:4]),
     "as another one": lambda x, y: x.view_as(torch.empty(2, 6, C))[:, 2:4].copy_(y.view(2, 6, C)[:, :2]),
     "without axes of size one": lambda x, y: x[None, :, None].squeeze((0, 2))[1:].copy_(y[1:]),
     "mT": lambda x, y: x.mT[:, 2].copy_(y.mT[:, 1]),
