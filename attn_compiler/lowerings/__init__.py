@@ -33,6 +33,7 @@ from attn_compiler.lowerings.shared.calls import keyless_gradient as keyless_gra
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from attn_compiler.lowerings.shared.limits import untried
 from attn_compiler.lowerings.shared.limits.mask_limits import check_own_rows
+from attn_compiler.lowerings.shared.parts import score_changes as score_changes
 from attn_compiler.lowerings.triton.fp8 import TritonFp8
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.reasons.decisions import Reason

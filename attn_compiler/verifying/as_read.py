@@ -9,6 +9,7 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index
+from attn_compiler.lowerings import score_changes
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.verifying import pairs
@@ -81,8 +82,8 @@ class AsRead:
         of_head = at.h // (self.q.shape[1] // self.k.shape[1])
         q = self.q[at.b, at.h, at.first : at.end].to(narrow)
         scores = step(step(q @ self.k[at.b, of_head].to(narrow).T) * self.spec.score.scale)
-        if self.spec.score.softcap is not None:
-            scores = step(step(torch.tanh(step(scores / self.spec.score.softcap))) * self.spec.score.softcap)
+        change = self.spec.score.pointwise
+        scores = score_changes.applied(lambda function, *given: step(function(*given)), scores, change)
         for kind in self.spec.score.proved:
             scores = step(scores + step(self._evaluated(kind.summand, at, self.score_loads).to(narrow)))
         kept = self._kept(at)

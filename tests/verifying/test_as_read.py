@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attn_compiler.lowerings import score_changes
+from attn_compiler.lowerings.shared.parts.score_changes import Form
+from attn_compiler.spec.scores import Pointwise
 from attn_compiler.verifying.as_read import AsRead
 from attn_compiler.verifying.numbers import Noise
 from attn_compiler.verifying.values import Values
@@ -66,6 +70,23 @@ def test_it_is_the_model_s_own(function: Callable[..., Tensor]) -> None:
     found = _read(function, q, k, v)
     assert (found.run() - function(q, k, v)).abs().max() < _EXACT
     assert bool(found.rows().all())
+
+
+class _Halved(Pointwise):
+    """s -> s / 2"""
+
+    number = 2.0
+
+
+def test_a_change_of_any_kind_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Form(name="halved", apply=lambda call, x, by: call(torch.div, x, by), slope=lambda x, by: x)
+    monkeypatch.setitem(score_changes.FORMS, _Halved, form)
+    q, k, v = qkv(dtype=torch.float64)
+    plain = _read(_distance, q, k, v)
+    halved = dataclasses.replace(plain.spec, score=dataclasses.replace(plain.spec.score, changes=(_Halved(),)))
+    found = dataclasses.replace(plain, spec=halved)
+    assert (found.run() - _distance(q / 2, k, v)).abs().max() < _EXACT
+    assert (found.run() - plain.run()).abs().max() > _EXACT
 
 
 @pytest.mark.parametrize("function", [causal, _of_flag, _softcap, _distance])

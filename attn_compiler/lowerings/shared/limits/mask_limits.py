@@ -125,12 +125,11 @@ def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
     rule = f"with gradients, numbers of at most {largest:g} are added to the scores of a {spec.dtype} site"
     large = [kind for kind in spec.score.proved if added_scores.largest(kind) > largest]
     reasons = [Reason(code=Code.LARGE_NUMBERS, rule=rule, observed=kind.words, remedy=remedy) for kind in large]
-    if spec.score.softcap is not None and spec.score.softcap > largest:
-        rule = f"with gradients, a softcap of at most {largest:g} for a {spec.dtype} site"
+    change = spec.score.pointwise
+    if change is not None and change.most > largest:
+        rule = f"with gradients, scores of at most {largest:g} after a change of each by itself for a {spec.dtype} site"
         reasons.append(
-            Reason(
-                code=Code.LARGE_NUMBERS, rule=rule, observed=f"{spec.score.softcap:g}", remedy="scale the scores less"
-            )
+            Reason(code=Code.LARGE_NUMBERS, rule=rule, observed=change.words, remedy="scale the scores less")
         )
     return reasons
 

@@ -221,7 +221,7 @@ def test_an_lse_holds_no_large_numbers(kind: ProvedScore, large: bool) -> None:
 @pytest.mark.parametrize(("cap", "refused"), [(50.0, False), (3000.0, True)])
 def test_an_lse_holds_no_large_softcap(cap: float, refused: bool) -> None:
     spec = dataclasses.replace(SPEC, score=ScoreSpec(scale=0.5, changes=(Softcap(cap=cap),)))
-    assert bool(mask_limits.check_no_large_numbers(spec)) is refused
+    assert [x.observed for x in mask_limits.check_no_large_numbers(spec)] == (["softcap 3000"] if refused else [])
     assert not mask_limits.check_no_large_numbers(dataclasses.replace(spec, needs_grad=False))
 
 
