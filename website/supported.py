@@ -18,7 +18,6 @@ from attn_compiler.spec import masks, scores, tried
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import compat as torch_compat
 from website import triton_table
 from website.examples import attention, causal
 
@@ -179,7 +178,7 @@ def page() -> str:
     heads = ["machines", "dtypes of q, k, v", "head dims up to", *FEATURES]
     dtypes = ["float32" if name == "CPU" else "float16" if name == "sm75" else "bfloat16" for name in MACHINES]
     machines = [f"{name}, {dtype}" for name, dtype in zip(MACHINES, dtypes, strict=True)]
-    oldest, newest = (".".join(map(str, bound)) for bound in (torch_compat.MINIMUM_TORCH, tried.NEWEST["torch"]))
+    oldest, newest = (".".join(map(str, bound)) for bound in (tried.OLDEST["torch"], tried.NEWEST["torch"]))
     return f"""{HEAD}
 torch from {oldest} to {newest}; a newer one runs, and the report says that it was not tried.
 Architectures of GPUs: sm75 is Turing, sm80 A100, sm89 Ada, sm90 H100 and H200, sm100 B200, sm120

@@ -9,10 +9,17 @@ import torch
 
 #: of two bytes. Kernels compute such a site in float32.
 HALF = ("bfloat16", "float16")
+#: which kernels compute in as they are
+FULL = ("float32", "float64")
 #: of all that a model may compute in
-ALL = (*HALF, "float32", "float64")
+ALL = (*HALF, *FULL)
 
 HALVES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in HALF)
 EVERY: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in ALL)
 #: name -> bytes of an element
 BYTES = {name: dtype.itemsize for name, dtype in zip(ALL, EVERY, strict=True)}
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, weights and sums at such a site: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,9 +1,11 @@
-"""Up to which release of torch and of Triton this version was tried. A newer one is said, not refused."""
+"""The oldest release of torch that serves, and the newest of torch and of Triton that this version was tried with. A newer one is said."""
 
 from __future__ import annotations
 
 from attn_compiler.spec.target import Target
 
+#: by name, the oldest release that serves
+OLDEST = {"torch": (2, 11)}
 #: by name, the newest release that the tests ran with
 NEWEST = {"torch": (2, 15), "triton": (3, 9)}
 

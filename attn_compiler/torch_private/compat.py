@@ -20,19 +20,18 @@ import torch
 from torch import fx
 
 from attn_compiler.reasons.errors import AttnCompilerError, UnsupportedTorch
+from attn_compiler.spec.tried import OLDEST
 
 log = logging.getLogger(__name__)
 
-MINIMUM_TORCH = (2, 11)
-
 
 def require_supported_torch(version: str) -> None:
-    """Raise UnsupportedTorch before MINIMUM_TORCH. A release that is newer than all that were tried is said (tried.py), and runs.
+    """Raise UnsupportedTorch before `OLDEST` (spec/tried.py). A release that is newer than all that were tried is said, and runs.
 
     version: e.g. "2.13.0+cpu"."""
     release = tuple(int(part) for part in version.split(".")[:2])
-    if release < MINIMUM_TORCH:
-        raise UnsupportedTorch(found=version, minimum=".".join(map(str, MINIMUM_TORCH)))
+    if release < OLDEST["torch"]:
+        raise UnsupportedTorch(found=version, minimum=".".join(map(str, OLDEST["torch"])))
 
 
 require_supported_torch(str(torch.__version__))

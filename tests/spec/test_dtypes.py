@@ -17,6 +17,13 @@ def test_half_precision_is_two_bytes_and_the_rest_is_wider() -> None:
     assert (torch.bfloat16, torch.float16) == dtypes.HALVES
 
 
+def test_half_precision_alone_is_computed_in_another_dtype() -> None:
+    assert {dtype: dtypes.computed_in(dtype) for dtype in dtypes.EVERY} == {
+        **dict.fromkeys(dtypes.HALVES, torch.float32),
+        **{dtype: dtype for dtype in map(torch.__dict__.__getitem__, dtypes.FULL)},
+    }
+
+
 def test_no_other_list_of_half_precision_is_kept() -> None:
     both = re.compile(
         r"\b(torch\.|\")float16\b.*\b(torch\.|\")bfloat16\b|\b(torch\.|\")bfloat16\b.*\b(torch\.|\")float16\b"

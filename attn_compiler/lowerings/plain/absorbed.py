@@ -19,6 +19,7 @@ from attn_compiler.lowerings.shared.limits.takes import refused
 from attn_compiler.lowerings.shared.parts import latents, unused
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.target import Target
 
 
@@ -53,7 +54,7 @@ class Absorbed(Lowering):
         emitter.note(latents.note(spec, latent))
 
         def wide(node: fx.Node) -> fx.Node:
-            return plain_math.cast(emitter, node, plain_math.compute_dtype(dtype))
+            return plain_math.cast(emitter, node, computed_in(dtype))
 
         c = _rows(emitter, wide(unused.without_unseen(emitter, spec, operands, given.latent)))
         nope, of_rope = latents.parts_of_q(emitter, latent, emitter.call(torch.mul, wide(operands.q), spec.score.scale))

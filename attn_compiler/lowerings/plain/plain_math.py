@@ -21,6 +21,7 @@ from attn_compiler.lowerings.shared.limits.takes import refused
 from attn_compiler.lowerings.shared.parts import score_changes, unused
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.target import Target
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ class PlainMath(Lowering):
         scores = _softmaxed(emitter, spec, operands, _scores(emitter, spec, operands))
         out = _weighted(emitter, spec, operands, _weights(emitter, spec, scores, operands.sinks))
         lse = _logsumexp(emitter, spec, _with_sinks(emitter, scores, operands.sinks))
-        lse = cast(emitter, lse, compute_dtype(emitter.value(operands.q).dtype))
+        lse = cast(emitter, lse, computed_in(emitter.value(operands.q).dtype))
         return handed_to_merge(emitter, spec, out, lse)
 
 
@@ -67,15 +68,15 @@ def _weighted(emitter: Emitter, spec: AttentionSpec, operands: Operands, weights
     dtype = emitter.value(operands.q).dtype
     if spec.score.dropout_p:
         weights = emitter.call(torch.dropout, weights, spec.score.dropout_p, True)
-    weights = cast(emitter, weights, compute_dtype(dtype))
+    weights = cast(emitter, weights, computed_in(dtype))
     rows = _share_rows(emitter, spec, weights)
-    out = emitter.call(torch.matmul, rows, cast(emitter, operands.v, compute_dtype(dtype)))
+    out = emitter.call(torch.matmul, rows, cast(emitter, operands.v, computed_in(dtype)))
     return cast(emitter, _own_rows(emitter, spec, out), dtype)
 
 
 def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
     """(B, Hq, Sq, Skv) in the compute dtype, scaled."""
-    compute = compute_dtype(emitter.value(operands.q).dtype)
+    compute = computed_in(emitter.value(operands.q).dtype)
     # A scale behind the product would be one of the forms that Inductor turns into an SDPA call, and so into the kernel that
     # this lowering was preferred to.
     q = emitter.call(torch.mul, cast(emitter, operands.q, compute), spec.score.scale)
@@ -157,10 +158,6 @@ def _own_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:
     if not isinstance(heads_q, int) or not isinstance(heads_kv, int):
         raise TypeError(f"why_not refuses unknown numbers of heads, got {heads_q!r} and {heads_kv!r}")
     return emitter.call(torch.flatten, emitter.call(torch.unflatten, node, 2, (heads_q // heads_kv, -1)), 1, 2)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def cast(emitter: Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -26,6 +26,7 @@ from attn_compiler.lowerings.shared.limits.takes import refused
 from attn_compiler.lowerings.shared.parts import score_changes
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.masks import Alignment, Causal
 from attn_compiler.spec.target import Target
 
@@ -167,8 +168,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: Attention
     if mask_limits.check_masks(spec):
         raise ValueError(f"the reference does not know the mask {spec.mask.words}")
     # As wide as the widest step of the model.
-    is_wide = q.dtype == torch.float64 or spec.score.softmax_dtype == "float64"
-    dtype = torch.float64 if is_wide else torch.float32
+    dtype = torch.float64 if spec.score.softmax_dtype == "float64" else computed_in(q.dtype)
     added, sinks = _split(operands, spec)
     raw = (q.to(dtype) @ repeated(k, q).to(dtype).transpose(-1, -2)) * spec.score.scale
     changed = logits = score_changes.applied(_call, raw, spec.score.pointwise)

@@ -26,6 +26,7 @@ from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.recovering import elements, keyless, recover
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.scores import DenseBias, Sinks, Softcap
 
 #: parts of the sequence that a rank keeps in a ring
@@ -173,10 +174,9 @@ class PlacedScores:
 
     def bias(self) -> fx.Node | None:
         """Numbers that broadcast to (B, H, Q, N), in float32, or wider if the model's are."""
-        wide = self.builder.value(self.met.q).dtype == torch.float64
+        real = computed_in(self.builder.value(self.met.q).dtype)
         total: fx.Node | None = None
         for kind in self.spec.score.proved:
-            real = torch.float64 if wide else torch.float32
             one = self._shared(("added", kind), kind.summand, self.site.score_loads, real)
             total = one if total is None else self.builder.call(torch.add, total, one)
         return total

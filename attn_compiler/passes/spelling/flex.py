@@ -22,6 +22,7 @@ from attn_compiler.passes.graph.spelling import FLEX, Blocks, Spelled
 from attn_compiler.passes.spelling import expand, flex_blocks, flex_sinks
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing
 
 NAME = FLEX
@@ -254,7 +255,7 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
         score_others, mask_others = ([of_node.get(x, x) for x in own] for own in (call.score_others, call.mask_others))
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, 1) if groups != 1 else x for x in (k, v))
-        scores = (q @ k.transpose(-2, -1)).to(_working(q)) * call.scale
+        scores = (q @ k.transpose(-2, -1)).to(computed_in(q.dtype)) * call.scale
         allowed = mods[1](scores, *mask_others)
         masked = torch.where(allowed, mods[0](scores, *score_others), -math.inf)
         product = _weights(masked, None if call.sinks is None else of_node[call.sinks]).to(q.dtype) @ v
@@ -287,9 +288,4 @@ def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return q.new_empty((*q.shape[:3], k.shape[2]), dtype=_working(q))
-
-
-def _working(q: torch.Tensor) -> torch.dtype:
-    """What FlexAttention computes scores in."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], k.shape[2]), dtype=computed_in(q.dtype))

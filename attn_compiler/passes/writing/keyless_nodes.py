@@ -16,6 +16,7 @@ from attn_compiler.lowerings.base import Emitter, Operands, SizeOf
 from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.passes.recovering import kinds
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.target import Target
 
 aten = torch.ops.aten
@@ -211,7 +212,7 @@ class _Places:
 def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Operands, out: fx.Node) -> fx.Node:
     """(B, Hq, 1 or Sq, Dv)"""
     dtype = emitter.value(out).dtype
-    wide = dtype if dtype == torch.float64 else torch.float32
+    wide = computed_in(dtype)
     # Of no keys at all the sum is 0, as the model's is.
     over_keys = torch.sum if emitter.value(operands.v).shape[2] == 0 else torch.mean
     mean = emitter.call(over_keys, operands.v, 2, keepdim=True, dtype=wide)
@@ -227,7 +228,7 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
 def _weighed(emitter: Emitter, spec: AttentionSpec, numbers: Expr, operands: Operands, out: fx.Node) -> fx.Node:
     """(B, Hq, Sq, Dv): the softmax over the numbers, times v. It is the same for all layers."""
     dtype = emitter.value(out).dtype
-    wide = dtype if dtype == torch.float64 else torch.float32
+    wide = computed_in(dtype)
     loads = tuple(sorted((name, n.name) for name, n in operands.loads.items()))
     key = ("weights without keys", numbers, _sizes_of(spec), loads, dtype)
 

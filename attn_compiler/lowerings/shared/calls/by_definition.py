@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.shared.parts import score_changes
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.scores import Pointwise
 
 #: scores that are in memory at a time, at most, unless one query has more
@@ -144,7 +145,7 @@ class _Whole:
 
     def __init__(self, given: Attention) -> None:
         self.given = given
-        self.dtype = torch.float64 if given.q.dtype == torch.float64 else torch.float32
+        self.dtype = computed_in(given.q.dtype)
 
     def parts(self) -> Iterator[_Part]:
         """One at least, so that outputs without queries have their shapes, too."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.torch_private.op_library import register_helper
 
 Tensor = torch.Tensor
@@ -21,11 +22,7 @@ Tensor = torch.Tensor
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """(B, Hq, Sq, Dv) in the dtype that `_gradient` computes in."""
-    return torch.zeros((), dtype=_wide(q), device=q.device).expand(*q.shape[:3], v.shape[3])
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.zeros((), dtype=computed_in(q.dtype), device=q.device).expand(*q.shape[:3], v.shape[3])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -34,7 +31,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v = (x.to(_wide(x)) for x in ctx.saved_tensors)
+    q, k, v = (x.to(computed_in(x.dtype)) for x in ctx.saved_tensors)
     of_dtype, heads_kv = ctx.saved_tensors[0].dtype, k.shape[1]
     apart = v - v.mean(2, keepdim=True)
     # Of the query heads that share a kv head, one after the other.

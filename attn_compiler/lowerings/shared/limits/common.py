@@ -13,10 +13,11 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.dtypes import FULL
 from attn_compiler.spec.scores import ScoreChange, Softcap, Unusual
 from attn_compiler.spec.target import Target
+from attn_compiler.spec.tried import OLDEST
 
-OLDEST_TORCH = (2, 11)
 LAST_SM = 121
 MAX_GRID = 65535
 #: scores of 2^14 times this, in units of log 2, have a float32 neighbour one half away
@@ -29,7 +30,7 @@ STATIC = "compile with dynamic=False, or mark the length static"
 
 def torch_release(version: str) -> tuple[int, int]:
     """(2, 13) for "2.13.0+cpu"; the oldest supported release, which has the narrowest limits, for ""."""
-    return release(version) if version else OLDEST_TORCH
+    return release(version) if version else OLDEST["torch"]
 
 
 def release(version: str) -> tuple[int, int]:
@@ -100,7 +101,7 @@ def check_dtypes(spec: AttentionSpec, allowed: Iterable[str]) -> list[Reason]:
     allowed = tuple(allowed)
     if spec.dtype in allowed:
         return []
-    remedy = LOWER_PRECISION if spec.dtype in ("float32", "float64") else None
+    remedy = LOWER_PRECISION if spec.dtype in FULL else None
     return [Reason(code=Code.DTYPE, rule=f"q is {' or '.join(allowed)}", observed=spec.dtype, remedy=remedy)]
 
 

@@ -15,6 +15,7 @@ from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING, Part
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec, LseUse
+from attn_compiler.spec.dtypes import FULL
 from attn_compiler.spec.scores import DenseBias, Pointwise, ScoreChange, Sinks, Softcap
 from attn_compiler.spec.target import Target
 
@@ -157,7 +158,7 @@ def check_head_dims(takes: Takes, spec: AttentionSpec) -> list[Reason]:
     taken = takes.head_dims
     if taken is None:
         return []
-    multiple = taken.in_full if spec.dtype in ("float32", "float64") else taken.multiple
+    multiple = taken.in_full if spec.dtype in FULL else taken.multiple
     return limits.check_head_dims(spec, multiple=multiple, limit=taken.most)
 
 

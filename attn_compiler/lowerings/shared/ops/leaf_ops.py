@@ -26,6 +26,7 @@ from torch import fx
 
 from attn_compiler.lowerings.base import GIVEN as GIVEN, PART as PART
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.torch_private.op_library import BODIES, LIBRARY, NAMESPACE, Late, define, register_fake
 
 LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
@@ -202,8 +203,7 @@ def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch
     """out and lse, unfilled, in the strides that every family gives them."""
     batch, heads, seqlen_q, _ = q.shape
     out = torch.empty((batch, seqlen_q, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, torch.empty((batch, heads, seqlen_q), dtype=lse_dtype, device=q.device)
+    return out, torch.empty((batch, heads, seqlen_q), dtype=computed_in(q.dtype), device=q.device)
 
 
 def fake_forward(

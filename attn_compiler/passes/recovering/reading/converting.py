@@ -23,6 +23,7 @@ from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Ranges, 
 from attn_compiler.index_expr.looking import ordered
 from attn_compiler.index_expr.ranges import ANY_INDEX, ANY_LOAD, LOADED, MADE_OF_FLOAT
 from attn_compiler.passes.graph import axes
+from attn_compiler.spec.dtypes import computed_in
 
 #: Sizes that are symbolic while compiling stay below this, far below float32's last whole number, 2 ** 24
 LONGEST = 2**22
@@ -162,8 +163,7 @@ def _rounded(x: Expr, dtype: torch.dtype, within: Ranges) -> Expr:
 
 def nearest(value: float, dtype: torch.dtype) -> float:
     """A number in a float dtype, rounded through float32 as kernels do for narrower ones."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return float(torch.tensor(value, dtype=wide).to(dtype).item())
+    return float(torch.tensor(value, dtype=computed_in(dtype)).to(dtype).item())
 
 
 def _is_exact_in(x: Expr, dtype: torch.dtype, within: Ranges) -> bool:
