@@ -1,4 +1,4 @@
-"""What fails of a compilation and is not the user's: it costs one step, is told once, and another way is gone."""
+"""Failures of a compilation on our side: each costs one step and is reported once, and the caller falls back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_compiler.torch_private import compat as torch_compat
 
 
 class StepFailed(Exception):
-    """Something failed that is not the user's. Internal: it is told, and another way is gone."""
+    """A failure on our side. Internal: it is reported, and the caller falls back."""
 
     def __init__(self, step: str, error: Exception) -> None:
         super().__init__(step)
@@ -35,7 +35,7 @@ class StepFailed(Exception):
 
 @contextlib.contextmanager
 def step(name: str, *, user_errors: bool = False) -> Iterator[None]:
-    """user_errors: errors of this package are what users did wrong, and theirs."""
+    """A failure of the block is a StepFailed. user_errors: errors of this package say what the user did wrong, and pass through."""
     try:
         yield
     except Exception as error:

@@ -163,7 +163,7 @@ def _compile_with(
     return lockstep.in_step(meanings.telling(checked(compiled, plan), known, rewritten.read), meetings)
 
 
-#: Code that is found on disk may come without the guards of the number of tokens, which nobody would ask then.
+#: Code from disk may lack the guards on the number of tokens. Nothing would check that number then.
 _NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
@@ -286,7 +286,7 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPl
 
 
 def _ahead(options: Options) -> Ahead | None:
-    """What compiles kernels beside Inductor, which alone traces backwards before it compiles."""
+    """The ahead-of-time compiler of kernels. Only Inductor traces the backward before compiling, so only there."""
     from attn_compiler.lowerings.shared.launching import ahead
 
     return ahead.here() if options.inner == "inductor" else None

@@ -348,7 +348,8 @@ def _without(common: list[Expr], op: str, part: Expr) -> Expr:
 
 
 def _knowing(known: Mapping[bytes, Expr], x: Expr) -> Expr:
-    """A part of a junction, where others, by their digests, settle some of what it is made of: a ∧ (¬a ∨ b) is a ∧ b."""
+    """x, a part of a junction, with what its other parts settle put in: a ∧ (¬a ∨ b) is a ∧ b. known: the worth of each settled part, by
+    its digest."""
     if x.facts.digest in known:
         return known[x.facts.digest]
     if not isinstance(x, Apply) or known.keys().isdisjoint(junctions.leaves(x)):

@@ -87,8 +87,8 @@ class LayoutDemand:
 class Tile:
     """One kernel's tile of the scores, queries × keys, and how it is compiled.
 
-    apart: of dk and dv, each in a pass of its own, which is five products instead of four, and half the sums to hold.
-    registers: of a thread, at most; with fewer, more programs share a multiprocessor (65536 registers). None: what the compiler takes.
+    apart: dk and dv have a pass each: five products instead of four, but half the accumulators.
+    registers: the most that a thread takes. With fewer, more programs share a multiprocessor (65536 registers). None: the compiler decides.
     """
 
     queries: int
@@ -123,8 +123,10 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Tiles of the three kernels: forward, the gradient of q, and the gradients of k and v. The second visits the forward's lists if there
-    are any. Its tile then has the forward's keys, and all or a part of the forward's queries."""
+    """Tiles of the three kernels: forward, the gradient of q, and the gradients of k and v.
+
+    grad_q: with tile lists it has the forward's keys, and all or a part of the forward's queries, because both walk the same lists.
+    """
 
     forward: Tile
     grad_q: Tile
@@ -169,10 +171,10 @@ class LatentNodes:
 class Operands:
     """Dynamo-graph nodes of one site, in logical BHSD (see AttentionSpec); sinks is (Hq,).
 
-    mask: the tensor of the spec's Dense mask or, if that has none, of its DenseBias; broadcasts to (B, Hq, Sq, Skv).
-    A spec with both has two tensors where there is one place: every lowering refuses it.
-    loads, score_loads: the tensors that the spec's proved kinds of masks and of scores read, by their names in it. Tensors that are out
-        of reach (MaskSpec, ScoreSpec) are missing.
+    mask: the tensor of the spec's Dense mask or, without one, of its DenseBias; broadcasts to (B, Hq, Sq, Skv). Every lowering refuses a
+        spec with both.
+    loads, score_loads: the tensors that the spec's proved masks and scores read, by their names in the spec. Tensors that are out of reach
+        (MaskSpec, ScoreSpec) are missing.
     sizes: the symbolic sizes in both, without those that are out of reach.
     stored: what the spec's `stored` describes.
     latent: what the spec's `latent` describes.

@@ -43,7 +43,7 @@ class Store:
         return self.folder / f"{key}.json"
 
     def get(self, key: str) -> Any | None:
-        """What was put there last; None if there is nothing that can be read."""
+        """The value that was last put under the key; None if no file of it can be read."""
         path = self.path(key)
         try:
             held = json.loads(path.read_bytes())

@@ -22,7 +22,7 @@ from attn_compiler.spec.fp8_recipe import CurrentScaling
 from attn_compiler.spec.target import Target
 
 _SM = 90
-#: sorts of masks that rows of their band speak for: what there is besides saves or takes as much in FP8 as without
+#: Masks that are looked up by their band alone: the rest of them costs the same with and without FP8
 _BY_BAND = ("sinks", "softcap", "lengths")
 
 
@@ -119,14 +119,14 @@ def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -
 
 
 def sizes_of(spec: AttentionSpec) -> tuple[float, int] | None:
-    """How many keys a query may use by the band, on average, and how many there are; None where lengths are not known."""
+    """(the mean number of keys that the band lets a query use, the number of all keys); None where a length is not known."""
     if not isinstance(spec.seqlen_q, int) or not isinstance(spec.seqlen_kv, int):
         return None
     return keys_in_band(parts.parts(spec).band, spec.seqlen_q, spec.seqlen_kv), spec.seqlen_kv
 
 
 def keys_in_band(band: Band | None, seqlen_q: int, seqlen_kv: int) -> float:
-    """How many keys a query may use by the band, on average."""
+    """The mean number of keys that the band lets a query use."""
     if band is None:
         return seqlen_kv
     shift = seqlen_kv - seqlen_q if band.from_end else 0

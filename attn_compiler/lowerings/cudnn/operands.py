@@ -94,7 +94,7 @@ class _Made:
         return self.emitter.call(torch.randint, 0, _SEEDS, (1,), dtype=torch.int64, device=self._q.device)
 
     def offset(self) -> fx.Node:
-        """int64 (1,): each call draws from the beginning of its own seed."""
+        """int64 (1,), zero: each call has a seed of its own, and draws from the beginning of it."""
         return self._once("offset", lambda: self._full([1], 0, torch.int64))
 
     # ---- helpers --------------------------------------------------------------------------------------------------

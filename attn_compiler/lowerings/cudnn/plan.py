@@ -186,7 +186,7 @@ def length(spec: AttentionSpec) -> Expr | None:
 
 
 def band_of(spec: AttentionSpec) -> Band:
-    """The band without what says nothing: a side that no pair lies beyond, a corner where both are one."""
+    """The band without bounds that exclude no pair. `from_end` is False where both corners are the same, or no bound is left."""
     found = parts(spec).band or Band()
     left, right = found.left, found.right
     if not (isinstance(spec.seqlen_q, int) and isinstance(spec.seqlen_kv, int)):

@@ -47,9 +47,9 @@ GRAPH_BREAK = "graph_break"
 
 
 def asked(unit: Unit) -> ContextParallel | None:
-    """What the user gave, if there is more than one rank, and each has a part of the sequence.
+    """The user's ContextParallel, if there are several ranks and each has a part of the sequence.
 
-    A graph that takes keys out of a cache which ranks share is none such: each rank is given all new tokens, and the cache gives all keys.
+    None also where keys come from a cache that ranks share: every rank then gets all new tokens and sees all keys.
     """
     found = unit.options.context_parallel
     return None if found is None or found.size == 1 or decoding.shares_cache(unit.graph) else found

@@ -123,7 +123,7 @@ def _operand(
     target: tuple[Dim, ...],
     dtype: torch.dtype | None,
 ) -> X:
-    """q, k, v or the sinks, of what is to be kept a copy unless the dtype makes one."""
+    """q, k, v or the sinks. An operand that has to be kept is copied, unless its cast or its arrangement made a copy already."""
     root = builder.leaf(operand.root)
     x = cast(builder, _arranged(match, builder, operand, target, root), dtype)
     if operand.kept is None or not _shares_memory(builder, operand, x):

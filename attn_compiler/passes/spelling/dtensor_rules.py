@@ -1,7 +1,6 @@
-"""When an op on DTensors is the same op on their local tensors: where what is cut is cut alike in all of them, and along no axis that the
-op sums over, or compares along.
+"""When an op commutes with sharding: all operands are sharded alike, on no axis that the op reduces or compares along.
 
-DTensors of other placements make PyTorch communicate in between, which nothing here does.
+The op on DTensors is then the same op on their local tensors. With other placements PyTorch communicates in between; nothing here does.
 """
 
 from __future__ import annotations

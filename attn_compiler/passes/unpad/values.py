@@ -15,8 +15,11 @@ from attn_compiler.passes.unpad.refusing import KeepsPadding
 
 
 class Kind(enum.Enum):
-    """ORIGINAL: the model's own node gives it. PACKED: it exists for real tokens alone. RETURNED: the model's own value again, made
-    of packed ones. LOST: it can't be had any more."""
+    """How the rewritten graph has a value of the model's.
+
+    ORIGINAL: from the model's own node. PACKED: for real tokens alone. RETURNED: computed packed, then padded to the model's own shape.
+    LOST: not at all.
+    """
 
     ORIGINAL = "original"
     PACKED = "packed"

@@ -273,8 +273,8 @@ def _bytes(value: torch.Tensor) -> int | None:
 
 
 def unread(mirror: Mirror, site: Site, old: Sequence[fx.Node]) -> list[fx.Node]:
-    """The site's own nodes that nothing reads any more once others are read in place of its old outputs, and pure ones above them
-    that only they read: those that read others first."""
+    """Nodes that become dead when the new outputs replace the old ones: the site's own, and pure nodes above that only these read. Users
+    come before their inputs."""
     own = {mirror.owner(n) for n in site.match.covered}
     writers = {mirror.owner(writer) for writer, _ in mirror.writers} - own
     candidates = list(old)

@@ -1,10 +1,10 @@
-"""The gradient of q, and delta: one program a block of queries. kv_backward.py has those of k and v, bias_backward.py the biases'.
+"""The gradient of q, and delta: a program computes a block of queries. kv_backward.py has those of k and v, bias_backward.py the biases'.
 
-Each gradient has one writer, so the result is the same in every run; seven products instead of the five that a single pass with
-atomic additions to dq takes.
+Each gradient has one writer, so every run gives the same bits. That takes seven products, where one pass with atomic additions to dq
+takes five.
 
-Scores: where a bias is learned, the pass over the keys may keep the scores' gradients, (B, Hq, Skv, pitch) in q's dtype, for the others to
-read (kept_backward.py). Then all take five products, and as much memory as PyTorch's own kernels for such a bias.
+Scores: where a bias is learned, the pass over the keys may keep the scores' gradients, (B, Hq, Skv, pitch) in q's dtype. The other passes
+read them (kept_backward.py). All passes take five products then, and as much memory as PyTorch's own kernels for such a bias.
 """
 
 from __future__ import annotations

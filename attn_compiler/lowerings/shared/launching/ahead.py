@@ -3,11 +3,11 @@
 The graph that autograd was traced through calls the leaf ops of forward and backward, on values that say how each tensor will lie. The
 bodies of those ops are called here, with stand-ins for tensors (imagined.py), and their launches are noted (noting.py). So a launch is
 described once, by the code that launches. Equal calls, as those of equal layers, are asked once, and identical variants of a kernel are
-compiled once (compiling.py). Symbolic sizes are those of this call, and then such that all are multiples of 16, and none: kernels of
-symbolic sizes are told apart by that (any_size.py).
+compiled once (compiling.py). With symbolic sizes a launch is described three times: with this call's sizes, with multiples of 16 alone, and
+with none. A kernel of symbolic sizes has a variant for either sort (any_size.py).
 
-What lies otherwise at run time costs time alone: the launch compiles what it needs. A kernel that does not compile is told with the text
-of its call (`Built`): the site is then decided again.
+A tensor that lies in another way at run time costs only time: its launch compiles what it needs. `Built` has each kernel that did not
+compile, with the text of its call. The site is decided again then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a kernel would be launched with, told instead of launched: how a launch's own code says what is to be compiled ahead (ahead.py).
+"""Notes what a kernel would be launched with, in place of launching it. So a launch's own code says what to compile ahead (ahead.py).
 
-Within `noting` every launch of the calling thread is noted. Bodies of leaf ops know nothing of it: they are called with stand-ins, and
-launching.py asks here before it launches. Imports neither torch nor triton.
+Within `noting` every launch of the calling thread is noted. Bodies of leaf ops are called with stand-ins and know nothing of it:
+launch.py asks here before it launches. Imports neither torch nor triton.
 """
 
 from __future__ import annotations

@@ -181,9 +181,9 @@ _ALIKE: KnownCalls[Alike] = KnownCalls()
 
 
 def alike(op: str, text: str, tensors: Sequence[torch.Tensor]) -> Alike:
-    """What is known of calls like this one: of an op, with that text.
+    """What earlier calls left of an op with this text, on tensors that lie in the same way.
 
-    Of a call whose launches are noted or recorded nothing is known or kept: its tensors are stand-ins.
+    A call whose launches are noted or recorded has stand-ins for tensors: it reads nothing and leaves nothing.
     """
     if noter() is not None or recorder() is not None:
         return Alike(device=tensors[0].device)

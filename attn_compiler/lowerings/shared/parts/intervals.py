@@ -18,7 +18,7 @@ B, H, Q, K = map(Index, "bhqk")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """lower <= k < upper, over (b, q), sizes and run-time tensors; None where a side is open."""
+    """The keys with lower <= k < upper. Both bounds are over (b, q), sizes and run-time tensors; None leaves a side open."""
 
     lower: Expr | None = None
     upper: Expr | None = None
