@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from attn_compiler.index_expr import Expr
-from attn_compiler.spec import added_scores, attention as spec, masks, scores
+from attn_compiler.spec import added_scores, attention as spec, mask_kinds, masks, scores
 from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
 from tests.index_expr.expressions import expressions
 from tests.lowerings.specs import make_spec
@@ -174,7 +174,7 @@ def test_every_kind_can_be_written_and_read() -> None:
     listed = {cls.__name__ for cls in (*masks.KINDS, masks.Dense, *scores.KINDS, *SCORES)}
     defined = {
         name
-        for module in (masks, scores, added_scores)
+        for module in (mask_kinds, masks, scores, added_scores)
         for name, value in vars(module).items()
         if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
     }

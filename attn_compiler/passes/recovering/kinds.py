@@ -195,7 +195,7 @@ def _positions_ahead(kind: MaskKind) -> int | None:
     return None
 
 
-#: A new kind: one recogniser here, its class in masks.py, its test. The first that knows a part names it
+#: A new kind: one recogniser here, its class in mask_kinds.py, its test. The first that knows a part names it
 RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], MaskKind | None], ...] = (
     _causal,
     _window,
