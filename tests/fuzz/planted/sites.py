@@ -84,7 +84,7 @@ passes/graph/program.py _weighted; score steps: a bias in half precision overflo
 + False
 
 masks the other way round
-passes/matching/patterns/score_steps.py condition_of_mask; masks: where(c, -inf, 0) allows c
+passes/matching/patterns/mask_conditions.py condition_of_mask; masks: where(c, -inf, 0) allows c
 - inverted=True, fill=yes * weight
 + inverted=False, fill=yes * weight
 

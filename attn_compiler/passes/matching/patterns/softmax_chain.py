@@ -16,7 +16,14 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteScores, Term
 from attn_compiler.passes.matching import contraction, operands
 from attn_compiler.passes.matching.contraction import Contraction
-from attn_compiler.passes.matching.patterns import assembly, score_chain, score_steps, softmaxes, weights_chain
+from attn_compiler.passes.matching.patterns import (
+    assembly,
+    mask_conditions,
+    score_chain,
+    score_steps,
+    softmaxes,
+    weights_chain,
+)
 from attn_compiler.passes.matching.patterns.score_chain import Joined, Scaled, Scores
 from attn_compiler.passes.matching.patterns.softmaxes import Softmax
 from attn_compiler.passes.matching.patterns.steps import Step
@@ -249,7 +256,7 @@ def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joi
     added: list[Joined] = []
     masking: list[Joined] = []
     for term in scores.additive:
-        found = score_steps.condition_of_mask(mirror, term.node, term.weight)
+        found = mask_conditions.condition_of_mask(mirror, term.node, term.weight)
         if found is None:
             added.append(term)
         else:

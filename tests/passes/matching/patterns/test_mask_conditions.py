@@ -1,0 +1,70 @@
+"""Which added tensors only mask: those of a where between 0 and a number that masks, through views that keep them aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.matching.patterns import mask_conditions
+from tests.passes.compiling import mirror_of
+
+Tensor = torch.Tensor
+LOWEST = torch.finfo(torch.float32).min
+CONDITION = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+
+
+def _added(function: Callable[[Tensor], Tensor]) -> tuple[Mirror, fx.Node]:
+    """The mirror, and the node whose result is added to ones."""
+    mirror = mirror_of(lambda x: torch.ones(2, 3, 4, 4) + function(x), CONDITION)
+    (add,) = (node for node in mirror.graph.nodes if node.target is torch.ops.aten.add.Tensor)
+    node = add.args[1]
+    assert isinstance(node, fx.Node)
+    return mirror, node
+
+
+@pytest.mark.parametrize(
+    ("function", "inverted"),
+    [
+        (lambda x: torch.where(x, 0.0, LOWEST), False),
+        (lambda x: torch.where(x, LOWEST, 0.0), True),
+        (lambda x: torch.where(x, 0.0, -torch.inf).expand(2, 3, 4, 4), False),
+        (lambda x: torch.broadcast_to(torch.where(x, 0.0, -torch.inf), (2, 3, 4, 4)), False),
+        (lambda x: torch.where(x, 0.0, -torch.inf).expand_as(torch.ones(2, 3, 4, 4)), False),
+        (lambda x: torch.where(x, 0.0, LOWEST).contiguous().to(torch.float32), False),
+    ],
+    ids=["0 where it holds", "0 elsewhere", "expanded", "broadcast", "expanded like another", "copied"],
+)
+def test_a_tensor_that_only_masks_is_its_condition(function: Callable[[Tensor], Tensor], inverted: bool) -> None:
+    mirror, node = _added(function)
+    found = mask_conditions.condition_of_mask(mirror, node, 1.0)
+    assert found is not None
+    assert found.inverted is inverted
+    assert found.fill in (LOWEST, -torch.inf)
+    assert found.condition.op == "placeholder"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.where(x, 0.0, -10.0),
+        lambda x: torch.where(x, 1.0, LOWEST),
+        lambda x: torch.where(x, 0.0, LOWEST).transpose(2, 3),
+        lambda x: torch.where(x, 0.0, LOWEST) * 0.5,
+    ],
+    ids=["a bias", "more than a mask", "turned", "scaled"],
+)
+def test_any_other_tensor_is_none(function: Callable[[Tensor], Tensor]) -> None:
+    mirror, node = _added(function)
+    assert mask_conditions.condition_of_mask(mirror, node, 1.0) is None
+
+
+def test_the_weight_of_the_tensor_is_in_its_fill() -> None:
+    mirror, node = _added(lambda x: torch.where(x, 0.0, LOWEST))
+    found = mask_conditions.condition_of_mask(mirror, node, 0.5)
+    assert found is not None
+    assert found.fill == LOWEST * 0.5
+    assert mask_conditions.condition_of_mask(mirror, node, 1e-38) is None
