@@ -4,6 +4,14 @@ Expressions are built by `apply` and its relatives only, which keep a normal for
 an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two spellings of one mask
 meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
 
+Five normal forms, where a linear form is written as a sum:
+
+    k <= q                      Test(">=", q - k)
+    q - 8 < k                   Test(">=", k - q + 7)
+    (q - k) % 4 == 0            Test("==", Apply("mod", q - k, 4))
+    k // 64 == q // 64          Test("==", Apply("floordiv", k, 64) - Apply("floordiv", q, 64))
+    ids[b, q] == ids[b, k]      Test("==", Load("ids", b, k) - Load("ids", b, q))
+
 nodes.py: the data. building.py, linear_forms.py, comparing.py: the normal form. looking.py: what is in one. ranges.py: what the
 indices' ranges settle. meaning.py: values and text.
 """
