@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import hashlib
 import re
@@ -52,6 +53,22 @@ def test_the_torch_that_is_asked_for_is_the_torch_that_is_taken(pyproject: dict[
     lowest, last = (".".join(map(str, v)) for v in (tried.OLDEST["torch"], tried.NEWEST["torch"]))
     assert torch == f"torch>={lowest}"
     assert f"| torch | {lowest} to {last} " in (ROOT / "docs/policy.md").read_text()
+    assert f"torch from {lowest} to {last}," in (ROOT / "docs/start.md").read_text()
+
+
+def test_nox_tries_the_oldest_torch_and_the_newest() -> None:
+    major, minor = tried.NEWEST["torch"]
+    lowest = ".".join(map(str, tried.OLDEST["torch"]))
+    values = {
+        target.id: node.value
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    torches = ast.literal_eval(values["TORCHES"])
+    assert next(iter(torches)).startswith(f"{lowest}.")
+    assert torches["newest"] == f"torch>={major}.{minor},<{major}.{minor + 1}"
 
 
 def test_ci_builds_the_distributions() -> None:

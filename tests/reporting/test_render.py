@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import itertools
 import re
+import textwrap
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -302,3 +308,18 @@ def test_lengths_that_are_not_known_have_a_row() -> None:
     text = str(dataclasses.replace(REPORT, sites=(of_any,)))
     assert re.search(r"length +any, chosen as for 4096", text)
     assert "chosen as for" not in str(REPORT)
+
+
+def _labels(function: Callable[..., Any]) -> set[str]:
+    """The first of each pair that a function writes, where it is a word."""
+    nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    firsts = [node.elts[0] for node in nodes if isinstance(node, ast.Tuple) and len(node.elts) == 2]
+    found = [x.value for first in firsts for x in ast.walk(first) if isinstance(x, ast.Constant)]
+    return {label for label in found if isinstance(label, str) and label}
+
+
+def test_each_row_of_a_block_is_explained() -> None:
+    labels = _labels(render._site_block) | _labels(render._mask_rows)
+    assert {"lowering", "copies", "formula", "length"} <= labels
+    page = (Path(__file__).parents[2] / "docs/reading.md").read_text(encoding="utf-8")
+    assert [label for label in sorted(labels) if f"| `{label}` |" not in page] == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from attn_compiler.passes.writing import buffers
+from attn_compiler.passes.writing import buffers, summary
 from attn_compiler.reasons.errors import AttnCompilerWarning
+from attn_compiler.reporting.facts import SiteReport
 from tests.passes.compiling import Compiled, compiled
 
 B, H, S, D = 2, 4, 6, 8
@@ -70,6 +73,18 @@ def test_one_row_for_each_distinct_spec_in_the_order_of_the_model() -> None:
     ]
     assert run.report.num_sites == 4
     assert run.report.num_misses == 0
+
+
+def test_a_row_is_told_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[set[str]] = []
+
+    def row(**given: Any) -> SiteReport:
+        told.append(set(given))
+        return SiteReport(**given)
+
+    monkeypatch.setattr(summary, "SiteReport", row)
+    _compiled(_Layer())
+    assert told == [{field.name for field in dataclasses.fields(SiteReport)}]
 
 
 def test_rows_name_the_models_line() -> None:
