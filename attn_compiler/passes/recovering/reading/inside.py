@@ -113,4 +113,5 @@ INSIDE: dict[object, FindInside] = {
     aten.unsqueeze.default: _unsqueezed,
     aten.select.int: _selected,
     aten.slice.Tensor: _sliced,
+    aten.narrow.default: _sliced,
 }

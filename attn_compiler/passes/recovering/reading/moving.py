@@ -177,7 +177,7 @@ def _slice(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
-    """Where a slice begins."""
+    """Where a slice or a narrow begins."""
     start: Any = argument(node, "start") or 0
     if _is_from_the_front(start):
         value = start.meta["val"] if isinstance(start, fx.Node) else start
@@ -185,6 +185,8 @@ def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
     extent = axes.shape_exprs(fake(source))[dim]
     if isinstance(start, int) and extent.is_Integer:
         return Const(max(0, start + int(extent)))
+    if node.target is aten.narrow.default:
+        return None
     if argument(node, "step", 1) != 1 or argument(node, "end") not in (None, _TO_THE_END):
         return None
     # What is left out in front is what the result is shorter by, however the start was counted.
@@ -275,6 +277,7 @@ READERS: dict[object, ReadOp] = {
     aten.repeat_interleave.self_int: _repeated_in_place,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
+    aten.narrow.default: _slice,
     aten.index.Tensor: _indexed,
     aten.embedding.default: _embedding,
     aten.index_select.default: _picked,

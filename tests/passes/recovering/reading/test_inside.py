@@ -28,6 +28,8 @@ REACHED: dict[str, Edit] = {
     "every second from the second": lambda x, y: x[:, 1::2].mul_(3),
     "every third but the last": lambda x, y: x[..., 1:4:3].add_(2),
     "a block": lambda x, y: x[1:, 1:3, :4].copy_(y[1:, 1:3, 1:]),
+    "a narrowed one": lambda x, y: x.narrow(1, 1, 2).copy_(y[:, :2]),
+    "a narrowed one, from the end": lambda x, y: x.narrow(-1, -3, 2).copy_(y[..., :2]),
     "a slice of a slice": lambda x, y: x[:, 1:][:, :2].copy_(y[:, :2]),
     "none of a None": lambda x, y: x[None, 1:, None].copy_(y[None, 1:, None]),
     "nothing": lambda x, y: x[:, 2:2].fill_(7),

@@ -31,6 +31,8 @@ MOVES: dict[str, Function] = {
     "sliced from the end by steps": lambda x: x[1:][:, 1::2],
     "sliced in the middle, from the end": lambda x: x[-3:-1, -5:4],
     "sliced from before the front": lambda x: x[-9:3, -9:],
+    "narrowed": lambda x: x.narrow(1, 2, 3).narrow(0, 1, 2),
+    "narrowed from the end": lambda x: x.narrow(-1, -4, 3),
     "sliced by steps from the end": lambda x: x[:, -5::2],
     "all axes turned": lambda x: x.T[1:],
     "the last two turned": lambda x: x.view(2, 2, 6).mT,
@@ -70,6 +72,14 @@ def test_what_is_moved_is_read_at_its_source(name: str) -> None:
 @pytest.mark.parametrize("rows", [4, 5])
 def test_the_outermost_axis_may_be_of_any_size(rows: int) -> None:
     found = read(lambda x: x.view(-1, 2, 3).reshape(-1, 3)[:, -2:] + 0.0, torch.randn(rows, 6), dynamic_sizes=(rows,))
+    assert found.equal, found.text
+
+
+def test_a_narrow_may_begin_at_a_size() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.arange(40).narrow(0, x.shape[0], x.shape[0]) * x
+
+    found = read(function, torch.randn(7), dynamic_sizes=(7,))
     assert found.equal, found.text
 
 
