@@ -9,9 +9,9 @@ passes/graph/axis_rules.py along_dim; padded batches: a sum goes on from row to 
 + which = views.named_axes(node, rank, "dims" if node.target is aten.flip.default else "dim") - {1}
 
 what is added to zeros is zero
-passes/unpad/rules.py _is_zero; padded batches: a sum leaves out what padding holds by then
-- if node.target is aten.mul.Tensor:
-+ if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+passes/unpad/at_padding.py of; padded batches: a sum leaves out what padding holds by then
+- if node.target in _PRODUCTS:
++ if rule is axis_rules.pointwise:
 
 a table may count tokens
 passes/unpad/rules.py _require; padded batches: gradients are scaled by how often a real token occurs
@@ -20,7 +20,7 @@ passes/unpad/rules.py _require; padded batches: gradients are scaled by how ofte
 
 a sum may be of any numbers
 passes/unpad/exits.py _sum; padded batches: what padding holds is left out
-- if value.packed is None or not value.zero:
+- if value.packed is None or value.at_padding != 0:
 + if value.packed is None:
 
 nobody asks whether the first token is real
