@@ -41,3 +41,8 @@ class Chosen:
         """How many keys a row names at most; None where that is not known."""
         count = self.count if isinstance(self.count, int) else self.most
         return None if count is None else count * self.block
+
+
+def say_all_of(rest: Expr | None, chosen: Chosen | None) -> bool:
+    """Whether the chosen keys are all that a part of a mask leaves a query."""
+    return rest is not None and chosen is not None and rest == chosen.condition

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec import masks
+from attn_compiler.spec.chosen_keys import say_all_of
 
 #: proved kind -> its name in the table; a formula is proved too, but has no name
 NAMES: Mapping[type, str] = {
@@ -23,6 +24,7 @@ NAMES: Mapping[type, str] = {
     masks.Formula: "formula",
 }
 NO_MASK, READY_MADE, DENSE = "no mask", "ready-made", "dense"
+CHOSEN = "chosen keys"
 #: how meaning.py words that a mask came in from outside of the graph
 _FROM_OUTSIDE = "is an input of the graph"
 
@@ -30,14 +32,18 @@ _FROM_OUTSIDE = "is an input of the graph"
 def kind_of(site: SiteReport) -> str:
     """ "no mask" (none, or one proved true everywhere), the names of the proved kinds, "ready-made" or "dense".
 
-    Of a mask that was read in part the names and "dense"."""
+    Of a mask that was read in part the names and "dense", or "chosen keys" where the rest is those that rows of indices name."""
     mask = site.spec.mask
     if mask.read:
-        rest = [DENSE] if mask.is_partial else []
+        rest = [_rest(mask)] if mask.is_partial else []
         return " ∧ ".join(dict.fromkeys([*(NAMES[type(kind)] for kind in mask.read), *rest]))
     if mask.dense is None:
         return NAMES[masks.Causal] if mask.is_causal else NO_MASK
     return READY_MADE if _FROM_OUTSIDE in (mask.reason or "") else DENSE if mask.reason else NO_MASK
+
+
+def _rest(mask: masks.MaskSpec) -> str:
+    return CHOSEN if mask.rest is not None and say_all_of(mask.rest.condition, mask.chosen) else DENSE
 
 
 def counted(reports: Iterable[tuple[Report, int]]) -> tuple[tuple[str, int], ...]:

@@ -12,12 +12,21 @@ from attn_compiler.reasons.decisions import Decision
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec import masks
+from attn_compiler.spec.chosen_keys import Chosen
 from tests.hf import mask_kinds
 from tests.lowerings.specs import make_spec
 
 DENSE = masks.Dense(shape=(2, 1, 9, 9), dtype="bool")
 PADDING = masks.KeyPadding(condition=ix.as_bool(Load("mask", (Index("b"), Index("k")), "int")))
 FORMULA = masks.Formula(condition=ix.as_bool(Load("x", (Index("h"),), "int")))
+LEFT = ix.invert(Load("scatter", (Index("b"), Index("q"), Index("k")), "bool"))
+TOP = masks.MaskSpec(
+    kinds=(PADDING,),
+    dense=DENSE,
+    reason="scatter holds an element for each query and key",
+    rest=masks.Formula(condition=LEFT),
+    chosen=Chosen(tensor="top", at=(Index("b"), Index("q")), count=3, distinct=True, condition=LEFT),
+)
 
 
 def _site(mask: masks.MaskSpec, modules: int = 1) -> SiteReport:
@@ -42,6 +51,9 @@ def _site(mask: masks.MaskSpec, modules: int = 1) -> SiteReport:
         ),
         (masks.MaskSpec(dense=DENSE, reason="m is written in place"), "dense", False),
         (masks.MaskSpec(kinds=(PADDING,), dense=DENSE, reason="m is written in place"), "key padding ∧ dense", False),
+        (TOP, "key padding ∧ chosen keys", True),
+        (dataclasses.replace(TOP, rest=FORMULA), "key padding ∧ dense", False),
+        (dataclasses.replace(TOP, chosen=None), "key padding ∧ dense", False),
     ],
 )
 def test_kind_of(mask: masks.MaskSpec, kind: str, proved: bool) -> None:

@@ -26,7 +26,7 @@ from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.shared.parts import latents, part_tensors
 from attn_compiler.lowerings.shared.parts.intervals import mentions_any
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
-from attn_compiler.spec import dims, reads
+from attn_compiler.spec import chosen_keys, dims, reads
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q, Dense, Formula, KeyPadding, MaskSpec
@@ -46,7 +46,7 @@ _OF_A_KEY = frozenset({"rows", "lengths", "keys"})
 def chosen_of(spec: AttentionSpec) -> Chosen | None:
     """What each query's keys are gathered by; None where they are not."""
     chosen, score = spec.mask.chosen, spec.score
-    if chosen is None or spec.stored is not None or not _are_few(spec, chosen) or not _says_all(spec.mask, chosen):
+    if chosen is None or spec.stored is not None or not _are_few(spec, chosen) or not _says_all(spec.mask):
         return None
     if spec.latent is not None and any(mentions_any(x, H) for x in chosen.at):
         return None
@@ -95,9 +95,9 @@ def _are_few(spec: AttentionSpec, chosen: Chosen) -> bool:
     return most is None or most >= _TIMES * chosen.keys * spec.seqlen_q
 
 
-def _says_all(mask: MaskSpec, chosen: Chosen) -> bool:
+def _says_all(mask: MaskSpec) -> bool:
     """Whether the kinds say all that the mask does, but for the choice."""
-    return mask.reason is None or (mask.rest is not None and mask.rest.condition == chosen.condition)
+    return mask.reason is None or (mask.rest is not None and chosen_keys.say_all_of(mask.rest.condition, mask.chosen))
 
 
 def _is_by_group(spec: AttentionSpec, chosen: Chosen) -> bool:

@@ -1,8 +1,8 @@
 """Keys that a mask leaves a query by their indices: `ones.scatter(-1, topk, False)`, and what of it is then asked of each key, or of the
 block that a key is in.
 
-Where the tensor is one number but at the indices, and a part of the mask is false for that number, a query uses no key but those that
-the indices name. So it is a fact of its own: the mask says it too, and nothing rests on what was written at the indices.
+Where the tensor is one number but at the indices, where another was written, and a part of the mask is false for the one and true for the
+other, that part says no more than which keys the indices name.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ def _of(mirror: Mirror, reader: Reader, part: Expr, load: Load, keys: sympy.Expr
         or throughout(part, lambda x: before if x == load else x) != ix.FALSE
     ):
         return None
+    written = _written(writer, load)
+    if written is None or throughout(part, lambda x: written if x == load else x) != ix.TRUE:
+        return None
     count = torch_symbols.dim_of(fake(indices).shape[-1])
     return Chosen(
         tensor=element.tensor,
@@ -99,6 +102,15 @@ def _scatter(mirror: Mirror, version: Version) -> fx.Node | None:
     if version.since is None:
         return writer if writer.target is aten.scatter.value else None
     return writer if writer.target is aten.scatter_.value and writer.args[0] is version.node else None
+
+
+def _written(writer: fx.Node, load: Load) -> Const | None:
+    """The number at the indices, as the tensor holds it."""
+    value = argument(writer, "value")
+    if not isinstance(value, (bool, int, float)):
+        return None
+    held = torch.tensor(value).to(fake(writer).dtype).item()
+    return Const({"bool": bool, "int": int, "float": float}[load.kind](held))
 
 
 def _is_of_rows(writer: fx.Node, indices: fx.Node) -> bool:

@@ -155,8 +155,8 @@ class _Read:
         for kind in score_kinds.recognise(found.added):
             self._scores.append(self._named(kind, term))
             if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
-                tensor = reading.fake(self._version(kind.tensor).node)
-                self._reasons.append(unproved.of_bias(self._origin(kind.tensor), tensor))
+                version = self._version(kind.tensor)
+                self._reasons += unproved.of_bias(self._match, version, kind.weight, self._origin(kind.tensor))
 
     def _mask_in_part(self, term: Term, found: added.Split, rounded: str) -> None:
         """What is exact of an added tensor's condition has to hold, whatever else it says."""

@@ -170,8 +170,8 @@ def _described(model: Model, call: Call, watching: Watching, seconds: float) -> 
     why: dict[str, None] = {}
     for site, count in watching.sites:
         masks[state_of(site)] += count
-        if site.spec.mask.reason is not None:
-            unproved[_alike(site.spec.mask.reason)] = None
+        if state_of(site) in (PARTLY, DATA):
+            unproved[_alike(site.spec.mask.reason or site.spec.mask.words)] = None
         for machine, target in TARGETS.items():
             decision = chosen(site, target)
             kernels[machine][_shown(site, decision)] += count
@@ -201,7 +201,7 @@ def state_of(site: SiteReport) -> str:
     kind = mask_kinds.kind_of(site)
     if kind == mask_kinds.NO_MASK:
         return NONE if site.spec.mask.reason is None else DATA
-    if site.spec.mask.is_partial:
+    if site.spec.mask.is_partial and mask_kinds.DENSE in kind:
         return PARTLY
     return DATA if kind in (mask_kinds.DENSE, mask_kinds.READY_MADE) else PROVED
 

@@ -38,7 +38,7 @@ their inputs are tiny (marked †). The [survey](survey.md) compares numbers, an
 
 - **found**: attentions found, and those in the graphs by a counter that knows nothing of ours.
 - **misses**: what else attends and stays as it is, by its [code](codes.md): AC522 is linear attention, AC523 what Dynamo leaves to Python.
-- **masks**: proved as a whole; proved in part; data, of which nothing is known; none.
+- **masks**: proved as a whole, keys that have indices included; proved in part; data, of which nothing is known; none.
 - **{", ".join(TARGETS)}**: A100, L4 and 4090, H100 and H200, B200. A star means PyTorch's kernel with a number for each query and key.
 """
 

@@ -28,6 +28,17 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, attn_mask=causal)
 
 
+class Chosen(Attention):
+    """Of a top k of keys for each query."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).tril()
+        top = (x[:, 0] @ x[:, 0].mT).topk(64, -1).indices
+        left_out = torch.ones(x.shape[0], LENGTH, LENGTH, dtype=torch.bool, device=x.device).scatter(-1, top, False)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=causal & ~left_out[:, None])
+
+
 class Odd(Attention):
     """Of heads that no kernel takes, with a softmax that nothing reads."""
 
@@ -73,6 +84,12 @@ def test_a_row_has_what_each_machine_chooses() -> None:
     assert [sum(counts.values()) for counts in row.kernels.values()] == [1] * len(TARGETS)
     assert row.slow("sm90") == 0
     assert not is_failed(row)
+
+
+def test_keys_that_have_indices_are_proved() -> None:
+    row = _row(Chosen)
+    assert row.masks == {PROVED: 1}
+    assert not row.unproved
 
 
 def test_what_no_kernel_takes_is_told_with_the_reason_of_ours() -> None:

@@ -129,6 +129,7 @@ NEAR_MISSES: dict[str, Make] = {
     "fewer rows": lambda x: torch.zeros(B, S, KEYS, dtype=torch.bool).scatter(-1, _top(x)[:, :3], True),
     "written to behind": lambda x: _written_behind(x),
     "values of run time": lambda x: torch.zeros(B, S, KEYS).scatter(-1, _top(x), x) > 0.5,
+    "neither number": lambda x: torch.full((B, S, KEYS), 2).scatter(-1, _top(x), 1) == 0,
     "low and added": lambda x: _ones(torch.float32, -3.0).scatter(-1, _top(x), 0.0),
 }
 

@@ -1,0 +1,45 @@
+"""Tensors that are added and mask nothing, whatever they hold: a function's values that have bounds, and products of the queries, which are
+as large as scores are."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import views
+from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Match
+from attn_compiler.passes.matching import contraction
+from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW
+from attn_compiler.passes.spelling.fills import PRODUCT
+
+aten = torch.ops.aten
+
+#: functions with no value below -1 or above 1
+_BOUNDED: frozenset[object] = frozenset(
+    {aten.sigmoid.default, aten.tanh.default, aten.sin.default, aten.cos.default, aten.softmax.int}
+)
+
+
+def is_none(match: Match, version: Version, weight: float) -> bool:
+    """Whether weight times the tensor is nearer to zero than numbers that mask."""
+    most = _most(match, version)
+    return most is not None and abs(weight) * most < -MASKED_BELOW
+
+
+def _most(match: Match, version: Version) -> float | None:
+    """What no element is further from zero than; None where nothing is known."""
+    if version.since is not None:
+        return None
+    if version.node.target in _BOUNDED:
+        return 1.0
+    return PRODUCT if _is_of_queries(match, version.node) else None
+
+
+def _is_of_queries(match: Match, node: fx.Node) -> bool:
+    """Whether it is a product of the site's own queries. Of what other tensors hold, which may be masks, nothing is known."""
+    product = contraction.parse(node)
+    if product is None or product.addend is not None or product.alpha != 1.0:
+        return False
+    queries = {match.q.node, match.q.root}
+    return any(not queries.isdisjoint(views.chain(operand)) for operand in (product.lhs, product.rhs))
