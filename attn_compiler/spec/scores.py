@@ -11,9 +11,10 @@ What an added tensor was shown to be is in added_scores.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.codec import UNSAID
 
 
 class Pointwise:
@@ -124,6 +125,7 @@ class ScoreSpec:
     softmax_dtype: the dtype that the model's own softmax ran in.
     proved: kinds whose sum the added tensors were shown to be, besides what they mask. They say what a DenseBias or a mask's Dense
         tensor means; a lowering has to apply the tensor or these, not both.
+    by_highest: of what the dense tensor adds to a row, the highest number leaves the keys that got less no weight (recovering/highest.py).
     out_of_reach: as in MaskSpec.
     """
 
@@ -134,6 +136,7 @@ class ScoreSpec:
     softmax_dtype: str = "float32"
     proved: tuple[ProvedScore, ...] = ()
     out_of_reach: tuple[str, ...] = ()
+    by_highest: bool = field(default=False, metadata=UNSAID)
 
     @property
     def pointwise(self) -> Pointwise | None:
@@ -162,4 +165,5 @@ class ScoreSpec:
     @property
     def added(self) -> str | None:
         """What the added tensors were shown to add, besides what they mask; None if nothing."""
-        return " + ".join(kind.words for kind in self.proved) or None
+        found = " + ".join(kind.words for kind in self.proved) or None
+        return f"{found}, whose highest number masks the others (proved)" if self.by_highest else found

@@ -37,6 +37,8 @@ def kind_of(site: SiteReport) -> str:
     if mask.read:
         rest = [_rest(mask)] if mask.is_partial else []
         return " ∧ ".join(dict.fromkeys([*(NAMES[type(kind)] for kind in mask.read), *rest]))
+    if site.spec.score.by_highest:
+        return NAMES[masks.KeyPadding]
     if mask.dense is None:
         return NAMES[masks.Causal] if mask.is_causal else NO_MASK
     return READY_MADE if _FROM_OUTSIDE in (mask.reason or "") else DENSE if mask.reason else NO_MASK

@@ -21,7 +21,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.program import Tensors
 from attn_compiler.passes.graph.site import Keyless, Latent, Match, Miss, Operand, Site, SiteReads, Term
 from attn_compiler.passes.graph.unit import FoundSites, Unit
-from attn_compiler.passes.recovering import latent, meaning, packing, reach, stored, upcasts
+from attn_compiler.passes.recovering import highest, latent, meaning, packing, reach, stored, upcasts
 from attn_compiler.passes.recovering.meaning import Meaning
 from attn_compiler.passes.recovering.reading import Reader
 from attn_compiler.passes.recovering.reading.readers import Readers
@@ -146,6 +146,8 @@ def _describe(
     match.reads = dataclasses.replace(match.reads, latent=latents.find(match))
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
+    if (mask.reason or mask.added) and score.bias is None and highest.leaves_keys(mirror, match, reader):
+        mask, score = dataclasses.replace(mask, reason=None, added=None), dataclasses.replace(score, by_highest=True)
     spec = AttentionSpec(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),

@@ -218,11 +218,17 @@ class _Made:
         return self._once("given keys", (mask,), {}, make)
 
     def _truth_of_tensor(self) -> fx.Node:
-        """The dense tensor as bool (B|1, Hq|1, Sq|1, Skv|1). A float one that only masks holds 0 where a pair is allowed."""
+        """The dense tensor as bool (B|1, Hq|1, Sq|1, Skv|1). A float one that only masks holds 0, or a row's highest number, where a pair
+        is allowed."""
         tensor = self._as_four(self._tensor())
         if self.emitter.value(tensor).dtype == torch.bool:
             return tensor
+        if self.spec.score.by_highest:
+            return self._once("highest", (tensor,), {}, lambda: self._highest(tensor))
         return self._once("truth", (tensor,), {}, lambda: self._call(torch.eq, tensor, 0))
+
+    def _highest(self, tensor: fx.Node) -> fx.Node:
+        return self._call(torch.eq, tensor, self._call(torch.amax, tensor, -1, True))
 
     # ---- scores ---------------------------------------------------------------------------------------------------
 

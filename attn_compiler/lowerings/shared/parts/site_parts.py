@@ -173,6 +173,8 @@ def _with_tensor(spec: AttentionSpec, found: Parts, *, only_masks: bool = False)
     own = {name: getattr(found, name) for name in ("band", "rows", "keys", "documents")}
     if dense is None:
         return Parts(**own, bias=True, bias_grad=bias is not None and bias.requires_grad and spec.needs_grad)
+    if spec.score.by_highest and _is_over_keys(dense, spec):
+        return Parts(**own, keys_given=True)
     if not dense.is_bool and not only_masks:
         return Parts(**own, bias=True)
     if found.keys is None and _is_over_keys(dense, spec):

@@ -1,0 +1,76 @@
+"""Numbers that are added for each key and so far apart that the highest of a row leaves no other key a weight: (1 - mask) · -10000.
+
+A softmax is the same whatever all its scores are raised by. So a row in which every key got -10000 is as if none had, and one with keys of
+2 beside 1 in its mask has those of 2: whatever whole numbers a mask holds, the keys with the highest are used and no others. Lower numbers
+than those that are taken here shut out the scores of such a row, too: where whole numbers of run time make them, they stay what they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear
+from attn_compiler.index_expr.dividing import divide
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Match
+from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW
+from attn_compiler.passes.recovering import elements
+from attn_compiler.passes.recovering.reading import Reader, Unreadable
+from attn_compiler.passes.spelling.fills import GONE, of_scores
+
+#: how much of a factor rounding to bfloat16 may take away
+_ROUNDED = 1 - 2.0**-7
+
+
+def leaves_keys(mirror: Mirror, match: Match, reader: Reader) -> bool:
+    """Whether the one tensor that is added does so, and nothing else becomes of the scores of a call, which kernels keep in float32."""
+    scores = match.scores
+    if match.decomposed or match.lse is not None or scores.allowed or scores.is_causal or len(scores.additive) != 1:
+        return False
+    if scores.factors or scores.changes or scores.limits or scores.sinks is not None or scores.masks_weights:
+        return False
+    (term,) = scores.additive
+    within = elements.ranges(match, reader.longer)
+    try:
+        at = elements.indices(match, term.operand.dims)
+        read = reader.read_at(mirror.order(term.operand.used), term.operand.node, at)
+        added = ix.decide(divide(read, within), within)
+    except (Unreadable, RecursionError):
+        return False
+    if term.weight != 1.0 or any(ix.mentions(added, Index(name)) for name in "hq"):
+        return False
+    apart = _apart(added)
+    return apart is not None and apart > 2 * of_scores(match) + GONE
+
+
+def _apart(x: Expr) -> float | None:
+    """How far apart two numbers are at least, which are not the same; None where that is not known, or where scores are lost in them."""
+    match x:
+        case Apply(op="float" | "rounded", args=(a,)):
+            return _apart(a)
+        case Apply(op="where", args=(_, Const(value=a), Const(value=b))) if max(abs(a), abs(b)) < -MASKED_BELOW:
+            return abs(float(a) - float(b)) * _ROUNDED
+        case Apply(op="mul", args=(a, Const(value=factor))) if _is_whole(a):
+            return _step(float(factor))
+        case Linear(terms=terms, const=const) if all(ix.kind_of(term) != "float" for term, _ in terms):
+            return _step(math.gcd(const, *(factor for _, factor in terms)))
+    return None
+
+
+def _step(factor: float) -> float | None:
+    """Of multiples of a factor, each rounded to a number of some dtype: what two differ in is no less than the power of two below it."""
+    least = abs(factor) * _ROUNDED
+    return 2.0 ** math.floor(math.log2(least)) if least > 1 and abs(factor) < -MASKED_BELOW else None
+
+
+def _is_whole(x: Expr) -> bool:
+    """Whether it is a whole number, also where it is rounded to a dtype of floats."""
+    match x:
+        case Const(value=value):
+            return float(value).is_integer()
+        case Apply(op="float" | "rounded", args=(a,)):
+            return ix.kind_of(a) != "float" or _is_whole(a)
+        case Apply(op="add" | "mul", args=(a, b)) | Apply(op="where", args=(_, a, b)):
+            return _is_whole(a) and _is_whole(b)
+    return ix.kind_of(x) != "float"

@@ -1,0 +1,109 @@
+"""(1 - mask) · -10000 on each kernel that runs here, for whatever whole numbers a mask holds: the model's own numbers in float64.
+
+Kernels that know truth values of keys add no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.interpreted_target import triton_interpreted
+from tests.passes.compiling import Compiled, compiled
+
+B, HEADS, S, D = 4, 2, 35, 32
+#: what makes (B, 1, 1, S) of a mask (B, S)
+Make = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    with triton_interpreted():
+        yield
+
+
+def _attention(make: Make) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make(mask).to(q.dtype)[:, None, None])
+
+    return attend
+
+
+def _diffusers(mask: Tensor) -> Tensor:
+    return (1 - mask.to(torch.float32)) * -10000.0
+
+
+MASKS: dict[str, Callable[[], Tensor]] = {
+    "0 and 1": lambda: torch.tensor([[1] * S, [1] * 20 + [0] * (S - 20), [0] * S, [0, 1, 0] * 11 + [0] * 2]),
+    "truth values": lambda: torch.tensor([[1] * S, [1] * 20 + [0] * (S - 20), [0] * S, [0, 1] * 17 + [1]]).bool(),
+    "other whole numbers": lambda: torch.arange(B * S).view(B, S) % 5 - 1,
+    "below 0": lambda: -(torch.arange(B * S).view(B, S) % 3) - 2,
+}
+FORMS: dict[str, Make] = {
+    "diffusers'": _diffusers,
+    "in half precision": lambda mask: (1 - mask.to(torch.float16)) * -10000.0,
+    "of all heads": lambda mask: _diffusers(mask).repeat_interleave(HEADS, 0).view(B, HEADS, S)[:, 0],
+}
+
+
+def _given(mask: str, dtype: torch.dtype, *, grad: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(B, HEADS, S, D, generator=generator).to(dtype).requires_grad_(grad) for _ in range(3))
+    return [q, k, v, MASKS[mask]()]
+
+
+def _assert_same(
+    run: Compiled, attend: Callable[..., Tensor], given: Callable[[], list[Tensor]], within: float
+) -> None:
+    ours = given()
+    wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in given()]
+    found, expected = run(*ours), attend(*wide)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=within)
+    if not found.requires_grad:
+        return
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    (found * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+    for mine, other in zip(ours[:3], wide[:3], strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=0, atol=10 * within)
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("lowering", ["triton", "decode", "rows", "sdpa_cpu_flash", "math", "reference"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_forward(mask: str, lowering: str) -> None:
+    """PyTorch's kernels and those of no keys add the numbers, and have their rounding."""
+    attend, queries = _attention(_diffusers), 4 if lowering == "decode" else S
+    run = compiled(attend, lowering=lowering)
+
+    def given() -> list[Tensor]:
+        q, *others = _given(mask, torch.float32, grad=False)
+        return [q[:, :, :queries], *others]
+
+    _assert_same(run, attend, given, within=2e-5 if lowering in ("triton", "decode", "rows") else 2e-2)
+    assert run.site.spec.score.by_highest
+    assert run.site.decision.lowering == lowering
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_forward_and_backward(mask: str, form: str) -> None:
+    attend = _attention(FORMS[form])
+    run = compiled(attend, lowering="triton")
+    _assert_same(run, attend, lambda: _given(mask, torch.float16, grad=True), within=2e-3)
+    assert run.site.spec.score.by_highest
+    assert run.site.decision.lowering == "triton"
+
+
+def test_gradients_in_float32_are_left_to_the_model() -> None:
+    """PyTorch's kernels would add the numbers, and make the weights anew from an lse beside them."""
+    run = compiled(_attention(_diffusers), lowering="sdpa_cpu_flash")
+    run(*_given("0 and 1", torch.float32, grad=True))
+    assert run.site.decision.lowering == "untouched"
