@@ -61,6 +61,14 @@ def test_kind_of(mask: masks.MaskSpec, kind: str, proved: bool) -> None:
     assert mask_kinds.is_proved(kind) == proved
 
 
+def test_numbers_of_which_a_rows_highest_count_are_padding() -> None:
+    site = _site(masks.MaskSpec(dense=DENSE))
+    score = dataclasses.replace(site.spec.score, by_highest=True)
+    assert (
+        mask_kinds.kind_of(dataclasses.replace(site, spec=dataclasses.replace(site.spec, score=score))) == "key padding"
+    )
+
+
 def test_every_proved_kind_has_a_name() -> None:
     assert set(mask_kinds.NAMES) == set(masks.KINDS)
 

@@ -57,3 +57,5 @@ def test_what_is_added() -> None:
     assert spec.added == "ALiBi slopes[h] · (k - q) + -100 between regions"
     assert spec.words == "scale 1"
     assert ScoreSpec(scale=1.0).added is None
+    by_highest = ScoreSpec(scale=1.0, proved=(PROVED[0][0],), by_highest=True)
+    assert by_highest.added == "ALiBi slopes[h] · (k - q), whose highest number masks the others (proved)"

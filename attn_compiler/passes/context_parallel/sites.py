@@ -65,6 +65,8 @@ def check_shareable(site: Site, spec: AttentionSpec) -> None:
         raise CannotShard(rule, f"the scores are changed: {spec.score.words}", at=at)
     if site.match.scores.limits:
         raise CannotShard(rule, "scores are clamped", at=at)
+    if spec.score.by_highest:
+        raise CannotShard(rule, f"of all ranks' keys the highest count: {spec.score.added}", at=at)
     if spec.score.dropout_p:
         remedy = "set the model's attention dropout to 0"
         raise CannotShard("no weights are dropped", f"dropout {spec.score.dropout_p:g}", at=at, remedy=remedy)

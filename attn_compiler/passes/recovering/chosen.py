@@ -1,8 +1,8 @@
 """Keys that a mask leaves a query by their indices: `ones.scatter(-1, topk, False)`, and what of it is then asked of each key, or of the
 block that a key is in.
 
-Where the tensor is one number but at the indices, where another was written, and a part of the mask is false for the one and true for the
-other, that part says no more than which keys the indices name.
+The tensor is one number, and another one at the indices. A part of the mask that is false for the one and true for the other says no more
+than which keys the indices name.
 """
 
 from __future__ import annotations

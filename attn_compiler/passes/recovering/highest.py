@@ -1,8 +1,9 @@
 """Numbers that are added for each key and so far apart that the highest of a row leaves no other key a weight: (1 - mask) · -10000.
 
-A softmax is the same whatever all its scores are raised by. So a row in which every key got -10000 is as if none had, and one with keys of
-2 beside 1 in its mask has those of 2: whatever whole numbers a mask holds, the keys with the highest are used and no others. Lower numbers
-than those that are taken here shut out the scores of such a row, too: where whole numbers of run time make them, they stay what they are.
+A softmax is the same whatever all its scores are raised by. So a row in which every key got -10000 is as if none had. One with keys of 2
+beside 1 in its mask has those of 2. Whatever whole numbers a mask holds, the keys with the highest are used, and no others.
+
+Numbers below those that are taken here shut out the scores of such a row, too. They stay what they are, where run time makes them.
 """
 
 from __future__ import annotations

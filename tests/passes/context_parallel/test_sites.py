@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,14 @@ def _site(**changed: Any) -> Any:
     scores, axes = SimpleNamespace(limits=changed.pop("limits", ())), SimpleNamespace(query=())
     match = SimpleNamespace(out="out", scores=scores, axes=axes)
     return SimpleNamespace(match=match, keyless=changed.pop("keyless", None))
+
+
+def test_numbers_of_which_the_highest_count_are_refused() -> None:
+    spec = make_spec()
+    spec = dataclasses.replace(spec, score=dataclasses.replace(spec.score, by_highest=True))
+    with pytest.raises(CannotShard) as caught:
+        sites.check_shareable(_site(), spec)
+    assert "the highest count" in caught.value.reason.observed
 
 
 @pytest.mark.parametrize(

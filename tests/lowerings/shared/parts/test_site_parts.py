@@ -229,6 +229,7 @@ def test_numbers_that_are_added_beside_a_mask_that_was_read_in_part() -> None:
 
 # ---- scores -------------------------------------------------------------------------------------------------------
 
+BIAS_OF_KEYS = added_scores.Bias(tensor="mask", at=(B, K), shape=(2, 1, 1, 192), weight=10000.0)
 BIAS = (scores.DenseBias(shape=(1, 8, 128, 192), dtype="bfloat16"),)
 
 
@@ -282,6 +283,13 @@ def test_learned_slopes_keep_their_gradient() -> None:
     assert found == Parts(bias=True, bias_grad=True)
     exact = dataclasses.replace(learned, position=ix.add(K, Q, -1))
     assert parts(dense=None, added=(exact,), changes=BIAS) == Parts(distances=(exact,), distances_grad=True)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, True), (128, False)])
+def test_numbers_of_keys_of_which_the_highest_count(queries: int, keys: bool) -> None:
+    spec = spec_of(dense=dataclasses.replace(ADDED, shape=(2, 1, queries, 192)), added=(BIAS_OF_KEYS,))
+    spec = dataclasses.replace(spec, score=dataclasses.replace(spec.score, by_highest=True))
+    assert site_parts.parts(spec) == (Parts(keys_given=True) if keys else Parts(bias=True))
 
 
 def test_a_gradient_that_no_kind_has_stays_with_the_tensor() -> None:
