@@ -27,7 +27,6 @@ from attn_compiler.compiling.comparing.timing import (
     percentiles as percentiles,
     ratio as ratio,
 )
-from attn_compiler.reporting.doctor import cpu_name
 
 BACKEND = "attn_compiler"
 BASELINE = "inductor"
@@ -91,7 +90,9 @@ def environment(device: str, commit: str | None = None) -> dict[str, str]:
     """Columns that say where and with what a row was measured."""
     import transformers
 
+    # Late, so that what measures our imports finds nothing of us imported.
     import attn_compiler
+    from attn_compiler.reporting.doctor import cpu_name
 
     on_gpu = device != "cpu"
     cudnn = torch.backends.cudnn.version() if on_gpu else None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from attn_compiler.compiling.comparing.results import Distance
     from attn_compiler.compiling.comparing.sides import Side
 
+#: p80 over p20 from which times say little
+_SPREAD = 1.5
 #: facts that stand in the head: the others are in the JSON, and in `doctor`
 _VERSIONS = ("attn_compiler", "torch", "triton", "transformers")
 
@@ -65,11 +67,11 @@ def _grid(rows: Iterator[tuple[str, str]]) -> RenderableType:
 
 def _table(found: Measured) -> RenderableType:
     has_memory = any(side.peak_bytes is not None for side in found.sides)
-    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
-    table.add_column("")
-    headings = ["first step", "a step", "p20 to p80", "gain"]
-    headings += ["peak memory"] if has_memory else []
-    headings += ["outputs off", *(["gradients off"] if found.training else [])]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    headings = ["first\nstep", "a step", "p20 to p80", "gain"]
+    headings += ["peak\nmemory"] if has_memory else []
+    headings += ["outputs\noff", *(["gradients\noff"] if found.training else [])]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for side in found.sides:
@@ -91,6 +93,10 @@ def _times(side: Side) -> tuple[str, str]:
     return f"{p50:.4g} ms", f"{p20:.4g} to {p80:.4g}"
 
 
+def _is_spread(side: Side) -> bool:
+    return side.milliseconds is not None and side.milliseconds[2] > _SPREAD * side.milliseconds[0]
+
+
 def _gain(side: Side) -> str:
     return "-" if side.ratio is None else f"{side.ratio:.2f}x"
 
@@ -109,6 +115,8 @@ def _notes(found: Measured) -> Iterator[str]:
     for side in found.sides:
         if side.failure is not None:
             yield f"{side.name} failed: {side.failure}"
+    if any(_is_spread(side) for side in found.sides):
+        yield "Times are far apart: something else ran on this machine, or steps differ. Compare again before you go by them."
     yield "gain: how many times as fast as Inductor, the median over rounds in which all took turns."
     yield "first step: it compiles, and finds nothing on disk from before."
     yield from _of_memory(found)

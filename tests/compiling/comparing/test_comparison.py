@@ -43,7 +43,7 @@ def made(*, training: bool = True, on_gpu: bool = True, failure: str | None = No
         name="attn_compiler",
         first_seconds=8.0,
         rounds=5,
-        milliseconds=(4.0, 5.0, 6.0),
+        milliseconds=(4.5, 5.0, 6.0),
         ratio=2.0 if failure is None else None,
         held_bytes=1_000_000 if on_gpu else None,
         peak_bytes=2_000_000 if on_gpu else None,

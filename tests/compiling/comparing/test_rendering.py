@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from attn_compiler.reporting import render
@@ -17,9 +19,17 @@ def test_a_table_with_a_row_for_each_side() -> None:
     rows = {line.split()[0]: line.split()[1:] for line in lines[6:] if line}
     assert rows["eager"] == "500 ms 20 ms 19 to 21 0.50x - - -".split()
     assert rows["inductor"] == "12.00 s 10 ms 9 to 11 1.00x 3.0 MB 0.25 0.25".split()
-    assert rows["attn_compiler"] == "8.00 s 5 ms 4 to 6 2.00x 2.0 MB 0 * 0.25".split()
+    assert rows["attn_compiler"] == "8.00 s 5 ms 4.5 to 6 2.00x 2.0 MB 0 * 0.25".split()
     assert "peak memory: of the GPU during a step; 1.0 MB of it were held before one." in lines
     assert "* attn_compiler and eager do not both have, or have in other shapes: cache." in lines
+    assert "Times are far apart" not in str(made())
+
+
+def test_times_that_are_far_apart_are_said_to_be() -> None:
+    found = made()
+    eager, inductor, ours = found.sides
+    apart = dataclasses.replace(ours, milliseconds=(4.0, 5.0, 6.1))
+    assert "Times are far apart" in str(dataclasses.replace(found, sides=(eager, inductor, apart)))
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -27,7 +37,9 @@ def test_a_table_with_a_row_for_each_side() -> None:
 def test_no_line_is_wider_than_a_report(training: bool, on_gpu: bool) -> None:
     found = made(training=training, on_gpu=on_gpu)
     assert all(len(line) <= render.WIDTH for line in str(found).splitlines())
-    assert ("gradients off" in str(found)) == training
+    assert ("gradients off: " in str(found)) == training
+    assert "attn_compiler " in str(found)
+    assert "…" not in str(found)
     assert ("not measured, since nothing is on a CUDA device" in str(found)) == (not on_gpu)
 
 
