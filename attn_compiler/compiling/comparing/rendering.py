@@ -122,6 +122,9 @@ def _notes(found: Measured) -> Iterator[str]:
     yield from _of_memory(found)
     for what in ("outputs", "gradients"):
         yield from _of_differences(found, what)
+    zeroed = [name for report in found.reports if report.unpad is not None for name in report.unpad.zeroed]
+    if zeroed:
+        yield f"unpad: {', '.join(zeroed)} is 0 at padding, and the difference there counts."
     if found.drew_random_numbers:
         yield (
             "The model drew random numbers, others in every compiler: the differences tell nothing. model.eval() switches "

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from attn_compiler.reporting import render
+from attn_compiler.reporting.facts import UnpadReport
+from attn_compiler.reporting.report import Report, Reports
 from tests.compiling.comparing.test_comparison import made
 
 
@@ -48,3 +50,10 @@ def test_a_side_that_failed_has_its_reason_below_the_table() -> None:
     assert "inductor failed: ValueError: no such kernel" in text
     row = next(line for line in text.splitlines() if line.startswith("inductor "))
     assert row.split()[1:3] == ["-", "failed"]
+
+
+def test_padding_that_is_left_out_is_said_to_differ() -> None:
+    report = Report(graph="0/0", target="cpu", unpad=UnpadReport(zeroed=("last_hidden_state",)))
+    text = str(dataclasses.replace(made(), reports=Reports([report])))
+    assert "unpad: last_hidden_state is 0 at padding, and the difference there counts." in text
+    assert "unpad:" not in str(made())
