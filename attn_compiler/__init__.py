@@ -1,12 +1,15 @@
 """A torch.compile backend that makes attention in unmodified models fast, and says what it did.
 
-`torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking:
+`torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking.
+
 `explain(model, *args, options={...}, **kwargs)` says what would be done to each attention, and `explainer(dynamic=True)(model, *args,
-**kwargs)` the same with other settings of torch.compile. `rewrite(exported_program, options)` rewrites what torch.export gave, for a
-package without this one. `reports()` says what was done in this process, and `reset()` forgets it. `verifications()` says what
-`options={"verify": True}` compared with the model's own. `Options` documents the options, `Fp8Recipe` and `ContextParallel` one each.
-`Report` and `Reports` are what is given, and the errors and the warning what can go wrong. Importing this package imports neither torch nor
-CUDA.
+**kwargs)` the same with other settings of torch.compile. `compare(model, *args, **kwargs)` times it beside Inductor and the uncompiled
+model, and `comparer(training=True)(model, *args, **kwargs)` a training step. `rewrite(exported_program, options)` rewrites what
+torch.export gave, for a package without this one. `reports()` says what was done in this process, and `reset()` forgets it.
+`verifications()` says what `options={"verify": True}` compared with the model's own.
+
+`Options` documents the options, `Fp8Recipe` and `ContextParallel` one each. `Report`, `Reports` and `Comparison` are what is given, and the
+errors and the warning what can go wrong. Importing this package imports neither torch nor CUDA.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_compiler.compiling.comparing.compare import compare, comparer
+    from attn_compiler.compiling.comparing.comparison import Comparison
     from attn_compiler.compiling.explaining import explain, explainer
     from attn_compiler.context_parallel import ContextParallel
     from attn_compiler.export import rewrite
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from attn_compiler.reasons.errors import (
         AttnCompilerError,
         AttnCompilerWarning,
+        CannotCompare,
         CompileFailed,
         ContextParallelInput,
         ContextParallelUnsupported,
@@ -52,6 +58,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AttnCompilerError",
     "AttnCompilerWarning",
+    "CannotCompare",
+    "Comparison",
     "CompileFailed",
     "ContextParallel",
     "ContextParallelInput",
@@ -79,6 +87,8 @@ __all__ = [
     "VerificationMismatch",
     "VerifyFailed",
     "__version__",
+    "compare",
+    "comparer",
     "explain",
     "explainer",
     "fp8_state_dict",
@@ -92,6 +102,8 @@ __all__ = [
 _HOMES = {
     "AttnCompilerError": "attn_compiler.reasons.errors",
     "AttnCompilerWarning": "attn_compiler.reasons.errors",
+    "CannotCompare": "attn_compiler.reasons.errors",
+    "Comparison": "attn_compiler.compiling.comparing.comparison",
     "CompileFailed": "attn_compiler.reasons.errors",
     "ContextParallel": "attn_compiler.context_parallel",
     "ContextParallelInput": "attn_compiler.reasons.errors",
@@ -118,6 +130,8 @@ _HOMES = {
     "UnsupportedTorch": "attn_compiler.reasons.errors",
     "VerificationMismatch": "attn_compiler.reasons.errors",
     "VerifyFailed": "attn_compiler.reasons.errors",
+    "compare": "attn_compiler.compiling.comparing.compare",
+    "comparer": "attn_compiler.compiling.comparing.compare",
     "explain": "attn_compiler.compiling.explaining",
     "explainer": "attn_compiler.compiling.explaining",
     "fp8_state_dict": "attn_compiler.torch_private.fp8_state",

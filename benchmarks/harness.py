@@ -1,8 +1,6 @@
 """What every benchmark shares: a step to time, two of them timed in turn, and a CSV that says where it ran.
 
-Times are milliseconds: of the wall clock on a CPU (or the process's own processor time, which other programs on the machine disturb
-less: `CpuClock`), of CUDA events on a GPU. Both sides run in one process and take turns,
-call by call and in alternating order, so that a drift of the machine falls on both; the ratio is the median of the rounds' own.
+How they are timed is `attn_compiler.compare`'s: attn_compiler/compiling/comparing/timing.py.
 """
 
 from __future__ import annotations
@@ -10,13 +8,11 @@ from __future__ import annotations
 import csv
 import datetime
 import platform
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,14 +20,20 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from attn_compiler.compiling.comparing.timing import (
+    CpuClock as CpuClock,
+    interleave as interleave,
+    milliseconds as milliseconds,
+    percentiles as percentiles,
+    ratio as ratio,
+)
+
 BACKEND = "attn_compiler"
 BASELINE = "inductor"
 # A ratio (baseline's time over ours) below this is slower beyond noise.
 MIN_RATIO = 0.98
 
 Step = Callable[[], torch.Tensor]
-CpuClock = Literal["wall", "process"]
-_CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 
 
 def main_output(output: Any) -> torch.Tensor:
@@ -75,64 +77,6 @@ def make_step(
     return forward_backward
 
 
-def interleave(
-    steps: Mapping[str, Step],
-    device: str,
-    *,
-    seconds: float,
-    max_rounds: int = 200,
-    min_rounds: int = 5,
-    warmup: int = 3,
-    clock: CpuClock = "wall",
-) -> dict[str, list[float]]:
-    """Milliseconds of every call of each step, round by round, until `seconds` are over (but at least `min_rounds`)."""
-    for _ in range(warmup):
-        for step in steps.values():
-            step()
-    _synchronize(device)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
-    deadline = time.perf_counter() + seconds
-    for round_ in range(max_rounds):
-        if round_ >= min_rounds and time.perf_counter() > deadline:
-            break
-        for name in order:
-            times[name].append(milliseconds(steps[name], device, clock))
-        order.reverse()
-    return times
-
-
-def milliseconds(step: Step, device: str, clock: CpuClock = "wall") -> float:
-    """Of one call: wall clock or processor time on a CPU, CUDA events on a GPU."""
-    if device == "cpu":
-        now = _CLOCKS[clock]
-        start = now()
-        step()
-        return (now() - start) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-
-
-def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """p20, p50 and p80."""
-    fifths = statistics.quantiles(times, n=5, method="inclusive")
-    return fifths[0], statistics.median(times), fifths[3]
-
-
-def ratio(baseline: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as fast we are: the median over rounds of baseline / ours. Above 1 is faster."""
-    return statistics.median(b / o for b, o in zip(baseline, ours, strict=True))
-
-
 def timing_columns(times: Mapping[str, Sequence[float]]) -> dict[str, str]:
     """The p20, p50 and p80 of every side, and the ratio of the baseline to ours."""
     columns = {"rounds": str(len(times[BACKEND]))}
@@ -146,14 +90,16 @@ def environment(device: str, commit: str | None = None) -> dict[str, str]:
     """Columns that say where and with what a row was measured."""
     import transformers
 
+    # Late, so that what measures our imports finds nothing of us imported.
     import attn_compiler
+    from attn_compiler.reporting.doctor import cpu_name
 
     on_gpu = device != "cpu"
     cudnn = torch.backends.cudnn.version() if on_gpu else None
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit or _commit(),
-        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "threads": str(torch.get_num_threads()),
         "attn_compiler": attn_compiler.__version__,
         "torch": torch.__version__,
@@ -162,13 +108,6 @@ def environment(device: str, commit: str | None = None) -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit() -> str:

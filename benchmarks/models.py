@@ -309,7 +309,7 @@ def build(
     # Nested dicts of a config (rope) are changed in place by transformers: FAMILIES must stay as it is.
     arguments = copy.deepcopy({**family.shared, **family.sizes[size].config})
     config = getattr(transformers, family.config)(attn_implementation=attn_implementation, **arguments)
-    with torch.random.fork_rng(devices=[] if device == "cpu" else [device]), torch.device(device):
+    with torch.random.fork_rng(devices=[] if device in ("cpu", "meta") else [device]), torch.device(device):
         torch.manual_seed(seed)
         model: nn.Module = getattr(transformers, family.model)(config)
     return model.to(dtype=dtype).eval()

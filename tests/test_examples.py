@@ -12,6 +12,7 @@ from tests import fresh
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 README = (ROOT / "README.md").read_text()
+READING = (ROOT / "docs" / "reading.md").read_text()
 
 
 #: In a fork of a process that has imported transformers, which takes seconds. Compiled as in other tests. What is timed is timed once: how
@@ -95,8 +96,8 @@ def test_explain_models_tells_of_both_models() -> None:
     assert "2 attention sites" in gpt2
     assert "2 attention sites" in gemma2
     assert "softcap" in gemma2
-    # README quotes a block of it, less the line of the model, which moves with transformers.
-    (quote,) = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    # The page on reports quotes a block of it, less the line of the model, which moves with transformers.
+    quote, *_ = re.findall(r"^```text\n(.*?)^```$", READING, re.MULTILINE | re.DOTALL)
     without_line = [" ".join(re.sub(r"\.py:\d+", ".py", text).split()) for text in (quote, gemma2)]
     assert "[1] layers.0.self_attn" in quote
     assert without_line[0] in without_line[1]

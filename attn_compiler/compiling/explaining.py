@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_compiler.compiling import left_to_python
 from attn_compiler.options.options import Options, check_lowering_names, split_options
-from attn_compiler.reasons.errors import AttnCompilerError
+from attn_compiler.reasons.errors import AttnCompilerError, CannotCompare
 from attn_compiler.reporting.report import Report, Reports
 from attn_compiler.torch_private import (
     compat as torch_compat,
@@ -36,10 +36,37 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
     rewritten graphs run eagerly, without Inductor. Nothing compiled is kept, and a later torch.compile of the same
     model starts as if explain had not been called; only torch 2.11 then compiles again what it had compiled before.
     """
-    settings = torch_observe.settings_of(model, "attn_compiler")
+    settings, kwargs = settings_and_inputs(model, kwargs)
+    return explainer(**settings)(model, *args, **kwargs)
+
+
+def settings_and_inputs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """options=, mode= and dynamic= for a call with these keyword arguments, and those of them that go to the model."""
+    settings, kwargs = torch_observe.settings_of(model, "attn_compiler"), dict(given)
     if "options" in kwargs and not _has_options(torch_observe.original_of(model)):
         settings = {"dynamic": settings.get("dynamic"), "options": kwargs.pop("options")}
-    return explainer(**settings)(model, *args, **kwargs)
+    return settings, kwargs
+
+
+def checked_settings(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+    """Our options, and Inductor's. Raises UnknownOption or InvalidOption."""
+    from attn_compiler.lowerings import LOWERINGS
+
+    own, patches = split_options(mode, options)
+    check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
+    return own, patches
+
+
+def runnable(model: Callable[..., Any], call: str) -> Callable[..., Any]:
+    """What torch.compile was given, or the model itself. Raises CannotCompare for what nobody can call."""
+    if not callable(model):
+        raise CannotCompare(
+            call=call,
+            rule="the model comes first, a module or a function, and then its inputs",
+            observed=f"{model!r} ({type(model).__name__})",
+            remedy=f"Call attn_compiler.{call}(model, *args, **kwargs)",
+        )
+    return torch_observe.original_of(model)
 
 
 def _has_options(model: Callable[..., Any]) -> bool:
@@ -61,10 +88,7 @@ def explainer(
     options, mode, dynamic: as torch.compile takes them; of options, Inductor's keys are checked and have no effect.
     Raises UnknownOption or InvalidOption at once.
     """
-    from attn_compiler.lowerings import LOWERINGS
-
-    own, _ = split_options(mode, options)
-    check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
+    own, _ = checked_settings(mode, options)
 
     def explain_with_settings(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
         found: list[Report] = []
@@ -79,7 +103,7 @@ def explainer(
             if told is not None:
                 found.append(told)
 
-        original = torch_observe.original_of(model)
+        original = runnable(model, "explain")
         with (
             torch_observe.nothing_left_behind(backend),
             torch_observe.uncompiled_modules(original),

@@ -345,6 +345,20 @@ class ReportNotSaved(AttnCompilerError):
     cause: str
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class CannotCompare(AttnCompilerError):
+    """`compare` or `explain` was given what it can't run. call: which of them. rule: what has to hold. observed: what was given.
+    remedy: what to do instead."""
+
+    code = Code.CANNOT_COMPARE
+    message = "attn_compiler.{e.call}: {e.rule}; got {e.observed}. {e.remedy}"
+
+    call: str
+    rule: str
+    observed: str
+    remedy: str
+
+
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
     """The candidates that `name` may be a misspelling of, the likeliest first."""
     return tuple(difflib.get_close_matches(name, list(candidates), n=limit))

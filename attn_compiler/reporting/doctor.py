@@ -9,6 +9,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from rich.table import Column, Table
 
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import UnsupportedTorch
+from attn_compiler.reporting import wording
 from attn_compiler.spec.target import (
     CUDNN_FRONTEND_DISTRIBUTION,
     FLASH_ATTN_4_DISTRIBUTION,
@@ -117,6 +119,7 @@ def machine_facts(torch_advice: str | None = None, gains: Mapping[str, str] | No
     return (
         Fact(name="attn_compiler", value=_version("attn_compiler")),
         Fact(name="Python", value=platform.python_version()),
+        Fact(name="CPU", value=f"{cpu_name()}, torch uses {wording.counted(torch.get_num_threads(), 'thread')}"),
         Fact(name="torch", value=str(torch.__version__), advice=torch_advice),
         _triton(),
         _cudnn(),
@@ -126,6 +129,14 @@ def machine_facts(torch_advice: str | None = None, gains: Mapping[str, str] | No
         driver(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         _package("transformers", "optional: pip install 'attn_compiler[models]' to compile Hugging Face models"),
     )
+
+
+def cpu_name() -> str:
+    """As Linux calls it, else as Python does."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def compiler(command: str | None) -> Fact:

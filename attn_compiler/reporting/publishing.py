@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 from collections import Counter, deque
+from collections.abc import Iterator
 
 from attn_compiler.options.options import Options
 from attn_compiler.reporting import dump, verifications as results, wording
@@ -32,6 +34,22 @@ def reset() -> None:
     with _lock:
         _published.clear()
     results.forget()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[list[Report]]:
+    """Of the block: its reports, which are not among those that `reports` gives after it."""
+    with _lock:
+        before = list(_published)
+        _published.clear()
+    found: list[Report] = []
+    try:
+        yield found
+    finally:
+        with _lock:
+            found += _published
+            _published.clear()
+            _published.extend(before)
 
 
 def publish(report: Report, options: Options) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attn_compiler.spec.attention import AttentionSpec, TensorSpec
     from attn_compiler.spec.masks import MaskSpec
 
-WIDTH = 100
+WIDTH = 88
 
 #: characters of a mask's words that a table shows, and how many of those are the end's
 _LONGEST, _END = 400, 80
@@ -57,8 +57,7 @@ def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
         if wording.has_content(report):
             views += [report_view(report), Text()]
     if empty:
-        names = ", ".join(report.graph for report in empty)
-        views += [_text(f"{wording.counted(len(empty), 'graph')} without attention: {names}"), Text()]
+        views += [_text(wording.without_attention(empty)), Text()]
     return Group(*views, _text(f"total: {wording.totals(reports)}", "bold"))
 
 

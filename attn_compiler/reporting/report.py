@@ -27,7 +27,7 @@ JSON_VERSION = 1
 class Report(GraphReport):
     """One graph handed to the backend: the fields of GraphReport.
 
-    str(report) is the plain table, 100 columns wide; rich's print shows it in colour.
+    str(report) is the plain table, 88 columns wide; rich's print shows it in colour.
     """
 
     __slots__ = ()

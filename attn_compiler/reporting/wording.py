@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 #: kinds of sites that a line of the log names, and characters of the mask of each
 _INTRODUCED, _INTRODUCED_WORDS = 4, 60
+#: graphs without attention that are named
+_NAMED = 8
 
 
 def summary(report: GraphReport) -> str:
@@ -57,6 +59,13 @@ def unproved(mask: MaskSpec) -> str | None:
 
 def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def without_attention(reports: Sequence[GraphReport]) -> str:
+    """Graphs that have nothing to tell, in one line: how many, and the names of some."""
+    names = [report.graph for report in reports[:_NAMED]]
+    names += [f"and {len(reports) - _NAMED} more"] if len(reports) > _NAMED else []
+    return f"{counted(len(reports), 'graph')} without attention: {', '.join(names)}"
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

@@ -18,7 +18,7 @@ from torch._dynamo.cache_size import _has_same_id_matched_objs
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code  # type: ignore[attr-defined]
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.source import LocalSource, NNModuleSource
+from torch._dynamo.source import DictGetItemSource, LocalSource, NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, Source, TracingContext
@@ -98,6 +98,14 @@ def is_of_module(placeholder: fx.Node) -> bool:
     """Whether an input of Dynamo's graph is a tensor that a module of the frame holds."""
     argument = placeholder.meta.get("grapharg")
     return argument is not None and next(_outermost_module(argument.source), None) is not None
+
+
+def key_of(placeholder: fx.Node) -> str | None:
+    """The key under which a dict that the frame was called with has an input of Dynamo's graph, as **kwargs does."""
+    argument = placeholder.meta.get("grapharg")
+    source = None if argument is None else argument.source
+    key = source.index if isinstance(source, DictGetItemSource) else None
+    return key if isinstance(key, str) and key.isidentifier() and not is_of_module(placeholder) else None
 
 
 #: with how many meanings of one input a function is compiled, each a compilation of its own; PyTorch gives up after 8

@@ -185,6 +185,15 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
+@contextlib.contextmanager
+def nothing_on_disk(folder: str) -> Iterator[None]:
+    """What is compiled within the block finds nothing on disk from before, and leaves in `folder` what it makes."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache(dir=folder, delete=False):
+        yield
+
+
 def kernel_cache_folder(device: int) -> str:
     """Where Triton keeps what it compiled for a GPU: where Inductor will have it, unless TRITON_CACHE_DIR says another folder."""
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir

@@ -7,7 +7,7 @@ import copy
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -39,9 +39,16 @@ def is_traced() -> bool:
     return bool(trace_log.handlers)
 
 
-def compile_apart(model: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+def compile_apart(
+    model: Callable[..., Any],
+    backend: Callable[..., Any] | str,
+    dynamic: bool | None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
     """torch.compile, apart from other compilations of the same code where this torch can keep them apart."""
     extra: dict[str, Any] = {"isolate_recompiles": True} if HAS_ISOLATION else {}
+    if options:
+        extra["options"] = dict(options)
     return torch.compile(model, backend=backend, dynamic=dynamic, **extra)
 
 
@@ -78,21 +85,37 @@ def uncompiled_modules(model: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def nothing_left_behind(backend: Callable[..., Any]) -> Iterator[None]:
+def nothing_left_behind(backend: Callable[..., Any] | None = None) -> Iterator[None]:
     """What `backend` compiles within the block, Dynamo forgets after it: the code, and which sizes it has seen.
 
     Without this, the entries would count towards the recompile limit of the user's own torch.compile of the same model, and
-    the sizes seen here would make that compile dynamic shapes at its first call.
+    the sizes seen here would make that compile dynamic shapes at its first call. backend: None for all that is compiled in the block.
     """
+    # An entry is the same object for as long as one of its lists is held.
+    before: dict[CodeType, list[Any]] = {}
+
+    def remember(code: CodeType, new_code: CodeType) -> None:
+        before.setdefault(code, _debug_get_cache_entry_list(code))
+
+    hook = register_bytecode_hook(remember)
+    try:
+        with sizes_forgotten():
+            yield
+    finally:
+        hook.remove()
+        for code, known in before.items():
+            entries = _debug_get_cache_entry_list(code)
+            new = [entry for entry in entries if not any(entry is one for one in known)]
+            _forget(code, entries, [one for one in new if backend is None or _innermost(one.backend) is backend])
+
+
+@contextlib.contextmanager
+def sizes_forgotten() -> Iterator[None]:
+    """Dynamo forgets after the block which sizes it has seen in it."""
     sizes_seen = copy.deepcopy(pgo.get_code_state())
-    codes: dict[CodeType, None] = {}
-    hook = register_bytecode_hook(lambda code, _: codes.update({code: None}))
     try:
         yield
     finally:
-        hook.remove()
-        for code in codes:
-            _forget(code, backend)
         state = pgo.get_code_state()
         state.clear()
         state.update(sizes_seen)
@@ -192,16 +215,14 @@ def _given_to_compilation() -> dict[str, Any] | None:
     return None if frame is None else frame.f_locals
 
 
-def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
-    entries = _debug_get_cache_entry_list(code)
-    ours = [entry for entry in entries if _innermost(entry.backend) is backend]
+def _forget(code: CodeType, entries: Sequence[Any], ours: Sequence[Any]) -> None:
     if not ours:
         return
     if len(ours) == len(entries) or not HAS_ISOLATION:
         # Also frees the entries' places. If there are others and no isolation, they have to be compiled again.
         reset_code(code)
         return
-    deleted = DeletedGuardManagerWrapper("it was compiled to be explained, not to be run")
+    deleted = DeletedGuardManagerWrapper("it was compiled to be explained or timed")
     for entry in ours:
         if (state := entry.guard_manager.extra_state) is not None:
             state.invalidate(entry, deleted)

@@ -11,33 +11,12 @@ from benchmarks import harness
 from benchmarks.harness import BACKEND, BASELINE
 
 
-def test_ratio_is_the_median_of_the_rounds_own_and_above_one_when_we_are_faster() -> None:
-    # The machine slows down threefold half-way: the rounds' ratios stay 2, the ratio of a mixed pair would not.
-    baseline, ours = [2.0, 2.0, 6.0, 6.0], [1.0, 1.0, 3.0, 3.0]
-    assert harness.ratio(baseline, ours) == 2.0
-
-
 def test_timing_columns_hold_both_sides() -> None:
     columns = harness.timing_columns({BASELINE: [4.0] * 5, BACKEND: [1.0, 2.0, 2.0, 2.0, 9.0]})
     assert columns["ratio"] == "2.000"
     assert columns[f"{BACKEND}_p50_ms"] == "2"
     assert float(columns[f"{BACKEND}_p80_ms"]) > 2
     assert columns["rounds"] == "5"
-
-
-def test_interleave_takes_turns_and_turns_the_order() -> None:
-    calls: list[str] = []
-
-    def step(name: str) -> harness.Step:
-        def call() -> torch.Tensor:
-            calls.append(name)
-            return torch.empty(0)
-
-        return call
-
-    times = harness.interleave({"a": step("a"), "b": step("b")}, "cpu", seconds=0, min_rounds=4, warmup=0)
-    assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
-    assert [len(values) for values in times.values()] == [4, 4]
 
 
 def test_a_training_step_leaves_gradients_of_one_call_only() -> None:

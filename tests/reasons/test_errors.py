@@ -54,6 +54,7 @@ EXAMPLES = [
         differing="8 of 64 pairs of its slice",
     ),
     errors.CudnnRefused(said="No valid engine configs"),
+    errors.CannotCompare(call="compare", rule="the model can be called", observed="a str", remedy="Give a module."),
     errors.ReportNotSaved(path="there/report.html", cause="there is no such directory"),
     errors.UnknownOption(option="faster", ours=("strict", "dump_dir"), instead="It is gone: leave it out."),
 ]

@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 from attn_compiler import index_expr as ix
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Evidence, Reason, Refusal
-from attn_compiler.reporting import render
+from attn_compiler.reporting import render, wording
 from attn_compiler.reporting.facts import MissReport, SiteReport
 from attn_compiler.reporting.report import Report, Reports
 from attn_compiler.spec import masks, scores
@@ -140,6 +140,13 @@ def test_reports_text_merges_graphs_and_totals() -> None:
     )
 
 
+def test_many_graphs_without_attention_are_one_line() -> None:
+    empty = [Report(graph=f"{i}/0", target=TARGET) for i in range(25)]
+    told = "25 graphs without attention: 0/0, 1/0, 2/0, 3/0, 4/0, 5/0, 6/0, 7/0, and 17 more"
+    assert told in str(Reports((REPORT, *empty))).splitlines()
+    assert wording.without_attention(empty[:8]).endswith("6/0, 7/0")
+
+
 def test_reports_of_one_graph_read_like_the_report() -> None:
     assert str(Reports((REPORT,))) == REPORT_TEXT
 
@@ -155,7 +162,7 @@ def test_unusual_dtypes_symbolic_sizes_and_returned_weights_are_shown() -> None:
     q = TensorSpec(shape=("s0", 32, "s1", 64), strides=("2048*s1", 64, 2048, 1), dtype="float16")
     spec = dataclasses.replace(SPEC, q=q, out_dtype="float32", needs_grad=False, returns_weights=True, lse="read")
     text = str(dataclasses.replace(REPORT, sites=(dataclasses.replace(SITE, spec=spec),)))
-    assert "float16, goes on as float32, no grad, returns the weights, its logsumexp is read" in text
+    assert "float16, goes on as float32, no grad, returns the weights, its logsumexp is read" in " ".join(text.split())
     assert "float16[s0, 32, s1, 64]" in text
     assert "strides (2048*s1, 64, 2048, 1)" in text
 
@@ -172,7 +179,8 @@ def test_a_proved_mask_is_shown_in_words_and_as_a_formula() -> None:
     padding = masks.KeyPadding(condition=ix.as_bool(ix.Load("attention_mask", (ix.Index("b"), ix.Index("k")), "int")))
     proved = masks.MaskSpec(kinds=(masks.Causal(), padding), dense=masks.Dense(shape=(2, 1, 8, 8), dtype="bool"))
     assert _rows_of_mask(proved) == [
-        "mask      causal ∧ key padding attention_mask[b, k] (proved), as dense bool[2, 1, 8, 8]",
+        "mask      causal ∧ key padding attention_mask[b, k] (proved), as dense bool[2, 1, 8,",
+        "8]",
         "formula   k <= q ∧ attention_mask[b, k] ≠ 0",
     ]
 

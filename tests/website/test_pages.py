@@ -12,7 +12,7 @@ from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.options.options import Options
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.pages import PAGES, ExampleKind
-from website import codes, options, plots, supported
+from website import codes, gains, options, plots, supported
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -79,7 +79,7 @@ def test_readmes_numbers_are_those_of_the_rows_that_they_link_to() -> None:
         (ROOT / "README.md").read_text(),
         re.MULTILINE,
     )
-    assert len(rows) == 6
+    assert len(rows) == len(gains.README) > 6
     for inductor, ours, ratio, path in rows:
         numbers = [float(x) for x in re.findall(r"(?<=,)\d+\.?\d*(?=[,\n])", (ROOT / path).read_text())]
         assert any(_rounds_to(x, inductor) for x in numbers)

@@ -156,5 +156,4 @@ def _gain(milliseconds: float | None) -> str:
 def _without_attention(empty: Sequence[GraphReport]) -> Markup | None:
     if not empty:
         return None
-    names = ", ".join(report.graph for report in empty)
-    return element("p", f"{wording.counted(len(empty), 'graph')} without attention: {names}.", class_="aside")
+    return element("p", f"{wording.without_attention(empty)}.", class_="aside")

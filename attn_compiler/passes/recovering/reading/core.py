@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from attn_compiler.index_expr.ranges import LOADED, LOADED_KEY
 from attn_compiler.passes.graph import axes, mutation
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.passes.recovering.reading import per_example
+from attn_compiler.passes.recovering.reading import naming, per_example
 from attn_compiler.passes.recovering.reading.budget import Budget
 from attn_compiler.passes.recovering.reading.converting import (
     IN_MEMORY,
@@ -56,9 +55,6 @@ _GROWING = frozenset(
     | {"bitwise_not", "bitwise_xor", "bitwise_or", "bitwise_left_shift", "__lshift__", "__xor__", "__or__"}
     | {"full", "full_like", "new_full", "scalar_tensor", "fill"}
 )
-
-#: how Dynamo names what the model was called with: l_kwargs_attention_mask_
-_ARGUMENT = re.compile(r"^l_(?:kwargs_|self_)?(\w+?)_*$")
 
 
 class InputOrigins(Protocol):
@@ -314,9 +310,7 @@ class Reader:
             raise Unreadable(f"{version.node.name} is computed inside of a vmap")
         version = dataclasses.replace(version, node=self._first_name(version.node))
         node = version.node
-        dynamo = self.mirror.dynamo_node(node)
-        name = dynamo.name if dynamo is not None else node.name
-        short = _ARGUMENT.sub(r"\1", name)
+        name, short = naming.name_of(self.mirror, node), naming.users_name(self.mirror, node)
         name = short if self.tensors.setdefault(short, version).node is node else name
         # A node that only the mirror has may be named as another one of Dynamo's is, and one of a body as one of its caller.
         while self.tensors.setdefault(name, version) != version:

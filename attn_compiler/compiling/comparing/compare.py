@@ -1,0 +1,178 @@
+"""`compare`: this backend, Inductor's own and the uncompiled model on the same inputs, in one process and in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from attn_compiler.compiling.comparing import sides
+from attn_compiler.compiling.comparing.comparison import Comparison
+from attn_compiler.compiling.comparing.kept import HeldState, Inputs, modules_of
+from attn_compiler.compiling.comparing.sides import EAGER, INDUCTOR, OURS, FirstStep, Task
+from attn_compiler.compiling.explaining import checked_settings, runnable, settings_and_inputs
+from attn_compiler.options.options import own_name
+from attn_compiler.reporting import doctor, publishing
+from attn_compiler.reporting.report import Reports
+from attn_compiler.torch_private import inductor as torch_inductor, observe as torch_observe
+
+#: what is imported before anything is timed, so that no side pays for it: the first is what our backend imports at its first graph
+_IMPORTED = (
+    "attn_compiler.compiling.backend",
+    "attn_compiler.lowerings",
+    "attn_compiler.passes",
+    "torch._inductor.compile_fx",
+)
+
+
+def compare(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Comparison:
+    """Time `model(*args, **kwargs)` compiled by this backend, compiled by Inductor, and uncompiled; say how far the results are apart.
+
+    The result prints as a table and has `to_json()`: it is what a report of a bug about speed should have with it. It is a forward without
+    gradients; `comparer(training=True)(model, ...)` makes it a training step.
+    model: a module or function, compiled already or not; the arguments go to it.
+    options: as for `explain`.
+
+    All are run in this process, step by step in turn. The first step is the one that compiles, and it finds nothing on disk. Afterwards the
+    model is as it was, with its parameters, buffers, attributes and gradients. So are random number generators and Dynamo's code.
+    Inputs are copied first. A copy of the parameters is held in the host's memory meanwhile.
+    A side that fails is a row with the reason. Raises CannotCompare for what can't be run at all.
+    """
+    settings, kwargs = settings_and_inputs(model, kwargs)
+    return comparer(**settings)(model, *args, **kwargs)
+
+
+def comparer(
+    *,
+    training: bool = False,
+    seconds: float = 10.0,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+) -> Callable[..., Comparison]:
+    """`compare` with these settings: comparer(training=True)(model, *args, **kwargs).
+
+    training: time forward, loss and backward, and compare gradients too. The loss is the model's own, if its output has one called `loss`,
+        else the outputs' product with fixed noise. The optimizer is left out, and train() or eval() is the caller's.
+    seconds: how long steps are timed, at least; compiling comes before.
+    options, mode, dynamic: as torch.compile takes them. Inductor gets those options that are its own.
+    Raises UnknownOption or InvalidOption at once.
+    """
+    _, patches = checked_settings(mode, options)
+    ours = {key: value for key, value in (options or {}).items() if own_name(key) is not None} | patches
+
+    def compare_with_settings(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Comparison:
+        original = runnable(model, "compare")
+        for name in _IMPORTED:
+            importlib.import_module(name)
+        modules = modules_of(original)
+        inputs = Inputs(args, kwargs)
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            torch_observe.nothing_left_behind(),
+            torch_observe.uncompiled_modules(original),
+            _kept(modules) as kept,
+        ):
+            task = Task(
+                inputs=inputs,
+                kept=kept,
+                names=_names(original, kept.tensors),
+                training=training,
+                devices=_devices([*kept.tensors, *inputs.tensors]),
+            )
+            _warm_up(task, folder)
+            models = {
+                EAGER: original,
+                INDUCTOR: torch_observe.compile_apart(original, INDUCTOR, dynamic, patches),
+                OURS: torch_observe.compile_apart(original, OURS, dynamic, ours),
+            }
+            with publishing.apart() as reports:
+                firsts = _firsts(models, task, folder)
+                timed = sides.in_turns(firsts, models, task, seconds=seconds)
+        if all(first.side.failure is not None for first in timed):
+            # No compiler is to blame: it is what the model itself raises.
+            raise _own_error(timed)
+        return Comparison(
+            model=_name(original),
+            inputs=tuple(inputs.words),
+            training=training,
+            modes=_modes(modules),
+            settings={
+                "mode": mode,
+                "dynamic": dynamic,
+                "options": {key: repr(x) for key, x in (options or {}).items()},
+            },
+            facts=doctor.machine_facts(),
+            sides=tuple(sides.compared(timed)),
+            drew_random_numbers=any(first.drew for first in timed),
+            reports=Reports(reports),
+        )
+
+    return compare_with_settings
+
+
+@contextlib.contextmanager
+def _kept(modules: Sequence[nn.Module]) -> Iterator[HeldState]:
+    kept = HeldState(modules)
+    try:
+        yield kept
+    finally:
+        kept.give_back()
+        kept.give_back_gradients()
+
+
+def _firsts(models: Mapping[str, Callable[..., Any]], task: Task, folder: str) -> list[FirstStep]:
+    """Each side's first step, by itself: what one has compiled and seen of sizes, the next has not. folder: for what is compiled."""
+    firsts = []
+    for name, model in models.items():
+        with torch_observe.sizes_forgotten(), torch_inductor.nothing_on_disk(folder):
+            first = sides.first_step(name, model, task)
+            firsts.append(sides.with_memory(first, model, task))
+    return firsts
+
+
+def _warm_up(task: Task, folder: str) -> None:
+    """Compile an attention: what a process does once, such as importing and trying the C++ compiler, is on no side's account.
+
+    If that fails, the sides will, and will say so.
+    """
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sin()
+
+    x = torch.zeros(1, 1, 16, 16, device=task.timed_on, requires_grad=task.training)
+    small = Task(inputs=Inputs([x], {}), kept=HeldState([]), names={}, training=task.training, devices=task.devices)
+    with publishing.apart():
+        _firsts({OURS: torch_observe.compile_apart(attention, OURS, False)}, small, folder)
+
+
+def _own_error(firsts: Sequence[FirstStep]) -> Exception:
+    return next(first.error for first in firsts if first.error is not None)
+
+
+def _names(model: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> dict[int, str]:
+    """Of tensors, by identity: those that they have in the model, else a number."""
+    named = {id(x): name for name, x in model.named_parameters()} if isinstance(model, nn.Module) else {}
+    return {id(x): named.get(id(x), f"tensor {i}") for i, x in enumerate(tensors)}
+
+
+def _devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    return list(dict.fromkeys([*(x.device for x in tensors), torch.device("cpu")]))
+
+
+def _modes(modules: Sequence[nn.Module]) -> str:
+    modes = {module.training for module in modules}
+    if len(modes) == 2:
+        return "in train() and eval() by parts"
+    return "".join("in train()" if mode else "in eval()" for mode in modes)
+
+
+def _name(model: Callable[..., Any]) -> str:
+    return (
+        type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", type(model).__name__)
+    )

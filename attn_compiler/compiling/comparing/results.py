@@ -1,0 +1,119 @@
+"""What one call of a model gives: its outputs by name, its loss, its gradients, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_compiler.verifying.comparing import is_plain
+from attn_compiler.verifying.numbers import difference, exact_dtype
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """In the memory of the host. gradients: None where nobody asked for any."""
+
+    outputs: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distance:
+    """largest: the largest absolute difference of any element; infinite where one of the two is not finite. where: the tensor that has it.
+    beside: the largest magnitude of any element of the uncompiled model's. others: names of what only one of the two has, or has in
+    another shape."""
+
+    largest: float
+    where: str
+    beside: float
+    others: tuple[str, ...] = ()
+
+
+def outputs_of(value: Any) -> dict[str, torch.Tensor]:
+    """Every tensor in what a model gave, by its place: in lists, dicts, dataclasses, and objects such as caches."""
+    return dict(_tensors(value, "", set()))
+
+
+def _tensors(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name or "output", value
+        return
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, inner in _parts(value):
+        yield from _tensors(inner, f"{name}{key}" if key.startswith("[") or not name else f"{name}.{key}", seen)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), inner) for key, inner in value.items())
+    elif isinstance(value, (list, tuple)):
+        fields = getattr(value, "_fields", None)
+        yield from zip(fields or (f"[{i}]" for i in range(len(value))), value, strict=True)
+    elif dataclasses.is_dataclass(value):
+        yield from ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    elif not callable(value):
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def loss_of(outputs: Mapping[str, torch.Tensor], noise: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """What a training step goes back from: the model's own loss, if it gives one; else the outputs' product with fixed noise, which counts
+    every element alike. None where no output needs a gradient. noise: what was drawn so far, by output."""
+    trained = {name: x for name, x in outputs.items() if x.requires_grad}
+    own = trained.get("loss")
+    if own is not None and own.numel() == 1:
+        return own.reshape(())
+    terms = []
+    for name, x in trained.items():
+        if name not in noise:
+            generator = torch.Generator().manual_seed(1)
+            drawn = torch.randn(x.shape, generator=generator) / max(x.numel(), 1) ** 0.5
+            noise[name] = drawn.to(x.device)
+        real = torch.view_as_real(x)[..., 0] if x.is_complex() else x
+        terms.append((real.float() * noise[name]).sum())
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum() if terms else None
+
+
+def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in the host's memory of those whose elements can be compared."""
+    return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items() if is_plain(x)}
+
+
+def apart(new: Mapping[str, torch.Tensor | None], own: Mapping[str, torch.Tensor | None]) -> Distance:
+    """How far results are from the uncompiled model's. A gradient that is None is one of zeros."""
+    others = [name for name in dict.fromkeys((*new, *own)) if name not in new or name not in own]
+    largest, where, beside = 0.0, "", 0.0
+    for name in (name for name in own if name in new):
+        x, y = _wide(new[name]), _wide(own[name])
+        if x is None or y is None:
+            x, y = (x if x is not None else _zeros(y)), (y if y is not None else _zeros(x))
+        if x is None or y is None:
+            continue
+        if x.shape != y.shape:
+            others.append(name)
+            continue
+        if not y.numel():
+            continue
+        off = float(difference(x, y).max())
+        beside = max(beside, float(y.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()))
+        if off > largest or not where:
+            largest, where = max(off, largest), name
+    return Distance(largest=largest, where=where, beside=beside, others=tuple(others))
+
+
+def _wide(x: torch.Tensor | None) -> torch.Tensor | None:
+    if x is None:
+        return None
+    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return real.to(exact_dtype(real.dtype) if real.is_floating_point() else torch.float64)
+
+
+def _zeros(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else torch.zeros_like(x)

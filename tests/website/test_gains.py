@@ -1,0 +1,45 @@
+"""README's table, its picture and the page "Will I gain?" are made from rows that were measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from website import card, gain_page, gains
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readmes_table_is_made_from_the_rows() -> None:
+    assert "\n".join(gains.readme()) in README
+    assert gains.summary() in README
+    assert gains.beside_flex() in README
+
+
+def test_the_page_is_made_from_the_rows() -> None:
+    assert (ROOT / "docs" / "gain.md").read_text(encoding="utf-8") == gain_page.page()
+
+
+def test_a_row_that_is_not_one_is_told() -> None:
+    with pytest.raises(ValueError, match="has 0 rows"):
+        gains.row_of("h200", model="nobody")
+    with pytest.raises(ValueError, match="rows with"):
+        gains.row_of("h200", model="llama")
+
+
+def test_lowerings_are_counted_by_what_they_are() -> None:
+    assert list(gains._lowerings("hopper x 1; sdpa_cudnn* x 2")) == [("hopper", 1), ("sdpa_cudnn*", 2)]
+    assert list(gains._lowerings("")) == []
+    assert [gains._kind(name) for name in ("hopper", "sdpa_cudnn", "sdpa_cudnn*", "untouched")] == [
+        "ours",
+        "pinned",
+        "dense",
+        "none",
+    ]
+
+
+@pytest.mark.further
+def test_the_picture_is_what_its_command_prints() -> None:
+    assert (ROOT / "docs" / "images" / "card.svg").read_text(encoding="utf-8") == card.drawn() + "\n"

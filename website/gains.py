@@ -1,0 +1,173 @@
+"""What was gained, as tables of Markdown: README's, and those of docs/gain.md. All figures are rows of benchmarks/results.
+
+python -m website.gains          # prints README's table
+python -m website.gains --page   # prints docs/gain.md
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+Row = Mapping[str, str]
+
+#: of the CSV's device, as people say it
+_CARDS = {"NVIDIA H200": "H200", "AMD EPYC": "CPU, one thread"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of README's table. model, call: in words. wanted: what says which row it is. ours, theirs, gain: columns."""
+
+    model: str
+    call: str
+    file: str
+    wanted: Mapping[str, str]
+    ours: str = "attn_compiler_p50_ms"
+    theirs: str = "inductor_p50_ms"
+    gain: str = "ratio"
+
+
+def _of_h200(model: str, call: str, /, **wanted: str) -> Line:
+    return Line(model=model, call=call, file="h200", wanted=wanted)
+
+
+README: tuple[Line, ...] = (
+    _of_h200("Llama", "training step, padded, 2 x 4096", model="llama", implementation="sdpa", scenario="train_padded"),
+    _of_h200("Llama", "prefill, padded, 4 x 4096", model="llama", implementation="sdpa", scenario="prefill_padded"),
+    _of_h200("Gemma 2", "prefill, padded, 4 x 4096", model="gemma2", implementation="sdpa", scenario="prefill_padded"),
+    _of_h200("gpt-oss", "prefill, padded, eager", model="gpt_oss", implementation="eager", scenario="prefill_padded"),
+    _of_h200("T5", "training step, padded, 8 x 512", model="t5", implementation="sdpa", scenario="train_padded"),
+    _of_h200("ViT", "training step", model="vit", implementation="sdpa", scenario="train"),
+    _of_h200("BERT", "inference, padded", model="bert", implementation="sdpa", scenario="prefill_padded"),
+    Line(
+        model="ModernBERT",
+        call="inference, half padding, `unpad`",
+        file="unpad_h200",
+        wanted={"case": "ModernBERT", "training": "no", "fill": "0.500"},
+        ours="unpad_p50_ms",
+        gain="over_inductor",
+    ),
+    Line(
+        model="all-MiniLM-L6-v2",
+        call="32 sentences, 53% padding, `unpad`",
+        file="unpad_cpu",
+        wanted={"case": "MiniLM-L6-v2", "fill": "0.465"},
+        ours="unpad_p50_ms",
+        gain="over_inductor",
+    ),
+)
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def row_of(name: str, **wanted: str) -> Row:
+    """The one row of a CSV that has these values. Raises ValueError where there is none, or several."""
+    found = [row for row in rows_of(name) if all(row[key] == value for key, value in wanted.items())]
+    if len(found) != 1:
+        raise ValueError(f"{name}.csv has {len(found)} rows with {wanted}")
+    return found[0]
+
+
+def readme() -> Iterator[str]:
+    """README's table, in the order of the gain."""
+    yield "| model | call | where | Inductor | attn_compiler | gain |"
+    yield "|---|---|---|---|---|---|"
+    measured = [(line, row_of(line.file, **line.wanted)) for line in README]
+    for line, row in sorted(measured, key=lambda each: -float(each[1][each[0].gain])):
+        yield _line(line, row)
+
+
+def _line(line: Line, row: Row) -> str:
+    gain = f"[{float(row[line.gain]):.2f}x](benchmarks/results/{line.file}.csv)"
+    times = (f"{float(row[line.theirs]):.3g} ms", f"{float(row[line.ours]):.3g} ms")
+    return "| " + " | ".join((line.model, line.call, _CARDS[row["device"]], *times, gain)) + " |"
+
+
+def beside_flex() -> str:
+    """Of flex_h200.csv: how many cases, the smallest gain and the largest."""
+    ratios = [float(row["ratio"]) for row in rows_of("flex_h200") if row["ratio"]]
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times as fast in {len(ratios)} cases"
+
+
+def summary() -> str:
+    """Of h200.csv: how many cases, their geometric mean, and the slowest."""
+    ratios = [float(row["ratio"]) for row in rows_of("h200") if row["ratio"]]
+    return f"{len(ratios)} cases on an H200: geometric mean {statistics.geometric_mean(ratios):.2f}x, the slowest {min(ratios):.2f}x"
+
+
+_MODELS = {
+    "llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma 2", "gpt2": "GPT-2", "bert": "BERT", "vit": "ViT",
+    "whisper": "Whisper", "t5": "T5", "bloom": "Bloom", "gpt_oss": "gpt-oss",
+}  # fmt: skip
+_CALLS = {
+    "prefill": "inference",
+    "prefill_padded": "inference, padded",
+    "train": "training",
+    "train_padded": "training, padded",
+}
+
+
+def measured(implementation: str) -> Iterator[str]:
+    """A line for each model of h200.csv, and a column for each call."""
+    rows = [row for row in rows_of("h200") if row["implementation"] == implementation]
+    yield f"| model | {' | '.join(_CALLS.values())} |"
+    yield "|---|" + "---|" * len(_CALLS)
+    for name, words in _MODELS.items():
+        found = {
+            row["scenario"]: f"{float(row['ratio']):.2f}x" for row in rows if row["model"] == name and row["ratio"]
+        }
+        if found:
+            yield f"| {words} | {' | '.join(found.get(call, '') for call in _CALLS)} |"
+
+
+#: columns of docs/models.csv, and the cards that they stand for
+CHOSEN_FOR = {"sm80": "A100", "sm89": "L4, RTX 4090", "sm90": "H100, H200", "sm100": "B200"}
+
+
+def chosen() -> Iterator[str]:
+    """Of docs/models.csv: for each machine, how many attentions get a kernel of ours, one of PyTorch's, and none."""
+    with (ROOT / "docs" / "models.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    yield "| card | our kernels | PyTorch's | PyTorch's, dense mask | as it was | measured |"
+    yield "|---|---|---|---|---|---|"
+    for sm, cards in CHOSEN_FOR.items():
+        counts = Counter[str]()
+        for name, count in (each for row in rows for each in _lowerings(row[sm])):
+            counts[_kind(name)] += count
+        shares = (f"{counts[kind] / counts.total():.0%}" for kind in ("ours", "pinned", "dense", "none"))
+        yield f"| {cards} | {' | '.join(shares)} | {'H200' if sm == 'sm90' else 'no'} |"
+
+
+def _kind(lowering: str) -> str:
+    if lowering == "untouched":
+        return "none"
+    if not lowering.startswith("sdpa_"):
+        return "ours"
+    return "dense" if lowering.endswith("*") else "pinned"
+
+
+def _lowerings(cell: str) -> Iterator[tuple[str, int]]:
+    """ "hopper x 1; triton x 1"."""
+    for part in filter(None, cell.split("; ")):
+        name, _, count = part.partition(" x ")
+        yield name, int(count)
+
+
+if __name__ == "__main__":
+    if "--page" in sys.argv:
+        from website import gain_page
+
+        sys.stdout.write(gain_page.page())
+    else:
+        sys.stdout.write("\n".join(readme()) + "\n")
