@@ -23,32 +23,29 @@ class WholeLoads:
     axes: Mapping[str, int]
     _shared: dict[fx.Node, bool] = field(default_factory=dict)
 
-    def needs(self, version: Version, values: Values) -> set[Key]:
-        """What has to be recorded for `value`. Raises NoValueError."""
+    def value(self, version: Version, values: Values, ranks: Ranks) -> torch.Tensor:
+        """The whole tensor. Every rank has to call it. Raises NoValueError."""
         node = self._node(version)
         if not self._is_shared(node):
-            return values.needs(version.node, values.when(version))
-        found: set[Key] = set()
-        left = [node]
-        while left:
-            one = left.pop()
-            if one.name in self.axes or not self._is_shared(one):
-                found.add(Key(self.body.index, one.name))
-            else:
-                left += one.all_input_nodes
-        return found
+            return values.at(version)
+        known: dict[fx.Node, Any] = {}
 
-    def value(self, version: Version, values: Values, ranks: Ranks) -> torch.Tensor:
-        """The whole tensor. Every rank has to call it."""
-        node = self._node(version)
-        found = (
-            self._made(node, values, ranks, {})
-            if self._is_shared(node)
-            else values.mirror(version.node, values.when(version))
-        )
-        if not isinstance(found, torch.Tensor):
+        def made(one: fx.Node) -> Any:
+            if one not in known:
+                known[one] = found(one)
+            return known[one]
+
+        def found(one: fx.Node) -> Any:
+            if self._is_shared(one) and one.name not in self.axes:
+                return values.call(one, made)
+            x = values.read(Key(self.body.index, one.name))
+            is_part = one.name in self.axes and not values.is_rehearsal
+            return ranks.whole(x, self.axes[one.name]) if is_part else x
+
+        x = made(node)
+        if not isinstance(x, torch.Tensor):
             raise NoValueError(f"{node.name} is no tensor")
-        return found
+        return x
 
     def _node(self, version: Version) -> fx.Node:
         dynamo = self.body.mirror.dynamo_node(version.node) if version.node.graph is self.body.mirror.graph else None
@@ -61,18 +58,3 @@ class WholeLoads:
         if node not in self._shared:
             self._shared[node] = node.name in self.axes or any(map(self._is_shared, node.all_input_nodes))
         return self._shared[node]
-
-    def _made(self, node: fx.Node, values: Values, ranks: Ranks, known: dict[fx.Node, Any]) -> Any:
-        if node in known:
-            return known[node]
-        if node.name in self.axes:
-            known[node] = ranks.whole(values.recorded[Key(self.body.index, node.name)], self.axes[node.name])
-        elif not self._is_shared(node):
-            known[node] = values.recorded[Key(self.body.index, node.name)]
-        else:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: self._made(one, values, ranks, known))
-            if node.op == "call_method":
-                known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return known[node]

@@ -11,7 +11,8 @@ from torch import fx
 
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
-from attn_compiler.verifying.plan import Check, CheckPlan, prepare
+from attn_compiler.verifying.checks import Check
+from attn_compiler.verifying.plan import CheckPlan, prepare
 
 Tensor = torch.Tensor
 SHAPE = (2, 4, 6, 8)

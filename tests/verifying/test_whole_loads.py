@@ -46,9 +46,9 @@ def _loaded(function: Callable[..., Tensor]) -> tuple[WholeLoads, Values, Tensor
     values = Values(bodies=found.plan.mirrors)
     (version,) = (check.site.loads[name] for name in check.site.condition.facts.tensors)  # type: ignore[union-attr]
     known = dict(zip(found.plan.inputs, found.args, strict=True))
-    for key in whole.needs(version, values):
-        values.recorded[key] = next((x for name, x in known.items() if name in key.name), table)
     ranks = _Two(layout=Layout(size=2, balanced=False), rank=0, group="")
+    for key in values.needs(lambda asked: whole.value(version, asked, ranks)):
+        values.recorded[key] = next((x for name, x in known.items() if name in key.name), table)
     return whole, values, whole.value(version, values, ranks)
 
 
@@ -69,4 +69,6 @@ def test_what_is_not_in_the_model_s_own_graph_has_no_value() -> None:
     (version,) = (check.site.loads[name] for name in check.site.condition.facts.tensors)  # type: ignore[union-attr]
     whole = WholeLoads(body=check.body, nodes={}, axes={})
     with pytest.raises(NoValueError, match="not in the model's own graph"):
-        whole.needs(version, Values(bodies=found.plan.mirrors))
+        whole.value(
+            version, Values(bodies=found.plan.mirrors), Ranks(layout=Layout(size=1, balanced=False), rank=0, group="")
+        )
