@@ -11,7 +11,7 @@ compared too (first.py): whatever the graph writes to later, the values in the e
 
 plan.py, checks.py: what to check, made ready before the graph is given away. running.py: the run. pairs.py: the model's tensors, query by
 key. numbers.py: how exact a number is. values.py: values of nodes, and which are needed. copies.py: of graphs and inputs.
-shared.py, ranks.py, as_read.py, whole_loads.py: attention over a sequence that ranks share.
+shared.py, ranks.py, as_read.py: attention over a sequence that ranks share.
 whole.py, interpreting.py: runs of a whole graph, in several arithmetics. recomputing.py: the model's operations at one site again.
 comparing.py: the rule that all results are compared by.
 

@@ -25,9 +25,8 @@ from attn_compiler.verifying.as_read import AsRead
 from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.numbers import Noise, exact_dtype
 from attn_compiler.verifying.outputs import RealBuilder
-from attn_compiler.verifying.ranks import Ranks
+from attn_compiler.verifying.ranks import Ranks, WholeLoads
 from attn_compiler.verifying.values import Body, Values
-from attn_compiler.verifying.whole_loads import WholeLoads
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,9 +18,8 @@ from torch import fx
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.verifying import comparing, masks, outputs, recomputing
 from attn_compiler.verifying.comparing import Compared, Rule, Words
-from attn_compiler.verifying.fused_noise import fused_noise
 from attn_compiler.verifying.interpreting import Autocast
-from attn_compiler.verifying.numbers import Noise, exact_dtype
+from attn_compiler.verifying.numbers import Noise, exact_dtype, fused_noise
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
 

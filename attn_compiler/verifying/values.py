@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attn_compiler.passes.graph import axes, mutation, views
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.verifying import sdpa_calls
+from attn_compiler.verifying.interpreting import with_rows
 
 
 class Key(NamedTuple):
@@ -253,7 +253,7 @@ class Values:
             return _REHEARSED
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        args, kwargs = sdpa_calls.with_rows(node.target, args, kwargs)
+        args, kwargs = with_rows(node.target, args, kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -11,10 +11,9 @@ from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import running
-from attn_compiler.verifying.ranks import Ranks
+from attn_compiler.verifying.ranks import Ranks, WholeLoads
 from attn_compiler.verifying.shared import SharedSite
 from attn_compiler.verifying.values import Values
-from attn_compiler.verifying.whole_loads import WholeLoads
 from tests.verifying.planning import LENGTH, SHAPE, Planned, masked, planned, qkv
 
 MASK = torch.tensor([[1] * LENGTH, [0, *[1] * (LENGTH - 1)]])
