@@ -37,6 +37,7 @@ _CHECKPOINTED = [
     Run(way="fsdp over all", compiled="layers", padded=True, hides_padding=True, checkpointed=False),
 ]
 _REFUSED = [
+    Run(way="alone", compiled="layers", padded=True, ranks=2),
     Run(way="fsdp over all", compiled="layers", padded=True),
     # Of the ranks of a sequence one alone has padding.
     Run(way="fsdp over dp", compiled="layers"),
