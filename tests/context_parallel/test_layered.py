@@ -52,7 +52,7 @@ _CHECKPOINTS = [
     Run(way="tp", checkpointed=False, masked=True, compiled="layers"),
     Run(way="fsdp over all", checkpointed=False, compiled="layers", masked=True),
 ]
-#: the first one is run by default: tests/context_parallel/test_rings.py has AOTAutograd and Inductor on two ranks
+#: the first one is run by default: tests/context_parallel/test_rings.py has AOTAutograd on two ranks, test_against_one_process.py Inductor
 _RINGS = [
     Run(way="tp", method="ring", compiled="layers", masked=True, inner="eager"),
     Run(way="alone", checkpointed=False, method="ring", heads=(8, 2), compiled="layers", masked=True),
@@ -85,7 +85,7 @@ def test_four_ranks_of_a_ring(results: dict[str, list[Result]], run: Run) -> Non
 
 
 #: each way of sharing once, where there is a choice with layers that are compiled one by one, which traces half as much; each kind of
-#: checkpoint, of whole models. test_against_one_process.py and test_rings.py have Inductor
+#: checkpoint, of whole models. test_against_one_process.py has Inductor
 _DAILY = [
     *firsts(
         sorted([*_HEADS, *_SHARDS], key=lambda run: run.compiled != "layers" or run.inner == "inductor"),
