@@ -9,9 +9,9 @@ The first mismatch raises VerificationMismatch before the compiled function runs
 compared too (first.py): whatever the graph writes to later, the values in the end are the model's. The first backward is compared likewise
 (watching.py, gradients.py, site_gradients.py). Later calls run the compiled function alone.
 
-plan.py: what to check, made ready before the graph is given away. running.py: the run. pairs.py: the model's tensors, query by
-key. rounding.py: how far a bias may be off. numbers.py: how exact a number is. values.py: values of nodes. copies.py: of graphs and inputs.
-shared.py, ranks.py, as_read.py, whole_loads.py: attention over a sequence that ranks share.
+plan.py, checks.py: what to check, made ready before the graph is given away. running.py: the run. pairs.py: the model's tensors, query by
+key. numbers.py: how exact a number is. values.py: values of nodes, and which are needed. copies.py: of graphs and inputs.
+shared.py, ranks.py, as_read.py: attention over a sequence that ranks share.
 whole.py, interpreting.py: runs of a whole graph, in several arithmetics. recomputing.py: the model's operations at one site again.
 comparing.py: the rule that all results are compared by.
 

@@ -8,7 +8,7 @@ decided on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,23 @@ Run = Callable[[Noise | None], Sequence[torch.Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """elements: how many. error: the largest difference. allowed: its limit. left_out: there are others, which differ and may."""
+    """elements: how many. error: the largest difference, allowed: its limit, if there may be one. left_out: there are others, which differ
+    and may."""
 
     elements: int
-    error: float
-    allowed: float
+    error: float | None = None
+    allowed: float | None = None
     left_out: bool = False
+
+    @staticmethod
+    def together(parts: Iterable[Compared]) -> Compared:
+        """All elements, and the numbers of the part that came nearest to its limit."""
+        elements, nearest, error, allowed = 0, 0.0, 0.0, 0.0
+        for part in parts:
+            elements += part.elements
+            if part.allowed and part.error is not None and part.error / part.allowed >= nearest:
+                nearest, error, allowed = part.error / part.allowed, part.error, part.allowed
+        return Compared(elements=elements, error=error, allowed=allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,47 +66,36 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A result that is not right. index: which one. place: its worst element; expected, exact, observed: there."""
+class Words:
+    """For people. names: of all results. site, formula: as in VerificationMismatch."""
 
-    index: int
-    place: tuple[int, ...]
-    expected: str
-    observed: str
-    allowed: str
-    differing: str
+    names: Callable[[], Sequence[str]]
+    site: str
+    formula: str
 
-    @property
-    def where(self) -> str:
-        return str(list(self.place)) if self.place else "every element"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """compared: of all results together, by the one that came nearest to its limit. differences: what is wrong."""
-
-    compared: Compared
-    differences: Sequence[Difference]
-
-    def required(self, names: Callable[[], Sequence[str]], *, site: str, formula: str) -> Compared:
-        """What was compared. Raises VerificationMismatch for the first difference; notes name the others. names: of all results."""
-        if not self.differences:
-            return self.compared
-        first, *others = self.differences
-        named = names()
-        error = VerificationMismatch(
-            site=site,
-            what=named[first.index],
-            formula=formula,
-            index=first.where,
-            expected=first.expected,
-            observed=first.observed,
-            allowed=first.allowed,
-            differing=first.differing,
+    def mismatch(
+        self, index: int, place: Sequence[int], expected: str, observed: str, **more: str
+    ) -> VerificationMismatch:
+        """Of one result. place: its worst element; expected, observed: there."""
+        return VerificationMismatch(
+            site=self.site,
+            what=self.names()[index],
+            formula=self.formula,
+            index=str(list(place)) if place else "every element",
+            expected=expected,
+            observed=observed,
+            **more,
         )
-        for other in others:
-            error.add_note(f"also: the {named[other.index]}, {other.where}: {other.observed} for {other.expected}")
-        raise error
+
+
+def raise_first(found: Sequence[VerificationMismatch]) -> None:
+    """Raise the first of what was found, if anything was. Notes on it name the others."""
+    for other in found[1:]:
+        found[0].add_note(
+            f"also: the {other.what} at {other.site}, {other.index}: {other.observed} for {other.expected}"
+        )
+    if found:
+        raise found[0]
 
 
 class _Numbers:
@@ -152,11 +152,11 @@ class _Numbers:
             self._counts = torch.ones_like(self._counts)
             self._limit(rounding)
 
-    def difference(self) -> Difference:
+    def mismatch(self, words: Words) -> VerificationMismatch:
         off = torch.where(self._counts, difference(self.new, self._beside), 0.0)
         place = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
         expected = f"{self.own[place].item():.6g} (exactly {self._beside[place].item():.6g})"
-        return _difference(self, off > self.allowed, place, expected, f"an error of {self.allowed:.3g}")
+        return _mismatch(words, self, off > self.allowed, place, expected, f"an error of {self.allowed:.3g}")
 
 
 class _Others:
@@ -177,22 +177,17 @@ class _Others:
     def settle(self, _: float) -> None:
         self.is_open = bool(self._wrong.any())
 
-    def difference(self) -> Difference:
+    def mismatch(self, words: Words) -> VerificationMismatch:
         place = tuple(int(i) for i in self._wrong.nonzero()[0])
-        return _difference(self, self._wrong, place, f"{self.own[place].item():.6g}", "no difference")
+        return _mismatch(words, self, self._wrong, place, f"{self.own[place].item():.6g}", "no difference")
 
 
-def _difference(
-    one: _Numbers | _Others, wrong: torch.Tensor, place: tuple[int, ...], expected: str, allowed: str
-) -> Difference:
-    return Difference(
-        index=one.index,
-        place=place,
-        expected=expected,
-        observed=f"{one.new[place].item():.6g}",
-        allowed=allowed,
-        differing=f"{int(wrong.sum())} of {wrong.numel()} elements",
-    )
+def _mismatch(
+    words: Words, one: _Numbers | _Others, wrong: torch.Tensor, place: tuple[int, ...], expected: str, allowed: str
+) -> VerificationMismatch:
+    differing = f"{int(wrong.sum())} of {wrong.numel()} elements"
+    observed = f"{one.new[place].item():.6g}"
+    return words.mismatch(one.index, place, expected, observed, allowed=allowed, differing=differing)
 
 
 def floor_of(
@@ -210,63 +205,51 @@ def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     )
 
 
-def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule) -> Outcome:
-    """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out."""
-    known = [(i, x, y) for i, (x, y) in enumerate(zip(new, own, strict=True)) if _plain(x, y)]
-    of_other_kind = [_other_kind(i, x, y) for i, x, y in known if _is_other(x, y)]
-    every = [_one(i, x, y, rule) for i, x, y in known if not _is_other(x, y)]
+def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule, words: Words) -> Compared:
+    """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out.
+
+    Raises VerificationMismatch for the first that is not right.
+    """
+    wrong: list[VerificationMismatch] = []
+    every: list[_Numbers | _Others] = []
+    for i, (x, y) in enumerate(zip(new, own, strict=True)):
+        if (x is None and y is None) or not all(z is None or is_plain(z) for z in (x, y)):
+            continue
+        if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
+            kinds = (f"{z.dtype} {list(z.shape)}" for z in (y, x))
+            wrong.append(words.mismatch(i, (), *kinds, allowed="no difference", differing="all elements"))
+            continue
+        known = _real(y if y is not None else x)
+        x, y = _like(x, known), _like(y, known)
+        every.append(_Numbers(i, x, y, rule) if y.is_floating_point() else _Others(i, x, y))
+    _run_again(every, run)
+    # No noise shows in a gradient that is zero in every run, as that of the scores of a single key. What cancels out there is about as
+    # large as the other results.
+    if any(one.is_open for one in every):
+        rounding = max(_roundings([*(one.own for one in every), *rule.beside], rule.rounded), default=0.0)
+        for one in every:
+            if one.is_open:
+                one.settle(rounding)
+    raise_first([*wrong, *(one.mismatch(words) for one in every if one.is_open)])
+    return Compared.together(Compared(elements=one.elements, error=one.found, allowed=one.allowed) for one in every)
+
+
+def _run_again(every: Sequence[_Numbers | _Others], run: Run) -> None:
+    """Make the runs that it takes."""
     for noise in (None, *(Noise(seed=seed) for seed in range(NOISY_RUNS_OF_STEEP))):
         left = [one for one in every if one.is_open]
         if not left or (noise is not None and noise.seed >= NOISY_RUNS and not any(one.is_steep for one in left)):
-            break
+            return
         made = run(noise)
         for one in left:
             one.beside(made[one.index])
-    # No noise shows in a gradient that is zero in every run, as that of the scores of a single key. What cancels out there is about as
-    # large as the other results.
-    counted = [*(one.own for one in every), *rule.beside] if any(one.is_open for one in every) else []
-    rounding = max((_rounding(x, rule.rounded) for x in counted if x.dtype in FLOOR_ULPS), default=0.0)
-    for one in every:
-        if one.is_open:
-            one.settle(rounding)
-    worst = max((one for one in every if one.allowed), key=lambda one: one.found / one.allowed, default=None)
-    compared = Compared(
-        elements=sum(one.elements for one in every),
-        error=worst.found if worst is not None else 0.0,
-        allowed=worst.allowed if worst is not None else 0.0,
-    )
-    wrong = [one.difference() for one in every if one.is_open]
-    return Outcome(compared=compared, differences=[*of_other_kind, *wrong])
 
 
-def _rounding(x: torch.Tensor, rounded: torch.dtype | None) -> float:
-    exact = x.to(exact_dtype(x.dtype))
-    return floor_of(x.dtype, exact, exact.isfinite(), rounded)
-
-
-def _plain(new: Any, own: Any) -> bool:
-    return (new is not None or own is not None) and all(x is None or is_plain(x) for x in (new, own))
-
-
-def _is_other(new: torch.Tensor | None, own: torch.Tensor | None) -> bool:
-    return new is not None and own is not None and (new.shape, new.dtype) != (own.shape, own.dtype)
-
-
-def _other_kind(index: int, new: torch.Tensor, own: torch.Tensor) -> Difference:
-    return Difference(
-        index=index,
-        place=(),
-        expected=f"{own.dtype} {list(own.shape)}",
-        observed=f"{new.dtype} {list(new.shape)}",
-        allowed="no difference",
-        differing="all elements",
-    )
-
-
-def _one(index: int, new: Any, own: Any, rule: Rule) -> _Numbers | _Others:
-    known = _real(own if own is not None else new)
-    new, own = _like(new, known), _like(own, known)
-    return _Numbers(index, new, own, rule) if own.is_floating_point() else _Others(index, new, own)
+def _roundings(results: Iterable[torch.Tensor], rounded: torch.dtype | None) -> Iterator[float]:
+    for x in results:
+        if x.dtype in FLOOR_ULPS:
+            exact = x.to(exact_dtype(x.dtype))
+            yield floor_of(x.dtype, exact, exact.isfinite(), rounded)
 
 
 def is_plain(x: Any) -> bool:

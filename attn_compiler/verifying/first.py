@@ -203,7 +203,6 @@ def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification
         return whole.verification(plan, SUBJECT_OUTPUTS, skipped=run.apart)
     new = whole.results(plan, outs, args)
     own = whole.results(plan, run.ran.outs, run.ran.inputs)
-    outcome = comparing.compare(new, own, lambda noise: whole.again(called, noise), whole.rule(plan))
 
     def names() -> list[str]:
         left = [name for name, written in zip(plan.inputs, plan.may_write, strict=True) if written]
@@ -212,7 +211,9 @@ def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification
             *(f"{name} as the graph left it" for name in left),
         ]
 
-    return whole.verification(plan, SUBJECT_OUTPUTS, whole.required(plan, outcome, names))
+    words = whole.words(plan, names)
+    compared = comparing.compare(new, own, lambda noise: whole.again(called, noise), whole.rule(plan), words)
+    return whole.verification(plan, SUBJECT_OUTPUTS, compared)
 
 
 @contextlib.contextmanager

@@ -7,22 +7,26 @@ sent to the inputs, which also tells of what the backward read and somebody had 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from attn_compiler.passes.graph import mutation
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import comparing, site_gradients, whole
+from attn_compiler.verifying.checks import Check
 from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.copies import leaving_no_trace
 from attn_compiler.verifying.interpreting import Autocast
 from attn_compiler.verifying.numbers import Noise
-from attn_compiler.verifying.plan import Check, CheckPlan
+from attn_compiler.verifying.plan import CheckPlan
 from attn_compiler.verifying.running import Session
-from attn_compiler.verifying.values import Body, Key, NoValueError, Values
+from attn_compiler.verifying.site_gradients import Given
+from attn_compiler.verifying.values import Body, Key, NoValueError
 from attn_compiler.verifying.watching import Arrived
 from attn_compiler.verifying.whole import Called, Ran, SeenBackward
 
@@ -43,7 +47,7 @@ def check_gradients(
         return [skipped(plan, f"written to between forward and backward: {names}")]
     came = arrived.outputs if plan.padded is None else plan.padded.cleared(arrived.outputs, called.args)
     backward = SeenBackward(arrived=came, written=written)
-    session = _GradientSession(plan, plan.gradient_checks())
+    session = _GradientSession(plan)
     try:
         ran = whole.run_model(called, backward=backward, record=session.record)
         with leaving_no_trace(called.args, plan.devices, gradients=True):
@@ -64,10 +68,14 @@ def _check_whole(called: Called, arrived: Arrived, backward: SeenBackward, ran: 
         return [made[i] for i in wanted]
 
     new, own = [arrived.inputs[i] for i in wanted], [ran.gradients[i] for i in wanted]
-    outcome = comparing.compare(new, own, run, whole.rule(plan, beside=list(arrived.outputs.values())))
-    if outcome.differences and whole.overwrites_saved(called, backward):
+    words = whole.words(plan, lambda: [f"gradient of {plan.inputs[i]}" for i in wanted])
+    rule = whole.rule(plan, beside=list(arrived.outputs.values()))
+    try:
+        compared = comparing.compare(new, own, run, rule, words)
+    except VerificationMismatch:
+        if not whole.overwrites_saved(called, backward):
+            raise
         return skipped(plan, "the model writes, through .data or detach(), to what autograd saved for the backward")
-    compared = whole.required(plan, outcome, lambda: [f"gradient of {plan.inputs[i]}" for i in wanted])
     return whole.verification(plan, SUBJECT_WHOLE, compared)
 
 
@@ -79,65 +87,55 @@ def skipped(plan: CheckPlan, why: str) -> Verification:
 class _GradientSession(Session):
     """Keeps what each site's check needs until the backward has brought the gradient of its output."""
 
-    def __init__(self, plan: CheckPlan, checks: Sequence[Check]) -> None:
-        super().__init__(plan, checks)
-        self._values_of: dict[Check, tuple[Values, list[Key]]] = {}
-        self._gradients: dict[Check, torch.Tensor] = {}
-        self._autocasts: dict[Check, Autocast] = {}
-        self._outs: dict[tuple[int, str], list[Check]] = {}
-        for each in checks:
-            if each.skipped is None:
-                name = each.body.names[each.site.match.out]
-                self._outs.setdefault((each.body.index, name), []).append(each)
+    def __init__(self, plan: CheckPlan) -> None:
+        super().__init__(plan, plan.gradient_checks())
+        self._given: dict[Check, Given] = {}
 
     def record(self, node: fx.Node, value: Any) -> Any:
         body = self._plan.bodies.get(node.graph)
-        for each in self._outs.pop((body.index, node.name), ()) if body is not None else ():
-            self._listen(each, value)
+        for check in self._checks if body is not None else ():
+            is_out = check.skipped is None and check.body is body and body.names[check.site.match.out] == node.name
+            if is_out and check not in self._given:
+                self._given[check] = self._listening(value)
         return super().record(node, value)
 
-    def _listen(self, check: Check, value: Any) -> None:
-        self._autocasts[check] = Autocast.now(self._plan.devices)
+    def _listening(self, value: Any) -> Given:
+        given = Given(autocast=Autocast.now(self._plan.devices))
 
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is not None:
-                self._gradients[check] = gradient.detach()
+                given.gradient = gradient.detach()
 
         if isinstance(value, torch.Tensor) and value.requires_grad:
             value.register_hook(arrived)  # type: ignore[no-untyped-call]
+        return given
 
     def _guarded(self, check: Check) -> None:
-        recorded = {key: self._values.recorded[key] for key in check.needs}
-        trained = [key for key, value in recorded.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+        given, recorded = self._given[check], {key: self._values.recorded[key] for key in check.needs}
+        given.trained = [key for key, x in recorded.items() if isinstance(x, torch.Tensor) and x.requires_grad]
         frozen = {key: _frozen(self._plan, key, value) for key, value in recorded.items()}
-        symbols = dict(self._values.symbols)
-        self._values_of[check] = (Values(bodies=self._plan.mirrors, recorded=frozen, symbols=symbols), trained)
+        given.values = dataclasses.replace(self._values, recorded=frozen, symbols=dict(self._values.symbols))
 
     def compare(self) -> None:
         """Make the checks; the backward is done."""
-        for each in list(self._values_of):
+        for check in [check for check, given in self._given.items() if given.values is not None]:
             try:
-                super()._guarded(each)
+                super()._guarded(check)
             except Exception as error:
                 # One site that can't be checked does not cost the others.
                 if self._plan.strict:
                     raise
-                self._found[each] = self._skipped(each, f"the check failed itself: {type(error).__name__}: {error}")
-            del self._values_of[each]
+                self._skip(check, f"the check failed itself: {type(error).__name__}: {error}")
+            del self._given[check]
 
     def _compared(self, check: Check) -> Compared:
-        values, trained = self._values_of[check]
-        if check not in self._gradients or check.new_out is None:
-            raise NoValueError("no gradient came to the site's output")
-        given = site_gradients.Given(
-            values=values, trained=trained, gradient=self._gradients.pop(check), autocast=self._autocasts[check]
-        )
-        return site_gradients.check_site_gradients(check.site, check.body, check.new_out, given)
+        if check.new_out is None:
+            raise NoValueError("the site is as the model made it")
+        return site_gradients.check_site_gradients(check.site, check.body, check.new_out, self._given[check])
 
     def close(self) -> None:
         super().close()
-        self._values_of.clear()
-        self._gradients.clear()
+        self._given.clear()
 
 
 def _frozen(plan: CheckPlan, key: Key, value: Any) -> Any:

@@ -9,15 +9,17 @@ gradients by the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_compiler.torch_private import compat as torch_compat
-from attn_compiler.verifying import sdpa_calls
 from attn_compiler.verifying.numbers import Noise, shares_memory
 
 Record = Callable[[fx.Node, Any], Any]
@@ -25,6 +27,7 @@ Record = Callable[[fx.Node, Any], Any]
 _CHECKPOINT = "tag_activation_checkpoint"
 _ENTER_AUTOCAST = "_enter_autocast"
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
+_SDPA = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
@@ -120,8 +123,8 @@ class _Interpreter(fx.Interpreter):
             return body(*inputs)
         if self._arithmetic.dtype is not None and getattr(target, "__name__", None) == _ENTER_AUTOCAST:
             return super().call_function(target, (args[0], None, False, None), {})
-        args, kwargs = sdpa_calls.with_rows(target, args, kwargs)
-        with sdpa_calls.exactly(target, wider=self._arithmetic.dtype is not None):
+        args, kwargs = with_rows(target, args, kwargs)
+        with _exactly(target, wider=self._arithmetic.dtype is not None):
             return super().call_function(target, self._numbers(args), self._numbers(kwargs))
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,3 +141,29 @@ class _Interpreter(fx.Interpreter):
         return fx.node.map_aggregate(
             x, lambda leaf: self._arithmetic.number(leaf) if isinstance(leaf, torch.dtype) else leaf
         )
+
+
+# ---- SDPA called again on real tensors, which need no gradients ------------------------------------------------------
+
+
+def _exactly(target: Callable[..., Any] | str, *, wider: bool) -> AbstractContextManager[Any]:
+    """Inside, a call of SDPA in a wider dtype is what SDPA is defined as. Its kernels have other limits there than in the model's dtype."""
+    return sdpa_kernel(SDPBackend.MATH) if wider and target in _SDPA else contextlib.nullcontext()
+
+
+def with_rows(
+    target: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call; of SDPA with a mask of two axes or more.
+
+    PyTorch's kernels can't read a mask of one axis. The model's own call may have had gradients, for which SDPA took none of them.
+    """
+    if target not in _SDPA:
+        return args, dict(kwargs)
+    if "attn_mask" in kwargs:
+        return args, {**kwargs, "attn_mask": _rows(kwargs["attn_mask"])}
+    return (*args[:3], *map(_rows, args[3:4]), *args[4:]), dict(kwargs)
+
+
+def _rows(mask: Any) -> Any:
+    return mask[None] if isinstance(mask, torch.Tensor) and mask.dim() == 1 else mask

@@ -15,41 +15,40 @@ from attn_compiler import index_expr as ix
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
 from attn_compiler.reasons.errors import VerificationMismatch
-from attn_compiler.verifying import pairs
+from attn_compiler.verifying import pairs, scores
+from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.pairs import ALLOWED, BIASED_MASKED_BELOW, MASKED, NEITHER, Own, Recovered, Slice
-from attn_compiler.verifying.values import Key, NoValueError, Values
+from attn_compiler.verifying.values import NoValueError, Values
 
 _WORDS = {MASKED: "masked out", ALLOWED: "allowed"}
 
 
-def needs(site: Site, values: Values) -> set[Key]:
-    """What has to be recorded for `check_mask`. Raises NoValueError where it can't be."""
+def read(site: Site, values: Values) -> None:
+    """Read what `check_mask` needs. Raises NoValueError."""
     if site.condition is None:
         mask = site.spec.mask if site.spec is not None else None
         raise NoValueError((mask.reason if mask is not None else None) or "the mask was not read")
-    return pairs.needs(
-        site, [(site.condition, site.loads), *((kind.summand, site.score_loads) for kind in pairs.biases(site))], values
-    )
+    biases = [(kind.summand, site.score_loads) for kind in pairs.biases(site)]
+    pairs.read(site, [(site.condition, site.loads), *biases], values)
 
 
-def check_mask(site: Site, values: Values) -> int:
-    """Compare, slice by slice; returns how many pairs were. Raises VerificationMismatch, or NoValueError."""
+def check_mask(site: Site, values: Values) -> Compared:
+    """Compare, slice by slice. Raises VerificationMismatch, or NoValueError."""
     condition = site.condition
     if condition is None:
         raise NoValueError("the mask was not read")
-    if not pairs.terms(site):
-        raise NoValueError("the model masks with no tensor")
     words = {"what": "recovered mask", "formula": formula(site), "gives": "a mask", "allowed": "no difference"}
     mask = Recovered.of(site, values, [condition], site.loads, **words)
+    mixed = bool(pairs.biases(site))
     for at in mask.slices():
-        expected = _effects([one.at(at) for one in mask.own], mixed=bool(pairs.biases(site)))
+        expected = _effects([one.at(at) for one in mask.own], mixed=mixed)
         got = mask.on(condition, at, expected.device).to(torch.int8)
         differs = (expected != got).broadcast_to(1, 1, at.end - at.first, mask.sizes[3])
-        if bool(differs.any()) and pairs.biases(site):
-            differs = differs & ~_masked_by_bias(site, at, mask.sizes[3], values, expected)
+        if mixed and bool(differs.any()):
+            differs = differs & ~_masked_by(scores.recovered(site, values), at, expected)
         if bool(differs.any()):
             raise _mismatch(mask, at, expected, differs)
-    return math.prod(mask.sizes)
+    return Compared(elements=math.prod(mask.sizes))
 
 
 def _effects(own: list[Own], *, mixed: bool) -> torch.Tensor:
@@ -58,17 +57,11 @@ def _effects(own: list[Own], *, mixed: bool) -> torch.Tensor:
     return torch.where(found == NEITHER, ALLOWED, found).to(torch.int8) if mixed else found
 
 
-def _masked_by_bias(site: Site, at: Slice, keys: int, values: Values, expected: torch.Tensor) -> torch.Tensor:
+def _masked_by(bias: Recovered, at: Slice, expected: torch.Tensor) -> torch.Tensor:
     """The pairs that the model masks, and a bias holds a number that does so: a ready-made one may be a mask too."""
     found = torch.zeros((), dtype=torch.bool, device=expected.device)
-    for kind in pairs.biases(site):
-        tensors = pairs.loaded([kind.summand], site.score_loads, values)
-        try:
-            added = pairs.evaluated(kind.summand, at, keys, values, tensors, expected.device)
-        except (IndexError, ZeroDivisionError):
-            # The check of what is added says so.
-            continue
-        found = found | (added <= STILL_MASKED_BELOW)
+    for kind in pairs.biases(bias.site):
+        found = found | (bias.on(kind.summand, at, expected.device) <= STILL_MASKED_BELOW)
     return (expected == MASKED) & found
 
 

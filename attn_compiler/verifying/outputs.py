@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import FP8
-from attn_compiler.passes.graph import axes, mutation, program
+from attn_compiler.passes.graph import axes, program
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.verifying import comparing, masks, pairs, recomputing
-from attn_compiler.verifying.comparing import FACTOR, FACTOR_SOFTCAP, Compared, Rule
+from attn_compiler.verifying.comparing import FACTOR, FACTOR_SOFTCAP, Compared, Rule, Words
 from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, difference, exact_dtype, largest
-from attn_compiler.verifying.values import Body, Key, NoValueError, Values, require_computable
+from attn_compiler.verifying.values import Body, NoValueError, Values
 
 
 def factor(site: Site) -> float:
@@ -32,51 +32,37 @@ def factor(site: Site) -> float:
     return FACTOR if site.spec is None or site.spec.score.softcap is None else FACTOR_SOFTCAP
 
 
-def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
-    """What has to be recorded for `check_output`. new_out: in the body's rewritten graph. Raises NoValueError where it can't be."""
+def read(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> None:
+    """Read what `check_output` needs. new_out: in the body's rewritten graph. Raises NoValueError."""
     if site.spec is None or site.decision is None or new_out is None:
         raise NoValueError("the site is as the model made it")
     if site.spec.score.dropout_p > 0:
         raise NoValueError("dropout draws other numbers in every kernel")
-    return exact_needs(site, body, values) | values.rewritten_needs(body, new_out)
+    read_own(site, body, values)
+    values.rewritten(body, new_out)
 
 
-def exact_needs(site: Site, body: Body, values: Values) -> set[Key]:
-    """What has to be recorded for `beside_own`. Raises NoValueError where it can't be, and where the rule is not for the lowering."""
+def read_own(site: Site, body: Body, values: Values) -> None:
+    """Read what `beside_own` needs. Raises NoValueError, also where the rule is not for the lowering."""
     if site.decision is not None and site.decision.lowering in FP8:
         raise NoValueError("FP8 rounds more than the rule allows for")
-    inside = recomputing.dependents(body.mirror, site.match, recomputing.projections(site))
-    found = values.needs(site.match.out)
-    for node in inside:
-        _require_exact(node)
-    known = set(inside)
-    for leaf in (n for node in inside for n in node.all_input_nodes if n not in known):
-        found |= values.needs(leaf)
+    values.mirror(site.match.out)
+    recomputing.output(site, body, values)
     for term in pairs.terms(site):
-        found |= pairs.term_needs(term, values)
-    return found | values.needs(site.match.v.node)
-
-
-def _require_exact(node: fx.Node) -> None:
-    if not mutation.writes(node):
-        require_computable(node)
-    elif not isinstance(node.target, torch._ops.OpOverload):
-        raise NoValueError(f"{node.name} can't be run by itself")
+        pairs.held(term, values)
+    values.mirror(site.match.v.node)
 
 
 def check_output(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
     """Compare one site's output. Raises VerificationMismatch, or NoValueError."""
-    new = floating(values.rewritten(body, new_out))
-    return beside_own(
-        site, body, new, values, kept_rows(site, values, floating(values.mirror(site.match.out))), lowered(site)
-    )
+    new, own = floating(values.rewritten(body, new_out)), floating(values.mirror(site.match.out))
+    return beside_own(site, body, new, values, kept_rows(site, values, own), lowered(site))
 
 
 def beside_own(
     site: Site, body: Body, new: torch.Tensor, values: Values, kept: torch.Tensor | None, what: str
 ) -> Compared:
-    """A tensor against what the model computes at a site. kept: as `kept_rows`. what: the tensor is, for people. Raises
-    VerificationMismatch, or NoValueError."""
+    """Compare a tensor with what the model computes at a site. kept, what: as in `compared`. Raises as that does."""
     own, v = floating(values.mirror(site.match.out)), values.mirror(site.match.v.node)
     dtype = exact_dtype(own.dtype)
 
@@ -105,12 +91,12 @@ def compared(
     """
     weighted = float(v.abs().max()) if v.numel() else 0.0
     rule = Rule(factor=factor(site), weighted=weighted, kept=kept)
+    words = Words(names=lambda: [what], site=site.module, formula=formula or masks.formula(site))
     try:
-        outcome = comparing.compare([new], [own], lambda noise: [run(noise)], rule)
+        found = comparing.compare([new], [own], lambda noise: [run(noise)], rule, words)
     except torch.OutOfMemoryError as error:
         raise NoValueError("there is not enough memory for the exact result") from error
-    found = outcome.required(lambda: [what], site=site.module, formula=formula or masks.formula(site))
-    if kept is None:
+    if kept is None or found.allowed is None:
         return found
     off = difference(new, own.to(exact_dtype(own.dtype)))
     return dataclasses.replace(found, left_out=largest(off, ~kept.expand_as(own)) > found.allowed)
@@ -154,10 +140,7 @@ class RealBuilder:
     values: Values
 
     def leaf(self, node: fx.Node) -> torch.Tensor:
-        found = self.values.mirror(node)
-        if not isinstance(found, torch.Tensor):
-            raise NoValueError(f"{node.name} is no tensor")
-        return found
+        return self.values.tensor(node)
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -23,7 +23,7 @@ from attn_compiler.passes.graph.site import Match, Site, Term
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.spec.added_scores import ProvedScore
-from attn_compiler.verifying.values import Key, NoValueError, Values
+from attn_compiler.verifying.values import NoValueError, Values
 
 #: pairs of one slice: what is evaluated at once, in int64 or float64
 MOST_PAIRS = 2**24
@@ -78,41 +78,26 @@ def biases(site: Site) -> tuple[ProvedScore, ...]:
     return site.spec.score.proved if site.spec is not None else ()
 
 
-def needs(site: Site, loads: Iterable[tuple[Expr, Mapping[str, Version]]], values: Values) -> set[Key]:
-    """What has to be recorded: the site's own tensors, and what each expression loads. Raises NoValueError where it can't be."""
-    found = set().union(*(term_needs(term, values) for term in terms(site)))
-    for version in (_loaded(load.tensor, known) for x, known in loads for load in ix.loads(x)):
-        found |= values.needs(version.node, values.when(version))
-    return found
+def read(site: Site, loads: Iterable[tuple[Expr, Mapping[str, Version]]], values: Values) -> None:
+    """Read the site's own tensors, and what each expression loads. Raises NoValueError."""
+    for term in terms(site):
+        held(term, values)
+    for x, known in loads:
+        loaded([x], known, values)
 
 
-def term_needs(term: Term, values: Values) -> set[Key]:
-    """What has to be recorded to have a term's tensor as the model uses it. Raises NoValueError where it can't be."""
-    return values.needs(term.operand.node, _when(term, values))
-
-
-def _when(term: Term, values: Values) -> int:
-    """The place in its mirror where the model uses the term."""
-    return values.mirror_of(term.operand.used).order(term.operand.used)
-
-
-def _loaded(tensor: str, known: Mapping[str, Version]) -> Version:
-    if tensor not in known:
-        raise NoValueError(f"where {tensor} is read from is not known")
-    return known[tensor]
+def held(term: Term, values: Values) -> torch.Tensor:
+    """A term's tensor where the model uses it. Raises NoValueError."""
+    used = term.operand.used
+    return values.tensor(term.operand.node, values.mirror_of(used).order(used))
 
 
 def loaded(expressions: Iterable[Expr], known: Mapping[str, Version], values: Values) -> dict[str, torch.Tensor]:
     """The tensors that expressions load from. Raises NoValueError."""
     names = {load.tensor for x in expressions for load in ix.loads(x)}
-    return {name: _tensor(values, _loaded(name, known)) for name in names}
-
-
-def _tensor(values: Values, version: Version) -> torch.Tensor:
-    value = values.mirror(version.node, values.when(version))
-    if not isinstance(value, torch.Tensor):
-        raise NoValueError(f"{version.node.name} is no tensor")
-    return value
+    for name in names - known.keys():
+        raise NoValueError(f"where {name} is read from is not known")
+    return {name: values.at(known[name]) for name in names}
 
 
 def shape(match: Match, values: Values) -> tuple[int, ...]:
@@ -125,36 +110,24 @@ def shape(match: Match, values: Values) -> tuple[int, ...]:
 
 def own(site: Site, values: Values) -> list[Own]:
     """Everything that the model adds or masks with. Raises NoValueError."""
-    found = [Own(x=_arranged(site.match, term, values), term=term, adds=True) for term in site.added]
-    return found + [Own(x=_arranged(site.match, term, values), term=term, adds=False) for term in site.allowed]
+    adds = [True] * len(site.added) + [False] * len(site.allowed)
+    return [
+        Own(x=_arranged(site.match, term, values), term=term, adds=added)
+        for term, added in zip(terms(site), adds, strict=True)
+    ]
 
 
 def _arranged(match: Match, term: Term, values: Values) -> torch.Tensor:
     """A term's tensor, so that it broadcasts to (B, Hq, Sq, Skv)."""
     operand = term.operand
     reads = {atom: atom for atom in axes.flat(operand.dims)}
+    pair = (match.axes.batch, match.axes.heads, match.axes.query, match.axes.key)
     try:
-        recipe = simplified(
-            arrange(
-                operand.dims,
-                reads,
-                (match.axes.batch, match.axes.heads, match.axes.query, match.axes.key),
-                broadcast=True,
-            )
-        )
+        recipe = simplified(arrange(operand.dims, reads, pair, broadcast=True))
     except AxisError as error:
         raise NoValueError(f"{operand.node.name} can't be brought into (b, h, q, k): {error}") from error
-    return _over_pairs(recipe.run(values.mirror(operand.node, _when(term, values)), _call, values.size))
-
-
-def _call(function: Any, x: torch.Tensor, *args: Any) -> Any:
-    return function(x, *args)
-
-
-def _over_pairs(x: Any) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor) or x.dim() != len(NAMES):
-        raise NoValueError("a mask is no tensor over (b, h, q, k)")
-    return x
+    found: torch.Tensor = recipe.run(held(term, values), lambda f, x, *args: f(x, *args), values.size)
+    return found
 
 
 # ---- what the model does with a pair ------------------------------------------------------------------------------

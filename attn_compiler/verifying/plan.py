@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,38 +16,46 @@ from attn_compiler.passes import Rewritten
 from attn_compiler.passes.graph import axes, mutation
 from attn_compiler.passes.graph.first_look import FirstLook, SharedGraph
 from attn_compiler.passes.graph.padding_outcome import Packed
-from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
-from attn_compiler.verifying import comparing, masks, outputs, pairs, scores, shared, site_gradients
+from attn_compiler.verifying import comparing, pairs
+from attn_compiler.verifying.checks import Check
 from attn_compiler.verifying.copies import copied_module
-from attn_compiler.verifying.padding import Padded
-from attn_compiler.verifying.ranks import Ranks
+from attn_compiler.verifying.ranks import Ranks, WholeLoads
 from attn_compiler.verifying.shared import SharedSite
-from attn_compiler.verifying.values import Body, Key, NoValueError, Values
-from attn_compiler.verifying.whole_loads import WholeLoads
+from attn_compiler.verifying.values import Body, Key, Values
 
 
-@dataclass(kw_only=True, eq=False)
-class Check:
-    """One thing to compare for one site. needs: what has to be recorded first; skipped: why it can't be compared, if so. shared: the site,
-    if its keys are on several ranks."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Padded:
+    """What a graph gives at padding, which counts for nothing once padding is left out: it is 0 on both sides when results are compared.
 
-    subject: str
-    site: Site
-    body: Body
-    new_out: fx.Node | None = None
-    needs: set[Key] = field(default_factory=set)
-    skipped: str | None = None
-    shared: SharedSite | None = None
+    before: gives from the graph's inputs which tokens it computes, (B, S). places: of each output with padding the axes of rows and
+    positions, or twice the one that holds both."""
 
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether the site was left as the model made it."""
-        if self.shared is not None:
-            return False
-        decision = self.site.decision
-        return self.site.spec is None or decision is None or self.new_out is None
+    before: fx.GraphModule
+    places: Mapping[int, tuple[int, int]]
+
+    def cleared(self, found: Mapping[int, Any], inputs: Sequence[Any]) -> dict[int, Any]:
+        """Tensors by the place of the output that they belong to, with 0 at padding."""
+        with torch.no_grad():
+            real = self.before(*inputs)[0]
+        return {
+            i: _cleared(x, real, self.places[i]) if i in self.places and isinstance(x, torch.Tensor) else x
+            for i, x in found.items()
+        }
+
+
+def _cleared(x: torch.Tensor, real: torch.Tensor, places: tuple[int, int]) -> torch.Tensor:
+    rows, positions = places
+    shape = [1] * x.dim()
+    shape[rows] = real.shape[0]
+    shape[positions] = real.shape[1]
+    if rows == positions:
+        shape[rows] = real.numel()
+    elif rows > positions:
+        real = real.t()
+    return torch.where(real.reshape(shape), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,16 +70,16 @@ class CheckPlan:
 
     graph: str
     module: fx.GraphModule
-    bodies: dict[fx.Graph, Body]
-    mirrors: dict[fx.Graph, Body]
-    checks: list[Check]
-    symbols: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]
     inputs: list[str]
     may_write: list[bool]
     devices: tuple[torch.device, ...]
     communicates: bool
     rounded: torch.dtype | None
     strict: bool
+    bodies: dict[fx.Graph, Body] = field(default_factory=dict)
+    mirrors: dict[fx.Graph, Body] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    symbols: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]] = field(default_factory=dict)
     padded: Padded | None = None
     ranks: Ranks | None = None
 
@@ -79,7 +88,7 @@ class CheckPlan:
         outs = [check for check in self.checks if check.subject == "output"]
         made = [Check(subject="gradient", site=c.site, body=c.body, new_out=c.new_out) for c in outs]
         for check in made:
-            _find_needs(check, Values(bodies=self.mirrors))
+            check.find_needs(Values(bodies=self.mirrors))
         return made
 
 
@@ -97,57 +106,59 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
         if unit.graph_module not in graphs:
             graphs[unit.graph_module] = torch_compat.copied_graph(unit.graph)
     module = copied_module(gm, graphs)
-    found = [(unit, graphs[unit.graph_module]) for unit in units if unit.mirror is not None]
-    made = [_body(index, unit, graph) for index, (unit, graph) in enumerate(found)]
-    of_units = {unit: body for (unit, _), body in zip(found, made, strict=True)}
-    for unit, body in of_units.items():
-        body.given |= _given(unit, of_units)
-    bodies = {graph: body for (_, graph), body in zip(found, made, strict=True)}
-    mirrors = {body.mirror.graph: body for body in made}
+    mirrored = [unit for unit in units if unit.mirror is not None]
+    made = {unit: _body(index, unit, graphs[unit.graph_module]) for index, unit in enumerate(mirrored)}
+    for unit, body in made.items():
+        body.given |= _given(unit, made)
+    bodies = {graphs[unit.graph_module]: body for unit, body in made.items()}
+    mirrors = {body.mirror.graph: body for body in made.values()}
     ranks = next((Ranks.of(look) for unit in units if (look := _look(unit)) is not None), None)
-    checks: list[Check] = []
-    for (unit, _), body in zip(found, made, strict=True):
-        look = _look(unit)
-        checks += _checks(unit, body) if look is None or ranks is None else _checks_of_ranks(look, body, ranks)
-    plan = CheckPlan(
-        graph=rewritten.report.graph,
-        module=module,
-        bodies=bodies,
-        mirrors=mirrors,
-        checks=checks,
-        symbols=_symbols(module),
-        inputs=[_input_name(str(node.target)) for node in module.graph.nodes if node.op == "placeholder"],
-        may_write=_may_write(module, bodies),
-        devices=torch_compat.graph_devices(gm),
-        communicates=ranks is not None or _communicates(module),
-        rounded=comparing.coarsest(_dtypes(module)),
-        strict=rewritten.units[0].options.strict,
-        ranks=ranks,
-    )
+    checks = [check for unit, body in made.items() for check in _checks(unit, body, ranks)]
     for check in checks:
-        _find_needs(check, Values(bodies=mirrors))
-    return plan
+        check.find_needs(Values(bodies=mirrors))
+    plan = _plan(gm, rewritten, module, _may_write(module, bodies), communicates=ranks is not None)
+    return dataclasses.replace(
+        plan, bodies=bodies, mirrors=mirrors, checks=checks, symbols=_symbols(module), ranks=ranks
+    )
 
 
 def _of_packed(gm: fx.GraphModule, rewritten: Rewritten, packed: Packed) -> CheckPlan:
     """For a graph without padding: nothing but what it gives, and gradients, since no value of the model's is in it."""
     module = torch_packed.copied(packed.original)
-    inputs = list(module.graph.find_nodes(op="placeholder"))
+    may_write = [packed.writes] * len(_inputs(module))
+    padded = Padded(before=packed.before, places=packed.places)
+    return dataclasses.replace(_plan(gm, rewritten, module, may_write), padded=padded)
+
+
+def _plan(
+    gm: fx.GraphModule,
+    rewritten: Rewritten,
+    module: fx.GraphModule,
+    may_write: list[bool],
+    *,
+    communicates: bool = False,
+) -> CheckPlan:
+    """Without anything to check at sites. communicates: whatever stands in the graph."""
     return CheckPlan(
         graph=rewritten.report.graph,
         module=module,
-        bodies={},
-        mirrors={},
-        checks=[],
-        symbols={},
-        inputs=[_input_name(str(node.target)) for node in inputs],
-        may_write=[packed.writes] * len(inputs),
+        inputs=[_input_name(str(node.target)) for node in _inputs(module)],
+        may_write=may_write,
         devices=torch_compat.graph_devices(gm),
-        communicates=_communicates(module),
-        rounded=comparing.coarsest(_dtypes(module)),
+        communicates=communicates or _communicates(module),
+        rounded=comparing.coarsest(x.dtype for x in _values(module) if isinstance(x, torch.Tensor)),
         strict=rewritten.units[0].options.strict,
-        padded=Padded(before=packed.before, places=packed.places),
     )
+
+
+def _inputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _values(module: fx.GraphModule) -> Iterator[Any]:
+    """Of every node, in every graph."""
+    for inside in torch_compat.graph_modules(module):
+        yield from map(torch_compat.fake_value, inside.graph.nodes)
 
 
 def _with_callers(units: Sequence[Unit]) -> list[Unit]:
@@ -208,50 +219,29 @@ def _says(node: fx.Node) -> tuple[object, ...]:
     return node.op, str(node.target), str(fx.map_arg((node.args, dict(node.kwargs)), lambda n: None))
 
 
-def _checks(unit: Unit, body: Body) -> list[Check]:
+def _checks(unit: Unit, body: Body, ranks: Ranks | None) -> Iterator[Check]:
+    """Of one unit's sites; of those of a sequence that ranks share, as they were read before they were rewritten."""
+    look = _look(unit)
     by_name = {node.name: node for node in body.rewritten.nodes}
-    found = []
-    for site in unit.found.sites:
-        found += _of_scores(site, body)
-        new_out = by_name.get(site.new_out.name) if site.new_out is not None else None
-        found.append(Check(subject="output", site=site, body=body, new_out=new_out))
-    return found
-
-
-def _of_scores(site: Site, body: Body) -> list[Check]:
-    found = [Check(subject="mask", site=site, body=body)] if pairs.terms(site) else []
-    return found + ([Check(subject="bias", site=site, body=body)] if pairs.biases(site) else [])
-
-
-def _checks_of_ranks(look: FirstLook, body: Body, ranks: Ranks) -> list[Check]:
-    """For a graph whose attentions were rewritten for a sequence that ranks share: masks and biases as they were read before."""
-    by_name = {node.name: node for node in body.rewritten.nodes}
-    whole = WholeLoads(body=body, nodes={node.name: node for node in look.original.nodes}, axes=look.axes)
-    found = []
-    for site in look.sites:
-        found += _of_scores(site, body)
-        new = by_name.get(look.new_out(site) or "")
+    new_outs = {old: by_name.get(new) for new, old in body.outs.items()}
+    for site in unit.found.sites if look is None else look.sites:
+        if pairs.terms(site):
+            yield Check(subject="mask", site=site, body=body)
+        if pairs.biases(site):
+            yield Check(subject="bias", site=site, body=body)
+        old = body.mirror.dynamo_node(site.match.out)
+        new = new_outs.get(old.name) if old is not None else None
         check = Check(subject="output", site=site, body=body, new_out=new)
-        if look.is_shared(site) and new is not None and site.spec is not None:
+        if (
+            look is not None
+            and ranks is not None
+            and look.is_shared(site)
+            and new is not None
+            and site.spec is not None
+        ):
+            whole = WholeLoads(body=body, nodes={node.name: node for node in look.original.nodes}, axes=look.axes)
             check.shared = SharedSite(site=site, spec=site.spec, body=body, new_out=new, whole=whole, ranks=ranks)
-        found.append(check)
-    return found
-
-
-def _find_needs(check: Check, values: Values) -> None:
-    try:
-        if check.subject == "mask":
-            check.needs = masks.needs(check.site, values)
-        elif check.subject == "bias":
-            check.needs = scores.needs(check.site, values)
-        elif check.subject == "gradient":
-            check.needs = site_gradients.needs(check.site, check.body, check.new_out, values)
-        elif check.shared is not None:
-            check.needs = shared.needs(check.shared, values)
-        else:
-            check.needs = outputs.needs(check.site, check.body, check.new_out, values)
-    except NoValueError as error:
-        check.skipped = str(error)
+        yield check
 
 
 def _input_name(target: str) -> str:
@@ -266,13 +256,8 @@ def _communicates(module: fx.GraphModule) -> bool:
     nodes = [node for inside in torch_compat.graph_modules(module) for node in inside.graph.nodes]
     if any("c10d" in str(node.target) for node in nodes if node.op == "call_function"):
         return True
-    kinds = {type(x) for node in nodes for x in pytree.tree_leaves(torch_compat.fake_value(node))}
+    kinds = {type(x) for value in _values(module) for x in pytree.tree_leaves(value)}
     return any(kind.__module__.startswith("torch.distributed") for kind in kinds)
-
-
-def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
-    values = [torch_compat.fake_value(n) for inside in torch_compat.graph_modules(module) for n in inside.graph.nodes]
-    return {x.dtype for x in values if isinstance(x, torch.Tensor)}
 
 
 def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]:
@@ -281,31 +266,24 @@ def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[st
     for inside in torch_compat.graph_modules(module):
         seen: set[str] = set()
         for node in inside.graph.nodes:
-            for size, dim in _sizes(node.meta.get("example_value")):
-                expr = axes.size_expr(size)
-                if expr.is_Symbol and str(expr) not in seen:
-                    seen.add(str(expr))
-                    found.setdefault((inside.graph, node.name), []).append((str(expr), dim))
+            value = node.meta.get("example_value")
+            sizes: dict[int | None, Any] = {None: value}
+            if isinstance(value, torch.Tensor):
+                sizes = dict(enumerate(value.shape))
+            for dim, size in sizes.items():
+                symbol = str(axes.size_expr(size)) if isinstance(size, torch.SymInt) else ""
+                if symbol.isidentifier() and symbol not in seen:
+                    seen.add(symbol)
+                    found.setdefault((inside.graph, node.name), []).append((symbol, dim))
     return found
-
-
-def _sizes(value: Any) -> list[tuple[Any, int | None]]:
-    if isinstance(value, torch.SymInt):
-        return [(value, None)]
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return [(size, dim) for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)]
 
 
 def _may_write(module: fx.GraphModule, bodies: dict[fx.Graph, Body]) -> list[bool]:
     """A graph without a mirror, or a body that writes to its inputs, may write to any input."""
-    inputs = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    nested = [inside.graph for inside in torch_compat.graph_modules(module)]
-    if any(graph not in bodies for graph in nested):
-        return [True] * len(inputs)
-    if any(_written(bodies[graph]) for graph in nested if graph is not module.graph):
-        return [True] * len(inputs)
-    written = _written(bodies[module.graph])
-    return [name in written for name in inputs]
+    nested = [inside.graph for inside in torch_compat.graph_modules(module) if inside is not module]
+    known = module.graph in bodies and all(graph in bodies and not _written(bodies[graph]) for graph in nested)
+    written = _written(bodies[module.graph]) if known else set()
+    return [not known or node.name in written for node in _inputs(module)]
 
 
 def _written(body: Body) -> set[str]:

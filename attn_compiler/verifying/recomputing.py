@@ -59,16 +59,6 @@ def made_of(leaves: Iterable[str], site: Site, body: Body) -> Set[fx.Node]:
     return found
 
 
-def made_of_differentiable(leaves: Iterable[str], site: Site, body: Body) -> Set[fx.Node]:
-    """Of leaves that may need a gradient. What is made of others alone, such as a mask of positions, is taken as it was recorded."""
-    vals = {name: body.named[name].meta.get("val") for name in leaves}
-    return made_of((name for name, x in vals.items() if _is_floating(x)), site, body)
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
-
-
 def output(
     site: Site,
     body: Body,
@@ -81,12 +71,13 @@ def output(
     """What the model's own operations give at a site. Raises NoValueError.
 
     dtype: of every floating step, None: the model's own. noise: on each step. leaves: by the names that they were recorded under; what is
-    made of them is computed again, too.
+    made of those that may need a gradient is computed again, too. What is made of others alone, such as a mask of positions, is taken as it
+    was recorded.
     """
     given = leaves or {}
     inside = dependents(body.mirror, site.match, projections(site) if leaves is None else ())
-    made = made_of_differentiable(given, site, body)
-    last_use = {n: node for node in inside for n in (node, *node.all_input_nodes)} if leaves is None else {}
+    made = made_of((name for name in given if _is_floating(body.named[name].meta.get("val"))), site, body)
+    last_use = {n: node for node in inside for n in (node, *node.all_input_nodes)}
     known: dict[fx.Node, Any] = {}
 
     def value(node: fx.Node) -> Any:
@@ -100,6 +91,8 @@ def output(
             return given[name]
         if node in made:
             require_computable(node)
+            if mutation.written_between(body.mirror, node, node, site.match.out) is not None:
+                raise NoValueError(f"{node.name} is written to in place before the site reads it")
             return call(node)
         x = values.mirror(node)
         # A copy: what is written in place must not reach the model's own values.
@@ -111,13 +104,21 @@ def output(
 
     result = None
     for node in inside:
+        if not mutation.writes(node):
+            require_computable(node)
+        elif not isinstance(node.target, torch._ops.OpOverload):
+            raise NoValueError(f"{node.name} can't be run by itself")
         result = known[node] = call(node)
         for used in {node, *node.all_input_nodes}:
-            if last_use.get(used) is node:
+            if last_use[used] is node:
                 known.pop(used, None)
     if not isinstance(result, torch.Tensor):
         raise NoValueError("the output is no tensor")
     return in_dtype(result, dtype)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def in_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

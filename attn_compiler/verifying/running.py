@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from torch import fx
 
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
-from attn_compiler.verifying import masks, outputs, scores, shared, whole
-from attn_compiler.verifying.comparing import Compared
-from attn_compiler.verifying.plan import Check, CheckPlan
+from attn_compiler.verifying import outputs, shared, whole
+from attn_compiler.verifying.checks import Check
+from attn_compiler.verifying.comparing import Compared, raise_first
+from attn_compiler.verifying.plan import CheckPlan
 from attn_compiler.verifying.values import Key, NoValueError, Values
 from attn_compiler.verifying.whole import Called, Ran
 
@@ -102,16 +104,13 @@ class Session:
             found = value if key.after is None else self._held[key.body, key.name]
             self._values.recorded[key] = found.clone() if key.copied and isinstance(found, torch.Tensor) else found
         if keys:
-            self._check_what_waited_for(keys)
+            waiting, self._waiting = self._waiting, []
+            for check, missing in waiting:
+                if missing - keys:
+                    self._waiting.append((check, missing - keys))
+                else:
+                    self._make(check)
         return self._instead.pop(now, value)
-
-    def _check_what_waited_for(self, keys: set[Key]) -> None:
-        for _, missing in self._waiting:
-            missing -= keys
-        ready = [check for check, missing in self._waiting if not missing]
-        self._waiting = [(check, missing) for check, missing in self._waiting if missing]
-        for check in ready:
-            self._make(check)
 
     def _make(self, check: Check) -> None:
         self._guarded(check)
@@ -122,65 +121,49 @@ class Session:
 
     def _guarded(self, check: Check) -> None:
         try:
-            self._found[check] = self._checked(check)
+            compared = self._compared(check)
         except NoValueError as error:
-            self._found[check] = self._skipped(check, str(error))
+            self._skip(check, str(error))
         except VerificationMismatch as mismatch:
             self._mismatches.append((self._checks.index(check), mismatch))
-
-    def _checked(self, check: Check) -> Verification:
-        if check.subject == "mask":
-            return self._verification(check, elements=masks.check_mask(check.site, self._values))
-        return self._of(check, self._compared(check))
-
-    def _of(self, check: Check, compared: Compared) -> Verification:
-        if compared.left_out:
-            self._left_out.append(check.site.module)
-        return self._verification(check, elements=compared.elements, error=compared.error, allowed=compared.allowed)
+        else:
+            if compared.left_out:
+                self._left_out.append(check.site.module)
+            found = self._verification(check)
+            self._found[check] = dataclasses.replace(
+                found, elements=compared.elements, error=compared.error, allowed=compared.allowed
+            )
 
     def _compared(self, check: Check) -> Compared:
-        if check.subject == "bias":
-            return scores.check_biases(check.site, self._values)
-        if check.new_out is None:
-            raise NoValueError("the site is as the model made it")
-        if check.shared is not None:
-            found = shared.check_whole_rows(check.shared, self._values)
-            self._go_on_with(check, found.out)
-            return found.compared
-        return outputs.check_output(check.site, check.body, check.new_out, self._values)
-
-    def _go_on_with(self, check: Check, out: torch.Tensor) -> None:
-        """What comes after a site gets the attention over the whole sequence, and not that over this rank's part."""
+        if check.shared is None or check.subject != "output":
+            return check.compared(self._values)
+        found, out = shared.check_whole_rows(check.shared, self._values)
         name = check.body.names.get(check.site.match.out)
         if name is not None:
+            # What comes after a site gets the attention over the whole sequence, and not that over this rank's part.
             own = outputs.floating(self._values.mirror(check.site.match.out))
             self._instead[check.body.index, name] = own.clone().copy_(out)
+        return found
 
-    def _verification(self, check: Check, **found: Any) -> Verification:
-        site = check.site
-        formula = scores.words(site) if check.subject == "bias" else None
-        if check.subject == "mask" and site.condition is not None:
-            formula = masks.formula(site)
-        return Verification(graph=self._plan.graph, module=site.module, subject=check.subject, formula=formula, **found)
+    def _verification(self, check: Check) -> Verification:
+        return Verification(
+            graph=self._plan.graph, module=check.site.module, subject=check.subject, formula=check.formula
+        )
 
-    def _skipped(self, check: Check, why: str) -> Verification:
-        return self._verification(check, skipped=why)
+    def _skip(self, check: Check, why: str) -> None:
+        self._found[check] = dataclasses.replace(self._verification(check), skipped=why)
 
     def finish(self) -> list[Verification]:
         """Every check's result, in order. Raises the first mismatch; a note on it names the others. Ranks all raise it."""
         if self._plan.ranks is not None:
             self._plan.ranks.raise_first(self._mismatches)
-        if self._mismatches:
-            first, *others = (mismatch for _, mismatch in self._mismatches)
-            for other in others:
-                first.add_note(f"also: the {other.what} at {other.site}, {other.index}")
-            raise first
+        raise_first([mismatch for _, mismatch in self._mismatches])
         for check in self._checks:
             if check.skipped is not None:
-                self._found[check] = self._skipped(check, check.skipped)
+                self._skip(check, check.skipped)
             elif check not in self._found:
                 self._not_run.add(check)
-                self._found[check] = self._skipped(check, "the first call did not run the graph that it is in")
+                self._skip(check, "the first call did not run the graph that it is in")
         return [self._found[check] for check in self._checks]
 
     def close(self) -> None:

@@ -7,22 +7,37 @@ they are as near to. Elements that mask are the mask's (masks.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 
 import torch
+from torch import fx
 
 from attn_compiler.index_expr import Apply, Expr, parts
 from attn_compiler.passes.graph.site import Site
-from attn_compiler.verifying import pairs, rounding
+from attn_compiler.verifying import pairs
 from attn_compiler.verifying.comparing import Compared
-from attn_compiler.verifying.numbers import difference
+from attn_compiler.verifying.numbers import difference, largest
 from attn_compiler.verifying.pairs import BIASED_MASKED_BELOW, MASKED, Recovered, Slice
-from attn_compiler.verifying.values import Key, NoValueError, Values
+from attn_compiler.verifying.values import NoValueError, Values
+
+#: ops on floats whose results are rounded, without the underscore that they may end in -> units in the last place at most.
+#: That of a power or an exponential grows with the exponent's own error
+_ROUNDED = dict.fromkeys(("add", "sub", "rsub", "mul", "div", "reciprocal", "to", "_to_copy", "type_as"), 1) | {
+    "log": 2,
+    "exp": 16,
+    "exp2": 16,
+    "pow": 16,
+}
+#: Of the number that an element is filled with, and of the sum with what else is added
+_ALWAYS = 2
+#: in a graph that calls the body that a bias is handed to, where its operations are not looked for
+_OUTSIDE = 8
 
 
-def needs(site: Site, values: Values) -> set[Key]:
-    """What has to be recorded for `check_biases`. Raises NoValueError where it can't be."""
-    return pairs.needs(site, [(kind.summand, site.score_loads) for kind in pairs.biases(site)], values)
+def read(site: Site, values: Values) -> None:
+    """Read what `check_biases` needs. Raises NoValueError."""
+    pairs.read(site, [(kind.summand, site.score_loads) for kind in pairs.biases(site)], values)
 
 
 def words(site: Site) -> str | None:
@@ -30,42 +45,29 @@ def words(site: Site) -> str | None:
     return site.spec.score.added if site.spec is not None else None
 
 
+def recovered(site: Site, values: Values) -> Recovered:
+    """What was proved to be added. Raises NoValueError."""
+    said = {"what": "recovered bias", "gives": "numbers that are added", "allowed": "rounding"}
+    summands = [kind.summand for kind in pairs.biases(site)]
+    return Recovered.of(site, values, summands, site.score_loads, formula=str(words(site)), **said)
+
+
 def check_biases(site: Site, values: Values) -> Compared:
     """Compare, slice by slice. Raises VerificationMismatch, or NoValueError."""
-    summands = [kind.summand for kind in pairs.biases(site)]
     if not site.added:
         raise NoValueError("the model adds no tensor")
-    said = {
-        "what": "recovered bias",
-        "formula": str(words(site)),
-        "gives": "numbers that are added",
-        "allowed": "rounding",
-    }
-    added = Recovered.of(site, values, summands, site.score_loads, **said)
-    relative = rounding.relative(site, values)
-    worst = Compared(elements=0, error=0.0, allowed=0.0)
-    for at in added.slices():
-        worst = _worse(worst, _compared(at, added, summands, relative))
-    return worst
+    added, relative = recovered(site, values), rounding(site, values)
+    return Compared.together(_compared(at, added, relative) for at in added.slices())
 
 
-def _worse(a: Compared, b: Compared) -> Compared:
-    """The numbers of the slice that comes nearer to its limit, and the elements of both."""
-    nearer = b if b.error * a.allowed >= a.error * b.allowed else a
-    return Compared(elements=a.elements + b.elements, error=nearer.error, allowed=nearer.allowed)
-
-
-def _cuts_off(x: Expr) -> bool:
-    return (isinstance(x, Apply) and x.op == "int") or any(map(_cuts_off, parts(x)))
-
-
-def _compared(at: Slice, added: Recovered, summands: list[Expr], relative: float) -> Compared:
+def _compared(at: Slice, added: Recovered, relative: float) -> Compared:
+    summands = [kind.summand for kind in pairs.biases(added.site)]
     here = [one.at(at) for one in added.own]
     size = (1, 1, at.end - at.first, added.sizes[3])
     kept = (pairs.together([pairs.effects(one, BIASED_MASKED_BELOW) for one in here]) != MASKED).expand(size)
-    terms = [one.x.to(torch.float64) * one.term.weight for one in here if one.adds]
-    exact = reduce(torch.add, terms).expand(size)
-    allowed = relative * max(_largest(x.expand(size), kept) for x in terms)
+    terms = [(one.x.to(torch.float64) * one.term.weight).expand(size) for one in here if one.adds]
+    exact = reduce(torch.add, terms)
+    allowed = relative * max(largest(x, kept & x.isfinite()) for x in terms)
 
     def total(nudge: float) -> torch.Tensor:
         """What the kinds add together, float64."""
@@ -82,11 +84,45 @@ def _compared(at: Slice, added: Recovered, summands: list[Expr], relative: float
     if not found <= allowed:
         place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
         ours, theirs = (f"{x[place].item():.6g}" for x in (total(0.0), exact))
-        words = {"expected": theirs, "observed": ours, "allowed": f"a difference of {allowed:.3g}"}
-        raise added.mismatch(at, place[2], place[3], error > allowed, **words)
+        said = {"expected": theirs, "observed": ours, "allowed": f"a difference of {allowed:.3g}"}
+        raise added.mismatch(at, place[2], place[3], error > allowed, **said)
     return Compared(elements=int(kept.sum()), error=found, allowed=allowed)
 
 
-def _largest(x: torch.Tensor, kept: torch.Tensor) -> float:
-    counts = kept & x.isfinite()
-    return float(torch.where(counts, x.abs(), 0.0).max()) if x.numel() else 0.0
+def _cuts_off(x: Expr) -> bool:
+    return (isinstance(x, Apply) and x.op == "int") or any(map(_cuts_off, parts(x)))
+
+
+# ---- how far rounding takes the model's sum from what it is exactly --------------------------------------------------
+
+
+def rounding(site: Site, values: Values) -> float:
+    """The largest error of what the model adds at a site, as a part of the largest number among it: by the operations between it and
+    the tensors that it is read from."""
+    loads = {version.node for version in site.score_loads.values()}
+    total = 0.0
+    for node in _between(site, loads):
+        name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+        total += _ROUNDED.get(name.rstrip("_"), 0) * _epsilon(node)
+        if node.op == "placeholder" and node not in loads and len(values.bodies) > 1:
+            total += _OUTSIDE * max(_epsilon(n) for graph in values.bodies for n in graph.nodes)
+    ends = [_epsilon(term.operand.node) or torch.finfo(torch.float32).eps for term in site.added]
+    return total + _ALWAYS * max(ends, default=0.0)
+
+
+def _between(site: Site, loads: set[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes that make what is added, up to what is loaded."""
+    waiting = [term.operand.node for term in site.added]
+    seen: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(() if node in loads else node.all_input_nodes)
+
+
+def _epsilon(node: fx.Node) -> float:
+    """Of the floating dtype that a node gives, else 0."""
+    value = node.meta.get("val")
+    return torch.finfo(value.dtype).eps if isinstance(value, torch.Tensor) and value.is_floating_point() else 0.0

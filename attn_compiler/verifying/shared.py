@@ -25,9 +25,8 @@ from attn_compiler.verifying.as_read import AsRead
 from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.numbers import Noise, exact_dtype
 from attn_compiler.verifying.outputs import RealBuilder
-from attn_compiler.verifying.ranks import Ranks
-from attn_compiler.verifying.values import Body, Key, Values
-from attn_compiler.verifying.whole_loads import WholeLoads
+from attn_compiler.verifying.ranks import Ranks, WholeLoads
+from attn_compiler.verifying.values import Body, Values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,23 +41,15 @@ class SharedSite:
     ranks: Ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class WholeRows:
-    """compared: with the attention over the whole sequence. out: what that gives this rank, as the model would have it."""
-
-    compared: Compared
-    out: torch.Tensor
-
-
-def needs(of: SharedSite, values: Values) -> set[Key]:
-    """What has to be recorded for `check_whole_rows`. Raises NoValueError where it can't be."""
-    site = of.site
-    found = outputs.exact_needs(site, of.body, values) | values.rewritten_needs(of.body, of.new_out)
-    for node in (*program.sources(site.match), *(factor.node for factor in site.match.scores.factors)):
-        found |= values.needs(node)
+def read(of: SharedSite, values: Values) -> None:
+    """Read what `check_whole_rows` needs. Raises NoValueError."""
+    outputs.read_own(of.site, of.body, values)
+    values.rewritten(of.body, of.new_out)
+    for node in (*program.sources(of.site.match), *(factor.node for factor in of.site.match.scores.factors)):
+        values.mirror(node)
     for version in (*_mask_loads(of).values(), *_score_loads(of).values()):
-        found |= of.whole.needs(version, values) | values.needs(version.node, values.when(version))
-    return found
+        of.whole.value(version, values, of.ranks)
+        values.at(version)
 
 
 def _mask_loads(of: SharedSite) -> dict[str, Version]:
@@ -70,8 +61,11 @@ def _score_loads(of: SharedSite) -> dict[str, Version]:
     return {name: of.site.score_loads[name] for name in sorted(names)}
 
 
-def check_whole_rows(of: SharedSite, values: Values) -> WholeRows:
-    """Compare. Every rank has to call it. Raises VerificationMismatch, or NoValueError."""
+def check_whole_rows(of: SharedSite, values: Values) -> tuple[Compared, torch.Tensor]:
+    """Compare with the attention over the whole sequence, and what that gives this rank. Every rank has to call it.
+
+    Raises VerificationMismatch, or NoValueError.
+    """
     site, ranks = of.site, of.ranks
     ranks.meet(f"the attention of {site.module}")
     # Whatever waits for other ranks comes first: what a rank finds after that is its own.
@@ -101,7 +95,7 @@ def check_whole_rows(of: SharedSite, values: Values) -> WholeRows:
         what=f"{outputs.lowered(site)} over the whole sequence",
         formula=ix.text(as_read.allowed(site, of.spec)),
     )
-    return WholeRows(compared=compared, out=out)
+    return compared, out
 
 
 def _of_part(of: SharedSite, values: Values) -> AsRead:
@@ -123,8 +117,7 @@ def _of_part(of: SharedSite, values: Values) -> AsRead:
 
 
 def _local(known: Mapping[str, Version], values: Values) -> dict[str, torch.Tensor]:
-    found = {name: values.mirror(version.node, values.when(version)) for name, version in known.items()}
-    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+    return {name: values.at(version) for name, version in known.items()}
 
 
 def _restored(of: SharedSite, out: torch.Tensor, values: Values, *, in_dtype: bool = True) -> torch.Tensor:

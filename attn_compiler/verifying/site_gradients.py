@@ -15,69 +15,47 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.verifying import comparing, masks, outputs, recomputing
-from attn_compiler.verifying.comparing import Compared, Rule
-from attn_compiler.verifying.fused_noise import fused_noise
+from attn_compiler.verifying.comparing import Compared, Rule, Words
 from attn_compiler.verifying.interpreting import Autocast
-from attn_compiler.verifying.numbers import Noise, exact_dtype
-from attn_compiler.verifying.values import Body, Key, NoValueError, Values, require_computable
+from attn_compiler.verifying.numbers import Noise, exact_dtype, fused_noise
+from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Given:
-    """What a site's check is made of. values: with all that it needs, as it was when the model's site had run; none is part of a graph of
-    autograd. trained: what of it needed a gradient. gradient: of the site's output. autocast: that it was made in."""
+    """What a site's check is made of. autocast: that the site ran in. values: with all that it needs, as it was when the model's site had
+    run; none is part of a graph of autograd. trained: what of it needed a gradient. gradient: of the site's output, once it came."""
 
-    values: Values
-    trained: Sequence[Key]
-    gradient: torch.Tensor
     autocast: Autocast
+    values: Values | None = None
+    trained: Sequence[Key] = ()
+    gradient: torch.Tensor | None = None
 
 
-def needs(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> set[Key]:
-    """What has to be recorded for `check_site_gradients`. Raises NoValueError where it can't be."""
-    found = outputs.needs(site, body, new_out, values)
+def read(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> None:
+    """Read what `check_site_gradients` needs. Raises NoValueError."""
+    outputs.read(site, body, new_out, values)
     if new_out is None or body.mirror.dynamo_node(site.match.out) is None or values.leaf(site.match.out) is None:
         raise NoValueError("the site's output exists only inside one call of the graph")
-    leaves = {key.name for key in operands(body, new_out, values)}
-    inside = recomputing.made_of_differentiable(leaves, site, body)
-    span = recomputing.dependents(body.mirror, site.match)
-    waiting = [node for each in span for node in each.all_input_nodes]
-    seen = set(span)
-    while waiting:
-        node = waiting.pop()
-        if node in seen or body.names.get(node) in leaves:
-            continue
-        seen.add(node)
-        if node in inside:
-            require_computable(node)
-            _require_unwritten(node, site, body)
-            waiting.extend(node.all_input_nodes)
-        else:
-            found |= values.needs(node)
-    return found
+    leaves = {key.name: values.read(key) for key in operands(body, new_out, values)}
+    recomputing.output(site, body, values, leaves=leaves)
 
 
 def operands(body: Body, new_out: fx.Node, values: Values) -> list[Key]:
     """The values that the rewritten graph reads at the site, and that the model's own mirror knows too. Raises NoValueError."""
-    wanted = values.rewritten_needs(body, new_out)
+    wanted = values.needs(lambda rehearsed: rehearsed.rewritten(body, new_out))
     found = [key for key in sorted(wanted, key=str) if key.body == body.index and key.name in body.named]
     if len({key.name for key in found}) < len(found):
         raise NoValueError("an operand is read at two times, between which something writes to it")
     return found
 
 
-def _require_unwritten(node: fx.Node, site: Site, body: Body) -> None:
-    """Raise NoValueError if something writes into a value before the site reads it: the value is computed again without that."""
-    writer = mutation.written_between(body.mirror, node, node, site.match.out)
-    if writer is not None:
-        raise NoValueError(f"{node.name} is written to in place before the site reads it")
-
-
 def check_site_gradients(site: Site, body: Body, new_out: fx.Node, given: Given) -> Compared:
     """Compare the gradients. Raises VerificationMismatch, or NoValueError."""
+    if given.values is None or given.gradient is None:
+        raise NoValueError("no gradient came to the site's output")
     values = given.values
     known = operands(body, new_out, values)
     keys = [key for key in known if key in given.trained]
@@ -104,15 +82,14 @@ def check_site_gradients(site: Site, body: Body, new_out: fx.Node, given: Given)
 
     with given.autocast.again():
         new = _through(rewritten, values, known, keys, gradient)
-    outcome = comparing.compare(
-        new, model(None, None), lambda noise: model(wide, noise), Rule(factor=outputs.factor(site), rounded=rounded)
-    )
     lowering = site.decision.lowering if site.decision is not None else "the kernel"
-    return outcome.required(
-        lambda: [f"gradient of {lowering} with respect to {_named(key, site, body)}" for key in keys],
-        site=site.module,
-        formula=masks.formula(site),
-    )
+
+    def names() -> list[str]:
+        return [f"gradient of {lowering} with respect to {_named(key, site, body)}" for key in keys]
+
+    rule = Rule(factor=outputs.factor(site), rounded=rounded)
+    words = Words(names=names, site=site.module, formula=masks.formula(site))
+    return comparing.compare(new, model(None, None), lambda noise: model(wide, noise), rule, words)
 
 
 def _through(

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attn_compiler.passes.graph import axes, mutation, views
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.verifying import sdpa_calls
+from attn_compiler.verifying.interpreting import with_rows
 
 
 class Key(NamedTuple):
@@ -37,6 +37,9 @@ class Key(NamedTuple):
 
 
 _Seen = tuple[fx.Node, int | None]
+
+#: what stands for every value while it is only asked which are needed
+_REHEARSED = torch.empty(0)
 
 
 class NoValueError(Exception):
@@ -109,23 +112,50 @@ def _is_plain(value: object) -> bool:
 
 @dataclass(kw_only=True, eq=False)
 class Values:
-    """bodies: by the graph of their mirrors. recorded: values of the model's own nodes. symbols: of the symbolic sizes."""
+    """bodies: by the graph of their mirrors. recorded: values of the model's own nodes. symbols: of the symbolic sizes.
+
+    asked: in a rehearsal, the keys that were read so far. Nothing is known then and nothing is run: every value is an empty tensor.
+    """
 
     bodies: Mapping[fx.Graph, Body]
     recorded: dict[Key, Any] = field(default_factory=dict)
     symbols: dict[str, int] = field(default_factory=dict)
+    asked: set[Key] | None = None
+
+    def needs(self, read: Callable[[Values], object]) -> set[Key]:
+        """What has to be recorded for a reading, which is rehearsed. Raises NoValueError where it can't be."""
+        asked: set[Key] = set()
+        read(Values(bodies=self.bodies, asked=asked))
+        return asked
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether it is only asked what is needed."""
+        return self.asked is not None
+
+    def read(self, key: Key) -> Any:
+        """What was recorded."""
+        if self.asked is None:
+            return self.recorded[key]
+        self.asked.add(key)
+        return _REHEARSED
 
     def size(self, expr: sympy.Expr) -> int:
         """A size as a number. Raises NoValueError."""
+        if self.asked is not None:
+            return 0
         missing = {str(s) for s in expr.free_symbols} - self.symbols.keys()
         if missing:
             raise NoValueError(f"the size {expr} is not known on the first call")
         return int(expr.subs({s: self.symbols[str(s)] for s in expr.free_symbols}))
 
+    def number(self, x: Any) -> int:
+        return self.size(axes.size_expr(x))
+
     # ---- the mirror -----------------------------------------------------------------------------------------------
 
     def leaf(self, node: fx.Node, when: int | None = None) -> Key | None:
-        """Where the value of a mirror node was recorded, if it was. when: as in `needs`. Raises NoValueError."""
+        """Where the value of a mirror node was recorded, if it was. when: as in `mirror`. Raises NoValueError."""
         body = self._body(node)
         if node not in body.names:
             return None
@@ -139,31 +169,23 @@ class Values:
             raise NoValueError(f"{node.name} is in a graph that was not recorded")
         return body
 
-    def needs(self, node: fx.Node, when: int | None = None) -> set[Key]:
-        """What has to be recorded for `mirror(node, when)`. Raises NoValueError."""
-        return self._needs(node, when, set())
-
-    def _needs(self, node: fx.Node, when: int | None, seen: set[_Seen]) -> set[Key]:
-        if (node, when) in seen or _is_size(node):
-            return set()
-        seen.add((node, when))
-        leaf = self.leaf(node, when)
-        if leaf is not None:
-            return {leaf}
-        body = self._body(node)
-        if when is not None and mutation.storages(node) & body.written:
-            raise NoValueError(f"{node.name} exists only inside one call of the graph, and is written in place")
-        if node in body.made:
-            return self.rewritten_needs(body, body.made[node])
-        require_computable(node)
-        return set().union(*(self._needs(n, _before(body, node, when), seen) for n in node.all_input_nodes))
-
     def mirror(self, node: fx.Node, when: int | None = None) -> Any:
-        """The real value of a mirror node, or the number that it stands for.
+        """The real value of a mirror node, or the number that it stands for. Raises NoValueError.
 
         when: right before that place in the order of its mirror; None: as it is now, in the run of the model's own graph.
         """
-        return self._known(node, when, {})
+        return self._mirror(node, when, {})
+
+    def tensor(self, node: fx.Node, when: int | None = None) -> torch.Tensor:
+        """`mirror` of a node that has to be a tensor."""
+        found = self.mirror(node, when)
+        if not isinstance(found, torch.Tensor):
+            raise NoValueError(f"{node.name} is no tensor")
+        return found
+
+    def at(self, version: Version) -> torch.Tensor:
+        """What a tensor holds at that version. Raises NoValueError."""
+        return self.tensor(version.node, self.when(version))
 
     def mirror_of(self, node: fx.Node) -> Mirror:
         """The mirror that a node belongs to. Raises NoValueError."""
@@ -174,80 +196,65 @@ class Values:
         mirror = self.mirror_of(version.node)
         return len(mirror.graph.nodes) if version.until is None else mirror.order(version.until)
 
-    def _known(self, node: fx.Node, when: int | None, known: dict[_Seen, Any]) -> Any:
+    def _mirror(self, node: fx.Node, when: int | None, known: dict[_Seen, Any]) -> Any:
         if (node, when) not in known:
-            known[node, when] = self._mirror(node, when, known)
+            known[node, when] = self._found(node, when, known)
         return known[node, when]
 
-    def _mirror(self, node: fx.Node, when: int | None, known: dict[_Seen, Any]) -> Any:
-        if _is_size(node):
+    def _found(self, node: fx.Node, when: int | None, known: dict[_Seen, Any]) -> Any:
+        if isinstance(node.meta.get("val"), torch.SymInt):
             return self.number(node.meta["val"])
         leaf = self.leaf(node, when)
         if leaf is not None:
-            return self.recorded[leaf]
+            return self.read(leaf)
         body = self._body(node)
+        if when is not None and mutation.storages(node) & body.written:
+            raise NoValueError(f"{node.name} exists only inside one call of the graph, and is written in place")
         if node in body.made:
             return self.rewritten(body, body.made[node])
+        require_computable(node)
         if node.op == "get_attr":
             return node.meta["constant"]
-        return self.call(node, lambda n: self._known(n, _before(body, node, when), known))
+        # A node that nothing writes to reads its inputs where it stands: an older name of their memory is not written either.
+        before = None if when is None else body.mirror.order(node)
+        return self.call(node, lambda n: self._mirror(n, before, known))
+
+    # ---- the rewritten graph --------------------------------------------------------------------------------------
+
+    def rewritten(self, body: Body, node: fx.Node) -> Any:
+        """What the rewritten graph computes at `node` from the model's own values. Raises NoValueError."""
+        known: dict[fx.Node, Any] = {}
+
+        def made(one: fx.Node) -> Any:
+            if one not in known:
+                if one.op not in ("call_function", "call_method"):
+                    raise NoValueError(f"{one.name} of the rewritten graph is not in the model's own graph")
+                known[one] = self.call(one, lambda source: given(source, one))
+            return known[one]
+
+        def given(source: fx.Node, reader: fx.Node) -> Any:
+            own = _own(body, source, reader) if source is not node else None
+            return made(source) if own is None else self.read(own)
+
+        return made(node)
 
     def call(self, node: fx.Node, value: Callable[[fx.Node], Any], *, dtype: torch.dtype | None = None) -> Any:
-        """Run one mirror node on the values of its inputs. dtype: takes the place of every floating dtype it asks for."""
+        """Run one node on the values of its inputs. dtype: takes the place of every floating dtype that it asks for."""
 
         def real(x: Any) -> Any:
+            if isinstance(x, fx.Node):
+                x = value(x)
             if isinstance(x, torch.dtype) and dtype is not None and x.is_floating_point:
                 return dtype
             return self.number(x) if isinstance(x, torch.SymInt) else x
 
-        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda x: real(_filled(x, value)))
-        args, kwargs = sdpa_calls.with_rows(node.target, args, kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    def number(self, x: Any) -> int:
-        return self.size(axes.size_expr(x))
-
-    # ---- the rewritten graph --------------------------------------------------------------------------------------
-
-    def rewritten_needs(self, body: Body, node: fx.Node) -> set[Key]:
-        """What has to be recorded for `rewritten(body, node)`. Raises NoValueError."""
-        return self._rewritten_needs(body, node, node, set())
-
-    def _rewritten_needs(self, body: Body, node: fx.Node, start: fx.Node, seen: set[fx.Node]) -> set[Key]:
-        if node in seen:
-            return set()
-        seen.add(node)
-        if node.op not in ("call_function", "call_method"):
-            raise NoValueError(f"{node.name} of the rewritten graph is not in the model's own graph")
-        found: set[Key] = set()
-        for source in node.all_input_nodes:
-            own = _own(body, source, node) if source is not start else None
-            found |= self._rewritten_needs(body, source, start, seen) if own is None else {own}
-        return found
-
-    def rewritten(self, body: Body, node: fx.Node) -> Any:
-        """What the rewritten graph computes at `node` from the model's own values."""
-        return self._rewritten(body, node, node, {})
-
-    def _rewritten(self, body: Body, node: fx.Node, start: fx.Node, known: dict[fx.Node, Any]) -> Any:
-        if node in known:
-            return known[node]
-
-        def value(source: fx.Node) -> Any:
-            own = _own(body, source, node) if source is not start else None
-            return self._rewritten(body, source, start, known) if own is None else self.recorded[own]
-
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), real)
+        if self.asked is not None:
+            return _REHEARSED
         if node.op == "call_method":
-            known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return known[node]
-
-
-def _before(body: Body, node: fx.Node, when: int | None) -> int | None:
-    """When a node that nothing writes to reads its inputs: an older name of their memory is not written either."""
-    return None if when is None else body.mirror.order(node)
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        args, kwargs = with_rows(node.target, args, kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _recorded_at(body: Body, version: Version) -> Key:
@@ -274,14 +281,6 @@ def _own(body: Body, node: fx.Node, reader: fx.Node) -> Key | None:
     if mirrored is None or not mutation.storages(mirrored) & body.written:
         return Key(body.index, name)
     return _recorded_at(body, mutation.version(body.mirror, mirrored, body.place(reader)))
-
-
-def _filled(x: Any, value: Callable[[fx.Node], Any]) -> Any:
-    return value(x) if isinstance(x, fx.Node) else x
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def require_computable(node: fx.Node) -> None:

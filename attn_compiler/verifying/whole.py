@@ -13,11 +13,10 @@ from attn_compiler.reporting.verifications import Verification
 from attn_compiler.spec.dtypes import HALVES
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 from attn_compiler.verifying import interpreting, outputs
-from attn_compiler.verifying.comparing import FACTOR, Compared, Outcome, Rule
+from attn_compiler.verifying.comparing import FACTOR, Compared, Rule, Words
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
-from attn_compiler.verifying.fused_noise import fused_noise
 from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Record
-from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise
+from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, fused_noise
 from attn_compiler.verifying.plan import CheckPlan
 
 
@@ -201,11 +200,11 @@ def verification(
     return dataclasses.replace(found, elements=compared.elements, error=compared.error, allowed=compared.allowed)
 
 
-def required(plan: CheckPlan, outcome: Outcome, names: Callable[[], Sequence[str]]) -> Compared:
-    """What was compared of the whole graph. Raises VerificationMismatch. names: of all results."""
+def words(plan: CheckPlan, names: Callable[[], Sequence[str]]) -> Words:
+    """Of the whole graph. names: of all results."""
     sites = ", ".join(check.site.module for check in plan.checks if check.subject == "output")
     formula = f"attention at {sites}" if plan.padded is None else "real tokens alone"
-    return outcome.required(names, site=f"graph {plan.graph}", formula=formula)
+    return Words(names=names, site=f"graph {plan.graph}", formula=formula)
 
 
 def rule(plan: CheckPlan, beside: Sequence[torch.Tensor] = ()) -> Rule:

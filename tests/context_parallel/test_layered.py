@@ -52,7 +52,7 @@ _CHECKPOINTS = [
     Run(way="tp", checkpointed=False, masked=True, compiled="layers"),
     Run(way="fsdp over all", checkpointed=False, compiled="layers", masked=True),
 ]
-#: the first one is run by default: tests/context_parallel/test_rings.py has AOTAutograd and Inductor on two ranks
+#: the first one is run by default: tests/context_parallel/test_rings.py has AOTAutograd on two ranks, test_against_one_process.py Inductor
 _RINGS = [
     Run(way="tp", method="ring", compiled="layers", masked=True, inner="eager"),
     Run(way="alone", checkpointed=False, method="ring", heads=(8, 2), compiled="layers", masked=True),
@@ -63,15 +63,19 @@ _RINGS = [
 
 
 @pytest.fixture(scope="module")
-def rings(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    runs = asked_for(request, "run", _RINGS)
-    by_rank = processes.run(layered.measured, runs, size=4)
-    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
+def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    """Of all runs, since to start ranks costs as much as a run."""
+    found = {}
+    for ranks in (2, 4):
+        runs = [run for run in asked_for(request, "run") if run.ranks == ranks]
+        by_rank = processes.run(layered.measured, runs, size=ranks) if runs else []
+        found |= {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+    return found
 
 
 @pytest.mark.parametrize("run", in_full(_RINGS, daily=_RINGS[:1]), ids=lambda run: run.name)
-def test_four_ranks_of_a_ring(rings: dict[str, list[Result]], run: Run) -> None:
-    for result in rings[run.name]:
+def test_four_ranks_of_a_ring(results: dict[str, list[Result]], run: Run) -> None:
+    for result in results[run.name]:
         assert result.error is None
         assert max(result.far.values()) < _EXACT, result.far
         layers = 1 if run.compiled == "layers" else LAYERS
@@ -80,11 +84,15 @@ def test_four_ranks_of_a_ring(rings: dict[str, list[Result]], run: Run) -> None:
         assert result.sites == layers * ranks * (1 if run.load_balance is None else 2)
 
 
-#: each way of sharing once, and each kind of checkpoint; what runs op by op, with AOTAutograd and with Inductor
-_DAILY = firsts(
-    [*_HEADS, *_SHARDS, *_CHECKPOINTS],
-    *(lambda run: run.way, lambda run: run.checkpointed, lambda run: run.inner),
-)
+#: each way of sharing once, where there is a choice with layers that are compiled one by one, which traces half as much; each kind of
+#: checkpoint, of whole models. test_against_one_process.py has Inductor
+_DAILY = [
+    *firsts(
+        sorted([*_HEADS, *_SHARDS], key=lambda run: run.compiled != "layers" or run.inner == "inductor"),
+        lambda r: r.way,
+    ),
+    *firsts(_CHECKPOINTS, lambda run: run.checkpointed),
+]
 
 
 def _in_full(runs: list[Run]) -> list[Any]:
@@ -92,16 +100,6 @@ def _in_full(runs: list[Run]) -> list[Any]:
     more = [replace(run, ranks=4, inner="eager" if run == _AROUND_DTENSORS else "aot_eager") for run in runs]
     more += [replace(run, compiled="whole", ranks=4) for run in runs if run.inner == "inductor"]
     return [*further(runs, daily=_DAILY), *in_full(dict.fromkeys(run for run in more if run not in runs), daily=())]
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    found = {}
-    for ranks in (2, 4):
-        runs = [run for run in asked_for(request, "run") if run.ranks == ranks and run not in _RINGS]
-        by_rank = processes.run(layered.measured, runs, size=ranks) if runs else []
-        found |= {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
-    return found
 
 
 @pytest.mark.parametrize("run", _in_full([*_HEADS, *_SHARDS, *_CHECKPOINTS]), ids=lambda run: run.name)

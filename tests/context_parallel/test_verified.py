@@ -50,10 +50,10 @@ _MISREAD = _every_way("causal", "scores read twice as large")[:1]
 _FAILING = _every_way("causal", "the check fails on rank 1")[::3]
 
 
-#: each way of sharing and each dtype once; test_against_one_process.py has each kind of mask and score
+#: each way of sharing and each dtype once; test_against_one_process.py has each kind of mask and score, and Inductor
 _DAILY_RIGHT = [
     *_RINGS,
-    *firsts(_RIGHT[len(_RINGS) :], lambda one: (one.run.method, one.run.load_balance), lambda one: one.run.inner),
+    *firsts(_RIGHT[len(_RINGS) :], lambda one: (one.run.method, one.run.load_balance)),
     *firsts(_RIGHT, lambda one: one.dtype, lambda one: one.run.case == REPLICATED),
 ]
 _DAILY_WRONG = [_WRONG_RINGS[0], *firsts(_WRONG, lambda one: one.fault, lambda one: one.run.load_balance)]

@@ -11,7 +11,8 @@ from torch import fx
 
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
-from attn_compiler.verifying.plan import Check, CheckPlan, prepare
+from attn_compiler.verifying.checks import Check
+from attn_compiler.verifying.plan import CheckPlan, prepare
 
 Tensor = torch.Tensor
 SHAPE = (2, 4, 6, 8)
@@ -60,13 +61,13 @@ def planned(function: Callable[..., Any], *inputs: Any, **options: Any) -> Plann
     return Planned(plan, module, args)
 
 
-def qkv(*, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+def qkv(*, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = SHAPE, grad: bool = False) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for _ in range(3)]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    positions = torch.arange(q.shape[-2])
+    positions = torch.arange(q.shape[-2], device=q.device)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=positions <= positions[:, None])
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,25 +27,11 @@ from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting import verifications as results
 from attn_compiler.verifying import Verification
 from tests.passes.compiling import Compiled, compiled, mark
-from tests.verifying.planning import planned
+from tests.verifying.planning import LENGTH, SHAPE, Tensor, causal, planned, qkv
+from tests.verifying.training import assert_verified, checkpointed, found
 
-Tensor = torch.Tensor
+pytestmark = pytest.mark.usefixtures("nothing_kept")
 aten = torch.ops.aten
-SHAPE = (2, 4, 6, 8)
-LENGTH = SHAPE[2]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept() -> Iterator[None]:
-    results._kept.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def qkv(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = shapes or (SHAPE,) * 3
-    return [torch.randn(s, generator=generator).to(dtype).requires_grad_(grad) for s in sizes]
 
 
 def positions(x: Tensor) -> Tensor:
@@ -59,14 +45,15 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=positions(k) <= positions(q)[:, None])
-
-
 def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     allowed = positions(k) <= positions(q)[:, None]
     return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) @ v
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return written_out(q, k, v)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,10 +80,6 @@ def documents(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=same & (positions(k) <= positions(q)[:, None]))
 
 
-def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return checkpoint(causal, q.sin(), k, v, use_reentrant=False) + 1
-
-
 def with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -113,11 +96,6 @@ def several(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for _ in range(3):
         x = window(x, k, v) + q
     return x
-
-
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return written_out(q, k, v)
 
 
 def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, attention_mask: Tensor) -> Tensor:
@@ -173,17 +151,6 @@ def run(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Compi
     return with_checks, with_checks(*args)
 
 
-def found(subject: str) -> list[Verification]:
-    return [v for v in attn_compiler.verifications() if v.subject == subject]
-
-
-def assert_verified(subject: str, sites: int = 1) -> None:
-    all_of_them = found(subject)
-    assert len(all_of_them) == sites
-    assert [v.skipped for v in all_of_them] == [None] * sites
-    assert all(v.elements > 0 for v in all_of_them)
-
-
 @pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.function.__name__)
@@ -197,18 +164,17 @@ def test_right_attention_passes(case: Case, dtype: torch.dtype) -> None:
         kept = (PADDING.bool()[:, None, None, :] & torch.ones(LENGTH, LENGTH).tril().bool()).any(-1, keepdim=True)
     tolerance = {"rtol": 2e-2, "atol": 4e-2} if dtype != torch.float32 or case.function is autocast else {}
     torch.testing.assert_close(out * kept, case.function(*inputs) * kept, **tolerance)
-    assert_verified("output", case.sites)
+    assert_verified("output", sites=case.sites)
     assert len(found("mask")) == (case.sites if case.mask else 0)
     if case.mask:
-        assert_verified("mask", case.sites)
+        assert_verified("mask", sites=case.sites)
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[4], CASES[7]], ids=lambda case: case.function.__name__)
 def test_dynamic_sizes(case: Case) -> None:
     inputs = [mark(x, (LENGTH, SHAPE[0])) for x in [*qkv(grad=True), *(x.clone() for x in case.more)]]
     run(case.function, *inputs)
-    assert_verified("output")
-    assert_verified("mask")
+    assert_verified("output", "mask")
 
 
 @pytest.mark.in_turns
@@ -220,21 +186,10 @@ def test_right_bias_passes(function: Callable[..., Tensor], dynamic_sizes: tuple
     more = [table.to(dtype).requires_grad_()] if function is relative else [SLOPES, PADDING]
     inputs = [*qkv(dtype=dtype, grad=True), *(x if x.requires_grad else x.clone() for x in more)]
     run(function, *(mark(x, dynamic_sizes) for x in inputs))
-    assert_verified("mask")
-    assert_verified("bias")
+    assert_verified("mask", "bias")
     (bias,) = found("bias")
     assert bias.formula is not None
     assert ("relative bias" if function is relative else "ALiBi") in bias.formula
-
-
-def test_training_keeps_its_gradients() -> None:
-    mine, right = qkv(grad=True), qkv(grad=True)
-    _, out = run(checkpointed, *mine)
-    out.square().sum().backward()
-    checkpointed(*right).square().sum().backward()
-    for a, b in zip(mine, right, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    assert_verified("output")
 
 
 class Cached(nn.Module):
@@ -256,12 +211,11 @@ def test_static_cache_is_written_once() -> None:
     mine, right = Cached(), Cached()
     model = compiled(mine, verify=True)
     for step in range(3):
-        token = [x + step for x in qkv(*[(2, 4, 1, 8)] * 3)]
+        token = [x + step for x in qkv(shape=(2, 4, 1, 8))]
         out = model(*token, torch.tensor([step]))
         torch.testing.assert_close(out, right(*token, torch.tensor([step])))
         torch.testing.assert_close(mine.keys, right.keys, rtol=0, atol=0)
-    assert_verified("output")
-    assert_verified("mask")
+    assert_verified("output", "mask")
 
 
 def test_adds_in_place_to_an_input_once() -> None:
@@ -310,7 +264,7 @@ def test_only_the_first_call_of_each_graph_verifies(monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         function(*qkv())
     assert len(runs) == 1
-    function(*qkv(*[(1, 2, 5, 8)] * 3))
+    function(*qkv(shape=(1, 2, 5, 8)))
     assert len(runs) == 2
 
 
@@ -349,8 +303,7 @@ def test_without_the_option_nothing_is_verified() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("lowering", ["sdpa_cudnn", "sdpa_flash", "sdpa_efficient"])
 def test_right_attention_passes_on_a_gpu(lowering: str, dtype: torch.dtype) -> None:
-    shape = (2, 4, 128, 64)
-    inputs = [x.cuda().requires_grad_() for x in qkv(shape, shape, shape, dtype=dtype)]
+    inputs = [x.cuda().requires_grad_() for x in qkv(dtype=dtype, shape=(2, 4, 128, 64))]
     states, checks = [], []
     for verify in (True, False):
         function = compiled(
@@ -443,14 +396,6 @@ def test_bias_that_is_off_by_a_position(monkeypatch: pytest.MonkeyPatch, functio
 
 
 @pytest.mark.usefixtures("less_or_equal_is_less")
-def test_condition_beside_a_bias_that_is_off_by_one() -> None:
-    with pytest.raises(VerificationMismatch) as caught:
-        run(alibi, *qkv(), SLOPES, PADDING)
-    assert caught.value.what == "recovered mask"
-    assert caught.value.index == "b=0, h=0, q=0, k=0"
-
-
-@pytest.mark.usefixtures("less_or_equal_is_less")
 def test_site_is_named_and_the_other_sites_too() -> None:
     class Layer(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -473,19 +418,6 @@ def test_site_is_named_and_the_other_sites_too() -> None:
     assert any("layers.1" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.usefixtures("less_or_equal_is_less")
-def test_padding_that_is_wrong_for_one_row_of_the_batch() -> None:
-    """The causal part is written so that the fault does not reach it."""
-
-    def function(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
-        allowed = positions(k)[None, None, None, :] <= length[:, None, None, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
-
-    with pytest.raises(VerificationMismatch) as caught:
-        run(function, *qkv(), torch.tensor([LENGTH + 5, 3]))
-    assert caught.value.index == "b=1, h=0, q=0, k=3"
-
-
 @pytest.mark.usefixtures("mask_is_ignored")
 def test_a_call_that_raised_is_no_first_call() -> None:
     function = compiled(window, verify=True)
@@ -498,7 +430,7 @@ def test_a_call_that_raised_is_no_first_call() -> None:
 def test_a_mismatch_leaves_caches_as_they_were() -> None:
     model = Cached()
     with pytest.raises(VerificationMismatch):
-        run(model, *qkv(*[(2, 4, 1, 8)] * 3), torch.tensor([0]))
+        run(model, *qkv(shape=(2, 4, 1, 8)), torch.tensor([0]))
     assert not model.keys.any()
 
 
@@ -536,10 +468,7 @@ def test_a_mask_that_was_not_read_is_said_to_be_unchecked(caplog: pytest.LogCapt
 
 
 def test_dropout_is_said_to_be_unchecked() -> None:
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-
-    run(function, *qkv(), lowerings=["reference"])
+    run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), *qkv(), lowerings=["reference"])
     (output,) = found("output")
     assert output.skipped is not None
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from attn_compiler.verifying.interpreting import Arithmetic, Autocast, interpret
+import attn_compiler
+from attn_compiler.verifying.interpreting import Arithmetic, Autocast, interpret, with_rows
 from attn_compiler.verifying.numbers import Noise
 
 Tensor = torch.Tensor
@@ -153,3 +155,38 @@ def test_autocast_again() -> None:
     assert not torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu"), Autocast.now([]).again(none=True):
         assert torch.is_autocast_enabled("cpu")
+
+
+# ---- SDPA as the model called it ---------------------------------------------------------------------------------
+
+
+def test_a_mask_of_one_axis_gets_a_second_one() -> None:
+    q, mask = torch.ones(1, 1, 2, 4), torch.ones(2)
+    args, kwargs = with_rows(F.scaled_dot_product_attention, (q, q, q, mask), {"scale": 1.0})
+    assert args[3].shape == (1, 2)
+    assert kwargs == {"scale": 1.0}
+    _, kwargs = with_rows(F.scaled_dot_product_attention, (q, q, q), {"attn_mask": mask})
+    assert kwargs["attn_mask"].shape == (1, 2)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 2)])
+def test_the_arguments_of_other_calls_stay(mask: Tensor | None) -> None:
+    q = torch.ones(1, 1, 2, 4)
+    args, _ = with_rows(F.scaled_dot_product_attention, (q, q, q, mask), {})
+    assert args[3] is mask
+    assert with_rows(torch.mul, (q, 2), {}) == ((q, 2), {})
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_a_bias_of_one_axis_that_wants_a_gradient_is_verified(written_out: bool) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        if written_out:
+            return (q @ k.mT * 0.5 + bias).softmax(-1) @ v
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    given = [torch.randn(2, 2, 3, 4, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(3, requires_grad=True)
+    options = {"verify": True, "strict": True, "inner": "aot_eager"}
+    compiled = torch.compile(attention, backend="attn_compiler", options=options)
+    torch.testing.assert_close(compiled(*given, bias), attention(*given, bias))
+    assert attn_compiler.reports()

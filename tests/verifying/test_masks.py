@@ -10,8 +10,8 @@ import torch
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load, on_tensors
 from attn_compiler.reasons.errors import VerificationMismatch
-from attn_compiler.verifying import masks, pairs, running
-from attn_compiler.verifying.values import NoValueError, Values
+from attn_compiler.verifying import pairs, running
+from attn_compiler.verifying.values import Values
 from tests.verifying.planning import LENGTH, Planned, Tensor, causal, masked, planned, qkv
 
 PADDING = torch.tensor([[1] * LENGTH, [1, 1, 1, 0, 0, 1]])
@@ -96,7 +96,8 @@ def test_a_number_that_neither_allows_nor_masks() -> None:
     site.condition = ix.TRUE
     site.spec = dataclasses.replace(site.spec, score=dataclasses.replace(site.spec.score, proved=()))
     found.plan.checks.remove(found.check("bias"))
-    check.skipped, check.needs = None, masks.needs(check.site, Values(bodies=found.plan.mirrors))
+    check.skipped = None
+    check.find_needs(Values(bodies=found.plan.mirrors))
     error = _mismatch(found)
     assert error.expected.startswith("neither allowed nor masked out")
     assert "-1.0" in error.expected
@@ -126,5 +127,6 @@ def test_an_op_without_a_meaning_on_tensors_is_skipped(monkeypatch: pytest.Monke
 
 def test_a_load_of_a_tensor_that_is_not_known_can_not_be_recorded() -> None:
     found = _Changed(planned(causal, *qkv())).to(ix.as_bool(Load("unknown", (K,), "int")))
-    with pytest.raises(NoValueError, match="unknown"):
-        masks.needs(found.check("mask").site, Values(bodies=found.plan.mirrors))
+    check = found.check("mask")
+    check.find_needs(Values(bodies=found.plan.mirrors))
+    assert check.skipped == "where unknown is read from is not known"

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.passes.writing import buffers
 from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.verifying import running
+from attn_compiler.verifying.plan import Padded
 from attn_compiler.verifying.values import Key
 from tests.verifying.planning import SHAPE, Tensor, causal, masked, planned, plans, qkv
 
@@ -122,3 +123,33 @@ def test_symbolic_sizes_are_seen_where_they_first_occur() -> None:
     names = [symbol for places in plan.symbols.values() for symbol, _ in places]
     assert names
     assert len(names) == len(set(names))
+
+
+# ---- padding counts for nothing ----------------------------------------------------------------------------------
+
+
+class _Before(torch.nn.Module):
+    def forward(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return mask != 0, mask.sum()
+
+
+REAL = torch.tensor([[1, 0], [1, 1], [0, 1]])
+
+
+def test_padding_counts_for_nothing_whatever_axes_hold_it() -> None:
+    places = {0: (0, 1), 1: (1, 0), 2: (0, 0), 3: (0, 2)}
+    padded = Padded(before=fx.symbolic_trace(_Before()), places=places)
+    shapes = ((3, 2, 4), (2, 3), (6, 4), (3, 4, 2), (3, 2))
+    found = padded.cleared({i: torch.ones(shape) for i, shape in enumerate(shapes)}, [REAL])
+    real = REAL.float()
+    assert torch.equal(found[0], real[..., None].expand(3, 2, 4))
+    assert torch.equal(found[1], real.t())
+    assert torch.equal(found[2], real.reshape(6, 1).expand(6, 4))
+    assert torch.equal(found[3], real[:, None].expand(3, 4, 2))
+    assert torch.equal(found[4], torch.ones(3, 2))
+
+
+def test_what_is_not_finite_at_padding_counts_for_nothing() -> None:
+    padded = Padded(before=fx.symbolic_trace(_Before()), places={0: (0, 1)})
+    found = padded.cleared({0: torch.full((3, 2), torch.nan)}, [REAL])
+    assert torch.equal(found[0].isnan(), REAL == 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
@@ -24,7 +25,8 @@ from attn_compiler.spec.added_scores import (
     RegionPenalty,
     RelativeBias,
 )
-from attn_compiler.verifying import pairs, running
+from attn_compiler.verifying import pairs, running, scores
+from attn_compiler.verifying.values import Values
 from tests.verifying.planning import LENGTH, SHAPE, Planned, Tensor, planned, qkv
 
 B, H, Q, K = map(Index, "bhqk")
@@ -34,6 +36,8 @@ PADDING = torch.tensor([[1] * LENGTH, [1, 1, 1, 0, 0, 1]])
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 TABLE = torch.linspace(-1.0, 1.0, 8 * HEADS).reshape(8, HEADS)
 INDEX = torch.arange(LENGTH * LENGTH).reshape(LENGTH, LENGTH) % 8
+HALF = torch.finfo(torch.bfloat16).eps
+SINGLE = torch.finfo(torch.float32).eps
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -258,8 +262,8 @@ def test_a_ready_made_tensor_may_mask_too() -> None:
     bias = torch.zeros(1, 1, LENGTH, LENGTH)
     bias[..., 5, 1] = -torch.inf
     found = planned(function, *qkv(), bias)
-    mask, scores, _ = running.run_checks(found.plan, found.args).found
-    assert (mask.skipped, scores.skipped) == (None, None)
+    mask, bias, _ = running.run_checks(found.plan, found.args).found
+    assert (mask.skipped, bias.skipped) == (None, None)
     assert mask.formula == "k <= q"
     assert _mask_mismatch(_believed(found), ix.compare("<=", K, Q)).index == "b=0, h=0, q=5, k=1"
 
@@ -281,3 +285,51 @@ def test_a_formula_that_reads_beyond_a_tensor_is_a_mismatch() -> None:
     beyond = Load(kind.slopes.tensor, (ix.add(H, Const(HEADS)),), "float")
     error = _mismatch(_believed(found, dataclasses.replace(kind, slopes=beyond)))
     assert "no value" in error.observed
+
+
+# ---- how far rounding takes the sum -------------------------------------------------------------------------------
+
+
+def _slopes_times_apart(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
+    return slopes[:, None, None] * _apart(q, k)
+
+
+def _rounding(make: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> float:
+    def function(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make(q, k, slopes))
+
+    found = planned(function, *qkv(dtype=dtype), SLOPES.to(dtype))
+    return scores.rounding(found.check("bias").site, Values(bodies=found.plan.mirrors))
+
+
+def test_each_rounded_operation_counts_in_its_own_dtype() -> None:
+    assert _rounding(_slopes_times_apart) == pytest.approx(3 * SINGLE)
+    assert _rounding(_slopes_times_apart, torch.bfloat16) == pytest.approx(3 * HALF)
+    more = _rounding(lambda q, k, s: _slopes_times_apart(q, k, s) / 3 + s[:, None, None], torch.bfloat16)
+    assert more == pytest.approx(5 * HALF)
+
+
+def test_a_conversion_counts_in_the_dtype_that_it_rounds_to() -> None:
+    single = _rounding(lambda q, k, s: _slopes_times_apart(q, k, s.float()).bfloat16(), torch.bfloat16)
+    assert single == pytest.approx(3 * HALF + 2 * SINGLE)
+
+
+def test_what_only_moves_elements_does_not_count() -> None:
+    assert _rounding(
+        lambda q, k, s: _slopes_times_apart(q, k, s)[None].expand(2, -1, -1, -1).contiguous()
+    ) == pytest.approx(3 * SINGLE)
+
+
+def test_what_is_handed_to_a_body_counts_with_the_widest_rounding_outside() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        bias = _slopes_times_apart(q, k, slopes.bfloat16()).float()
+
+        def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+        return checkpoint(body, q, k, v, use_reentrant=False)
+
+    found = planned(function, *(x.requires_grad_() for x in qkv()), SLOPES)
+    check = found.check("bias")
+    assert scores.rounding(check.site, Values(bodies=found.plan.mirrors)) >= 8 * HALF
+    assert [v.skipped for v in running.run_checks(found.plan, found.args).found] == [None] * 3

@@ -11,10 +11,9 @@ from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import running
-from attn_compiler.verifying.ranks import Ranks
-from attn_compiler.verifying.shared import SharedSite, needs
+from attn_compiler.verifying.ranks import Ranks, WholeLoads
+from attn_compiler.verifying.shared import SharedSite
 from attn_compiler.verifying.values import Values
-from attn_compiler.verifying.whole_loads import WholeLoads
 from tests.verifying.planning import LENGTH, SHAPE, Planned, masked, planned, qkv
 
 MASK = torch.tensor([[1] * LENGTH, [0, *[1] * (LENGTH - 1)]])
@@ -52,7 +51,7 @@ def _planned(ranks: type[Ranks]) -> Planned:
         whole=WholeLoads(body=check.body, nodes=nodes, axes={mask: 1}),
         ranks=ranks(layout=Layout(size=1, balanced=False), rank=0, group=""),
     )
-    check.needs = needs(check.shared, Values(bodies=found.plan.mirrors))
+    check.find_needs(Values(bodies=found.plan.mirrors))
     return found
 
 
@@ -102,6 +101,6 @@ def test_what_comes_after_goes_on_with_the_attention_over_the_whole_sequence() -
     with graph.inserting_after(check.new_out):
         made = graph.call_function(torch.full_like, (check.new_out, 0.25))
     check.shared = dataclasses.replace(check.shared, new_out=made)
-    check.needs = needs(check.shared, Values(bodies=found.plan.mirrors))
+    check.find_needs(Values(bodies=found.plan.mirrors))
     (out,) = running.run_checks(found.plan, found.args).ran.outs
     assert torch.allclose(out, other)

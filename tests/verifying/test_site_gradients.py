@@ -42,17 +42,11 @@ def test_the_same_tensor_as_query_key_and_value() -> None:
     assert_all_verified()
 
 
-def test_gradients_of_some_inputs_alone() -> None:
+@pytest.mark.parametrize("inner", ["aot_eager", "eager"])
+def test_gradients_of_some_inputs_alone(inner: str) -> None:
+    """Without a compiler the nodes make no gradient that nobody asks for."""
     inputs = qkv()
-    out = compiled(causal, verify=True)(*inputs)
-    torch.autograd.grad(loss(out), inputs[1:2])
-    assert_all_verified()
-
-
-def test_gradients_of_some_inputs_alone_without_a_compiler() -> None:
-    """Its nodes make no gradient that nobody asks for."""
-    inputs = qkv()
-    out = compiled(causal, verify=True, inner="eager")(*inputs)
+    out = compiled(causal, verify=True, inner=inner)(*inputs)
     torch.autograd.grad(loss(out), inputs[1:2])
     assert_all_verified()
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 from tests.passes.compiling import captured
 
@@ -38,10 +39,14 @@ def _named(mirror: Mirror, name: str) -> fx.Node:
     return node
 
 
+def _needs(found: _Recorded, node: fx.Node, version: Version | None = None) -> set[Key]:
+    return found.values.needs(lambda asked: asked.mirror(node) if version is None else asked.at(version))
+
+
 def test_values_are_computed_from_what_was_recorded() -> None:
     x = torch.randn(3, 4)
     found = _Recorded(lambda x: (x + 1).mT.cos(), x)
-    assert found.values.needs(found.node("cos")) == {Key(3, n) for n in found.body.original}
+    assert _needs(found, found.node("cos")) == {Key(3, n) for n in found.body.original}
     torch.testing.assert_close(found.values.mirror(found.node("cos")), (x + 1).mT.cos())
 
 
@@ -60,7 +65,7 @@ def test_what_is_random_or_written_or_opaque_has_none() -> None:
     for function, why in ((random, "random"), (written, "in place")):
         found = _Recorded(function, torch.ones(3))
         with pytest.raises(NoValueError, match=why):
-            found.values.needs(found.node("cos"))
+            _needs(found, found.node("cos"))
 
 
 def test_what_is_held_between_two_writes_inside_of_one_call_has_none() -> None:
@@ -71,23 +76,23 @@ def test_what_is_held_between_two_writes_inside_of_one_call_has_none() -> None:
     relu = next(n for n in found.mirror.graph.nodes if mutation.writes(n))
     source = relu.all_input_nodes[0]
     before, after = (mutation.version(found.mirror, source, found.mirror.order(relu) + i) for i in (0, 1))
-    assert found.values.needs(source, found.values.when(before)) == {Key(3, "add", None, copied=True)}
-    assert found.values.needs(source, found.values.when(after)) == {Key(3, "add", found.mirror.owner(relu).name)}
+    assert _needs(found, source, before) == {Key(3, "add", None, copied=True)}
+    assert _needs(found, source, after) == {Key(3, "add", found.mirror.owner(relu).name)}
     found.body.names.pop(source)
     with pytest.raises(NoValueError, match="written in place"):
-        found.values.needs(source, found.values.when(after))
+        _needs(found, source, after)
 
 
 def test_dropout_that_drops_nothing_is_not_random() -> None:
     for function in (lambda x: F.dropout(x, 0.0).cos(), lambda x: F.dropout(x, 0.5, training=False).cos()):
         found = _Recorded(function, torch.ones(3))
-        assert found.values.needs(found.node("cos"))
+        assert _needs(found, found.node("cos"))
 
 
 def test_a_node_of_another_graph_has_none() -> None:
     found, other = (_Recorded(torch.cos, torch.ones(3)) for _ in range(2))
     with pytest.raises(NoValueError, match="not recorded"):
-        found.values.needs(other.node("cos"))
+        _needs(found, other.node("cos"))
 
 
 def test_another_dtype_takes_the_place_of_every_floating_one() -> None:
@@ -117,7 +122,7 @@ def test_new_nodes_are_computed_and_the_others_are_not() -> None:
         index=0, original=frozenset({"x", "old_out"}), rewritten=graph, mirror=found.mirror, outs={last.name: "old_out"}
     )
     values = Values(bodies={}, recorded={Key(0, "x"): torch.ones(2), Key(0, "old_out"): torch.tensor([1.0, 2.0])})
-    assert values.rewritten_needs(body, last) == {Key(0, "x"), Key(0, "old_out")}
+    assert values.needs(lambda asked: asked.rewritten(body, last)) == {Key(0, "x"), Key(0, "old_out")}
     # At the site itself its own new output is computed; anywhere below, the model's own value stands for it.
     assert values.rewritten(body, last).tolist() == [20.0, 30.0]
     below = graph.call_function(torch.neg, (last,))
@@ -130,4 +135,4 @@ def test_an_input_that_only_the_rewritten_graph_has_is_refused() -> None:
     found = _Recorded(torch.cos, torch.ones(3))
     body = Body(index=0, original=frozenset(), rewritten=graph, mirror=found.mirror)
     with pytest.raises(NoValueError, match="y of the rewritten graph"):
-        found.values.rewritten_needs(body, graph.call_function(torch.neg, (y,)))
+        found.values.rewritten(body, graph.call_function(torch.neg, (y,)))

@@ -14,10 +14,9 @@ import attn_compiler
 from attn_compiler import verifying
 from attn_compiler.verifying import Verification
 from tests.passes.compiling import Compiled, compiled
+from tests.verifying.planning import LENGTH, SHAPE, Tensor, causal
 
-Tensor = torch.Tensor
-BATCH, HEADS, LENGTH, DIM = 2, 4, 6, 8
-SHAPE = (BATCH, HEADS, LENGTH, DIM)
+BATCH, HEADS, _, DIM = SHAPE
 
 
 def qkv(*, dtype: torch.dtype = torch.float32, kv_heads: int = HEADS, grad: bool = True) -> list[Tensor]:
@@ -55,11 +54,6 @@ def loss(out: Tensor) -> Tensor:
 
 
 # ---- models -------------------------------------------------------------------------------------------------------
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    positions = torch.arange(q.shape[-2], device=q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=positions <= positions[:, None])
 
 
 def softmaxed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
