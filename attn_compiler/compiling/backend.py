@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler.compiling import left_to_python, without_us
+from attn_compiler.compiling import left_to_python, linear_attention, without_us
 from attn_compiler.compiling.attempts import StepFailed, step
 from attn_compiler.context_parallel import lockstep
 from attn_compiler.options.cache import cache_key
@@ -66,6 +66,7 @@ def _reset() -> None:
 
 attn_compiler.reset = _reset  # type: ignore[attr-defined]
 left_to_python.watch(attn_compiler)
+linear_attention.watch(attn_compiler)
 
 
 def _compile(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from attn_compiler.compiling import left_to_python
+from attn_compiler.compiling import left_to_python, linear_attention
 from attn_compiler.options.options import Options, check_lowering_names, split_options
 from attn_compiler.reasons.errors import AttnCompilerError, CannotCompare
 from attn_compiler.reporting.report import Report, Reports
@@ -97,6 +97,9 @@ def explainer(
             rewritten = _rewrite(gm, own)
             found.append(rewritten.report)
             return meanings.telling(_runnable(gm, rewritten), rewritten.known, rewritten.read)
+
+        backend.own_options = own  # type: ignore[attr-defined]
+        linear_attention.watch(backend)
 
         def tell(left: torch_observe.Break) -> None:
             told = left_to_python.report(left)

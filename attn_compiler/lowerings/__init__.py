@@ -1,7 +1,8 @@
 """Every way to compute an attention site. To add one: its folder, its line in LOWERINGS, its row in choice, its tests.
 
 base.py says what a lowering is. shared is the floor that every family stands on, fp8 that of families with a forward in FP8, choice the
-order in which lowerings are asked. A family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, hopper. Passes ask here.
+order in which lowerings are asked. A family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, hopper; linear has the lowerings
+of linear attention. Passes ask here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from attn_compiler.lowerings.decode.lowering import Decode
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
 from attn_compiler.lowerings.hopper.fp8 import HopperFp8
 from attn_compiler.lowerings.hopper.lowering import HopperAttention
+from attn_compiler.lowerings.linear import table as linear_table
+from attn_compiler.lowerings.linear.reference import run as by_chunks
 from attn_compiler.lowerings.plain.absorbed import Absorbed
 from attn_compiler.lowerings.plain.fp8_reference import ReferenceFp8
 from attn_compiler.lowerings.plain.plain_math import PlainMath
@@ -41,12 +44,14 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
 __all__ = [
+    "LINEAR_NAMES",
     "LOWERINGS",
     "PACKAGES",
     "Emitter",
     "LayoutDemand",
     "Lowering",
     "Operands",
+    "by_chunks",
     "by_name",
     "cannot_build",
     "check_added_speed",
@@ -56,6 +61,7 @@ __all__ = [
     "estimate",
     "evidence",
     "faster",
+    "linear_table",
     "order",
     "packaged_twin",
     "standing",
@@ -82,6 +88,9 @@ LOWERINGS: tuple[Lowering, ...] = (
     Absorbed(),
     Untouched(),
 )
+
+#: the lowerings of linear attention, whose specs are others (linear/table.py)
+LINEAR_NAMES: tuple[str, ...] = tuple(lowering.name for lowering in linear_table.LINEAR_LOWERINGS)
 
 _BY_NAME = {lowering.name: lowering for lowering in LOWERINGS}
 

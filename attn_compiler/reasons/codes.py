@@ -97,6 +97,7 @@ class Code(StrEnum):
     WRITTEN_BY_HAND = "AC521"
     LINEAR_ATTENTION = "AC522"
     LEFT_TO_PYTHON = "AC523"
+    LINEAR_NOT_PROVED = "AC524"
 
     # Padding that stays (`options={"unpad": True}`).
     MIXES_POSITIONS = "AC601"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.torch_private.unpadding import Steps, UnpaddedStep
 
 
@@ -50,6 +51,24 @@ class MissReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinearReport:
+    """Every layer of linear attention that shares one spec and decision. Its function was proved to be the recurrence.
+
+    modules: as in SiteReport. evidence: the measurement that the choice rests on, and its date.
+    """
+
+    modules: tuple[str, ...]
+    spec: LinearSpec
+    decision: Decision
+    evidence: str | None = None
+
+    @property
+    def function(self) -> str:
+        """The model's, by its module and name."""
+        return self.spec.form.function.partition("#")[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnpadReport:
     """What became of a graph's padding (`options={"unpad": True}`).
 
@@ -87,6 +106,7 @@ class GraphReport:
     not_kept: why the next process has to run the passes again, if it has to.
     unpad: what became of padding; None if nobody asked for that.
     untried: which installed releases are newer than all that this version was tried with.
+    linear: layers of linear attention whose functions were taken.
     dumped: the directory that has the graph before and after each pass; None if nobody asked for that.
     """
 
@@ -102,7 +122,12 @@ class GraphReport:
     not_kept: str | None = None
     untried: tuple[str, ...] = ()
     unpad: UnpadReport | None = None
+    linear: tuple[LinearReport, ...] = ()
     dumped: str | None = field(default=None, compare=False)
+
+    @property
+    def num_linear(self) -> int:
+        return sum(len(one.modules) for one in self.linear)
 
     @property
     def num_sites(self) -> int:

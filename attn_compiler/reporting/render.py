@@ -18,7 +18,7 @@ from attn_compiler.reporting import wording
 
 if TYPE_CHECKING:
     from attn_compiler.reasons.decisions import Copy, Reason, Refusal
-    from attn_compiler.reporting.facts import GraphReport, MissReport, SiteReport, UnpadReport
+    from attn_compiler.reporting.facts import GraphReport, LinearReport, MissReport, SiteReport, UnpadReport
     from attn_compiler.spec.attention import AttentionSpec, TensorSpec
     from attn_compiler.spec.masks import MaskSpec
 
@@ -64,6 +64,7 @@ def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
 def report_view(report: GraphReport) -> RenderableType:
     """One graph: a line of totals, a block for each distinct site, then the misses."""
     blocks = [_site_block(number, site) for number, site in enumerate(report.sites, start=1)]
+    blocks += [_linear_block(number, one) for number, one in enumerate(report.linear, start=1)]
     blocks += [_miss_block(miss) for miss in report.misses]
     head: list[RenderableType] = [
         _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
@@ -185,6 +186,18 @@ def _site_block(number: int, site: SiteReport) -> RenderableType:
     return _block(f"[{number}]", site.modules, rows)
 
 
+def _linear_block(number: int, one: LinearReport) -> RenderableType:
+    rows: list[tuple[str, RenderableType]] = [
+        ("lowering", _text(one.decision.lowering, "green")),
+        ("computes", _text(one.spec.words)),
+        ("function", _text(f"{one.function}, proved")),
+        ("dtype", _text(f"{one.spec.dtype}, {'needs grad' if one.spec.needs_grad else 'no grad'}")),
+        ("length", _text(str(one.spec.length))),
+    ]
+    rows += [("refused" if i == 0 else "", row) for i, row in enumerate(_refusals(one.decision.refusals))]
+    return _block(f"[linear {number}]", one.modules, rows)
+
+
 def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
     """The mask in words, its formula if one was proved, and why none was. Words and formula take a few lines at most."""
     rows: list[tuple[str, RenderableType]] = [("mask", _text(middle_left_out(mask.words)))]
@@ -283,10 +296,12 @@ def dtype_words(spec: AttentionSpec) -> str:
 
 def what_was_found(report: GraphReport) -> str:
     sites, misses = report.num_sites, report.num_misses
-    if not sites and not misses:
+    linear = wording.linear_totals([report])
+    if not sites and not misses and not linear:
         return "0 sites: no attention was found in this graph"
     kinds = f" of {wording.counted(len(report.sites), 'kind')}" if sites > 1 else ""
-    return f"{wording.counted(sites, 'attention site')}{kinds}, {wording.counted(misses, 'miss', 'misses')}"
+    parts = [f"{wording.counted(sites, 'attention site')}{kinds}", *linear, wording.counted(misses, "miss", "misses")]
+    return ", ".join(parts)
 
 
 def _times(words: str, seconds: Iterable[tuple[str, float]]) -> RenderableType:

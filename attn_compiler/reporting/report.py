@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attn_compiler.reasons.errors import ReportNotSaved
 from attn_compiler.reporting import wording
-from attn_compiler.reporting.facts import GraphReport, MissReport, SiteReport, UnpadReport
+from attn_compiler.reporting.facts import GraphReport, LinearReport, MissReport, SiteReport, UnpadReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,6 +42,8 @@ class Report(GraphReport):
             "num_misses": self.num_misses,
             "sites": [_site_dict(site) for site in self.sites],
             "misses": [_miss_dict(miss) for miss in self.misses],
+            "num_linear": self.num_linear,
+            "linear": [_linear_dict(one) for one in self.linear],
             "seconds": [{"pass": name, "seconds": seconds} for name, seconds in self.seconds],
             "kernels": [{"kernel": name, "seconds": seconds} for name, seconds in self.kernels],
             "failure": self.failure,
@@ -88,6 +90,10 @@ class Reports(tuple[Report, ...]):
     def num_misses(self) -> int:
         return sum(report.num_misses for report in self)
 
+    @property
+    def num_linear(self) -> int:
+        return sum(report.num_linear for report in self)
+
     def to_dict(self) -> dict[str, Any]:
         """As Report.to_dict; "graphs" holds what Report.to_dict gives for each."""
         return {
@@ -95,6 +101,7 @@ class Reports(tuple[Report, ...]):
             "num_graphs": len(self),
             "num_sites": self.num_sites,
             "num_misses": self.num_misses,
+            "num_linear": self.num_linear,
             "graphs": [report.to_dict() for report in self],
         }
 
@@ -171,6 +178,18 @@ def _unpad_dict(unpad: UnpadReport) -> dict[str, Any]:
         "facts": list(unpad.facts),
         "notes": list(unpad.notes),
         "last": [{"fill": step.fill, "failed": list(step.failed)} for step in unpad.last],
+    }
+
+
+def _linear_dict(one: LinearReport) -> dict[str, Any]:
+    return {
+        "modules": list(one.modules),
+        "computes": one.spec.words,
+        "function": one.function,
+        "spec": asdict(one.spec),
+        "lowering": one.decision.lowering,
+        "refusals": [asdict(refusal) for refusal in one.decision.refusals],
+        "evidence": one.evidence,
     }
 
 

@@ -46,10 +46,22 @@ def totals(reports: Sequence[GraphReport]) -> str:
     parts = [counted(len(reports), "graph")] if len(reports) > 1 else []
     lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
     parts.append(counted(chosen.total(), "attention site") + (f" ({lowerings})" if lowerings else ""))
+    parts += linear_totals(reports)
     parts += [counted(misses, "miss", "misses")] if misses else []
     parts += [f"{failures} FAILED"] if failures else []
     parts += [counted(faults, "fault")] if faults else []
     return ", ".join([*parts, f"{duration(seconds)} in passes"])
+
+
+def linear_totals(reports: Sequence[GraphReport]) -> list[str]:
+    """ "36 layers of linear attention (linear_reference 36)"; none where there are none."""
+    chosen: Counter[str] = Counter()
+    for report in reports:
+        for one in report.linear:
+            chosen[one.decision.lowering] += len(one.modules)
+    lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
+    layers = counted(chosen.total(), "layer of linear attention", "layers of linear attention")
+    return [f"{layers} ({lowerings})"] if chosen else []
 
 
 def unproved(mask: MaskSpec) -> str | None:
@@ -73,4 +85,4 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def has_content(report: GraphReport) -> bool:
-    return bool(report.sites or report.misses or report.failure or report.faults)
+    return bool(report.sites or report.linear or report.misses or report.failure or report.faults)

@@ -62,12 +62,12 @@ def settings_of(model: Callable[..., Any], name: str) -> dict[str, Any]:
     backend = _wrapped(getattr(getattr(model, "dynamo_ctx", None), "callback", None))
     if getattr(backend, "compiler_name", None) != name:
         return {}
-    return {**_options_of(backend), "dynamic": backend.dynamic}
+    return {**options_of(backend), "dynamic": backend.dynamic}
 
 
-def _options_of(backend: Any) -> dict[str, Any]:
+def options_of(backend: Any) -> dict[str, Any]:
     """The options= and mode= of what torch.compile made of a backend."""
-    return {key: value for key, value in getattr(backend, "kwargs", {}).items() if key in ("options", "mode")}
+    return {key: value for key, value in getattr(_wrapped(backend), "kwargs", {}).items() if key in ("options", "mode")}
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def nothing_left_behind(backend: Callable[..., Any] | None = None) -> Iterator[N
         for code, known in before.items():
             entries = _debug_get_cache_entry_list(code)
             new = [entry for entry in entries if not any(entry is one for one in known)]
-            _forget(code, entries, [one for one in new if backend is None or _innermost(one.backend) is backend])
+            _forget(code, entries, [one for one in new if backend is None or innermost(one.backend) is backend])
 
 
 @contextlib.contextmanager
@@ -176,15 +176,15 @@ class _Breaks:
         self.seen = 0
 
     def told(self, compilation: str) -> None:
-        given = _given_to_compilation()
-        if given is None or given["one_graph"] or _innermost(given["compiler_fn"]) is not self.backend:
+        given = given_to_compilation()
+        if given is None or given["one_graph"] or innermost(given["compiler_fn"]) is not self.backend:
             return
         found = [(one.reason, tuple(one.user_stack)) for one in graph_break_reasons[self.seen :]]
         failed = sys.exc_info()[1]
         if isinstance(failed, Unsupported):
             found.append((str(failed), tuple(failed.real_stack)))
         modules = {name: value for name, value in given["locals"].items() if isinstance(value, nn.Module)}
-        settings = _options_of(_wrapped(given["compiler_fn"]))
+        settings = options_of(given["compiler_fn"])
         # An attempt that Dynamo begins anew breaks at the same place again.
         once = {tuple((frame.filename, frame.lineno) for frame in stack): (reason, stack) for reason, stack in found}
         for reason, stack in once.values():
@@ -207,7 +207,7 @@ class _AtEnd:
         self.of.told(args.compile_id)
 
 
-def _given_to_compilation() -> dict[str, Any] | None:
+def given_to_compilation() -> dict[str, Any] | None:
     """The arguments of the function of Dynamo's that compiles a frame, while it runs; None if another compilation is under way."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not convert_frame._compile.__code__:
@@ -228,7 +228,7 @@ def _forget(code: CodeType, entries: Sequence[Any], ours: Sequence[Any]) -> None
             state.invalidate(entry, deleted)
 
 
-def _innermost(backend: Any) -> Any:
+def innermost(backend: Any) -> Any:
     backend = _wrapped(backend)
     return getattr(backend, "compiler_fn", backend)
 

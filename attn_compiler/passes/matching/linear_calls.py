@@ -6,6 +6,7 @@ module's name counts only where products of computed tensors stand in it, and no
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from attn_compiler.lowerings.graph_ops.linear_call import linear_call
 from attn_compiler.passes.graph.unit import is_anchor_like, module_path
 from attn_compiler.passes.matching.written_out import is_product
 from attn_compiler.reasons.codes import Code
@@ -61,20 +63,27 @@ RECURRENCES: tuple[Recurrence, ...] = (
     ),
 )
 
+#: a function that has the parameters of one
+_OTHER = Recurrence(function="", module="", name="a recurrence")
+
 _IN_FUNCTION = re.compile(r", in (\w+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearLayers:
-    """Layers of one recurrence. called: the function or the class that computes it. firsts: the first node of each layer, in order."""
+    """Layers of one recurrence. called: the function or the class that computes it. firsts: the first node of each layer, in order.
+    refused: why the function's calls were not taken, where it was looked at."""
 
     recurrence: Recurrence
     called: str
     firsts: tuple[fx.Node, ...]
     num_nodes: int
+    refused: Reason | None = None
 
     @property
     def reason(self) -> Reason:
+        if self.refused is not None:
+            return self.refused
         each = self.num_nodes // len(self.firsts)
         return Reason(
             code=Code.LINEAR_ATTENTION,
@@ -84,23 +93,32 @@ class LinearLayers:
         )
 
 
-def find(graph: fx.Graph) -> list[LinearLayers]:
-    """The layers of linear attention in one Dynamo graph, a group for each function or class."""
+def find(graph: fx.Graph, refused: Mapping[str, Reason] | None = None) -> list[LinearLayers]:
+    """The layers of linear attention in one Dynamo graph, a group for each function or class; but for calls that were taken.
+
+    refused: functions whose calls were looked at and not taken (passes/matching/linear), by name.
+    """
+    looked_at = refused or {}
     by_call: dict[tuple[str, str], list[fx.Node]] = {}
     inside: dict[tuple[str, str], list[fx.Node]] = {}
     recurrences: dict[str, Recurrence] = {}
+    taken: set[str] = set()
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        found = _function_of(node)
+        if node.target is linear_call:
+            taken.add(module_path(node))
+            continue
+        found = _function_of(node, looked_at)
         where = by_call if found is not None else inside
         found = found or _module_of(node)
         if found is not None:
             called, recurrences[called] = found
             where.setdefault((called, module_path(node)), []).append(node)
-    of_functions = {path for _, path in by_call}
+    of_functions = {path for _, path in by_call} | taken
     named = {key: nodes for key, nodes in inside.items() if not _is_told(key[1], of_functions) and _computes(nodes)}
-    return _grouped({**by_call, **named}, recurrences)
+    groups = _grouped({**by_call, **named}, recurrences)
+    return [dataclasses.replace(one, refused=looked_at.get(one.called)) for one in groups]
 
 
 def _is_told(path: str, of_functions: Iterable[str]) -> bool:
@@ -125,10 +143,10 @@ def _grouped(
     ]
 
 
-def _function_of(node: fx.Node) -> tuple[str, Recurrence] | None:
+def _function_of(node: fx.Node, looked_at: Mapping[str, Reason]) -> tuple[str, Recurrence] | None:
     """Of the functions that a node was traced in, the outermost one that computes a recurrence."""
     for name in _IN_FUNCTION.findall(node.meta.get("stack_trace") or ""):
-        found = _of_function(name)
+        found = _of_function(name) or (_OTHER if name in looked_at else None)
         if found is not None:
             return name, found
     return None

@@ -13,6 +13,7 @@ from torch import fx
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.unit import module_path, source_line
 from attn_compiler.passes.matching import linear_calls, nested_calls, written_out
+from attn_compiler.passes.matching.linear import deciding
 from attn_compiler.passes.matching.written_out import WrittenOut
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reporting.facts import MissReport
@@ -53,7 +54,8 @@ def _written_out(found: Iterable[WrittenOut]) -> list[MissReport]:
 
 
 def _linear(graphs: Iterable[fx.Graph]) -> list[MissReport]:
-    layers = [one for graph in graphs for one in linear_calls.find(graph)]
+    refused = deciding.refused()
+    layers = [one for graph in graphs for one in linear_calls.find(graph, refused)]
     return [_row(one.firsts, one.called, "none tried", one.reason, source_line(one.firsts[0])) for one in layers]
 
 

@@ -63,10 +63,11 @@ class Rewritten:
     def take_back(self, gm: fx.GraphModule) -> None:
         """Make the graph as it came, whatever a compiler did to it in the meantime."""
         if self.snapshot is not None:
-            from attn_compiler.passes.writing import buffers
+            from attn_compiler.passes.writing import buffers, linear_calls
 
             self.snapshot.restore()
             buffers.discard(gm, self.units)
+            linear_calls.give_back(gm)
 
 
 def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Report:
@@ -92,11 +93,12 @@ def rewrite(
         with collector.paused():
             report = _run(work)
     except Exception as error:
-        from attn_compiler.passes.writing import buffers, summary
+        from attn_compiler.passes.writing import buffers, linear_calls, summary
 
         if work.snapshot is not None:
             work.snapshot.restore()
         buffers.discard(gm, work.units)
+        linear_calls.give_back(gm)
         if torch_compat.starts_over(error) or options.strict:
             raise
         failure = f"{error}\n{''.join(traceback.format_exception(error))}"

@@ -38,7 +38,9 @@ def run_steps(work: Work) -> None:
 
 def _run_on_units(row: tuple[PipelineStep, ...], work: Work) -> None:
     work.seconds = dict.fromkeys((step.name for step in row), 0.0) | work.seconds
-    work.dumper = Dumper.create(work.options.dump_dir if work.units else None, torch_compat.graph_name())
+    work.dumper = Dumper.create(
+        work.options.dump_dir if work.units or work.has_linear_calls else None, torch_compat.graph_name()
+    )
     for unit in work.units:
         with torch_tracing.tracing_in(unit.mode):
             _run_on(unit, row, work)

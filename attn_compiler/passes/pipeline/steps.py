@@ -19,6 +19,7 @@ from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep, chec
 from attn_compiler.passes.pipeline.work import Work, timed
 from attn_compiler.passes.recovering import borders
 from attn_compiler.passes.rewrites import remembered
+from attn_compiler.passes.writing import linear_calls
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.target import Target
@@ -39,7 +40,8 @@ def _units(work: Work) -> None:
 
 
 def _snapshot(work: Work) -> None:
-    if work.snapshot is None and (work.units or work.options.is_context_parallel):
+    work.has_linear_calls = linear_calls.are_in(work.gm)
+    if work.snapshot is None and (work.units or work.has_linear_calls or work.options.is_context_parallel):
         work.snapshot = Snapshot(work.gm)
 
 
@@ -59,7 +61,8 @@ def _border(work: Work) -> None:
 
 
 def _kept(work: Work) -> Onward | None:
-    if work.store is None or work.border is None or (not work.units and work.border.root is None):
+    is_rewritten = bool(work.units) or work.has_linear_calls
+    if work.store is None or work.border is None or not (is_rewritten or work.border.root is not None):
         return None
     work.seconds[_CACHE] = 0.0
     with timed(_CACHE, work.seconds):
@@ -292,6 +295,13 @@ def _verify(_: Work, unit: Unit) -> None:
 # ---- on all of them ----------------------------------------------------------------------------------------------------
 
 
+def _linear(work: Work) -> None:
+    if work.has_linear_calls:
+        work.seconds["linear"] = 0.0
+        with timed("linear", work.seconds), work.dumper.around("linear", work.gm):
+            work.linear = linear_calls.lower(work.gm, work.options)
+
+
 def _not_left(work: Work) -> None:
     if work.options.is_context_parallel:
         from attn_compiler.passes.pipeline import rooms
@@ -328,6 +338,8 @@ def _report(work: Work) -> None:
     work.report = rooms.summary.report(
         work.gm, work.units, work.decided_for, work.seconds, faults=work.warned, unseen=unseen, padded=work.padded
     )
+    if work.linear:
+        work.report = dataclasses.replace(work.report, linear=linear_calls.rows(work.linear))
 
 
 def _outline(work: Work) -> None:
@@ -387,7 +399,8 @@ PIPELINE: tuple[PipelineStep, ...] = (
     PipelineStep(name="last_look", run=_last_look, needs=("give_back",)),
     PipelineStep(name="verify", run=_verify, needs=("last_look",)),
     # What all graphs need of each other, and what is told of them.
-    PipelineStep(name="not_left", on="work", run=_not_left, needs=("verify",)),
+    PipelineStep(name="linear", on="work", run=_linear, needs=("verify",)),
+    PipelineStep(name="not_left", on="work", run=_not_left, needs=("linear",)),
     PipelineStep(name="buffers", on="work", run=_buffers, needs=("not_left",)),
     PipelineStep(name="body_inputs", on="work", run=_body_inputs, needs=("buffers",)),
     PipelineStep(name="crossing", on="work", run=_crossing, needs=("body_inputs",)),

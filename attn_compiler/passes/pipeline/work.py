@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attn_compiler.passes.matching.unseen import Unseen
     from attn_compiler.passes.spelling.checkpoints import Inlined
     from attn_compiler.passes.unpad.packing import Trial
+    from attn_compiler.passes.writing.linear_calls import LinearSite
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,7 @@ class Work:
     border: what is known on both sides of the graph. memory: where the rewrite is kept. unseen: misses that no pattern starts from.
     trial, failed: at the unit under way, a graph that was rewritten and has to be judged, and what looking at it raised.
     padded: beside a packed graph, the model's own, which gets kernels as any graph does.
+    has_linear_calls, linear: whether there were calls of linear attention, and what became of them.
     known: as `Rewritten` has it. warned: what users were told of faults. report: what came of it all.
     """
 
@@ -61,6 +63,8 @@ class Work:
     trial: Spread | Trial | None = None
     failed: Exception | None = None
     padded: Unit | None = None
+    has_linear_calls: bool = False
+    linear: tuple[LinearSite, ...] = ()
     known: tuple[tuple[int, Known], ...] = ()
     warned: tuple[str, ...] = ()
     report: Report | None = None

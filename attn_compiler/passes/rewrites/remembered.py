@@ -35,6 +35,7 @@ from attn_compiler.reasons.errors import described
 from attn_compiler.reporting import facts
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.attention import CODEC
+from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 from attn_compiler.torch_private.meanings import Known
@@ -61,7 +62,7 @@ _CODEC = CODEC.beside(
     KeptFile,
     *record.PARTS,
     *border_records.PARTS,
-    *(Report, facts.SiteReport, facts.MissReport),
+    *(Report, facts.SiteReport, facts.MissReport, facts.LinearReport, LinearSpec, LinearForm),
     *(decisions.Reason, decisions.Refusal, decisions.Decision, decisions.Copy),
     *(decisions.Evidence, decisions.Estimate, decisions.Faster),
 )

@@ -126,6 +126,22 @@ def _overview(shown: dict[str, GraphReport]) -> Markup | None:
         for identity, report in shown.items()
         for own, site in graphs.site_identities(report, identity).items()
     ]
+    rows += [
+        (
+            element(
+                "a",
+                joined([code(name) for name in render.abbreviate(one.modules)], ", "),
+                href=f"#{identity}-linear-{number}",
+            ),
+            code(one.decision.lowering),
+            one.spec.words,
+            "0",
+            _gain(None),
+            report.graph,
+        )
+        for identity, report in shown.items()
+        for number, one in enumerate(report.linear, 1)
+    ]
     missed: list[tuple[Content, ...]] = [
         (
             element(

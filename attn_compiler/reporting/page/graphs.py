@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from attn_compiler.reporting import render, wording
 from attn_compiler.reporting.page import diffs
 from attn_compiler.reporting.page.markup import Content, Markup, element, facts, folded, table
-from attn_compiler.reporting.page.sites import again_card, miss_card, reason_rows, site_card
+from attn_compiler.reporting.page.sites import again_card, linear_card, miss_card, reason_rows, site_card
 
 if TYPE_CHECKING:
     from attn_compiler.reporting.facts import GraphReport, SiteReport, UnpadReport
@@ -38,6 +38,7 @@ def section(report: GraphReport, identity: str, first: Mapping[SiteReport, str])
         *_failures(report),
         *cards,
     ]
+    parts += [linear_card(one, f"{identity}-linear-{number}") for number, one in enumerate(report.linear, 1)]
     if report.misses:
         parts.append(element("p", _MISSES, class_="aside"))
         parts += [miss_card(miss, f"{identity}-miss-{number}") for number, miss in enumerate(report.misses, 1)]

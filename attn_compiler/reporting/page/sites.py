@@ -20,7 +20,7 @@ from attn_compiler.spec.masks import Causal
 
 if TYPE_CHECKING:
     from attn_compiler.reasons.decisions import Copy, Estimate, Faster, Reason
-    from attn_compiler.reporting.facts import MissReport, SiteReport
+    from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport
     from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
     from attn_compiler.spec.masks import MaskSpec
 
@@ -50,6 +50,22 @@ def again_card(site: SiteReport, identity: str, first: str) -> Markup:
 def _badge(site: SiteReport) -> Markup:
     lowering = site.decision.lowering
     return element("span", lowering, class_="badge kept" if lowering == _UNTOUCHED else "badge")
+
+
+def linear_card(one: LinearReport, identity: str) -> Markup:
+    """What a layer of linear attention computes, and what was chosen for it."""
+    badge = element("span", one.decision.lowering, class_="badge")
+    rows = facts(
+        (
+            ("Computes", one.spec.words),
+            ("Function", joined([code(one.function), "proved"], ", ")),
+            ("Computed in", f"{one.spec.dtype}, {'needs grad' if one.spec.needs_grad else 'no grad'}"),
+            ("Length", str(one.spec.length)),
+            ("Why", one.evidence),
+        )
+    )
+    head = element("h3", _names(one.modules), " ", badge, id=identity)
+    return element("article", head, rows, _places(one.modules), aria_labelledby=identity, class_="card")
 
 
 def miss_card(miss: MissReport, identity: str) -> Markup:

@@ -1,0 +1,24 @@
+"""Has the calls of models' functions of linear attention taken, in what is compiled for this backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attn_compiler.torch_private import substitution
+
+
+def watch(backend: Callable[..., Any]) -> None:
+    """Look at models' modules when a compilation begins. backend: one of ours, for which calls are taken."""
+    backend.takes_linear_attention = True  # type: ignore[attr-defined]
+    substitution.watch_starts(_look)
+
+
+def _look() -> None:
+    backend, _ = substitution.compiling_for()
+    if not getattr(backend, "takes_linear_attention", False):
+        return
+    # Imported at the first compilation of ours, so that naming the backend stays cheap.
+    from attn_compiler.passes.matching.linear import substitutes
+
+    substitutes.look()

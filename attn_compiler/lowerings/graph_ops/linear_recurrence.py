@@ -1,0 +1,113 @@
+"""What a `LinearForm` says, in tensors: from a function's operands to q, k, v, g, beta and state, the recurrence itself, and back.
+
+Proofs, `verify` and tests hold everything against `definition`, which goes token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_compiler.spec.linear import LinearForm
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """The operands of the recurrence, all in the dtype that is computed in, with as many heads of q and k as of v.
+
+    q, k: (B, S, H, K).
+    v: (B, S, H, V).
+    g: (B, S, H) or, where each channel has a decay, (B, S, H, K); the decay is exp(g).
+    beta: (B, S, H); None without the delta rule.
+    state: (B, H, K, V); None: it begins at 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None = None
+    state: Tensor | None = None
+
+    @property
+    def first_state(self) -> Tensor:
+        """The state before the first token."""
+        if self.state is not None:
+            return self.state
+        batch, _, heads, dim = self.k.shape
+        return self.v.new_zeros(batch, heads, dim, self.v.shape[-1])
+
+
+def prepared(form: LinearForm, operands: Sequence[Tensor]) -> Prepared:
+    """What a function makes of its operands before the recurrence."""
+    given = dict(zip(form.roles, operands, strict=True))
+    return _of_ssd(form, given) if form.recurrence == "ssd" else _of_delta(form, given)
+
+
+def finished(form: LinearForm, operands: Sequence[Tensor], out: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What the function gives: `out` (B, S, H, V) and the last state, as the recurrence gives them, in its dtypes and layouts."""
+    if form.recurrence == "ssd":
+        given = dict(zip(form.roles, operands, strict=True))
+        if "D" in given:
+            out = out + given["D"][..., None] * given["x"].to(out.dtype)
+        state = state.transpose(-1, -2)
+    out_dtype, state_dtype = getattr(torch, form.out_dtype), getattr(torch, form.state_dtype)
+    return out.to(out_dtype).contiguous(), state.to(state_dtype).contiguous()
+
+
+def definition(form: LinearForm, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What the function computes, token by token."""
+    return finished(form, operands, *token_by_token(prepared(form, operands)))
+
+
+def token_by_token(given: Prepared) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is written: o (B, S, H, V), and the state after the last token."""
+    state, outs = given.first_state, []
+    decay = given.g.exp() if given.g.dim() == 4 else given.g.exp().unsqueeze(-1)
+    for t in range(given.v.shape[1]):
+        state = state * decay[:, t].unsqueeze(-1)
+        value = given.v[:, t]
+        if given.beta is not None:
+            value = given.beta[:, t].unsqueeze(-1) * (value - torch.einsum("bhk,bhkv->bhv", given.k[:, t], state))
+        state = state + given.k[:, t].unsqueeze(-1) * value.unsqueeze(-2)
+        outs.append(torch.einsum("bhk,bhkv->bhv", given.q[:, t], state))
+    return torch.stack(outs, 1), state
+
+
+def _wide(form: LinearForm) -> torch.dtype:
+    """The dtype that is computed in: float32, whatever the operands are in. A function in float64 has a state in float64."""
+    return torch.float64 if form.state_dtype == "float64" else torch.float32
+
+
+def _of_delta(form: LinearForm, given: dict[str, Tensor]) -> Prepared:
+    wide = {role: x.to(_wide(form)) for role, x in given.items()}
+    q, k, v = wide["q"], wide["k"], wide["v"]
+    if form.eps is not None:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + form.eps) for x in (q, k))
+    q = q * k.shape[-1] ** -0.5
+    q, k = _for_each_head(q, v), _for_each_head(k, v)
+    return Prepared(q=q, k=k, v=v, g=wide["g"], beta=wide["beta"], state=wide.get("state"))
+
+
+def _of_ssd(form: LinearForm, given: dict[str, Tensor]) -> Prepared:
+    dt = given["dt"]
+    if "dt_bias" in given:
+        dt = dt + given["dt_bias"].to(dt.dtype)
+    if form.softplus:
+        dt = F.softplus(dt)
+    if form.limits is not None:
+        dt = dt.clamp(*form.limits)
+    dtype = _wide(form)
+    x, dt, k, q = given["x"].to(dtype), dt.to(dtype), given["B"].to(dtype), given["C"].to(dtype)
+    state = given["state"].to(dtype).transpose(-1, -2) if "state" in given else None
+    q, k = _for_each_head(q, x), _for_each_head(k, x)
+    return Prepared(q=q, k=k, v=x * dt.unsqueeze(-1), g=given["A"].to(dtype) * dt, state=state)
+
+
+def _for_each_head(x: Tensor, v: Tensor) -> Tensor:
+    groups = v.shape[2] // x.shape[2]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=2)

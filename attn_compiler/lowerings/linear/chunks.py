@@ -1,0 +1,109 @@
+"""The recurrence by chunks, in plain ops whose number does not depend on the length: all chunks at once, but for one scan.
+
+Within a chunk, G is the sum of g up to a token, and the decay from token j to a later token i is exp(Gᵢ - Gⱼ), which is never above 1
+where g is not. With the delta rule the values of a chunk solve a triangular system (the WY form of products of Householder matrices:
+Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_compiler.lowerings.graph_ops.linear_recurrence import Prepared
+from attn_compiler.lowerings.linear import scan_ops  # noqa: F401 (the ops are registered by the import)
+from attn_compiler.torch_private.op_library import NAMESPACE
+
+#: tokens of a chunk
+CHUNK = 64
+#: rows that a decay for each channel is taken of at once
+_ROWS = 16
+
+
+def by_chunks(given: Prepared, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """As `token_by_token`: o (B, S, H, V), and the state after the last token."""
+    batch, length, heads, dim_v = given.v.shape
+    if isinstance(length, int) and length == 1:
+        return one_token(given)
+    q, k, v, g = (_in_chunks(x, chunk) for x in (given.q, given.k, given.v, given.g))
+    sums = g.cumsum(2)
+    of_channels = sums if sums.dim() == k.dim() else sums.unsqueeze(-1)
+    grown = of_channels.exp()
+    pairs = _pairs(q, k, sums)
+    w: Tensor | None = None
+    if given.beta is not None:
+        beta = _in_chunks(given.beta, chunk).unsqueeze(-1)
+        scaled = k * beta
+        solved = _solve(_pairs(scaled, k, sums), torch.cat([v * beta, scaled * grown], -1))
+        v, w = solved[..., :dim_v], solved[..., dim_v:]
+    kd, cd = k * (of_channels[..., -1:, :] - of_channels).exp(), grown[..., -1, :, None]
+    state = given.first_state.flatten(0, 1)
+    states, last, seen = getattr(torch.ops, NAMESPACE).linear_scan.default(v, kd, cd, state, w)
+    out = torch.baddbmm(_flat(pairs @ (v if w is None else seen)), _flat(q * grown), _flat(states))
+    return _from_chunks(out.view(*v.shape), batch, length, heads), last.view(batch, heads, *last.shape[1:])
+
+
+def one_token(given: Prepared) -> tuple[Tensor, Tensor]:
+    """Of one token, in ops that fuse."""
+    q, k, v = (x[:, 0] for x in (given.q, given.k, given.v))
+    decay = given.g[:, 0].exp() if given.g.dim() == 4 else given.g[:, 0].exp().unsqueeze(-1)
+    state = given.first_state * decay.unsqueeze(-1)
+    if given.beta is not None:
+        v = given.beta[:, 0].unsqueeze(-1) * (v - (state * k.unsqueeze(-1)).sum(-2))
+    state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
+    return (state * q.unsqueeze(-1)).sum(-2).unsqueeze(1), state
+
+
+def _solve(lower: Tensor, right: Tensor) -> Tensor:
+    found: Tensor = getattr(torch.ops, NAMESPACE).linear_solve.default(lower, right)
+    return found
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)
+
+
+def _in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """(B, S, H, ...) as (N, B H, chunk, ...), with zeros at the end."""
+    missing = -x.shape[1] % chunk
+    if not isinstance(missing, int) or missing:
+        x = F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing])
+    x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    axes = (1, 0, 3, 2, *range(4, x.dim()))
+    return x.permute(axes).flatten(1, 2)
+
+
+def _from_chunks(x: Tensor, batch: int, length: int, heads: int) -> Tensor:
+    """Inverse of `_in_chunks`."""
+    x = x.view(x.shape[0], batch, heads, *x.shape[2:]).permute(1, 0, 3, 2, 4)
+    return x.flatten(1, 2)[:, :length]
+
+
+def _pairs(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
+    """xᵢ · yⱼ with the decay from token j to token i, for j up to i; 0 after it."""
+    if sums.dim() == x.dim():
+        return _pairs_by_channel(x, y, sums)
+    size = x.shape[-2]
+    later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+    decay = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+    return (x @ y.mT) * decay
+
+
+def _pairs_by_channel(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
+    """By blocks of rows: what comes before a block is a product around the block's first row, whose exponents are none above 0."""
+    size = x.shape[-2]
+    later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+    rows = []
+    for first in range(0, size, _ROWS):
+        last = min(first + _ROWS, size)
+        own, keys = sums[..., first:last, :], y[..., first:last, :]
+        decay = (own.unsqueeze(-2) - own.unsqueeze(-3)).masked_fill(later[first:last, first:last, None], float("-inf"))
+        block = (x[..., first:last, None, :] * keys.unsqueeze(-3) * decay.exp()).sum(-1)
+        parts = [block, x.new_zeros(*x.shape[:-2], last - first, size - last)]
+        if first:
+            base = own[..., :1, :]
+            rest = y[..., :first, :] * (base - sums[..., :first, :]).exp()
+            parts.insert(0, (x[..., first:last, :] * (own - base).exp()) @ rest.mT)
+        rows.append(torch.cat(parts, -1))
+    return torch.cat(rows, -2)

@@ -1,0 +1,48 @@
+"""`linear_reference`: the recurrence by chunks, in plain ops that the inner compiler fuses, on any device; float32 inside, as the models'.
+
+`attn_compiler::linear_reference` is made of other ops, so AOTAutograd differentiates it and Inductor sees all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
+from attn_compiler.lowerings.graph_ops.linear_recurrence import finished, prepared
+from attn_compiler.lowerings.linear.chunks import by_chunks
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.linear import LinearForm, LinearSpec
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
+
+_NAME = "linear_reference"
+
+
+class LinearReference:
+    """Takes every spec."""
+
+    name = _NAME
+
+    def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
+        """Nothing is refused: these are PyTorch's ops."""
+        return []
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        """What takes the place of `linear_call`, with its operands and its text."""
+        found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).linear_reference.default
+        return found
+
+
+def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
+    """What the function computes, by chunks."""
+    form = LinearForm.of_text(text)
+    return finished(form, operands, *by_chunks(prepared(form, operands)))
+
+
+if not hasattr(getattr(torch.ops, NAMESPACE), _NAME):
+    LIBRARY.define(_NAME + SCHEMA)
+    LIBRARY.impl(_NAME, run, "CompositeImplicitAutograd")

@@ -1,0 +1,103 @@
+"""Which lowering of linear attention is asked first: dated rows with what they rest on. To add a lowering: its line, and its row.
+
+A call that no row speaks for keeps the model's own function, which the inner compiler compiles as it would without us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attn_compiler.lowerings.base import UNTOUCHED
+from attn_compiler.lowerings.linear.reference import LinearReference
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Decision, Reason, Refusal
+from attn_compiler.spec.linear import LinearSpec
+from attn_compiler.spec.target import Target
+
+LINEAR_LOWERINGS: tuple[LinearReference, ...] = (LinearReference(),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearRow:
+    """The order for some machines and calls. Every field that is not None has to hold.
+
+    device: "cpu" or "cuda".
+    one_token: the call is of one token.
+    training: the call needs gradients.
+    recurrence, channel: as in LinearForm.
+    order: the lowerings, the first one first; none where the model's own function is to stay.
+    since, why, measured: as in a row of attention (choice/rows.py).
+    """
+
+    device: str
+    one_token: bool | None = None
+    training: bool | None = None
+    recurrence: str | None = None
+    channel: bool | None = None
+    order: tuple[str, ...]
+    since: str
+    why: str
+    measured: bool = True
+
+    def fits(self, spec: LinearSpec, target: Target) -> bool:
+        """Whether the row speaks for a call."""
+        return (
+            self.device == target.device
+            and self.one_token in (None, spec.length == 1)
+            and self.training in (None, spec.needs_grad)
+            and self.recurrence in (None, spec.form.recurrence)
+            and self.channel in (None, spec.form.channel)
+        )
+
+
+ROWS: tuple[LinearRow, ...] = (
+    LinearRow(
+        device="cpu",
+        order=("linear_reference",),
+        since="2026-11-28",
+        why="to be measured",
+    ),
+    LinearRow(
+        device="cuda",
+        order=(),
+        since="2026-11-28",
+        why="no lowering of linear attention was timed on a GPU",
+        measured=False,
+    ),
+)
+
+
+def row_of(spec: LinearSpec, target: Target) -> LinearRow | None:
+    """The first row that speaks for a call."""
+    return next((row for row in ROWS if row.fits(spec, target)), None)
+
+
+def decide(spec: LinearSpec, target: Target, asked: Sequence[str] | None) -> Decision:
+    """The lowering of a call on a machine. asked: what the user named, in order; None: whatever is first.
+
+    Reads nothing else: no environment, no tensor values, no globals.
+    """
+    by_name = {lowering.name: lowering for lowering in LINEAR_LOWERINGS}
+    row = row_of(spec, target)
+    order = asked if asked is not None else () if row is None else row.order
+    refusals: list[Refusal] = []
+    for name in order:
+        if name == UNTOUCHED:
+            return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
+        reasons = by_name[name].why_not(spec, target)
+        if not reasons:
+            return Decision(lowering=name, refusals=tuple(refusals))
+        refusals.append(Refusal(lowering=name, reasons=tuple(reasons)))
+    if asked is None and not refusals:
+        refusals.append(Refusal(lowering="any", reasons=(_none(target, row),)))
+    return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
+
+
+def _none(target: Target, row: LinearRow | None) -> Reason:
+    return Reason(
+        code=Code.OWN_IS_FASTEST,
+        rule="a lowering is known to be faster than what the inner compiler makes of the model's own function",
+        observed=f"none is on {target.words}" if row is None else f"{row.why} ({row.since}); this is {target.words}",
+        remedy="options={'lowering': 'linear_reference'} takes it all the same",
+    )

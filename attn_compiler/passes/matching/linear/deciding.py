@@ -1,0 +1,232 @@
+"""Of each call of a proposed function, while Dynamo traces it: whether it is taken. A call that is not is traced as ever.
+
+Decided here are the spec of the call, whether a lowering would serve it, and whether the function is proved. What is not taken has its
+reason in the report of the compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_compiler import lowerings
+from attn_compiler.lowerings.base import UNTOUCHED
+from attn_compiler.lowerings.graph_ops import linear_call
+from attn_compiler.options.options import Options, split_options
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.matching.linear import proving, running
+from attn_compiler.passes.matching.linear.running import Proposed
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Decision, Reason
+from attn_compiler.reasons.errors import AttnCompilerError
+from attn_compiler.spec.attention import Dim
+from attn_compiler.spec.linear import LinearForm, LinearSpec
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import (
+    caches as torch_caches,
+    compat as torch_compat,
+    inductor as torch_inductor,
+    substitution,
+)
+from attn_compiler.torch_private.store import Store
+
+#: compilations whose reasons are kept until their report is made
+_MOST = 64
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+_REFUSED: OrderedDict[str, dict[str, Reason]] = OrderedDict()
+
+
+def refused() -> Mapping[str, Reason]:
+    """Of the compilation under way, why functions were not taken, by their names. They are forgotten then."""
+    return _REFUSED.pop(torch_compat.graph_name(), {})
+
+
+def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...], given: Mapping[str, Any]) -> str:
+    """The text of the form that a call is taken with; "" if it is not taken. given: numbers and flags by parameter."""
+    options = _options()
+    if options is None:
+        return ""
+    found = _taken(proposed, tensors, roles, given, *options)
+    if isinstance(found, LinearForm):
+        linear_call.FUNCTIONS[proposed.name] = proposed.run
+        return found.text
+    _REFUSED.setdefault(torch_compat.graph_name(), {})[proposed.called] = found
+    while len(_REFUSED) > _MOST:
+        _REFUSED.popitem(last=False)
+    return ""
+
+
+def _options() -> tuple[Options, Mapping[str, Any]] | None:
+    """What the compilation under way was asked for, and Inductor's patches; None if it is not for us."""
+    backend, settings = substitution.compiling_for()
+    if not getattr(backend, "takes_linear_attention", False):
+        return None
+    own = getattr(backend, "own_options", None)
+    if isinstance(own, Options):
+        return own, {}
+    try:
+        return split_options(settings.get("mode"), settings.get("options"))
+    except AttnCompilerError:
+        # The backend will say it.
+        return None
+
+
+def _taken(
+    proposed: Proposed,
+    tensors: Sequence[Tensor],
+    roles: tuple[str, ...],
+    given: Mapping[str, Any],
+    options: Options,
+    patches: Mapping[str, Any],
+) -> LinearForm | Reason:
+    spec = spec_of(proposed, tensors, roles, given)
+    if isinstance(spec, Reason):
+        return spec
+    if options.is_context_parallel:
+        return Reason(
+            code=Code.MIXES_POSITIONS,
+            rule="each rank computes its own positions",
+            observed=f"{spec.form.name}: the state of a rank's first token sums up all tokens of the ranks before it",
+        )
+    decision = chosen(spec, options)
+    if decision.lowering == UNTOUCHED:
+        return next(
+            (reason for refusal in decision.refusals for reason in refusal.reasons),
+            Reason(code=Code.OWN_KERNEL, rule="the options let a lowering serve", observed="'untouched'"),
+        )
+    not_proved = proving.why_not(proposed, spec, _store(options, patches))
+    return spec.form if not_proved is None else not_proved
+
+
+def chosen(spec: LinearSpec, options: Options) -> Decision:
+    """The lowering of a call on its machine."""
+    return lowerings.linear_table.decide(spec, Target.current(spec.device), _asked(options))
+
+
+def _asked(options: Options) -> tuple[str, ...] | None:
+    """Of the lowerings that the user names, those that may serve; None where none is named that could."""
+    named = options.lowerings or ((options.lowering,) if options.lowering is not None else ())
+    return tuple(name for name in named if name in (*lowerings.LINEAR_NAMES, UNTOUCHED)) or None
+
+
+def _store(options: Options, patches: Mapping[str, Any]) -> Store | None:
+    if not options.cache_rewrites or not torch_caches.are_wanted(patches):
+        return None
+    try:
+        return Store(root=torch_inductor.cache_folder())
+    except OSError:
+        return None
+
+
+# ---- the spec ----------------------------------------------------------------------------------------------------------
+
+
+def spec_of(
+    proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...], given: Mapping[str, Any]
+) -> LinearSpec | Reason:
+    """What a call computes, of its operands' fake tensors; or why it can't be told."""
+    found = dict(zip(roles, tensors, strict=True))
+    wrong = _shapes(proposed, found)
+    if wrong is not None:
+        return wrong
+    channel = proposed.template.recurrence == "delta" and found["g"].dim() == 4
+    form = running.form_of(proposed, roles, given, channel=channel)
+    dtypes = running.dtypes_of(proposed, form, {role: x.dtype for role, x in found.items()})
+    if isinstance(dtypes, str):
+        return _not_proved(proposed, dtypes)
+    return call_of(dataclasses.replace(form, out_dtype=dtypes[0], state_dtype=dtypes[1]), tensors)
+
+
+def call_of(form: LinearForm, tensors: Sequence[Tensor]) -> LinearSpec:
+    """The spec of a call with these operands, whose shapes are known to fit."""
+    found = dict(zip(form.roles, tensors, strict=True))
+    v, k = (found["x"], found["B"]) if form.recurrence == "ssd" else (found["v"], found["k"])
+    batch, length, num_heads_v, head_dim_v = v.shape
+    return LinearSpec(
+        form=form,
+        batch=_dim(batch),
+        length=_dim(length),
+        num_heads_k=int(k.shape[2]),
+        num_heads_v=int(num_heads_v),
+        head_dim_k=int(k.shape[3]),
+        head_dim_v=int(head_dim_v),
+        dtype=str(v.dtype).removeprefix("torch."),
+        device=v.device.type,
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+    )
+
+
+def _dim(size: int | torch.SymInt) -> Dim:
+    return size if isinstance(size, int) else str(size)
+
+
+def _not_proved(proposed: Proposed, observed: str) -> Reason:
+    return Reason(
+        code=Code.LINEAR_NOT_PROVED,
+        rule="a function has the operands of a recurrence",
+        observed=f"{proposed.called} ({proposed.source}): {observed}",
+    )
+
+
+def _shapes(proposed: Proposed, found: Mapping[str, Tensor]) -> Reason | None:
+    """Why operands are not those of the recurrence; None if they are."""
+    template = proposed.template
+    missing = [role for role in template.operands if role not in found and role not in template.optional]
+    if missing:
+        return _not_proved(proposed, f"it is not given {', '.join(missing)}")
+    several = {x.device for x in found.values()}
+    if len(several) > 1 or any(str(x.dtype).removeprefix("torch.") not in _DTYPES for x in found.values()):
+        kinds = sorted({f"{x.dtype} on {x.device}" for x in found.values()})
+        return Reason(code=Code.DTYPE, rule="all operands are numbers on one device", observed=", ".join(kinds))
+    if template.gives == "out, writes" and torch.is_grad_enabled() and any(x.requires_grad for x in found.values()):
+        return Reason(
+            code=Code.GRADIENT,
+            rule="a function that writes its state in place is not differentiated",
+            observed=proposed.called,
+            remedy="decode under torch.no_grad()",
+        )
+    v, k = (found["x"], found["B"]) if template.recurrence == "ssd" else (found["v"], found["k"])
+    if v.dim() != 4 or k.dim() != 4:
+        return _not_proved(proposed, f"v has {v.dim()} axes, and k {k.dim()}")
+    sizes = (v.shape[2], v.shape[3], k.shape[2], k.shape[3])
+    if not all(isinstance(size, int) for size in sizes):
+        return Reason(code=Code.SYMBOLIC, rule="heads and their sizes are known", observed=", ".join(map(str, sizes)))
+    return _others(proposed, found, v, k)
+
+
+def _others(proposed: Proposed, found: Mapping[str, Tensor], v: Tensor, k: Tensor) -> Reason | None:
+    """The axes of all operands, of which v and k have told the sizes."""
+    batch, length, heads, dim_v = v.shape
+    groups, dim_k = k.shape[2:]
+    tokens = (batch, length)
+    wanted: dict[str, tuple[tuple[Any, ...], ...]] = {
+        "q": ((*tokens, groups, dim_k),),
+        "k": ((*tokens, groups, dim_k),),
+        "g": ((*tokens, heads), (*tokens, heads, dim_k)),
+        "beta": ((*tokens, heads),),
+        "dt": ((*tokens, heads),),
+        "A": ((heads,),),
+        "B": ((*tokens, groups, dim_k),),
+        "C": ((*tokens, groups, dim_k),),
+        "D": ((heads,),),
+        "dt_bias": ((heads,),),
+        "state": (
+            (batch, heads, dim_v, dim_k) if proposed.template.recurrence == "ssd" else (batch, heads, dim_k, dim_v),
+        ),
+    }
+    for role, x in found.items():
+        if role in wanted and not any(_same_shape(x.shape, one) for one in wanted[role]):
+            return _not_proved(proposed, f"{role} is {tuple(map(str, x.shape))}")
+    return _not_proved(proposed, f"{groups} heads of k for {heads} of v") if heads % groups else None
+
+
+def _same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    return len(shape) == len(wanted) and all(
+        axes.same_size(axes.size_expr(a), axes.size_expr(b)) for a, b in zip(shape, wanted, strict=True)
+    )

@@ -1,0 +1,146 @@
+"""Whether a function computes the recurrence: by the ops that it is made of, and by running it in float64 at random numbers.
+
+The ops say that a test at random points proves what a function gives (operations.py); its text, that no branch does something else for
+other sizes (branches.py). Then outputs, states and all gradients are held against the recurrence, at lengths around the borders of chunks
+and at the real one. A proof is made once for a text and its sizes, and kept on disk beside rewrites.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_compiler import lowerings
+from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
+from attn_compiler.options import cache
+from attn_compiler.passes.matching.linear import draws, known_texts, operations
+from attn_compiler.passes.matching.linear.draws import Sizes
+from attn_compiler.passes.matching.linear.running import Proposed
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.errors import described
+from attn_compiler.spec.linear import LinearForm, LinearSpec
+from attn_compiler.torch_private import compat as torch_compat, substitution
+from attn_compiler.torch_private.store import Store
+
+#: of float64, beside numbers of about 1
+_NEAR = 1e-9
+#: tokens that the recurrence is run one by one for; of more, by chunks
+_ONE_BY_ONE = 70
+_SEED = 20261127
+
+_PROVED: dict[str, str] = {}
+
+
+def why_not(proposed: Proposed, spec: LinearSpec, store: Store | None) -> Reason | None:
+    """Why a function is not proved to compute its form at these sizes; None if it is. store: where proofs are kept."""
+    said = _said(proposed, spec, store)
+    if not said:
+        return None
+    return Reason(
+        code=Code.LINEAR_NOT_PROVED,
+        rule="the function is proved to compute the recurrence of a lowering",
+        observed=f"{proposed.called} ({proposed.source}): {said}",
+    )
+
+
+def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
+    """ "" of what is proved."""
+    if proposed.why_not is not None:
+        return proposed.why_not
+    if not isinstance(spec.length, int) and proposed.name.rpartition("#")[2] not in known_texts.READ:
+        return "the length is not known, and a test says nothing of lengths that it does not run at"
+    key = _key(spec)
+    if key in _PROVED:
+        return _PROVED[key]
+    kept = None if store is None else store.get(key)
+    if not isinstance(kept, dict) or not isinstance(kept.get("said"), str):
+        kept = {"said": _tested(proposed, spec)}
+        if store is not None:
+            store.put(key, kept)
+    _PROVED[key] = kept["said"]
+    return _PROVED[key]
+
+
+def _key(spec: LinearSpec) -> str:
+    """Everything that a proof rests on."""
+    held = dataclasses.replace(spec, dtype="float64", device="cpu", needs_grad=False)
+    parts = (repr(held), cache.package_version(), cache.sources_digest(), str(torch.__version__), sys.version)
+    return hashlib.sha256(json.dumps(["linear", *parts]).encode()).hexdigest()
+
+
+def _tested(proposed: Proposed, spec: LinearSpec) -> str:
+    with substitution.apart():
+        torch.manual_seed(_SEED)
+        try:
+            return _of_operations(proposed, spec) or _of_numbers(proposed, spec) or ""
+        except Exception as error:
+            if torch_compat.starts_over(error):
+                raise
+            return f"it raised {described(error)}"
+
+
+def _of_operations(proposed: Proposed, spec: LinearSpec) -> str | None:
+    first = next(iter(draws.sizes(spec)))
+    length = first.length if spec.form.chunk == 1 else 2 * spec.form.chunk + 3
+    given = draws.operands(spec, dataclasses.replace(first, length=length), torch.float32)
+    return operations.why_not(proposed.run, [x.detach() for x in given], spec.form)
+
+
+def _of_numbers(proposed: Proposed, spec: LinearSpec) -> str | None:
+    form = dataclasses.replace(spec.form, out_dtype="float64", state_dtype="float64")
+    for at in draws.sizes(spec):
+        given = draws.operands(spec, at)
+        with substitution.Widened():
+            theirs = proposed.run(form, given)
+        why = _apart(
+            theirs, _recurrence(form, given, at), given, is_differentiated=proposed.template.gives != "out, writes"
+        )
+        if why is not None:
+            return f"{why} {at.words}"
+    return None
+
+
+def _recurrence(form: LinearForm, given: Sequence[Tensor], at: Sizes) -> tuple[Tensor, Tensor]:
+    if at.length <= _ONE_BY_ONE:
+        return definition(form, given)
+    out, last = lowerings.by_chunks(given, form.text)
+    return out, last
+
+
+def _apart(
+    theirs: Sequence[Tensor], ours: Sequence[Tensor], given: Sequence[Tensor], *, is_differentiated: bool
+) -> str | None:
+    """What of a function is not what the recurrence gives; None where all is."""
+    shapes = [[tuple(x.shape) for x in outs] for outs in (theirs, ours)]
+    if shapes[0] != shapes[1]:
+        return f"it gives {shapes[0]}, the recurrence {shapes[1]},"
+    far = _distance(theirs, ours)
+    if not far < _NEAR:
+        return f"what it gives is {far:.0e} from the recurrence's"
+    if not is_differentiated:
+        return None
+    weights = [torch.randn_like(x) for x in ours]
+    pair = [_gradients(outs, weights, given) for outs in (theirs, ours)]
+    if any((x is None) != (y is None) for x, y in zip(*pair, strict=True)):
+        return "other operands have a gradient"
+    far = _distance(*([x for x in found if x is not None] for found in pair))
+    return None if far < _NEAR else f"its gradients are {far:.0e} from the recurrence's"
+
+
+def _gradients(outs: Sequence[Tensor], weights: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    total = torch.stack([(x.double() * y).sum() for x, y in zip(outs, weights, strict=True)]).sum()
+    return torch.autograd.grad(total, given, allow_unused=True)
+
+
+def _distance(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The largest difference beside numbers of 1 and more; not a number where one of them is none."""
+    return float(
+        torch.stack([(x - y).abs().max() / (1 + y.abs().max()) for x, y in zip(ones, others, strict=True)]).max()
+    )

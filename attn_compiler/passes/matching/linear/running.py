@@ -1,0 +1,159 @@
+"""A model's function, called by the roles of its operands: what `verify` and proofs run, and what stands in a graph that is given back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_compiler.passes.matching.linear.templates import Template
+from attn_compiler.reasons.errors import described
+from attn_compiler.spec.linear import LinearForm
+from attn_compiler.torch_private import compat as torch_compat, substitution
+
+_NORMALISED = "use_qk_l2norm_in_kernel"
+#: what functions with that flag add to a sum of squares
+EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Proposed:
+    """A function that has the parameters of a template.
+
+    name: its module, its name and the digest of its text. own: the model's function. template: how it is called. why_not: what its text
+    says against taking it. source: its line.
+    """
+
+    name: str
+    own: Callable[..., Any]
+    template: Template
+    why_not: str | None
+    source: str
+
+    @property
+    def called(self) -> str:
+        """Its name in the model's code."""
+        return self.own.__name__
+
+    def run(self, form: LinearForm, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """What it gives, and its last state, as `linear_call` has them."""
+        given = dict(zip(form.roles, operands, strict=True))
+        return self._one_token(form, given) if self.template.gives == "out, writes" else self._whole(form, given)
+
+    def _whole(self, form: LinearForm, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        template = self.template
+        named = {parameter: given.get(role) for role, parameter in template.operands.items()}
+        flag = {} if template.state_flag is None else {template.state_flag: True}
+        out, last = self.own(**named, **settings(template, form), **flag, **template.fixed)
+        return out, last
+
+    def _one_token(self, form: LinearForm, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of one token, with what is a number for each head spread over its channels, as the function is given it."""
+        x = given["x"]
+        dim, size = x.shape[-1], given["B"].shape[-1]
+        state = given["state"].clone()
+        named: dict[str, Tensor | None] = {
+            "x": x[:, 0],
+            "dt": given["dt"][:, 0, :, None].expand(-1, -1, dim),
+            "A": given["A"][:, None, None].expand(-1, dim, size),
+            "B": given["B"][:, 0],
+            "C": given["C"][:, 0],
+            "state": state,
+        }
+        for role in ("D", "dt_bias"):
+            named[role] = given[role][:, None].expand(-1, dim) if role in given else None
+        by_parameter = {self.template.operands[role]: value for role, value in named.items()}
+        out = self.own(**by_parameter, **settings(self.template, form), **self.template.fixed)
+        return out.unsqueeze(1), state
+
+
+def settings(template: Template, form: LinearForm) -> dict[str, Any]:
+    """The numbers and flags of a form, by the parameters of a template."""
+    known: dict[str, Any] = {
+        "chunk_size": form.chunk,
+        _NORMALISED: form.eps is not None,
+        "dt_softplus": form.softplus,
+        "dt_limit": form.limits,
+    }
+    return {name: known[name] for name in template.settings}
+
+
+def form_of(proposed: Proposed, roles: tuple[str, ...], given: Mapping[str, Any], *, channel: bool) -> LinearForm:
+    """The form that a function has with these operands and settings, before its results are known."""
+    template = proposed.template
+    limits = given.get("dt_limit")
+    return LinearForm(
+        function=proposed.name,
+        recurrence=template.recurrence,
+        roles=roles,
+        channel=channel,
+        chunk=1 if template.by_token else int(given["chunk_size"]),
+        eps=EPS if given.get(_NORMALISED) else None,
+        softplus=bool(given.get("dt_softplus", False)),
+        limits=None if limits is None else (float(limits[0]), float(limits[1])),
+    )
+
+
+def dtypes_of(proposed: Proposed, form: LinearForm, dtypes: Mapping[str, torch.dtype]) -> tuple[str, str] | str:
+    """The dtypes of what a function gives for operands of these, found by running it once at a few numbers; or why it can't be told.
+
+    What it gives has the shapes of the recurrence then, at sizes that all differ.
+    """
+    return _dtypes_of(proposed, form, tuple(dtypes.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _dtypes_of(
+    proposed: Proposed, form: LinearForm, dtypes: tuple[tuple[str, torch.dtype], ...]
+) -> tuple[str, str] | str:
+    shapes = _shapes(form)
+    with substitution.apart(), torch.no_grad():
+        given = [torch.full(shapes[role], 0.5, dtype=dtype, device="cpu") for role, dtype in dtypes]
+        try:
+            out, last = proposed.run(form, given)
+        except Exception as error:
+            if torch_compat.starts_over(error):
+                raise
+            return f"it raised {described(error)}"
+    v, state = shapes["x" if form.recurrence == "ssd" else "v"], shapes["state"]
+    if (
+        not isinstance(out, Tensor)
+        or not isinstance(last, Tensor)
+        or (tuple(out.shape), tuple(last.shape)) != (v, state)
+    ):
+        return "what it gives has other shapes than the recurrence"
+    return str(out.dtype).removeprefix("torch."), str(last.dtype).removeprefix("torch.")
+
+
+def _shapes(form: LinearForm) -> dict[str, tuple[int, ...]]:
+    """Of operands by their roles: sizes that all differ."""
+    batch, length, groups, heads, dim_k, dim_v = 2, 1 if form.recurrence == "ssd" and form.chunk == 1 else 3, 2, 4, 5, 7
+    groups = heads if form.channel else groups
+    tokens = (batch, length)
+    if form.recurrence == "delta":
+        keys = (*tokens, groups, dim_k)
+        decay = (*tokens, heads, dim_k) if form.channel else (*tokens, heads)
+        state = (batch, heads, dim_k, dim_v)
+        return {
+            "q": keys,
+            "k": keys,
+            "v": (*tokens, heads, dim_v),
+            "g": decay,
+            "beta": (*tokens, heads),
+            "state": state,
+        }
+    keys, number = (*tokens, groups, dim_k), (heads,)
+    return {
+        "x": (*tokens, heads, dim_v),
+        "dt": (*tokens, heads),
+        "A": number,
+        "B": keys,
+        "C": keys,
+        "D": number,
+        "dt_bias": number,
+        "state": (batch, heads, dim_v, dim_k),
+    }

@@ -1,0 +1,139 @@
+"""Finds functions of linear attention in the modules that are loaded, and has Dynamo take their calls as one node each.
+
+What stands here in the place of a function is traced by Dynamo: it makes `linear_call` of the operands, and gives what the function gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from attn_compiler.lowerings.graph_ops.linear_call import linear_call
+from attn_compiler.passes.matching.linear import deciding, source
+from attn_compiler.passes.matching.linear.running import Proposed
+from attn_compiler.passes.matching.linear.templates import TEMPLATES, Template
+from attn_compiler.torch_private import substitution
+
+#: packages without models
+_NO_MODELS = frozenset({"torch", "numpy", "scipy", "sympy", "triton", "attn_compiler", "networkx", "pytest", "_pytest"})
+
+#: modules that were looked at, and functions that were found there
+_SEEN: set[str] = set()
+_PROPOSED: dict[types.FunctionType, Proposed] = {}
+
+
+def look() -> None:
+    """At modules that were loaded since the last look; milliseconds."""
+    for function in _new_functions():
+        propose(function)
+
+
+def propose(function: types.FunctionType) -> Proposed | None:
+    """Have a function's calls taken, if it has the parameters of a template."""
+    if function in _PROPOSED:
+        return _PROPOSED[function]
+    template = template_of(function)
+    if template is None:
+        return None
+    read = source.read(function)
+    code = function.__code__
+    proposed = Proposed(
+        name=f"{function.__module__}:{function.__qualname__}#{read.digest}",
+        own=function,
+        template=template,
+        why_not=read.why_not,
+        source=f"{code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{code.co_firstlineno}",
+    )
+    _PROPOSED[function] = proposed
+    _substitute(function, proposed)
+    return proposed
+
+
+def template_of(function: types.FunctionType) -> Template | None:
+    """The first template whose parameters a function has."""
+    names = set(inspect.signature(function).parameters)
+    return next((one for one in TEMPLATES if one.parameters <= names), None)
+
+
+def _new_functions() -> Iterator[types.FunctionType]:
+    for name, module in list(sys.modules.items()):
+        if name in _SEEN or not isinstance(module, types.ModuleType):
+            continue
+        _SEEN.add(name)
+        root, _, rest = name.partition(".")
+        if root in _NO_MODELS or (root == "transformers" and "modeling" not in rest):
+            continue
+        for value in list(vars(module).values()):
+            found = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
+            if isinstance(found, types.FunctionType) and found.__module__ == name:
+                yield found
+
+
+def _substitute(function: types.FunctionType, proposed: Proposed) -> None:
+    template = proposed.template
+    flag = template.state_flag
+    others = (*template.settings, *((flag,) if flag is not None else ()), *template.fixed)
+    # Of what a traced function holds, Dynamo knows pairs and words, and no Template.
+    roles = tuple(template.operands.items())
+    gives_one_token = template.gives == "out, writes"
+    gives_out_alone = template.gives == "out or pair"
+
+    def decide(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> str:
+        found = _by_role(roles, tensors)
+        if any(rest.get(name) is not value for name, value in template.fixed.items()):
+            return ""
+        if gives_one_token and not _is_of_heads(found):
+            return ""
+        by_role = _of_one_token(found) if gives_one_token else found
+        return deciding.decide(proposed, list(by_role.values()), tuple(by_role), rest)
+
+    def taken(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], said: str) -> Any:
+        found = _by_role(roles, tensors)
+        if gives_one_token:
+            out, last = linear_call(list(_of_one_token(found).values()), said)
+            found["state"].copy_(last)
+            return out.squeeze(1)
+        out, last = linear_call(list(found.values()), said)
+        is_asked = flag is not None and rest[flag]
+        if gives_out_alone:
+            return (out, last) if is_asked else out
+        return out, (last if is_asked else None)
+
+    substitution.substitute(function, tuple(template.operands.values()), others, decide, taken)
+
+
+def _by_role(roles: tuple[tuple[str, str], ...], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {role: tensors[name] for role, name in roles if name in tensors}
+
+
+#: of what a function of one token is given
+_RANKS = {"x": 3, "dt": 3, "A": 3, "B": 3, "C": 3, "D": 2, "dt_bias": 2, "state": 4}
+
+
+def _is_of_heads(found: Mapping[str, Tensor]) -> bool:
+    """Whether what is spread over the channels of a head is one number for each head."""
+    if "A" not in found or any(x.dim() != _RANKS[role] for role, x in found.items()):
+        return False
+    spread = [found[role] for role in ("dt", "A", "D", "dt_bias") if role in found]
+    return all(x.stride(-1) == 0 for x in spread) and found["A"].stride(1) == 0
+
+
+def _of_one_token(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The operands as `linear_call` has them."""
+    made = {
+        "x": found["x"].unsqueeze(1),
+        "dt": found["dt"][:, :, 0].unsqueeze(1),
+        "A": found["A"][:, 0, 0],
+        "B": found["B"].unsqueeze(1),
+        "C": found["C"].unsqueeze(1),
+    }
+    for role in ("D", "dt_bias"):
+        if role in found:
+            made[role] = found[role][:, 0]
+    made["state"] = found["state"]
+    return made

@@ -1,0 +1,90 @@
+"""Calls of linear attention: each gets its lowering, or the model's own function back; and their rows for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from attn_compiler import lowerings
+from attn_compiler.lowerings.graph_ops import linear_call
+from attn_compiler.options.options import Options
+from attn_compiler.passes.graph.unit import module_path
+from attn_compiler.passes.matching.linear import deciding
+from attn_compiler.reasons.decisions import Decision
+from attn_compiler.reporting.facts import LinearReport
+from attn_compiler.spec.linear import LinearForm, LinearSpec
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private import compat as torch_compat
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearSite:
+    """One call, after its lowering took its place."""
+
+    module: str
+    spec: LinearSpec
+    decision: Decision
+
+
+def are_in(gm: fx.GraphModule) -> bool:
+    """Whether the graph, or a body nested in it, has such a call."""
+    return any(linear_call.calls(module.graph) for module in torch_compat.graph_modules(gm))
+
+
+def lower(gm: fx.GraphModule, options: Options) -> tuple[LinearSite, ...]:
+    """Put a lowering in the place of each call. It decides from the spec, the target and the options alone."""
+    found = []
+    for module in torch_compat.graph_modules(gm):
+        for node in linear_call.calls(module.graph):
+            spec = _spec(node)
+            decision = deciding.chosen(spec, options)
+            _replace(node, _op(decision))
+            found.append(LinearSite(module=module_path(node), spec=spec, decision=decision))
+    return tuple(found)
+
+
+def _spec(node: fx.Node) -> LinearSpec:
+    operands, text = node.args
+    tensors = [x.meta["example_value"] for x in operands]  # type: ignore[union-attr]
+    return deciding.call_of(LinearForm.of_text(str(text)), tensors)
+
+
+def _op(decision: Decision) -> torch._ops.OpOverload:
+    own: torch._ops.OpOverload = linear_call.linear_own
+    return next((one.op for one in lowerings.linear_table.LINEAR_LOWERINGS if one.name == decision.lowering), own)
+
+
+def _replace(node: fx.Node, op: torch._ops.OpOverload) -> None:
+    """A new node, so that a rewrite that is kept on disk has it."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(op, node.args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def give_back(gm: fx.GraphModule) -> None:
+    """Every call becomes the model's own function again, for a graph that is compiled as the model made it."""
+    for module in torch_compat.graph_modules(gm):
+        linear_call.give_back(module.graph)
+
+
+def rows(sites: Sequence[LinearSite]) -> tuple[LinearReport, ...]:
+    """A row for all calls of one spec and decision."""
+    groups: dict[tuple[LinearSpec, Decision], list[str]] = {}
+    for site in sites:
+        groups.setdefault((site.spec, site.decision), []).append(site.module)
+    return tuple(_row(spec, decision, modules) for (spec, decision), modules in groups.items())
+
+
+def _row(spec: LinearSpec, decision: Decision, modules: Sequence[str]) -> LinearReport:
+    row = lowerings.linear_table.row_of(spec, Target.current(spec.device))
+    return LinearReport(
+        modules=tuple(modules),
+        spec=spec,
+        decision=decision,
+        evidence=None if row is None else f"{row.why} ({row.since})",
+    )

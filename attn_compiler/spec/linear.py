@@ -1,0 +1,101 @@
+"""What a layer of linear attention computes, as frozen data: the recurrence of a function, and one call of it.
+
+    S ← diag(exp g) S;  u = beta (v - Sᵀ k), or v;  S ← S + k uᵀ;  o = Sᵀ q
+
+S is the state of a head, (K, V). graph_ops/linear_recurrence.py says it in tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from attn_compiler.spec.attention import Dim
+from attn_compiler.spec.codec import Codec
+
+#: "delta": u has the delta rule, and g is given. "ssd": Mamba-2's state space, u = v = dt x, g = A dt, q = C, k = B.
+LinearKind = Literal["delta", "ssd"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearForm:
+    """The recurrence that a function computes, whatever the sizes.
+
+    function: the model's own, by its module, its name and a digest of its text.
+    recurrence: which one.
+    roles: of the operands, in their order. delta: q, k, v, g, beta and perhaps state. ssd: x, dt, A, B, C and perhaps D, dt_bias, state.
+    channel: the decay is one for each channel of k, and not one for a head.
+    chunk: tokens that the function takes at once; 1 where it goes token by token.
+    eps: q and k are divided by the root of their sum of squares and this; None where they are taken as they are.
+    softplus: dt goes through softplus.
+    limits: what dt is clamped to.
+    out_dtype, state_dtype: of what the function gives.
+    """
+
+    function: str
+    recurrence: LinearKind
+    roles: tuple[str, ...]
+    channel: bool = False
+    chunk: int = 1
+    eps: float | None = None
+    softplus: bool = False
+    limits: tuple[float, float] | None = None
+    out_dtype: str = "float32"
+    state_dtype: str = "float32"
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a state is given, which the recurrence goes on from."""
+        return "state" in self.roles
+
+    @property
+    def text(self) -> str:
+        """Canonical."""
+        return _CODEC.text(self)
+
+    @staticmethod
+    def of_text(text: str) -> LinearForm:
+        """Inverse of `text`."""
+        return _CODEC.value(text, LinearForm)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "gated delta rule" if self.recurrence == "delta" else "state space (Mamba-2)"
+
+
+_CODEC = Codec((LinearForm,), brief=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearSpec:
+    """One call of such a function, with everything that a lowering may decide on.
+
+    batch, length: sizes, symbolic where Dynamo does not know them.
+    num_heads_k: heads of q and k. Head h of v reads head h // (Hv // Hk).
+    num_heads_v: heads of v, and of the state.
+    head_dim_k, head_dim_v: the state of a head is (K, V).
+    dtype: of q, or of x.
+    device: "cpu" or "cuda".
+    needs_grad: what the call gives is differentiated.
+    """
+
+    form: LinearForm
+    batch: Dim
+    length: Dim
+    num_heads_k: int
+    num_heads_v: int
+    head_dim_k: int
+    head_dim_v: int
+    dtype: str
+    device: str
+    needs_grad: bool = False
+
+    @property
+    def words(self) -> str:
+        """For people: "gated delta rule, 4 heads of 16/16, decay a head"."""
+        heads = f"{self.num_heads_v} head{'s' if self.num_heads_v > 1 else ''} of {self.head_dim_k}/{self.head_dim_v}"
+        grouped = "" if self.num_heads_k == self.num_heads_v else f", {self.num_heads_k} of q and k"
+        decay = "channel" if self.form.channel else "head"
+        state = ", with a state" if self.form.has_state else ""
+        return f"{self.form.name}, {heads}{grouped}, decay a {decay}{state}"
