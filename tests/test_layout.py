@@ -8,13 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from attn_compiler.lowerings import LOWERINGS
+from attn_compiler.lowerings import LOWERINGS, linear_table
 from attn_compiler.passes.graph.site import Match
 from attn_compiler.passes.graph.unit import Unit
 from tests import imports
 
 PACKAGE = "attn_compiler.lowerings"
 FAMILIES = frozenset({"plain", "sdpa", "rows", "triton", "decode", "cudnn", "fa4", "hopper"})
+#: the lowerings of linear attention, whose specs are others
+LINEAR = frozenset({"linear"})
 #: what families stand on, beside `base`
 FLOORS = frozenset({"shared", "fp8", "choice", "graph_ops"})
 
@@ -39,8 +41,8 @@ def _allowed(module: str) -> frozenset[str]:
     """What parts of lowerings a module may import, besides the package itself."""
     part = _part(module)
     if module == PACKAGE:
-        return FAMILIES | FLOORS | {"base"}
-    if part in FAMILIES:
+        return FAMILIES | LINEAR | FLOORS | {"base"}
+    if part in FAMILIES | LINEAR:
         # A family may ask for what is measured, never the other way round.
         return FLOORS | {part, "base"}
     if part in ("choice", "fp8"):
@@ -104,9 +106,10 @@ def test_the_door_of_the_passes_does_no_work() -> None:
 
 def test_every_family_has_a_lowering_and_tests(graph: imports.Graph) -> None:
     folders = {path.name for path in (imports.ROOT / "attn_compiler/lowerings").iterdir() if path.is_dir()}
-    assert folders - {"__pycache__"} == FAMILIES | FLOORS
+    assert folders - {"__pycache__"} == FAMILIES | LINEAR | FLOORS
+    assert {_part(type(lowering).__module__) for lowering in linear_table.LINEAR_LOWERINGS} == LINEAR
     assert {_part(type(lowering).__module__) for lowering in LOWERINGS} == FAMILIES
-    for family in FAMILIES:
+    for family in FAMILIES | LINEAR:
         assert any((imports.ROOT / "tests/lowerings" / family).glob("test_*.py")), family
 
 

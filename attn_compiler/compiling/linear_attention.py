@@ -10,13 +10,13 @@ from attn_compiler.torch_private import substitution
 
 def watch(backend: Callable[..., Any]) -> None:
     """Look at models' modules when a compilation begins. backend: one of ours, for which calls are taken."""
-    backend.takes_linear_attention = True  # type: ignore[attr-defined]
+    substitution.take_for(backend)
     substitution.watch_starts(_look)
 
 
 def _look() -> None:
     backend, _ = substitution.compiling_for()
-    if not getattr(backend, "takes_linear_attention", False):
+    if backend is None or not substitution.are_taken_for(backend):
         return
     # Imported at the first compilation of ours, so that naming the backend stays cheap.
     from attn_compiler.passes.matching.linear import substitutes

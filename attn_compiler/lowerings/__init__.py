@@ -46,6 +46,7 @@ from attn_compiler.spec.target import Target
 __all__ = [
     "LINEAR_NAMES",
     "LOWERINGS",
+    "NAMES",
     "PACKAGES",
     "Emitter",
     "LayoutDemand",
@@ -91,6 +92,9 @@ LOWERINGS: tuple[Lowering, ...] = (
 
 #: the lowerings of linear attention, whose specs are others (linear/table.py)
 LINEAR_NAMES: tuple[str, ...] = tuple(lowering.name for lowering in linear_table.LINEAR_LOWERINGS)
+
+#: what options may name
+NAMES: tuple[str, ...] = (*(lowering.name for lowering in LOWERINGS), *LINEAR_NAMES)
 
 _BY_NAME = {lowering.name: lowering for lowering in LOWERINGS}
 

@@ -31,7 +31,8 @@ GONE: Mapping[str, str] = {
 class Options:
     """Every option of ours, checked when built (InvalidOption).
 
-    lowering: use this one alone. A site that it refuses stays untouched, with the reasons in the report.
+    lowering: use this one alone. A site that it refuses stays untouched, with the reasons in the report. One of attention says nothing of
+        linear attention, and the other way round; "untouched" is one of both.
     lowerings: consider only these, in this order.
     strict: whatever fails on our side raises. Else it is a warning, and what it failed on is compiled as the model made it.
     dump_dir: write each pass's graphs there. The environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as that
@@ -96,6 +97,11 @@ class Options:
             object.__setattr__(self, "lowerings", tuple(self.lowerings))
         if self.dump_dir is not None:
             object.__setattr__(self, "dump_dir", os.fsdecode(self.dump_dir) or None)
+
+    @property
+    def asked(self) -> tuple[str, ...] | None:
+        """The lowerings that `lowering` or `lowerings` names, in order."""
+        return self.lowerings if self.lowering is None else (self.lowering,)
 
     @property
     def is_context_parallel(self) -> bool:

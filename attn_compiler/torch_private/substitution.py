@@ -59,8 +59,11 @@ def _replacement(
     def text() -> str:
         return decided.pop() if decided else ""
 
-    # Dynamo traces it. `note` reads its variables by their names.
+    # Dynamo traces it. `note` reads its variables by their names. For other backends nothing is looked at: the order in which a graph has
+    # its inputs is that in which they are.
     def replacement(*args: Any, **kwargs: Any) -> Any:
+        if not _is_for_us():
+            return copy(*args, **kwargs)
         given = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905 (a call may give fewer)
         tensors = {name: given[name] for name in operands if given.get(name) is not None}
         present = list(tensors)  # noqa: F841
@@ -96,6 +99,25 @@ def compiling_for() -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
     if given is None or given["export"]:
         return None, {}
     return observe.innermost(given["compiler_fn"]), observe.options_of(given["compiler_fn"])
+
+
+def are_taken_for(backend: Callable[..., Any]) -> bool:
+    """Whether `take_for` was said of a backend."""
+    return bool(getattr(backend, _TAKES, False))
+
+
+def take_for(backend: Callable[..., Any]) -> None:
+    """Functions that are substituted are taken in what is compiled for this backend."""
+    setattr(backend, _TAKES, True)
+
+
+_TAKES = "takes_substituted_calls"
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def _is_for_us() -> bool:
+    backend, _ = compiling_for()
+    return backend is not None and are_taken_for(backend)
 
 
 class _Kept(list[Callable[[CallbackArgs], None]]):

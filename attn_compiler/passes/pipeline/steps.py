@@ -61,10 +61,10 @@ def _border(work: Work) -> None:
 
 
 def _kept(work: Work) -> Onward | None:
-    is_rewritten = bool(work.units) or work.has_linear_calls
-    if work.store is None or work.border is None or not (is_rewritten or work.border.root is not None):
+    if work.store is None or work.border is None:
         return None
-    work.seconds[_CACHE] = 0.0
+    if not work.units and not work.has_linear_calls and work.border.root is None:
+        return None
     with timed(_CACHE, work.seconds):
         work.memory = remembered.begin(work.gm, work.options, work.border, work.store)
         kept = work.memory.find()
@@ -77,19 +77,11 @@ def _kept(work: Work) -> Onward | None:
                 raise
             # Whatever is wrong with a file, the steps need none.
             log.debug("what was kept of graph %s does not fit: %r", torch_compat.graph_name(), error)
-            return _from_the_start(work)
+            work.begin_anew()
+            return Onward(step="units")
     work.known, work.units = kept.crossing.known, []
     work.report = dataclasses.replace(report, seconds=((_CACHE, work.seconds[_CACHE]),))
     return Onward(step=None)
-
-
-def _from_the_start(work: Work) -> Onward:
-    """The nodes are others since the graph was made again what it was; nothing is looked up, or kept."""
-    if work.snapshot is not None:
-        work.snapshot.restore()
-    # The snapshot's graphs are given away, and the steps will change them: the next attempt takes copies of its own.
-    work.snapshot = work.store = work.memory = None
-    return Onward(step="units")
 
 
 def _unseen(work: Work) -> None:
@@ -297,7 +289,6 @@ def _verify(_: Work, unit: Unit) -> None:
 
 def _linear(work: Work) -> None:
     if work.has_linear_calls:
-        work.seconds["linear"] = 0.0
         with timed("linear", work.seconds), work.dumper.around("linear", work.gm):
             work.linear = linear_calls.lower(work.gm, work.options)
 
@@ -335,11 +326,17 @@ def _report(work: Work) -> None:
     from attn_compiler.passes.pipeline import rooms
 
     unseen = [] if work.unseen is None else work.unseen.rows(rooms.match.owners_in_sites(work.units))
+    linear = linear_calls.rows(work.linear)
     work.report = rooms.summary.report(
-        work.gm, work.units, work.decided_for, work.seconds, faults=work.warned, unseen=unseen, padded=work.padded
+        work.gm,
+        work.units,
+        work.decided_for,
+        work.seconds,
+        faults=work.warned,
+        unseen=unseen,
+        linear=linear,
+        padded=work.padded,
     )
-    if work.linear:
-        work.report = dataclasses.replace(work.report, linear=linear_calls.rows(work.linear))
 
 
 def _outline(work: Work) -> None:

@@ -74,6 +74,13 @@ class Work:
         """The machines of the graph's attentions; none without any."""
         return self.targets if self.units else {}
 
+    def begin_anew(self) -> None:
+        """The nodes are others since the graph was made again what it was; nothing is looked up, or kept."""
+        if self.snapshot is not None:
+            self.snapshot.restore()
+        # The snapshot's graphs are given away, and the steps will change them: the next attempt takes copies of its own.
+        self.snapshot = self.store = self.memory = None
+
 
 @contextlib.contextmanager
 def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
@@ -81,7 +88,7 @@ def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
     try:
         yield
     finally:
-        seconds[name] += time.perf_counter() - start
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @contextlib.contextmanager

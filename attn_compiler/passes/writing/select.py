@@ -48,12 +48,10 @@ def select_lowerings(
             leave_alone(site, attempt.reason)
 
 
-def _among(options: Options, lowerings: tuple[str, ...]) -> Options:
+def _among(options: Options, names: tuple[str, ...]) -> Options:
     """The same, of whose lowerings only some may serve."""
-    asked = options.lowerings or ((options.lowering,) if options.lowering is not None else lowerings)
-    return dataclasses.replace(
-        options, lowering=None, lowerings=tuple(n for n in asked if n in lowerings) or (UNTOUCHED,)
-    )
+    asked = _asked(options) or names
+    return dataclasses.replace(options, lowering=None, lowerings=tuple(n for n in asked if n in names) or (UNTOUCHED,))
 
 
 def leave_alone(site: Site, reason: Reason) -> None:
@@ -123,20 +121,21 @@ def _may_be_slower(name: str, spec: AttentionSpec, options: Options) -> bool:
 
 
 def _is_named(options: Options) -> bool:
-    return options.lowering is not None or options.lowerings is not None
+    return _asked(options) is not None
+
+
+def _asked(options: Options) -> tuple[str, ...] | None:
+    """What the user named, but for lowerings of linear attention."""
+    return tuple(name for name in options.asked or () if name not in lowerings.LINEAR_NAMES) or None
 
 
 def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[str, ...]:
-    if options.lowering is not None:
-        return (options.lowering,)
-    if options.lowerings is not None:
-        return options.lowerings
-    return lowerings.order(spec, target)
+    return _asked(options) or lowerings.order(spec, target)
 
 
 def require_available(options: Options, devices: Set[str], targets: Iterable[Target]) -> None:
     """Raise LoweringUnavailable if the one lowering asked for can't run at all on the device of some site. devices: of the sites."""
-    if options.lowering is None:
+    if options.lowering is None or options.lowering in lowerings.LINEAR_NAMES:
         return
     (lowering,) = (one for one in lowerings.LOWERINGS if one.name == options.lowering)
     for target in (target for target in targets if target.device in devices):

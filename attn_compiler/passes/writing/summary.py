@@ -22,7 +22,7 @@ from attn_compiler.passes.spelling import flex
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.reasons.errors import REPRODUCE, described
-from attn_compiler.reporting.facts import MissReport, SiteReport, UnpadReport
+from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport, UnpadReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec import tried
 from attn_compiler.spec.target import Target
@@ -37,11 +37,13 @@ def report(
     *,
     faults: tuple[str, ...] = (),
     unseen: Iterable[MissReport] = (),
+    linear: tuple[LinearReport, ...] = (),
     padded: Unit | None = None,
 ) -> Report:
     """The report of one graph handed to the backend.
 
-    faults: what was warned of. unseen: misses that no pattern started from. padded: the graph beside a packed one.
+    faults: what was warned of. unseen: misses that no pattern started from. linear: layers of linear attention. padded: the graph beside a
+    packed one.
     """
     return Report(
         graph=torch_compat.graph_name(),
@@ -51,6 +53,7 @@ def report(
         misses=(*_miss_rows(units), *_chosen_rows(gm, units), *unseen),
         seconds=tuple(seconds.items()),
         faults=faults,
+        linear=linear,
         unpad=_unpad(units, padded),
     )
 

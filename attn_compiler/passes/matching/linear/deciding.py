@@ -65,7 +65,7 @@ def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...]
 def _options() -> tuple[Options, Mapping[str, Any]] | None:
     """What the compilation under way was asked for, and Inductor's patches; None if it is not for us."""
     backend, settings = substitution.compiling_for()
-    if not getattr(backend, "takes_linear_attention", False):
+    if backend is None or not substitution.are_taken_for(backend):
         return None
     own = getattr(backend, "own_options", None)
     if isinstance(own, Options):
@@ -111,8 +111,7 @@ def chosen(spec: LinearSpec, options: Options) -> Decision:
 
 def _asked(options: Options) -> tuple[str, ...] | None:
     """Of the lowerings that the user names, those that may serve; None where none is named that could."""
-    named = options.lowerings or ((options.lowering,) if options.lowering is not None else ())
-    return tuple(name for name in named if name in (*lowerings.LINEAR_NAMES, UNTOUCHED)) or None
+    return tuple(name for name in options.asked or () if name in (*lowerings.LINEAR_NAMES, UNTOUCHED)) or None
 
 
 def _store(options: Options, patches: Mapping[str, Any]) -> Store | None:
@@ -137,7 +136,9 @@ def spec_of(
         return wrong
     channel = proposed.template.recurrence == "delta" and found["g"].dim() == 4
     form = running.form_of(proposed, roles, given, channel=channel)
-    dtypes = running.dtypes_of(proposed, form, {role: x.dtype for role, x in found.items()})
+    v, k = (found["x"], found["B"]) if form.recurrence == "ssd" else (found["v"], found["k"])
+    grouped = v.shape[2] != k.shape[2]
+    dtypes = running.dtypes_of(proposed, form, {role: x.dtype for role, x in found.items()}, grouped=grouped)
     if isinstance(dtypes, str):
         return _not_proved(proposed, dtypes)
     return call_of(dataclasses.replace(form, out_dtype=dtypes[0], state_dtype=dtypes[1]), tensors)
@@ -227,6 +228,11 @@ def _others(proposed: Proposed, found: Mapping[str, Tensor], v: Tensor, k: Tenso
 
 
 def _same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    return len(shape) == len(wanted) and all(
-        axes.same_size(axes.size_expr(a), axes.size_expr(b)) for a, b in zip(shape, wanted, strict=True)
-    )
+    return len(shape) == len(wanted) and all(_same(a, b) for a, b in zip(shape, wanted, strict=True))
+
+
+def _same(size: int | torch.SymInt, wanted: int | torch.SymInt) -> bool:
+    """Two symbolic sizes are made one by a guard: the function could not run if they differed."""
+    if isinstance(size, torch.SymInt) and isinstance(wanted, torch.SymInt):
+        axes.unify(size, wanted)
+    return axes.same_size(axes.size_expr(size), axes.size_expr(wanted))

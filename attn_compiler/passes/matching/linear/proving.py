@@ -141,6 +141,6 @@ def _gradients(outs: Sequence[Tensor], weights: Sequence[Tensor], given: Sequenc
 
 def _distance(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     """The largest difference beside numbers of 1 and more; not a number where one of them is none."""
-    return float(
-        torch.stack([(x - y).abs().max() / (1 + y.abs().max()) for x, y in zip(ones, others, strict=True)]).max()
-    )
+    with torch.no_grad():
+        far = [(x - y).abs().max() / (1 + y.abs().max()) for x, y in zip(ones, others, strict=True)]
+        return float(torch.stack(far).max())

@@ -85,32 +85,35 @@ def settings(template: Template, form: LinearForm) -> dict[str, Any]:
 def form_of(proposed: Proposed, roles: tuple[str, ...], given: Mapping[str, Any], *, channel: bool) -> LinearForm:
     """The form that a function has with these operands and settings, before its results are known."""
     template = proposed.template
-    limits = given.get("dt_limit")
+    named = {name: given[name] for name in template.settings}
+    limits = named.get("dt_limit")
     return LinearForm(
         function=proposed.name,
         recurrence=template.recurrence,
         roles=roles,
         channel=channel,
-        chunk=1 if template.by_token else int(given["chunk_size"]),
-        eps=EPS if given.get(_NORMALISED) else None,
-        softplus=bool(given.get("dt_softplus", False)),
+        chunk=1 if template.by_token else int(named["chunk_size"]),
+        eps=EPS if named.get(_NORMALISED) else None,
+        softplus=bool(named.get("dt_softplus", False)),
         limits=None if limits is None else (float(limits[0]), float(limits[1])),
     )
 
 
-def dtypes_of(proposed: Proposed, form: LinearForm, dtypes: Mapping[str, torch.dtype]) -> tuple[str, str] | str:
+def dtypes_of(
+    proposed: Proposed, form: LinearForm, dtypes: Mapping[str, torch.dtype], *, grouped: bool
+) -> tuple[str, str] | str:
     """The dtypes of what a function gives for operands of these, found by running it once at a few numbers; or why it can't be told.
 
-    What it gives has the shapes of the recurrence then, at sizes that all differ.
+    What it gives has the shapes of the recurrence then, at sizes that all differ. grouped: there are fewer heads of k than of v.
     """
-    return _dtypes_of(proposed, form, tuple(dtypes.items()))
+    return _dtypes_of(proposed, form, tuple(dtypes.items()), grouped)
 
 
 @functools.lru_cache(maxsize=256)
 def _dtypes_of(
-    proposed: Proposed, form: LinearForm, dtypes: tuple[tuple[str, torch.dtype], ...]
+    proposed: Proposed, form: LinearForm, dtypes: tuple[tuple[str, torch.dtype], ...], grouped: bool
 ) -> tuple[str, str] | str:
-    shapes = _shapes(form)
+    shapes = _shapes(form, grouped)
     with substitution.apart(), torch.no_grad():
         given = [torch.full(shapes[role], 0.5, dtype=dtype, device="cpu") for role, dtype in dtypes]
         try:
@@ -129,10 +132,10 @@ def _dtypes_of(
     return str(out.dtype).removeprefix("torch."), str(last.dtype).removeprefix("torch.")
 
 
-def _shapes(form: LinearForm) -> dict[str, tuple[int, ...]]:
+def _shapes(form: LinearForm, grouped: bool) -> dict[str, tuple[int, ...]]:
     """Of operands by their roles: sizes that all differ."""
     batch, length, groups, heads, dim_k, dim_v = 2, 1 if form.recurrence == "ssd" and form.chunk == 1 else 3, 2, 4, 5, 7
-    groups = heads if form.channel else groups
+    groups = groups if grouped else heads
     tokens = (batch, length)
     if form.recurrence == "delta":
         keys = (*tokens, groups, dim_k)

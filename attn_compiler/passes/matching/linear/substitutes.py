@@ -37,21 +37,27 @@ def propose(function: types.FunctionType) -> Proposed | None:
     """Have a function's calls taken, if it has the parameters of a template."""
     if function in _PROPOSED:
         return _PROPOSED[function]
+    found = proposal(function)
+    if found is not None:
+        _PROPOSED[function] = found
+        _substitute(function, found)
+    return found
+
+
+def proposal(function: types.FunctionType) -> Proposed | None:
+    """A function as it may be taken, by its parameters and its text."""
     template = template_of(function)
     if template is None:
         return None
     read = source.read(function)
     code = function.__code__
-    proposed = Proposed(
+    return Proposed(
         name=f"{function.__module__}:{function.__qualname__}#{read.digest}",
         own=function,
         template=template,
         why_not=read.why_not,
         source=f"{code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{code.co_firstlineno}",
     )
-    _PROPOSED[function] = proposed
-    _substitute(function, proposed)
-    return proposed
 
 
 def template_of(function: types.FunctionType) -> Template | None:
