@@ -148,13 +148,18 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="cases of this function")
     parser.add_argument("--head-dim", type=int, default=0, help="cases of this size")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest case (default %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     where = harness.environment("cpu")
     file = harness.CsvFile(options.output, [*KEYS, *COLUMNS, *LAST, *where])
     for case in cases():
-        if options.only not in case.function or options.head_dim not in (0, case.head_dim):
+        if (
+            options.only not in case.function
+            or options.head_dim not in (0, case.head_dim)
+            or case.length > options.longest
+        ):
             continue
         names = {name: str(getattr(case, name)) for name in KEYS}
         row = measure(case, options.seconds)

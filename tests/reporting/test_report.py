@@ -11,10 +11,11 @@ import pytest
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Reason, Refusal
 from attn_compiler.reasons.errors import ReportNotSaved
-from attn_compiler.reporting.facts import MissReport, SiteReport
+from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport
 from attn_compiler.reporting.report import Report, Reports
 from attn_compiler.spec import masks, scores
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from tests.lowerings.linear import linear_forms
 
 QKV = TensorSpec(shape=(2, 4, "s0", 8), strides=("32*s0", 8, 32, 1), dtype="float32", requires_grad=True)
 SPEC = AttentionSpec(
@@ -98,6 +99,8 @@ def test_json_has_every_field_under_its_name() -> None:
                 "source": "m.py:1",
             }
         ],
+        "num_linear": 0,
+        "linear": [],
         "seconds": [{"pass": "match", "seconds": 0.5}, {"pass": "lower", "seconds": 0.25}],
         "kernels": [{"kernel": "attention_forward", "seconds": 1.5}],
         "failure": None,
@@ -196,3 +199,20 @@ def test_reports_merge() -> None:
     assert repr(merged) == (
         "<Reports: 3 graphs, 6 attention sites (sdpa 6), 4 misses, 1.50 s in passes; print() shows the table>"
     )
+
+
+def test_layers_of_linear_attention_have_rows_of_their_own() -> None:
+    one = LinearReport(
+        modules=("a", "b"),
+        spec=linear_forms.spec(),
+        decision=Decision(lowering="linear_reference"),
+        evidence="measured",
+    )
+    report = dataclasses.replace(make_report(), linear=(one,))
+    (row,) = json.loads(report.to_json())["linear"]
+    assert (row["modules"], row["lowering"], row["function"]) == (["a", "b"], "linear_reference", "models:delta")
+    assert row["computes"] == one.spec.words
+    assert Reports((report, report)).to_dict()["num_linear"] == 4
+    assert "3 attention sites of 1 kind, 2 layers of linear attention (linear_reference 2), 2 misses" in str(report)
+    assert f"computes  {one.spec.words}" in str(report)
+    assert "graph-1-linear-1" in report.to_html()

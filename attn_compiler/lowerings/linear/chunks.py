@@ -38,9 +38,12 @@ def by_chunks(given: Prepared, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
         solved = _solve(_pairs(scaled, k, sums), torch.cat([v * beta, scaled * grown], -1))
         v, w = solved[..., :dim_v], solved[..., dim_v:]
     kd, cd = k * (of_channels[..., -1:, :] - of_channels).exp(), grown[..., -1, :, None]
-    state = given.first_state.flatten(0, 1)
-    states, last, seen = getattr(torch.ops, NAMESPACE).linear_scan.default(v, kd, cd, state, w)
-    out = torch.baddbmm(_flat(pairs @ (v if w is None else seen)), _flat(q * grown), _flat(states))
+    if isinstance(length, int) and length <= chunk:
+        out, last = _one_chunk(given, q * grown, v, w, kd, cd, pairs)
+    else:
+        state = given.first_state.flatten(0, 1)
+        states, last, seen = getattr(torch.ops, NAMESPACE).linear_scan.default(v, kd, cd, state, w)
+        out = torch.baddbmm(_flat(pairs @ (v if w is None else seen)), _flat(q * grown), _flat(states))
     return _from_chunks(out.view(*v.shape), batch, length, heads), last.view(batch, heads, *last.shape[1:])
 
 
@@ -55,7 +58,22 @@ def one_token(given: Prepared) -> tuple[Tensor, Tensor]:
     return (state * q.unsqueeze(-1)).sum(-2).unsqueeze(1), state
 
 
+def _one_chunk(
+    given: Prepared, q: Tensor, v: Tensor, w: Tensor | None, kd: Tensor, cd: Tensor, pairs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of one chunk there is nothing to scan. q: with the decay from the chunk's first token. Without a state, nothing is read of one."""
+    if given.state is None:
+        return _flat(pairs @ v), _flat(kd.mT @ v)
+    state = given.state.flatten(0, 1).unsqueeze(0)
+    seen = v if w is None else v - w @ state
+    return _flat(pairs @ seen + q @ state), _flat(state * cd + kd.mT @ seen)
+
+
 def _solve(lower: Tensor, right: Tensor) -> Tensor:
+    """Where nothing is differentiated, by PyTorch's own op, which takes the host less."""
+    if not (torch.is_grad_enabled() and (lower.requires_grad or right.requires_grad)):
+        solved: Tensor = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+        return solved
     found: Tensor = getattr(torch.ops, NAMESPACE).linear_solve.default(lower, right)
     return found
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from attn_compiler.lowerings.graph_ops.linear_call import linear_call
 from attn_compiler.passes.context_parallel import arguments
 from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes, Place, Places, Sequences, has, place_of
 from attn_compiler.passes.graph import axes, axis_rules, views
@@ -39,6 +40,8 @@ def place(context: Places, node: fx.Node) -> Place | Mixes:
     counted = next((x for x in given if context.is_counted(x)), None)
     if counted is not None:
         return Mixes(at=node, why=f"{counted.name} was made of how many positions the rank has", remedy=GIVE_POSITIONS)
+    if node.target is linear_call:
+        return Mixes(at=node, why="the state of linear attention sums up the positions of the ranks before")
     line = axis_rules.line_of(node)
     if line is None:
         return Mixes(at=node, why="nothing is known of what it does with positions")

@@ -83,7 +83,7 @@ class LinearLayers:
     @property
     def reason(self) -> Reason:
         if self.refused is not None:
-            return self.refused
+            return dataclasses.replace(self.refused, remedy=self.refused.remedy or self.recurrence.remedy)
         each = self.num_nodes // len(self.firsts)
         return Reason(
             code=Code.LINEAR_ATTENTION,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.lowerings.graph_ops.linear_call import linear_call
 from attn_compiler.passes.graph import axes, axis_rules, views
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims
 from attn_compiler.passes.graph.axis_rules import Mixed
@@ -69,6 +70,8 @@ def of(context: Context, node: fx.Node) -> Result:
             at=node,
             remedy=drawing.REMEDY,
         )
+    if node.target is linear_call:
+        raise refused(node, "the state of linear attention sums up positions, and decays at padding, too")
     if line is None or not line.packs:
         raise refused(node, "nothing is known of it that lets padding be left out")
     if line.rule is axis_rules.pointwise and not isinstance(node.meta.get("val"), torch.Tensor):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_compiler.reasons.errors import ContextParallelUnsupported
+from tests.near_miss import linear_variants
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Before, compile_and_run, positions
 
 
@@ -28,7 +29,18 @@ def _summed_in_place(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def _linear(x: torch.Tensor) -> torch.Tensor:
+    """A layer of linear attention, whose function is taken as one node."""
+    heads = x.unflatten(-1, (2, -1))
+    g = -heads[..., 0].abs()
+    out, _ = _GATED_DELTA(heads, heads, heads, g=g, beta=g.exp(), use_qk_l2norm_in_kernel=True)
+    return out.flatten(2)  # type: ignore[no-any-return]
+
+
+_GATED_DELTA = linear_variants.own("torch_chunk_gated_delta_rule")
+
 MIXING: dict[str, Before] = {
+    "linear_call": lambda m, x, d: _linear(x),
     "flip": lambda m, x, d: x.flip(1),
     "roll": lambda m, x, d: x.roll(1, 1),
     "cumsum": lambda m, x, d: x.cumsum(1),

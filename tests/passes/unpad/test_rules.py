@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from attn_compiler.reasons.codes import Code
+from tests.near_miss import linear_variants
 from tests.passes.unpad.encoder import MASK, WIDTH, WORDS, Encoder, check, compiled, ids_of, report
 
 ALL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -62,3 +63,21 @@ def test_several_results_are_a_refusal_and_no_fault(name: str) -> None:
     kept = check(Encoder(between=SEVERAL[name]), close=2e-5).kept
     assert kept is not None
     assert kept.code is Code.MIXES_POSITIONS
+
+
+def test_linear_attention_below_an_attention_is_named() -> None:
+    function = linear_variants.own("torch_chunk_gated_delta_rule")
+
+    def ending(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        heads = (x * mask[..., None]).unflatten(-1, (2, -1))
+        g = -heads[..., 0].abs()
+        out, _ = function(heads, heads, heads, g=g, beta=g.exp(), use_qk_l2norm_in_kernel=True)
+        return out.flatten(2)  # type: ignore[no-any-return]
+
+    model = Encoder(ending=ending).eval()
+    out = compiled(model)(ids_of(MASK), MASK)
+    kept = report().kept
+    assert kept is not None
+    assert kept.code == Code.MIXES_POSITIONS
+    assert "linear attention" in kept.observed
+    torch.testing.assert_close(out, model(ids_of(MASK), MASK))

@@ -56,6 +56,8 @@ def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...]
     if isinstance(found, LinearForm):
         linear_call.FUNCTIONS[proposed.name] = proposed.run
         return found.text
+    if found is None:
+        return ""
     _REFUSED.setdefault(torch_compat.graph_name(), {})[proposed.called] = found
     while len(_REFUSED) > _MOST:
         _REFUSED.popitem(last=False)
@@ -84,22 +86,14 @@ def _taken(
     given: Mapping[str, Any],
     options: Options,
     patches: Mapping[str, Any],
-) -> LinearForm | Reason:
+) -> LinearForm | Reason | None:
+    """The form of a call that is taken; else why it is not, but for one that the user asked to leave alone."""
     spec = spec_of(proposed, tensors, roles, given)
     if isinstance(spec, Reason):
         return spec
-    if options.is_context_parallel:
-        return Reason(
-            code=Code.MIXES_POSITIONS,
-            rule="each rank computes its own positions",
-            observed=f"{spec.form.name}: the state of a rank's first token sums up all tokens of the ranks before it",
-        )
     decision = chosen(spec, options)
     if decision.lowering == UNTOUCHED:
-        return next(
-            (reason for refusal in decision.refusals for reason in refusal.reasons),
-            Reason(code=Code.OWN_KERNEL, rule="the options let a lowering serve", observed="'untouched'"),
-        )
+        return next((reason for refusal in decision.refusals for reason in refusal.reasons), None)
     not_proved = proving.why_not(proposed, spec, _store(options, patches))
     return spec.form if not_proved is None else not_proved
 
