@@ -183,3 +183,45 @@ def test_ranks_that_start_at_once_do_not_disturb_each_other(tmp_path: Path) -> N
     third = _started(tmp_path, options=QUICK)
     assert third["ran"] == [[]]
     assert one["out"] == two["out"] == third["out"]
+
+
+_LINEAR = """
+import json, torch
+import attn_compiler
+from tests.passes.matching.linear import linear_functions
+from tests.passes.rewrites.watching import watched, without_times
+
+torch.manual_seed(0)
+given = {name: torch.rand(2, 6, 2, 4).requires_grad_() for name in ("query", "key", "value")}
+given |= {name: torch.rand(2, 6, 2).neg().requires_grad_() for name in ("g", "beta")}
+
+def model(**given):
+    return linear_functions.by_token(**given)[0]
+
+options = {"inner": "aot_eager", "lowering": "linear_reference"}
+run = torch.compile(model, backend="attn_compiler", options=options)
+with watched() as seen:
+    out = run(**given)
+    out.square().sum().backward()
+(one,) = seen
+print(json.dumps({
+    "out": out.detach().flatten().tolist(),
+    "gradient": [x.grad.double().sum().item() for x in given.values()],
+    "ran": list(one.ran),
+    "from cache": one.report.from_cache,
+    "not kept": one.report.not_kept,
+    "linear": one.report.num_linear,
+    "report": without_times(one.report),
+    "code": one.code,
+}))
+"""
+
+
+def test_a_second_process_finds_linear_attention(tmp_path: Path) -> None:
+    """The graph has no attention besides. Its function is proved once."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATTN_COMPILER_CACHE_REWRITES": "1"}
+    first, second = (json.loads(start(_LINEAR, environment=environment).stdout) for start in (fresh.run, ANOTHER))
+    assert (first["from cache"], first["not kept"], first["linear"]) == (False, None, 1)
+    assert (second["from cache"], second["ran"], second["linear"]) == (True, [], 1)
+    for what in ("out", "gradient", "report", "code"):
+        assert second[what] == first[what], what

@@ -66,6 +66,7 @@ class CheckPlan:
     inputs: names for people. may_write: for each input of the graph, whether something in the graph may write to it. devices: that values
     live on. communicates: with other processes. rounded: the coarsest dtype in it. strict: whether a check that fails itself raises.
     padded: what counts for nothing, in a graph that padding was taken out of. ranks: those that share the sequence, if several do.
+    has_linear: lowerings stand in the place of functions of linear attention.
     """
 
     graph: str
@@ -82,6 +83,7 @@ class CheckPlan:
     symbols: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]] = field(default_factory=dict)
     padded: Padded | None = None
     ranks: Ranks | None = None
+    has_linear: bool = False
 
     def gradient_checks(self) -> list[Check]:
         """One for each site."""
@@ -93,12 +95,15 @@ class CheckPlan:
 
 
 def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
-    """The plan for one graph that was rewritten and is about to be given away; None if it holds no site."""
-    if rewritten.failed or not any(unit.found.sites for unit in rewritten.units):
+    """The plan for one graph that was rewritten and is about to be given away; None if it holds no site, and no linear attention."""
+    if rewritten.failed or not (rewritten.report.linear or any(unit.found.sites for unit in rewritten.units)):
         return None
     if rewritten.packed is not None:
         return _of_packed(gm, rewritten, rewritten.packed)
     graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
+    if rewritten.snapshot is not None and rewritten.report.linear:
+        # Graphs without attention have calls of linear attention, too.
+        graphs = {module: rewritten.snapshot.graph(module) for module in torch_compat.graph_modules(gm)} | graphs
     graphs |= {u.graph_module: look.original for u in rewritten.units if (look := _look(u)) is not None}
     # A graph without attention is as it was; masks of the bodies that it calls may have been read in it.
     units = _with_callers(rewritten.units)
@@ -147,7 +152,8 @@ def _plan(
         devices=torch_compat.graph_devices(gm),
         communicates=communicates or _communicates(module),
         rounded=comparing.coarsest(x.dtype for x in _values(module) if isinstance(x, torch.Tensor)),
-        strict=rewritten.units[0].options.strict,
+        strict=rewritten.strict,
+        has_linear=bool(rewritten.report.linear),
     )
 
 

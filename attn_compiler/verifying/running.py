@@ -82,7 +82,7 @@ class Session:
         if self._plan.ranks is not None:
             return _OF_CACHE if self._plan.ranks.has_whole else _OF_PART
         outs = [check for check in self._checks if check.subject == "output" and check not in self._not_run]
-        if self._plan.padded is None and all(check.is_as_it_was for check in outs):
+        if self._plan.padded is None and not self._plan.has_linear and all(check.is_as_it_was for check in outs):
             return "every attention is as the model made it"
         if self._left_out:
             return f"{self._left_out[0]} gives something else for rows without any key"

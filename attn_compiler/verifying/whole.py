@@ -203,7 +203,7 @@ def verification(
 def words(plan: CheckPlan, names: Callable[[], Sequence[str]]) -> Words:
     """Of the whole graph. names: of all results."""
     sites = ", ".join(check.site.module for check in plan.checks if check.subject == "output")
-    formula = f"attention at {sites}" if plan.padded is None else "real tokens alone"
+    formula = (f"attention at {sites}" if sites else "linear attention") if plan.padded is None else "real tokens alone"
     return Words(names=names, site=f"graph {plan.graph}", formula=formula)
 
 

@@ -36,6 +36,7 @@ HELD = (
     "docs/kernels.md",
     "docs/launchers.md",
     "docs/launching.md",
+    "docs/linear.md",
     "docs/matching.md",
     "docs/mla.md",
     "docs/numbers.md",

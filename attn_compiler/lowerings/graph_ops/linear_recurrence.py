@@ -16,7 +16,7 @@ from attn_compiler.spec.linear import LinearForm
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
+class LinearOperands:
     """The operands of the recurrence, all in the dtype that is computed in, with as many heads of q and k as of v.
 
     q, k: (B, S, H, K).
@@ -42,7 +42,7 @@ class Prepared:
         return self.v.new_zeros(batch, heads, dim, self.v.shape[-1])
 
 
-def prepared(form: LinearForm, operands: Sequence[Tensor]) -> Prepared:
+def prepared(form: LinearForm, operands: Sequence[Tensor]) -> LinearOperands:
     """What a function makes of its operands before the recurrence."""
     given = dict(zip(form.roles, operands, strict=True))
     return _of_ssd(form, given) if form.recurrence == "ssd" else _of_delta(form, given)
@@ -64,7 +64,7 @@ def definition(form: LinearForm, operands: Sequence[Tensor]) -> tuple[Tensor, Te
     return finished(form, operands, *token_by_token(prepared(form, operands)))
 
 
-def token_by_token(given: Prepared) -> tuple[Tensor, Tensor]:
+def token_by_token(given: LinearOperands) -> tuple[Tensor, Tensor]:
     """The recurrence as it is written: o (B, S, H, V), and the state after the last token."""
     state, outs = given.first_state, []
     decay = given.g.exp() if given.g.dim() == 4 else given.g.exp().unsqueeze(-1)
@@ -83,17 +83,17 @@ def _wide(form: LinearForm) -> torch.dtype:
     return torch.float64 if form.state_dtype == "float64" else torch.float32
 
 
-def _of_delta(form: LinearForm, given: dict[str, Tensor]) -> Prepared:
+def _of_delta(form: LinearForm, given: dict[str, Tensor]) -> LinearOperands:
     wide = {role: x.to(_wide(form)) for role, x in given.items()}
     q, k, v = wide["q"], wide["k"], wide["v"]
     if form.eps is not None:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + form.eps) for x in (q, k))
     q = q * k.shape[-1] ** -0.5
     q, k = _for_each_head(q, v), _for_each_head(k, v)
-    return Prepared(q=q, k=k, v=v, g=wide["g"], beta=wide["beta"], state=wide.get("state"))
+    return LinearOperands(q=q, k=k, v=v, g=wide["g"], beta=wide["beta"], state=wide.get("state"))
 
 
-def _of_ssd(form: LinearForm, given: dict[str, Tensor]) -> Prepared:
+def _of_ssd(form: LinearForm, given: dict[str, Tensor]) -> LinearOperands:
     dt = given["dt"]
     if "dt_bias" in given:
         dt = dt + given["dt_bias"].to(dt.dtype)
@@ -105,7 +105,7 @@ def _of_ssd(form: LinearForm, given: dict[str, Tensor]) -> Prepared:
     x, dt, k, q = given["x"].to(dtype), dt.to(dtype), given["B"].to(dtype), given["C"].to(dtype)
     state = given["state"].to(dtype).transpose(-1, -2) if "state" in given else None
     q, k = _for_each_head(q, x), _for_each_head(k, x)
-    return Prepared(q=q, k=k, v=x * dt.unsqueeze(-1), g=given["A"].to(dtype) * dt, state=state)
+    return LinearOperands(q=q, k=k, v=x * dt.unsqueeze(-1), g=given["A"].to(dtype) * dt, state=state)
 
 
 def _for_each_head(x: Tensor, v: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_compiler.lowerings.graph_ops.linear_recurrence import Prepared
+from attn_compiler.lowerings.graph_ops.linear_recurrence import LinearOperands
 from attn_compiler.lowerings.linear import scan_ops  # noqa: F401 (the ops are registered by the import)
 from attn_compiler.torch_private.op_library import NAMESPACE
 
@@ -21,7 +21,7 @@ CHUNK = 64
 _ROWS = 16
 
 
-def by_chunks(given: Prepared, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+def by_chunks(given: LinearOperands, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
     """As `token_by_token`: o (B, S, H, V), and the state after the last token."""
     batch, length, heads, dim_v = given.v.shape
     if isinstance(length, int) and length == 1:
@@ -47,7 +47,7 @@ def by_chunks(given: Prepared, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
     return _from_chunks(out.view(*v.shape), batch, length, heads), last.view(batch, heads, *last.shape[1:])
 
 
-def one_token(given: Prepared) -> tuple[Tensor, Tensor]:
+def one_token(given: LinearOperands) -> tuple[Tensor, Tensor]:
     """Of one token, in ops that fuse."""
     q, k, v = (x[:, 0] for x in (given.q, given.k, given.v))
     decay = given.g[:, 0].exp() if given.g.dim() == 4 else given.g[:, 0].exp().unsqueeze(-1)
@@ -59,7 +59,7 @@ def one_token(given: Prepared) -> tuple[Tensor, Tensor]:
 
 
 def _one_chunk(
-    given: Prepared, q: Tensor, v: Tensor, w: Tensor | None, kd: Tensor, cd: Tensor, pairs: Tensor
+    given: LinearOperands, q: Tensor, v: Tensor, w: Tensor | None, kd: Tensor, cd: Tensor, pairs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of one chunk there is nothing to scan. q: with the decay from the chunk's first token. Without a state, nothing is read of one."""
     if given.state is None:

@@ -25,6 +25,7 @@ class LinearRow:
     device: "cpu" or "cuda".
     one_token: the call is of one token.
     training: the call needs gradients.
+    lengths: the number of tokens is known and within these bounds, both included; None is no upper bound.
     recurrence, channel: as in LinearForm.
     order: the lowerings, the first one first; none where the model's own function is to stay.
     since, why, measured: as in a row of attention (choice/rows.py).
@@ -33,6 +34,7 @@ class LinearRow:
     device: str
     one_token: bool | None = None
     training: bool | None = None
+    lengths: tuple[int, int | None] | None = None
     recurrence: str | None = None
     channel: bool | None = None
     order: tuple[str, ...]
@@ -46,9 +48,16 @@ class LinearRow:
             self.device == target.device
             and self.one_token in (None, spec.length == 1)
             and self.training in (None, spec.needs_grad)
+            and self._fits_length(spec)
             and self.recurrence in (None, spec.form.recurrence)
             and self.channel in (None, spec.form.channel)
         )
+
+    def _fits_length(self, spec: LinearSpec) -> bool:
+        if self.lengths is None:
+            return True
+        least, most = self.lengths
+        return isinstance(spec.length, int) and least <= spec.length and (most is None or spec.length <= most)
 
 
 ROWS: tuple[LinearRow, ...] = (

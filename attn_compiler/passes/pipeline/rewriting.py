@@ -31,7 +31,7 @@ class Rewritten:
     """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten. snapshot: how the graph
     came; None if it is still so. It shares its graphs with `originals`. known: what is known of the graph's outputs, by their places.
     read: the places of inputs that may be known, and that the graph reads and does not write to.
-    padded: beside a packed graph, the model's own with its kernels.
+    padded: beside a packed graph, the model's own with its kernels. strict: the user's option.
     """
 
     report: Report
@@ -42,6 +42,7 @@ class Rewritten:
     known: tuple[tuple[int, Known], ...] = ()
     read: tuple[int, ...] = ()
     padded: Unit | None = None
+    strict: bool = False
 
     @property
     def packed(self) -> Packed | None:
@@ -116,6 +117,7 @@ def rewrite(
         known=work.known,
         read=_still_read(work),
         padded=work.padded,
+        strict=options.strict,
     )
 
 

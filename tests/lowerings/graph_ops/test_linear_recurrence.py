@@ -7,13 +7,13 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.lowerings.graph_ops.linear_recurrence import Prepared, definition, prepared, token_by_token
+from attn_compiler.lowerings.graph_ops.linear_recurrence import LinearOperands, definition, prepared, token_by_token
 from tests.lowerings.linear import linear_forms
 
 
 def test_a_state_decays_is_written_and_is_read() -> None:
     one, half = torch.ones(1, 3, 1, 1), torch.full((1, 3, 1), 0.5).log()
-    out, state = token_by_token(Prepared(q=one, k=one, v=one, g=half))
+    out, state = token_by_token(LinearOperands(q=one, k=one, v=one, g=half))
     assert out.flatten().tolist() == [1.0, 1.5, 1.75]
     assert state.item() == 1.75
 
@@ -21,7 +21,7 @@ def test_a_state_decays_is_written_and_is_read() -> None:
 def test_the_delta_rule_writes_what_the_state_does_not_say_yet() -> None:
     one, kept = torch.ones(1, 3, 1, 1), torch.zeros(1, 3, 1)
     beta = torch.full((1, 3, 1), 0.5)
-    out, _ = token_by_token(Prepared(q=one, k=one, v=one, g=kept, beta=beta))
+    out, _ = token_by_token(LinearOperands(q=one, k=one, v=one, g=kept, beta=beta))
     assert out.flatten().tolist() == [0.5, 0.75, 0.875]
 
 
@@ -29,8 +29,8 @@ def test_a_decay_of_channels_is_one_of_heads_where_all_are_equal() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 5, 2, 4).unbind()
     g, beta = -torch.rand(2, 5, 2), torch.rand(2, 5, 2)
-    of_heads = token_by_token(Prepared(q=q, k=k, v=v, g=g, beta=beta))
-    of_channels = token_by_token(Prepared(q=q, k=k, v=v, g=g[..., None].expand(-1, -1, -1, 4), beta=beta))
+    of_heads = token_by_token(LinearOperands(q=q, k=k, v=v, g=g, beta=beta))
+    of_channels = token_by_token(LinearOperands(q=q, k=k, v=v, g=g[..., None].expand(-1, -1, -1, 4), beta=beta))
     torch.testing.assert_close(of_heads, of_channels)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.passes.matching.linear import draws
-from attn_compiler.passes.matching.linear.draws import Sizes
+from attn_compiler.passes.matching.linear.draws import DrawSizes
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 
 DELTA = LinearForm(
@@ -51,7 +51,7 @@ def problems(*, length: int, dtype: torch.dtype = torch.float32) -> Iterator[tup
     torch.manual_seed(0)
     for form in (DELTA, CHANNEL, STATE_SPACE):
         of = spec(form)
-        at = Sizes(
+        at = DrawSizes(
             batch=2,
             length=length,
             heads_k=of.num_heads_k,

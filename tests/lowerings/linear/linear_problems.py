@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_compiler.lowerings.graph_ops.linear_recurrence import Prepared
+from attn_compiler.lowerings.graph_ops.linear_recurrence import LinearOperands
 
 
 def prepared(
     *, channel: bool, delta: bool, length: int, has_state: bool, dtype: torch.dtype = torch.float64
-) -> Prepared:
+) -> LinearOperands:
     batch, heads, dim_k, dim_v = 2, 3, 5, 7
     torch.manual_seed(0)
 
@@ -21,7 +21,7 @@ def prepared(
         return torch.randn(*shape, dtype=dtype)
 
     tokens = (batch, length, heads)
-    return Prepared(
+    return LinearOperands(
         q=normal(*tokens, dim_k).requires_grad_(),
         k=F.normalize(normal(*tokens, dim_k), dim=-1).requires_grad_(),
         v=normal(*tokens, dim_v).requires_grad_(),
@@ -31,7 +31,7 @@ def prepared(
     )
 
 
-def operands(given: Prepared) -> list[Tensor]:
+def operands(given: LinearOperands) -> list[Tensor]:
     every = (given.q, given.k, given.v, given.g, given.beta, given.state)
     return [x for x in every if x is not None]
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from attn_compiler.lowerings.graph_ops.linear_recurrence import Prepared, token_by_token
+from attn_compiler.lowerings.graph_ops.linear_recurrence import LinearOperands, token_by_token
 from attn_compiler.lowerings.linear.chunks import by_chunks
 from tests.lowerings.linear import linear_problems
 
@@ -32,7 +32,7 @@ def test_the_size_of_a_chunk_changes_rounding_alone(chunk: int) -> None:
 
 def test_a_decay_that_forgets_all_gives_no_infinity() -> None:
     given = linear_problems.prepared(channel=True, delta=True, length=80, has_state=False, dtype=torch.float32)
-    strong = Prepared(q=given.q, k=given.k, v=given.v, g=given.g.detach() * 500, beta=given.beta)
+    strong = LinearOperands(q=given.q, k=given.k, v=given.v, g=given.g.detach() * 500, beta=given.beta)
     out, last = by_chunks(strong)
     assert bool(out.isfinite().all())
     assert bool(last.isfinite().all())

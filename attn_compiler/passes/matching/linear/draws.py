@@ -19,7 +19,7 @@ _MOST = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class DrawSizes:
     """batch, length, heads_k, heads_v, dim_k, dim_v: as in LinearSpec. sort: of numbers."""
 
     batch: int
@@ -36,13 +36,13 @@ class Sizes:
         return f"at {self.length} tokens, heads of {self.dim_k}/{self.dim_v}, {self.sort} numbers"
 
 
-def sizes(spec: LinearSpec) -> Iterator[Sizes]:
+def sizes(spec: LinearSpec) -> Iterator[DrawSizes]:
     """What to run a function at, the smallest first."""
     ratio = spec.num_heads_v // spec.num_heads_k
 
-    def small(length: int, sort: str) -> Sizes:
+    def small(length: int, sort: str) -> DrawSizes:
         heads = {"heads_k": 2, "heads_v": 2 * ratio}
-        return Sizes(batch=1, length=length, **heads, dim_k=_SMALL[0], dim_v=_SMALL[1], sort=sort)
+        return DrawSizes(batch=1, length=length, **heads, dim_k=_SMALL[0], dim_v=_SMALL[1], sort=sort)
 
     lengths = _lengths(spec)
     for sort in SORTS:
@@ -64,14 +64,14 @@ def _lengths(spec: LinearSpec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(n for n in (1, 2, chunk - 1, chunk, chunk + 1, 2 * chunk + 3) if n > 0))
 
 
-def _as_they_are(spec: LinearSpec, ratio: int) -> Sizes:
+def _as_they_are(spec: LinearSpec, ratio: int) -> DrawSizes:
     """Batch, heads and their sizes as in the model, at few tokens; of fewer heads where that would take long."""
     length = 1 if _is_one_token(spec) else spec.form.chunk + 1
     batch = spec.batch if isinstance(spec.batch, int) else 1
     pairs = spec.form.chunk**2 * (spec.head_dim_k if spec.form.channel else 1)
     one_head = 2 * max(pairs, spec.form.chunk * (spec.head_dim_k + spec.head_dim_v), spec.head_dim_k * spec.head_dim_v)
     fits = batch * spec.num_heads_v * one_head <= _MOST
-    return Sizes(
+    return DrawSizes(
         batch=batch if fits else 1,
         length=length,
         heads_k=spec.num_heads_k if fits else 1,
@@ -82,7 +82,7 @@ def _as_they_are(spec: LinearSpec, ratio: int) -> Sizes:
     )
 
 
-def operands(spec: LinearSpec, at: Sizes, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def operands(spec: LinearSpec, at: DrawSizes, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Random operands in the order of the form's roles, each with a gradient."""
     make = _of_ssd(spec, at) if spec.form.recurrence == "ssd" else _of_delta(spec, at)
     return [make[role]().to(dtype).requires_grad_() for role in spec.form.roles]
@@ -92,7 +92,7 @@ def _normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, device="cpu")
 
 
-def _of_delta(spec: LinearSpec, at: Sizes) -> dict[str, Callable[[], Tensor]]:
+def _of_delta(spec: LinearSpec, at: DrawSizes) -> dict[str, Callable[[], Tensor]]:
     tokens, place = (at.batch, at.length), SORTS.index(at.sort)
     decay = (*tokens, at.heads_v, at.dim_k) if spec.form.channel else (*tokens, at.heads_v)
     # A key that is longer than 1 makes the delta rule grow.
@@ -113,7 +113,7 @@ def _beta(x: Tensor, sort: str) -> Tensor:
     return 0.7 * x.clamp(-1, 1.9) if sort == SORTS[2] else x.sigmoid()
 
 
-def _of_ssd(spec: LinearSpec, at: Sizes) -> dict[str, Callable[[], Tensor]]:
+def _of_ssd(spec: LinearSpec, at: DrawSizes) -> dict[str, Callable[[], Tensor]]:
     tokens, place, heads = (at.batch, at.length), SORTS.index(at.sort), at.heads_v
     scale, shift = ((1.0, 0.0), (0.1, -5.0), (12.0, -6.0))[place]
 

@@ -1,9 +1,8 @@
 """The ops that a function is made of: whether running it at random numbers proves what it computes.
 
 Where all of them are on the list, what a function gives is made of its operands by sums, products, exponentials and roots alone, and is the
-same expression everywhere. Two such functions that agree at random points are equal. What takes one side or another by the value of a
-number would not be, so no op does that with what comes from an operand: no clamp but with the numbers of the form, no `where`, no
-comparison, no index. Nothing is written to an operand, drawn, or read before it is written.
+same expression everywhere. Two such functions that agree at random points are equal. An op that takes one side or another by the value of
+a number would break that. So none of what comes from an operand is clamped to other numbers than the form's, compared, or an index. Nothing is written to an operand, drawn, or read before it is written.
 """
 
 from __future__ import annotations

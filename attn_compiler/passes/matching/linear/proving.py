@@ -20,7 +20,7 @@ from attn_compiler import lowerings
 from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
 from attn_compiler.options import cache
 from attn_compiler.passes.matching.linear import draws, known_texts, operations
-from attn_compiler.passes.matching.linear.draws import Sizes
+from attn_compiler.passes.matching.linear.draws import DrawSizes
 from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
@@ -107,7 +107,7 @@ def _of_numbers(proposed: Proposed, spec: LinearSpec) -> str | None:
     return None
 
 
-def _recurrence(form: LinearForm, given: Sequence[Tensor], at: Sizes) -> tuple[Tensor, Tensor]:
+def _recurrence(form: LinearForm, given: Sequence[Tensor], at: DrawSizes) -> tuple[Tensor, Tensor]:
     if at.length <= _ONE_BY_ONE:
         return definition(form, given)
     out, last = lowerings.by_chunks(given, form.text)

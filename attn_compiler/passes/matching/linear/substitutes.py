@@ -62,7 +62,8 @@ def proposal(function: types.FunctionType) -> Proposed | None:
 
 def template_of(function: types.FunctionType) -> Template | None:
     """The first template whose parameters a function has."""
-    names = set(inspect.signature(function).parameters)
+    code = function.__code__
+    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return next((one for one in TEMPLATES if one.parameters <= names), None)
 
 
@@ -72,7 +73,7 @@ def _new_functions() -> Iterator[types.FunctionType]:
             continue
         _SEEN.add(name)
         root, _, rest = name.partition(".")
-        if root in _NO_MODELS or (root == "transformers" and "modeling" not in rest):
+        if root in _NO_MODELS or root in sys.stdlib_module_names or (root == "transformers" and "modeling" not in rest):
             continue
         for value in list(vars(module).values()):
             found = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 import attn_compiler
-from attn_compiler.passes.matching.linear import substitutes
+from attn_compiler.lowerings.linear import chunks, reference
+from attn_compiler.passes.matching.linear import proving, substitutes
 from attn_compiler.reasons.codes import Code
 from tests.near_miss import linear_variants
 from tests.passes.matching.linear import linear_functions
@@ -134,3 +135,22 @@ def test_all_is_as_it_was_after_dynamo_forgot_everything() -> None:
     run = torch.compile(_called(_CHUNK), backend="attn_compiler", options=_OPTIONS, fullgraph=True)
     run(**_given())
     assert attn_compiler.reports().num_linear == 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_verify_holds_a_lowering_against_the_function(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Also in a graph that has no attention besides."""
+    by_token = linear_variants.own("torch_recurrent_gated_delta_rule")
+    given = {name: x.requires_grad_() for name, x in _given(6).items()}
+    real = chunks.by_chunks
+    monkeypatch.setattr(reference, "by_chunks", lambda prepared: tuple(x * factor for x in real(prepared)))
+    options = {**_OPTIONS, "verify": True, "cache_rewrites": False}
+    run = torch.compile(_called(by_token), backend="attn_compiler", options=options, fullgraph=True)
+    if factor > 1:
+        monkeypatch.setattr(proving, "why_not", lambda *_: None)
+        with pytest.raises(attn_compiler.VerificationMismatch):
+            run(**given)
+        return
+    out, last = run(**given)
+    (out.sum() + last.sum()).backward()
+    assert {one.subject for one in attn_compiler.verifications()} == {"graph outputs", "graph gradients"}
