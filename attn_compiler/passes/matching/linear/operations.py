@@ -2,7 +2,8 @@
 
 Where all of them are on the list, what a function gives is made of its operands by sums, products, exponentials and roots alone, and is the
 same expression everywhere. Two such functions that agree at random points are equal. An op that takes one side or another by the value of
-a number would break that. So none of what comes from an operand is clamped to other numbers than the form's, compared, or an index. Nothing is written to an operand, drawn, or read before it is written.
+a number would break that. So none of what comes from an operand is clamped to other numbers than the form's, compared, or an index.
+Nothing is written to an operand, drawn, or read before it is written.
 """
 
 from __future__ import annotations
