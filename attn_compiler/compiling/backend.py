@@ -103,13 +103,13 @@ def _compile_with(
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
     try:
         with collector.paused():
-            from attn_compiler.lowerings import NAMES
+            from attn_compiler.lowerings import names
             from attn_compiler.passes import rewrite, rewrites
             from attn_compiler.verifying import checked
     except (ImportError, AttributeError) as error:
         return without_us.or_raise(error)(gm, example_inputs, **given)
 
-    check_lowering_names(own, NAMES)
+    check_lowering_names(own, names())
     ahead = _ahead(own)
     inner = _Inner(options=own, patches=patches, region=name, ahead=ahead)
     rewritten = rewrite(gm, own, store=rewrites.here(own, patches))

@@ -50,10 +50,10 @@ def settings_and_inputs(model: Callable[..., Any], given: Mapping[str, Any]) -> 
 
 def checked_settings(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """Our options, and Inductor's. Raises UnknownOption or InvalidOption."""
-    from attn_compiler.lowerings import LOWERINGS
+    from attn_compiler.lowerings import names
 
     own, patches = split_options(mode, options)
-    check_lowering_names(own, (lowering.name for lowering in LOWERINGS))
+    check_lowering_names(own, names())
     return own, patches
 
 

@@ -77,12 +77,12 @@ def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | 
 
 
 def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Options:
-    from attn_compiler.lowerings import NAMES
+    from attn_compiler.lowerings import names
 
     if not isinstance(program, ExportedProgram):
         raise NotAnExportedProgram(given=f"{type(program).__module__}.{type(program).__qualname__}")
     own = options if isinstance(options, Options) else split_options(None, options)[0]
-    check_lowering_names(own, NAMES)
+    check_lowering_names(own, names())
     inductors = [] if isinstance(options, Options) else [name for name in options or {} if own_name(name) is None]
     if inductors:
         raise ExportUnsupported(

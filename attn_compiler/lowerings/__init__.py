@@ -46,7 +46,6 @@ from attn_compiler.spec.target import Target
 __all__ = [
     "LINEAR_NAMES",
     "LOWERINGS",
-    "NAMES",
     "PACKAGES",
     "Emitter",
     "LayoutDemand",
@@ -63,6 +62,7 @@ __all__ = [
     "evidence",
     "faster",
     "linear_table",
+    "names",
     "order",
     "packaged_twin",
     "standing",
@@ -93,9 +93,6 @@ LOWERINGS: tuple[Lowering, ...] = (
 #: the lowerings of linear attention, whose specs are others (linear/table.py)
 LINEAR_NAMES: tuple[str, ...] = tuple(lowering.name for lowering in linear_table.LINEAR_LOWERINGS)
 
-#: what options may name
-NAMES: tuple[str, ...] = (*(lowering.name for lowering in LOWERINGS), *LINEAR_NAMES)
-
 _BY_NAME = {lowering.name: lowering for lowering in LOWERINGS}
 
 
@@ -104,6 +101,11 @@ def by_name(name: str) -> Lowering:
     if name not in _BY_NAME:
         raise KeyError(f"no lowering {name!r}; there are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
+
+
+def names() -> tuple[str, ...]:
+    """What options may name."""
+    return *(lowering.name for lowering in LOWERINGS), *LINEAR_NAMES
 
 
 def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:

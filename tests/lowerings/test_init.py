@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_compiler import lowerings
-from attn_compiler.lowerings import LOWERINGS, by_name
+from attn_compiler.lowerings import LINEAR_NAMES, LOWERINGS, by_name, linear_table, names
 
 FOLDER = Path(lowerings.__file__).parent
 FLOORS = {"graph_ops", "shared", "choice", "fp8"}
@@ -17,7 +17,12 @@ FLOORS = {"graph_ops", "shared", "choice", "fp8"}
 def test_every_family_has_a_lowering_in_the_list() -> None:
     folders = {path.parent.name for path in FOLDER.glob("*/__init__.py")}
     families = {type(lowering).__module__.split(".")[2] for lowering in LOWERINGS}
-    assert folders - FLOORS == families
+    of_linear = {type(lowering).__module__.split(".")[2] for lowering in linear_table.LINEAR_LOWERINGS}
+    assert folders - FLOORS == families | of_linear
+
+
+def test_options_may_name_every_lowering() -> None:
+    assert set(names()) == {lowering.name for lowering in LOWERINGS} | set(LINEAR_NAMES)
 
 
 def test_a_name_is_one_lowering() -> None:

@@ -60,17 +60,71 @@ class LinearRow:
         return isinstance(spec.length, int) and least <= spec.length and (most is None or spec.length <= most)
 
 
+_SINCE = "2026-11-28"
+_HEADS = "one call of a function of transformers, 4 heads, one thread of an AMD EPYC; linear_cpu.csv, times as fast as Inductor's"
+
 ROWS: tuple[LinearRow, ...] = (
     LinearRow(
         device="cpu",
+        recurrence="ssd",
+        one_token=True,
+        order=(),
+        since=_SINCE,
+        why=f"{_HEADS}: one token 0.95 with heads of 16",
+    ),
+    LinearRow(
+        device="cpu",
+        recurrence="ssd",
         order=("linear_reference",),
-        since="2026-11-28",
-        why="to be measured",
+        since=_SINCE,
+        why=f"{_HEADS}: heads of 16, 64 tokens 7.7 and 9.9 in training, 512 tokens 18.7. Pairs of chunks and padding to 256 are left out",
+    ),
+    LinearRow(
+        device="cpu",
+        recurrence="delta",
+        channel=False,
+        training=True,
+        lengths=(2, 2047),
+        order=(),
+        since=_SINCE,
+        why=f"{_HEADS}: in training, heads of 16, 64 tokens 0.77, 512 tokens 0.92; heads of 128, 64 tokens 1.08",
+    ),
+    LinearRow(
+        device="cpu",
+        recurrence="delta",
+        channel=False,
+        lengths=(65, 2047),
+        order=(),
+        since=_SINCE,
+        why=f"{_HEADS}: 512 tokens 0.98 with heads of 16, 0.93 with heads of 128; the scan over chunks costs the host",
+    ),
+    LinearRow(
+        device="cpu",
+        recurrence="delta",
+        channel=False,
+        order=("linear_reference",),
+        since=_SINCE,
+        why=(
+            f"{_HEADS}: 64 tokens 1.14 and 1.39 with heads of 16 and 128, one token 1.02 and 1.03, 2048 tokens 1.01. The first step of "
+            "2048 tokens takes 0.10 of Inductor's. A length that is not known has one graph, and not one for each number of chunks"
+        ),
+    ),
+    LinearRow(
+        device="cpu",
+        recurrence="delta",
+        channel=True,
+        order=("linear_reference",),
+        since=_SINCE,
+        why=(
+            "by operations: the function solves 63 rows one after the other, and holds a number for each pair of a chunk and each channel; "
+            f"{_HEADS}: one token 0.99 with heads of 16"
+        ),
+        measured=False,
     ),
     LinearRow(
         device="cuda",
         order=(),
-        since="2026-11-28",
+        since=_SINCE,
         why="no lowering of linear attention was timed on a GPU",
         measured=False,
     ),
