@@ -23,6 +23,7 @@ from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
 from attn_compiler.passes.graph.site import Miss, Site
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.ways import Ways
+from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 
@@ -279,6 +280,23 @@ def _is_in_softmax(node: fx.Node) -> bool:
         above |= dict.fromkeys(x for source in above for x in source.all_input_nodes)
     is_summed = any(target_name(user) == "sum" for user in node.users)
     return is_summed or any(target_name(x) in ("log_softmax", "logsumexp") for x in above)
+
+
+def closed_to_us(unit: Unit) -> Reason | None:
+    """Why no attention of a graph is looked at; None where it is."""
+    unsupported = unsupported_tensor(unit.graph_module)
+    if unsupported is not None:
+        return Reason(
+            code=Code.CLOSED_TENSOR, rule="the graph's inputs are plain strided tensors", observed=unsupported
+        )
+    if unit.place.in_autocast:
+        return Reason(
+            code=Code.AUTOCAST_BODY,
+            rule="an exported program's attention is outside of `with torch.autocast`",
+            observed="wrap_with_autocast runs the graph that it is in",
+            remedy="export the model in the dtype that autocast would have given (model.bfloat16()), without autocast",
+        )
+    return None
 
 
 def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:

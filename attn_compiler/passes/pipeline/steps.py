@@ -13,15 +13,13 @@ from torch import fx
 
 from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.first_look import SharedGraph
-from attn_compiler.passes.graph.unit import GraphMemory, Unit, units, unsupported_tensor
+from attn_compiler.passes.graph.unit import GraphMemory, Unit, closed_to_us, units
 from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep, check_contracts
 from attn_compiler.passes.pipeline.work import Work, timed
 from attn_compiler.passes.recovering import borders
 from attn_compiler.passes.rewrites import remembered
 from attn_compiler.passes.writing import linear_calls
-from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.torch_private.snapshots import Snapshot
@@ -94,20 +92,8 @@ def _unseen(work: Work) -> None:
 
 
 def _plain(_: Work, unit: Unit) -> Onward | None:
-    if (unsupported := unsupported_tensor(unit.graph_module)) is not None:
-        unit.log.left_alone = Reason(
-            code=Code.CLOSED_TENSOR, rule="the graph's inputs are plain strided tensors", observed=unsupported
-        )
-        return Onward(step=None)
-    if unit.place.in_autocast:
-        unit.log.left_alone = Reason(
-            code=Code.AUTOCAST_BODY,
-            rule="an exported program's attention is outside of `with torch.autocast`",
-            observed="wrap_with_autocast runs the graph that it is in",
-            remedy="export the model in the dtype that autocast would have given (model.bfloat16()), without autocast",
-        )
-        return Onward(step=None)
-    return None
+    unit.log.left_alone = closed_to_us(unit)
+    return None if unit.log.left_alone is None else Onward(step=None)
 
 
 def _lengths(work: Work, unit: Unit) -> None:
