@@ -116,10 +116,9 @@ ROWS: tuple[LinearRow, ...] = (
         order=("linear_reference",),
         since=_SINCE,
         why=(
-            "by operations: the function solves 63 rows one after the other, and holds a number for each pair of a chunk and each channel; "
-            f"{_HEADS}: one token 0.99 with heads of 16"
+            f"{_HEADS}: heads of 16, 64 tokens 9.5, one token 0.99. The function solves 63 rows one after the other, and holds a number "
+            "for each pair of a chunk and each channel"
         ),
-        measured=False,
     ),
     LinearRow(
         device="cuda",

@@ -66,12 +66,12 @@ def test_several_results_are_a_refusal_and_no_fault(name: str) -> None:
 
 
 def test_linear_attention_below_an_attention_is_named() -> None:
-    function = linear_variants.own("torch_chunk_gated_delta_rule")
+    function = linear_variants.own("mamba2_chunk_scan")
 
     def ending(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         heads = (x * mask[..., None]).unflatten(-1, (2, -1))
-        g = -heads[..., 0].abs()
-        out, _ = function(heads, heads, heads, g=g, beta=g.exp(), use_qk_l2norm_in_kernel=True)
+        decay = -torch.ones(2)
+        out = function(heads, heads[..., 0], decay, heads, heads, chunk_size=16, dt_softplus=True)
         return out.flatten(2)  # type: ignore[no-any-return]
 
     model = Encoder(ending=ending).eval()
