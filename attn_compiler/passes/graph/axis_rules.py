@@ -351,9 +351,7 @@ def _lines(rule: Rule, *targets: object, packs: bool = True) -> dict[object, Lin
 RULES: dict[object, Line] = {
     **_lines(view, *views.PERMUTES, *views.RESHAPES, *views.SQUEEZES, *views.EXPANDS),
     **_lines(view, aten.unsqueeze.default, aten.repeat_interleave.self_int),
-    **_lines(same, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default),
-    **_lines(same, aten._to_copy.default, aten.detach.default, aten.alias.default, aten.clone.default),
-    **_lines(same, aten.contiguous.default, aten.lift_fresh.default, aten.dropout.default),
+    **_lines(same, *views.CASTS, *views.COPIES, aten.to.device, aten.type_as.default, aten.dropout.default),
     **_lines(same, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     **_lines(along_dim, aten.softmax.int, aten.log_softmax.int, aten.sum.dim_IntList, aten.mean.dim),
     **_lines(along_dim, aten.amax.default, aten.amin.default, aten.argmax.default, aten.select.int),

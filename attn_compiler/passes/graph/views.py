@@ -136,6 +136,12 @@ RESHAPES: tuple[object, ...] = (
 #: ops that may change the dtype, and keep shape and elements
 CASTS: tuple[object, ...] = (aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten._to_copy.default)
 
+#: ops that keep shape, dtype and elements
+COPIES: tuple[object, ...] = (
+    *(aten.clone.default, aten.contiguous.default, aten.alias.default),
+    *(aten.detach.default, aten.lift_fresh.default),
+)
+
 #: ops that leave out axes of size one
 SQUEEZES: tuple[object, ...] = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 

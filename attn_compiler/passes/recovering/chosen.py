@@ -31,13 +31,7 @@ aten = torch.ops.aten
 K = Index("k")
 
 #: what gives the elements that it is given, one for one
-_SAME: tuple[object, ...] = (
-    *views.CASTS,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.alias.default,
-    aten.detach.default,
-)
+_SAME = (*views.CASTS, *views.COPIES)
 
 
 def of(mirror: Mirror, match: Match, reader: Reader, parts: Iterable[Expr]) -> Chosen | None:

@@ -164,10 +164,7 @@ _SPLITS = (
     aten.tensor_split.sections,
 )
 _MADE_EMPTY = (aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default)
-_COPIES = (
-    *(aten.clone.default, aten.contiguous.default, aten.alias.default, aten.lift_fresh.default),
-    *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default),
-)
+_COPIES = (*views.COPIES, *views.CASTS, aten.to.device, aten.type_as.default)
 
 #: the ATen op -> how an element of its result reads. Nothing that computes is here: what it gives is a tensor that elements are traced to.
 _RULES: dict[object, ReadOp] = {

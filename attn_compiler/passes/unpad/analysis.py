@@ -125,7 +125,7 @@ class Analysis:
         dims = axes.fresh(axes.shape_exprs(x)) if isinstance(x, torch.Tensor) else ()
         if node is self.padding.tensor.node:
             dims = ((self.batch,), (self.seq,))
-        return self._of_kind(node, given, Result(dims=dims, at_padding=at_padding.of_constant(node)))
+        return self._of_kind(node, given, Result(dims=dims, at_padding=at_padding.of_constant(self.mirror, node)))
 
     def _of_kind(self, node: fx.Node, given: list[Value], result: Result) -> Value:
         is_returned = any(value.kind is Kind.RETURNED for value in given)

@@ -8,22 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import axis_rules, views
+from attn_compiler.passes.graph import axis_rules, constants, views
+from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.unpad.forms import Context
 
 aten = torch.ops.aten
 Number = bool | int | float
 
-#: Ops that give a tensor of one number: the place of the number, or the number itself.
-_MADE: dict[object, str | Number] = {
-    aten.full.default: "fill_value",
-    aten.full_like.default: "fill_value",
-    aten.scalar_tensor.default: "s",
-    aten.zeros.default: 0,
-    aten.zeros_like.default: 0,
-    aten.ones.default: 1,
-    aten.ones_like.default: 1,
-}
+_LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 _PRODUCTS = (aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
@@ -32,8 +24,8 @@ _MOVES = (axis_rules.same, axis_rules.view, axis_rules.slice_, axis_rules.getite
 
 def of(context: Context, node: fx.Node, rule: axis_rules.Rule) -> Number | None:
     """The number that a result holds at padding; None if that is not known. rule: of the op, for each position by itself."""
-    if node.target in _MADE:
-        return of_constant(node)
+    if node.target in _LIKE:
+        return of_constant(context.mirror, node)
     if rule in _MOVES or isinstance(node.meta.get("val"), (tuple, list)):
         return _cast(context.value(views.source(node)).at_padding, node)
     if node.target in _PRODUCTS:
@@ -47,11 +39,9 @@ def of(context: Context, node: fx.Node, rule: axis_rules.Rule) -> Number | None:
     return _folded(context, node) if rule is axis_rules.pointwise else None
 
 
-def of_constant(node: fx.Node) -> Number | None:
+def of_constant(mirror: Mirror, node: fx.Node) -> Number | None:
     """The number that a tensor of one number holds everywhere."""
-    made = _MADE.get(node.target)
-    number = views.argument(node, made) if isinstance(made, str) else made
-    return _cast(number, node) if isinstance(number, (bool, int, float)) else None
+    return _cast(constants.everywhere(mirror, node), node) if isinstance(node.meta.get("val"), torch.Tensor) else None
 
 
 def _chosen(context: Context, node: fx.Node, condition: Any, if_true: Any, if_false: Any) -> Number | None:

@@ -10,6 +10,7 @@ from torch import fx
 
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims
+from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
 from attn_compiler.passes.unpad.values import Form, FormRecipe, Indexed, Need, Value, places
 from attn_compiler.reasons.codes import Code
@@ -18,6 +19,7 @@ from attn_compiler.reasons.codes import Code
 class Context(Protocol):
     """What a rule may ask. batch, seq: the atoms of rows and of positions."""
 
+    mirror: Mirror
     batch: Atom
     seq: Atom
 

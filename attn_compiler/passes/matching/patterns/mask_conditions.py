@@ -17,9 +17,7 @@ aten = torch.ops.aten
 _KEEP_ALIGNMENT = frozenset(
     {
         *views.EXPANDS,
-        aten.alias.default,
-        aten.contiguous.default,
-        aten.clone.default,
+        *views.COPIES,
         aten.slice.Tensor,
         aten.to.dtype,
         aten.to.device,
