@@ -92,17 +92,17 @@ CASES: dict[str, tuple[Callable[[], Any], str | None, list[str]]] = {
         [
             f"9: {_WINDOW}",
             f"9: causal ∧ {_PADDING}",
-            *["1: key padding attention_mask[b, k + s - 5] (proved)", f"1: {_PADDING}"] * 2,
+            *["1: key padding attention_mask.to[b, k + s - 5] (proved)", f"1: {_PADDING}"] * 2,
         ],
     ),
     "hybrid static": (
         _gemma,
         "static",
         [
-            "9: causal ∧ window (5 back) ∧ key padding attention_mask_sliding_attention[b, 0, k, k] (proved)",
-            "9: causal ∧ key padding attention_mask_full_attention[b, 0, 8, k] (proved)",
-            "1: key padding attention_mask_sliding_attention[b, 0, 0, k] (proved)",
-            "1: key padding attention_mask_full_attention[b, 0, 0, k] (proved)",
+            "9: causal ∧ window (5 back) ∧ key padding sliding_attention[b, 0, k, k] (proved)",
+            "9: causal ∧ key padding full_attention[b, 0, 8, k] (proved)",
+            "1: key padding sliding_attention[b, 0, 0, k] (proved)",
+            "1: key padding full_attention[b, 0, 0, k] (proved)",
         ],
     ),
 }

@@ -51,7 +51,7 @@ def test_one_graph_for_all_sentences(embedders: Any, path: str) -> None:
     np.testing.assert_allclose(given["embeddings"], plain.encode(SENTENCES, batch_size=2), rtol=1e-5, atol=1e-6)
     embedder.encode(SENTENCES * 3, batch_size=5)
     (mask,) = found(sites=LAYERS)
-    assert mask.endswith(": key padding input_data_attention_mask[b, k] (proved)")
+    assert mask.endswith(": key padding attention_mask[b, k] (proved)")
     assert len(attn_compiler.reports()) == 1
     (site,) = attn_compiler.reports()[0].sites
     assert site.modules == tuple(f"0.model.encoder.layer.{i}.attention" for i in range(LAYERS))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import attn_compiler
+from attn_compiler.passes.recovering.reading import naming
 from attn_compiler.spec.attention import AttentionSpec
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, assert_same, normal
 from tests.passes.compiling import captured
@@ -126,6 +127,8 @@ class _ByName(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         self.values |= {n.name: value, n.name.removeprefix("l_").removesuffix("_"): value}
+        if isinstance(value, Tensor):
+            self.values.setdefault(naming.name_in_dynamo(n, value.dtype), value)
         return value
 
 

@@ -182,7 +182,7 @@ def in_32_bits() -> Tensor:
     return LARGE().int()
 
 
-@near_miss("causal ∨ keys where 1 <= add[k]", ids=in_32_bits)
+@near_miss("causal ∨ keys where 1 <= ids.add[k]", ids=in_32_bits)
 def loaded_in_32_bits_and_one_more(ids: Tensor) -> Tensor:
     return ((ids + 1)[None, :] > 0) | causal()
 
@@ -202,7 +202,7 @@ def distances_of_what_is_loaded_in_64_bits(ids: Tensor) -> Tensor:
     return ids[:, None] - ids[None, :] > -3
 
 
-@near_miss("causal ∨ key padding ge[0, k]", ids=HUGE)
+@near_miss("causal ∨ key padding ids.ge[0, k]", ids=HUGE)
 def four_times_what_is_loaded_in_64_bits(ids: Tensor) -> Tensor:
     """Numbers from 2 ** 61 on wrap, and nothing says that there are none."""
     return ((ids * 4)[None, :] >= 0) | causal()

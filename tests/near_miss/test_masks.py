@@ -27,7 +27,7 @@ def documents(positions: Tensor) -> Tensor:
     return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
-@near_miss("causal ∧ document ids[b, q] = ids[b, k]", position_ids=PACKED)
+@near_miss("causal ∧ document position_ids.cumsum[b, q] = position_ids.cumsum[b, k]", position_ids=PACKED)
 def packed_by_positions_of_the_user(position_ids: Tensor) -> Tensor:
     ids = documents(position_ids)
     return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
@@ -39,7 +39,9 @@ def packed_by_positions_of_the_graph() -> Tensor:
     return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()
 
 
-@near_miss("causal ∧ document ids[0, q] = ids[0, k]", position_ids=whole([0, 1, 2, 0, 1, 2]))
+@near_miss(
+    "causal ∧ document position_ids.cumsum[0, q] = position_ids.cumsum[0, k]", position_ids=whole([0, 1, 2, 0, 1, 2])
+)
 def packed_by_one_row_of_positions(position_ids: Tensor) -> Tensor:
     ids = documents(position_ids)
     return (ids[:, None, :, None] == ids[:, None, None, :]) & causal()

@@ -114,7 +114,7 @@ def test_queries_without_keys_get_zero() -> None:
 
 def test_packed_documents_are_proved() -> None:
     run = _same(lambda *x: _varlen(*x), *packed())
-    assert run.site.spec.mask.words.startswith("causal ∧ document searchsorted[q] = searchsorted[k] (proved)")
+    assert run.site.spec.mask.words.startswith("causal ∧ document x_3.searchsorted[q] = x_3.searchsorted[k] (proved)")
     assert run.site.spec.q.shape == (1, H, TOKENS, D)
 
 
@@ -138,7 +138,7 @@ def test_torch_s_own_varlen_attn_is_a_site() -> None:
     q.requires_grad_()
     out = run(q, k, bounds)
     torch.testing.assert_close(out, _varlen(q.detach(), k, k, bounds))
-    assert run.site.spec.mask.words.startswith("causal ∧ document searchsorted[q] = searchsorted[k] (proved)")
+    assert run.site.spec.mask.words.startswith("causal ∧ document b.searchsorted[q] = b.searchsorted[k] (proved)")
     out.sum().backward()
     assert q.grad is not None
 
@@ -192,7 +192,7 @@ def test_bounds_that_leave_tokens_out(bounds: list[int], causal: bool) -> None:
     run = compiled(function, **OURS)
     within = slice(bounds[0], bounds[-1])
     torch.testing.assert_close(run(*inputs)[within], function(*inputs)[within])
-    assert "document searchsorted[q] = searchsorted[k] (proved)" in run.site.spec.mask.words
+    assert "document bounds.searchsorted[q] = bounds.searchsorted[k] (proved)" in run.site.spec.mask.words
 
 
 def test_it_can_be_verified() -> None:

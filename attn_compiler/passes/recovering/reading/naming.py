@@ -27,17 +27,22 @@ def users_name(mirror: Mirror, node: fx.Node) -> str:
     """As the model's code calls an input: "attention_mask", by whatever way it was handed on. Of a mask, or of whole
     numbers, that is made of one input alone, that one and the last op: "attention_mask.flip". Else as `name_of`."""
     dynamo = mirror.dynamo_node(node)
-    if dynamo is None:
-        return node.name
+    return node.name if dynamo is None else name_in_dynamo(dynamo, node.meta["val"].dtype)
+
+
+def name_in_dynamo(dynamo: fx.Node, dtype: torch.dtype) -> str:
+    """As `users_name`, of a node of Dynamo's graph whose value has that dtype."""
     if dynamo.op == "placeholder":
         return _input(dynamo)
     # A position's number, or a part of a hidden state, says nothing by what it is made of. A mask does.
-    only = None if node.meta["val"].dtype.is_floating_point else _only_input(dynamo)
+    only = None if dtype.is_floating_point else _only_input(dynamo)
     return dynamo.name if only is None else f"{_input(only)}.{_op(dynamo)}"
 
 
 def _op(node: fx.Node) -> str:
     """A method or a function by its own name: nodes are named after the model's variables, too."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket.__name__)
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
 
 
