@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from attn_compiler.compiling.attempts import StepFailed, step
+from attn_compiler.options.options import Options, split_options
+from attn_compiler.reasons.errors import AttnCompilerError
 from attn_compiler.torch_private import substitution
 
 
@@ -15,10 +18,19 @@ def watch(backend: Callable[..., Any]) -> None:
 
 
 def _look() -> None:
-    backend, _ = substitution.compiling_for()
+    backend, given = substitution.compiling_for()
     if backend is None or not substitution.are_taken_for(backend):
         return
-    # Imported at the first compilation of ours, so that naming the backend stays cheap.
-    from attn_compiler.passes.matching.linear import substitutes
+    try:
+        with step("look for functions of linear attention"):
+            # Imported at the first compilation of ours, so that naming the backend stays cheap.
+            from attn_compiler.passes.matching.linear import substitutes
 
-    substitutes.look()
+            substitutes.look()
+    except StepFailed as failed:
+        try:
+            own, _ = split_options(given.get("mode"), given.get("options"))
+        except AttnCompilerError:
+            # It is raised where a graph is compiled.
+            own = Options()
+        failed.told(own, "any", "those that were not looked at stay the model's own")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import fx
 from attn_compiler.compiling import linear_attention
 from attn_compiler.compiling.backend import attn_compiler
 from attn_compiler.passes.matching.linear import substitutes
+from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.torch_private import substitution
 
 
@@ -34,6 +37,29 @@ def test_modules_are_looked_at_when_ours_begins(monkeypatch: pytest.MonkeyPatch,
     assert looked == []
     torch.compile(lambda x: x + 2, backend="attn_compiler", options={"inner": "eager"})(torch.ones(2))
     assert looked == [1]
+
+
+def test_what_fails_in_looking_costs_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(substitutes, "look", fail)
+    with pytest.warns(AttnCompilerWarning, match="planted"):
+        out = torch.compile(lambda x: x + 3, backend="attn_compiler", options={"inner": "eager"})(torch.ones(2))
+    assert out.tolist() == [4.0, 4.0]
+
+
+def test_functions_that_wrap_themselves_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def around(query: Any, key: Any, value: Any, g: Any, beta: Any) -> Any:
+        return query
+
+    around.__wrapped__ = around  # type: ignore[attr-defined]
+    around.__module__ = "a_module_of_a_model"
+    module = types.ModuleType("a_module_of_a_model")
+    module.around = around  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(substitutes, "_SEEN", set())
+    assert around not in list(substitutes._new_functions())
 
 
 def test_a_backend_is_told_of_once() -> None:

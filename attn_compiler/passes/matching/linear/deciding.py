@@ -18,7 +18,7 @@ from attn_compiler import lowerings
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.lowerings.graph_ops import linear_call
 from attn_compiler.options.options import Options, split_options
-from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph import axes, faults
 from attn_compiler.passes.matching.linear import proving, running
 from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.reasons.codes import Code
@@ -52,7 +52,13 @@ def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...]
     options = _options()
     if options is None:
         return ""
-    found = _taken(proposed, tensors, roles, given, *options)
+    found: LinearForm | Reason | None = None
+    log = faults.Log(strict=options[0].strict)
+    # Dynamo would end the user's compilation with what is raised here.
+    with faults.confined(log, "linear", proposed.called) as attempt:
+        found = _taken(proposed, tensors, roles, given, *options)
+    faults.warned([log])
+    found = attempt.reason or found
     if isinstance(found, LinearForm):
         linear_call.FUNCTIONS[proposed.name] = proposed.run
         return found.text

@@ -5,7 +5,6 @@ What stands here in the place of a function is traced by Dynamo: it makes `linea
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,9 @@ from attn_compiler.torch_private import substitution
 
 #: packages without models
 _NO_MODELS = frozenset({"torch", "numpy", "scipy", "sympy", "triton", "attn_compiler", "networkx", "pytest", "_pytest"})
+
+#: decorators around a function that are looked behind
+_MOST_WRAPPED = 16
 
 #: modules that were looked at, and functions that were found there
 _SEEN: set[str] = set()
@@ -76,9 +78,20 @@ def _new_functions() -> Iterator[types.FunctionType]:
         if root in _NO_MODELS or root in sys.stdlib_module_names or (root == "transformers" and "modeling" not in rest):
             continue
         for value in list(vars(module).values()):
-            found = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
-            if isinstance(found, types.FunctionType) and found.__module__ == name:
+            found = _innermost(value)
+            if found is not None and found.__module__ == name:
                 yield found
+
+
+def _innermost(value: Any) -> types.FunctionType | None:
+    """The function behind decorators; None of what is no function, or wraps itself."""
+    for _ in range(_MOST_WRAPPED):
+        if not isinstance(value, types.FunctionType):
+            return None
+        if "__wrapped__" not in vars(value):
+            return value
+        value = vars(value)["__wrapped__"]
+    return None
 
 
 def _substitute(function: types.FunctionType, proposed: Proposed) -> None:

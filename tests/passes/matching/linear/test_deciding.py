@@ -15,6 +15,7 @@ from attn_compiler.passes.matching.linear import deciding, substitutes
 from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.spec.linear import LinearForm
 from tests.near_miss import linear_variants
 
@@ -101,3 +102,15 @@ def test_nothing_is_decided_outside_of_a_compilation_of_ours() -> None:
     operands = _operands()
     assert deciding.decide(_proposed(), list(operands.values()), tuple(operands), _NUMBERS) == ""
     assert deciding.refused() == {}
+
+
+def test_what_fails_in_deciding_leaves_the_call_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(deciding, "_options", lambda: (Options(), {}))
+    monkeypatch.setattr(deciding, "spec_of", fail)
+    operands = _operands()
+    with pytest.warns(AttnCompilerWarning, match="planted"):
+        assert deciding.decide(_proposed(), list(operands.values()), tuple(operands), _NUMBERS) == ""
+    assert {reason.code for reason in deciding.refused().values()} == {Code.FAULT}
