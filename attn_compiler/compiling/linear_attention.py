@@ -21,11 +21,14 @@ def _look() -> None:
     backend, given = substitution.compiling_for()
     if backend is None or not substitution.are_taken_for(backend):
         return
+    # Imported at the first compilation of ours, so that naming the backend stays cheap.
+    try:
+        from attn_compiler.passes.matching.linear import substitutes
+    except (ImportError, AttributeError):
+        # The backend, which imports as much, says it and goes on without us.
+        return
     try:
         with step("look for functions of linear attention"):
-            # Imported at the first compilation of ours, so that naming the backend stays cheap.
-            from attn_compiler.passes.matching.linear import substitutes
-
             substitutes.look()
     except StepFailed as failed:
         try:
