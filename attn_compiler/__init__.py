@@ -1,6 +1,6 @@
 """A torch.compile backend that makes attention in unmodified models fast, and says what it did.
 
-`torch.compile(model, backend="attn_compiler")` needs no import of this package. What is here is for asking.
+`torch.compile(model, backend="attn_compiler")` needs no import of this package. This module has the functions that answer questions.
 
 `explain(model, *args, options={...}, **kwargs)` says what would be done to each attention, and `explainer(dynamic=True)(model, *args,
 **kwargs)` the same with other settings of torch.compile. `compare(model, *args, **kwargs)` times it beside Inductor and the uncompiled

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from attn_compiler.options.options import Options
+from attn_compiler.options.options import Options, split_options
 from attn_compiler.reasons.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, described
 from attn_compiler.torch_private import compat as torch_compat
 
@@ -31,6 +32,17 @@ class StepFailed(Exception):
         # What its frames hold, such as the memory that there was too little of, may go now.
         self.error.__traceback__ = None
         return text
+
+
+def options_of(settings: Mapping[str, Any]) -> Options:
+    """What a failure goes by outside of a graph's compilation. settings: options= and mode= of torch.compile.
+
+    The defaults where they are wrong: that is raised where a graph is compiled.
+    """
+    try:
+        return split_options(settings.get("mode"), settings.get("options"))[0]
+    except AttnCompilerError:
+        return Options()
 
 
 @contextlib.contextmanager

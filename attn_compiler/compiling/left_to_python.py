@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attn_compiler.compiling.attempts import StepFailed, step
-from attn_compiler.options.options import Options, split_options
-from attn_compiler.reasons.errors import AttnCompilerError
+from attn_compiler.compiling.attempts import StepFailed, options_of, step
 from attn_compiler.reporting.publishing import publish
 from attn_compiler.reporting.report import Report
 from attn_compiler.torch_private import observe as torch_observe
@@ -28,11 +26,8 @@ def report(found: Break) -> Report | None:
 
 
 def _tell(found: Break) -> None:
-    try:
-        own, _ = split_options(found.settings.get("mode"), found.settings.get("options"))
-    except AttnCompilerError:
-        # It is raised where a graph is compiled. Here Dynamo is at the end of a frame that it may have none of.
-        own = Options()
+    # Dynamo is at the end of a frame that it may have no graph of.
+    own = options_of(found.settings)
     try:
         with step("look for attention that is left to Python"):
             said = report(found)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attn_compiler.compiling.attempts import StepFailed, step
-from attn_compiler.options.options import Options, split_options
-from attn_compiler.reasons.errors import AttnCompilerError
+from attn_compiler.compiling.attempts import StepFailed, options_of, step
 from attn_compiler.torch_private import substitution
 
 
@@ -31,9 +29,4 @@ def _look() -> None:
         with step("look for functions of linear attention"):
             substitutes.look()
     except StepFailed as failed:
-        try:
-            own, _ = split_options(given.get("mode"), given.get("options"))
-        except AttnCompilerError:
-            # It is raised where a graph is compiled.
-            own = Options()
-        failed.told(own, "any", "those that were not looked at stay the model's own")
+        failed.told(options_of(given), "any", "those that were not looked at stay the model's own")

@@ -13,11 +13,12 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attn_compiler.torch_private import caches as torch_caches
+from attn_compiler.torch_private import caches as torch_caches, inductor as torch_inductor
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,19 @@ class Store:
     """root: PyTorch's cache folder."""
 
     root: Path
+
+    @staticmethod
+    def beside_inductors(patches: Mapping[str, Any]) -> Store | None:
+        """The one in Inductor's cache folder; None where PyTorch's caches are off, or that folder can't be had.
+
+        patches: what the user set for Inductor.
+        """
+        if not torch_caches.are_wanted(patches):
+            return None
+        try:
+            return Store(root=torch_inductor.cache_folder())
+        except OSError:
+            return None
 
     @property
     def folder(self) -> Path:

@@ -206,7 +206,7 @@ def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
 
 
 def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule, words: Words) -> Compared:
-    """Compare results one by one. None is a gradient of zeros. What is no plain tensor on either side is left out.
+    """Compare results one by one. None counts as a gradient of zeros. A pair is left out unless each side is a plain tensor or None.
 
     Raises VerificationMismatch for the first that is not right.
     """

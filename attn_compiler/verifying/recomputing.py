@@ -70,9 +70,9 @@ def output(
 ) -> torch.Tensor:
     """What the model's own operations give at a site. Raises NoValueError.
 
-    dtype: of every floating step, None: the model's own. noise: on each step. leaves: by the names that they were recorded under; what is
-    made of those that may need a gradient is computed again, too. What is made of others alone, such as a mask of positions, is taken as it
-    was recorded.
+    dtype: of every floating step, None: the model's own. noise: on each step. leaves: by the names that they were recorded under.
+    A value that depends on a leaf which may need a gradient is computed again, too. Other values, such as a mask of positions, are taken as
+    they were recorded.
     """
     given = leaves or {}
     inside = dependents(body.mirror, site.match, projections(site) if leaves is None else ())

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.interpreted_target import triton_interpreted
-from tests.passes.compiling import Compiled, compiled
+from tests.lowerings.against_float64 import assert_same
+from tests.passes.compiling import compiled
 
 B, HEADS, S, D = 4, 2, 35, 32
 #: what makes (B, 1, 1, S) of a mask (B, S)
@@ -56,24 +57,6 @@ def _given(mask: str, dtype: torch.dtype, *, grad: bool) -> list[Tensor]:
     return [q, k, v, MASKS[mask]()]
 
 
-def _assert_same(
-    run: Compiled, attend: Callable[..., Tensor], given: Callable[[], list[Tensor]], within: float
-) -> None:
-    ours = given()
-    wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in given()]
-    found, expected = run(*ours), attend(*wide)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=within)
-    if not found.requires_grad:
-        return
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    (found * weights).sum().backward()
-    (expected * weights.double()).sum().backward()
-    for mine, other in zip(ours[:3], wide[:3], strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=0, atol=10 * within)
-
-
 @pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["triton", "decode", "rows", "sdpa_cpu_flash", "math", "reference"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -86,7 +69,7 @@ def test_forward(mask: str, lowering: str) -> None:
         q, *others = _given(mask, torch.float32, grad=False)
         return [q[:, :, :queries], *others]
 
-    _assert_same(run, attend, given, within=2e-5 if lowering in ("triton", "decode", "rows") else 2e-2)
+    assert_same(run, attend, given, within=2e-5 if lowering in ("triton", "decode", "rows") else 2e-2)
     assert run.site.spec.score.by_highest
     assert run.site.decision.lowering == lowering
 
@@ -97,7 +80,7 @@ def test_forward(mask: str, lowering: str) -> None:
 def test_forward_and_backward(mask: str, form: str) -> None:
     attend = _attention(FORMS[form])
     run = compiled(attend, lowering="triton")
-    _assert_same(run, attend, lambda: _given(mask, torch.float16, grad=True), within=2e-3)
+    assert_same(run, attend, lambda: _given(mask, torch.float16, grad=True), within=2e-3)
     assert run.site.spec.score.by_highest
     assert run.site.decision.lowering == "triton"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_compiler.reporting.facts import SiteReport
 from tests.interpreted_target import triton_interpreted
+from tests.lowerings.against_float64 import assert_same
 from tests.passes.compiling import Compiled, compiled
 
 B, HEADS, D = 2, 3, 16
@@ -109,30 +110,13 @@ def _site(run: Compiled) -> SiteReport:
     return site
 
 
-def _assert_same(run: Compiled, attend: Attend, given: Callable[[], list[Tensor]], within: float = 2e-5) -> None:
-    """Outputs, and gradients where there are any. The eager side computes in float64."""
-    ours, theirs = given(), given()
-    wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in theirs]
-    found, expected = run(*ours), attend(*wide)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=within)
-    if not found.requires_grad:
-        return
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-    (found * weights).sum().backward()
-    (expected * weights.double()).sum().backward()
-    for mine, other in zip(ours[:3], wide[:3], strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=0, atol=10 * within)
-
-
 @pytest.mark.in_turns
 @pytest.mark.parametrize("lowering", ["triton", "math", "reference"])
 @pytest.mark.parametrize("form", FORMS)
 def test_forward_and_backward(form: str, lowering: str) -> None:
     run = compiled(FORMS[form], lowering=lowering)
     queries, keys = (67, 67) if lowering == "triton" else (13, 13)
-    _assert_same(run, FORMS[form], lambda: _given(queries, keys, seed=len(form)))
+    assert_same(run, FORMS[form], lambda: _given(queries, keys, seed=len(form)))
     mask = _site(run).spec.mask
     assert [type(kind).__name__ for kind in mask.held] == ["Causal", "KeyPadding"]
     assert mask.reason is not None
@@ -144,14 +128,14 @@ def test_forward_and_backward(form: str, lowering: str) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(70, 131), (33, 200), (5, 77)])
 def test_odd_lengths_without_gradients(queries: int, keys: int, lowering: str) -> None:
     run = compiled(_called, lowering=lowering)
-    _assert_same(run, _called, lambda: _given(queries, keys, seed=keys, grad=False))
+    assert_same(run, _called, lambda: _given(queries, keys, seed=keys, grad=False))
     assert next(kind.words for kind in _site(run).spec.mask.held) == "causal (bottom-right)"
 
 
 @pytest.mark.parametrize("form", ["called", "added", "rounded"])
 def test_a_few_queries_over_a_cache(form: str) -> None:
     run = compiled(FORMS[form], lowering="decode")
-    _assert_same(run, FORMS[form], lambda: _given(4, 77, seed=3, grad=False))
+    assert_same(run, FORMS[form], lambda: _given(4, 77, seed=3, grad=False))
     assert _site(run).spec.mask.is_partial
 
 
@@ -168,7 +152,7 @@ def test_queries_without_keys_get_what_the_model_gives_them(form: str, lowering:
         return made
 
     run = compiled(FORMS[form], lowering=lowering)
-    _assert_same(run, FORMS[form], given)
+    assert_same(run, FORMS[form], given)
 
 
 @pytest.mark.parametrize("form", ["called", "of one sort"])
@@ -186,7 +170,7 @@ def test_what_no_query_may_see_is_not_read(form: str) -> None:
         return FORMS[form](q, k.nan_to_num(0.0), v.nan_to_num(0.0), *others)
 
     run = compiled(FORMS[form], lowering="triton")
-    _assert_same(run, cleared, given)
+    assert_same(run, cleared, given)
 
 
 def test_the_kernel_reads_the_unread_part_alone() -> None:
@@ -206,7 +190,7 @@ def test_rules_that_every_length_is_held_to() -> None:
     """After the first length, one graph serves all others."""
     run = compiled(_called, lowering="triton", dynamic=None)
     for queries in (35, 40, 51, 67):
-        _assert_same(run, _called, lambda queries=queries: _given(queries, queries, seed=queries, grad=False))
+        assert_same(run, _called, lambda queries=queries: _given(queries, queries, seed=queries, grad=False))
     assert len(run.reports) == 2
     masks = [site.spec.mask for report in run.reports for site in report.sites]
     assert [mask.rest is not None for mask in masks] == [True, True]

@@ -45,17 +45,22 @@ def variant(folder: Path, name: str, edits: Mapping[str, str]) -> types.Function
         assert before in text, before
         text = text.replace(before, after)
     called = f"linear_variant_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    path = folder / f"{called}.py"
+    found = getattr(module_of(folder, called, text), name)
+    assert isinstance(found, types.FunctionType)
+    return found
+
+
+def module_of(folder: Path, name: str, text: str) -> types.ModuleType:
+    """A module of a file of that text, imported under that name."""
+    path = folder / f"{name}.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(called, path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
-    sys.modules[called] = made
+    sys.modules[name] = made
     spec.loader.exec_module(made)
-    found = getattr(made, name)
-    assert isinstance(found, types.FunctionType)
-    return found
+    return made
 
 
 def _undecorated(text: str) -> str:

@@ -18,7 +18,7 @@ class Comparison(Measured):
     """This backend beside Inductor's own and the uncompiled model: the fields of Measured. print() shows a table."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested dicts and lists, with a "version": within one, keys are only ever added. What is not known is null."""
+        """Nested dicts and lists. A "version" keeps all its keys, and may get more. A value that is not known is null."""
         return {
             "version": JSON_VERSION,
             "model": self.model,

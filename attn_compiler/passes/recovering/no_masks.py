@@ -37,7 +37,7 @@ def _most(match: Match, version: Version) -> float | None:
 
 
 def _is_of_queries(match: Match, node: fx.Node) -> bool:
-    """Whether it is a product of the site's own queries. Of what other tensors hold, which may be masks, nothing is known."""
+    """Whether it is a product of the site's own queries. Other tensors may be masks: nothing is known of their numbers."""
     product = contraction.parse(node)
     if product is None or product.addend is not None or product.alpha != 1.0:
         return False

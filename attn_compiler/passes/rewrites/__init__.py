@@ -14,15 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from attn_compiler.options.options import Options
-from attn_compiler.torch_private import caches as torch_caches, inductor as torch_inductor
 from attn_compiler.torch_private.store import Store
 
 
 def here(options: Options, patches: Mapping[str, Any]) -> Store | None:
     """Where rewrites are kept; None where nothing is to be kept. patches: what the user set for Inductor."""
-    if not options.cache_rewrites or not torch_caches.are_wanted(patches):
-        return None
-    try:
-        return Store(root=torch_inductor.cache_folder())
-    except OSError:
-        return None
+    return Store.beside_inductors(patches) if options.cache_rewrites else None

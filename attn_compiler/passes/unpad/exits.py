@@ -5,7 +5,7 @@ run time where only the data knows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,23 +34,13 @@ class RuntimeFact:
     words: for people.
     needs: mirror nodes of tensors that it is asked of, which the model makes without any attention.
     holds: makes the node of a truth value of `needs` and of the tokens.
-    counts: makes the node of bool (B, S) of `needs`, which positions count although they may be padding; None: such are not looked for.
+    counts: makes the node of bool (B, S) of `needs`, which positions count, padding or not: where these are packed, too, the fact holds.
     """
 
     words: str
     needs: tuple[fx.Node, ...]
     holds: Callable[[fx.Graph, Sequence[fx.Node], AskedTokens], fx.Node]
     counts: Callable[[fx.Graph, Sequence[fx.Node], fx.Node], fx.Node] | None = None
-
-    def with_padding(self) -> RuntimeFact:
-        """The fact where padding that counts is computed with the real tokens. It stands before them, so that their keys lie together."""
-        if self.counts is None:
-            return self
-        return replace(self, words="padding that has a label stands before the real tokens of its row", holds=_leads)
-
-    def without_padding(self) -> RuntimeFact:
-        """The fact where real tokens alone are computed."""
-        return replace(self, counts=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +157,9 @@ def _leads(graph: fx.Graph, _: Sequence[fx.Node], tokens: AskedTokens) -> fx.Nod
     behind = graph.call_function(torch.logical_and, (is_padding, is_behind))
     return graph.call_function(torch.logical_not, (graph.call_function(torch.any, (behind,)),))
 
+
+#: Holds where the keys of a row lie together: none of its packed padding is behind them.
+LEADS = RuntimeFact(words="padding that has a label stands before the real tokens of its row", needs=(), holds=_leads)
 
 EXITS: dict[object, Callable[[Context, fx.Node], Exit | None]] = {
     aten.select.int: _one_position,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from torch import fx
@@ -18,11 +17,24 @@ from attn_compiler.reasons.codes import Code
 _MOST = 64
 
 
-def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Sequence[RuntimeFact]) -> fx.GraphModule:
-    """Takes the inputs of the model's graph; gives bool (B, S), which tokens are packed, and int64: their number, then for each fact 1
-    where it holds; third, where padding may be packed, bool (B, S), which are real. Raises KeepsPadding where that takes more than a few
-    of the model's nodes."""
-    asked = [padding.tensor.node, *(x for fact in facts for x in fact.needs)]
+def graph(
+    module: fx.GraphModule,
+    mirror: Mirror,
+    padding: Padding,
+    facts: Sequence[RuntimeFact],
+    counted: Sequence[RuntimeFact] = (),
+) -> fx.GraphModule:
+    """Takes the inputs of the model's graph. Gives two tensors, or three.
+
+    bool (B, S): which tokens are packed.
+    int64: the number of packed tokens, then for each fact 1 where it holds.
+    bool (B, S): which tokens are real. Only graphs that may pack padding give it.
+
+    counted: facts that hold because what counts for them is packed.
+
+    Raises KeepsPadding where that takes more than a few of the model's nodes.
+    """
+    asked = [padding.tensor.node, *(x for fact in (*facts, *counted) for x in fact.needs)]
     _check_unwritten(mirror, asked)
     roots = [_dynamo(mirror, node) for node in asked]
     wanted = _above(mirror, roots)
@@ -33,15 +45,18 @@ def graph(module: fx.GraphModule, mirror: Mirror, padding: Padding, facts: Seque
             copies[node] = new.node_copy(node, lambda n: copies[n])
     relation = torch.eq if padding.negated else torch.ne
     real = new.call_function(relation, (copies[roots[0]], 0))
-    asked_of = [(fact, [copies[_dynamo(mirror, x)] for x in fact.needs]) for fact in facts]
-    counted = [fact.counts(new, given, real) for fact, given in asked_of if fact.counts is not None]
-    tokens = AskedTokens(
-        real=real, packed=reduce(lambda x, y: new.call_function(torch.logical_or, (x, y)), counted, real)
-    )
-    said = [new.call_method("sum", (tokens.packed,))]
-    for fact, given in asked_of:
-        said.append(new.call_method("to", (fact.holds(new, given, tokens), torch.int64)))
-    new.output((tokens.packed, new.call_function(torch.stack, (said,)), *([real] if counted else [])))
+
+    def given(fact: RuntimeFact) -> list[fx.Node]:
+        return [copies[_dynamo(mirror, x)] for x in fact.needs]
+
+    packed = real
+    for fact in counted:
+        if fact.counts is not None:
+            packed = new.call_function(torch.logical_or, (packed, fact.counts(new, given(fact), real)))
+    tokens = AskedTokens(real=real, packed=packed)
+    holds = [new.call_method("to", (fact.holds(new, given(fact), tokens), torch.int64)) for fact in facts]
+    said = [new.call_method("sum", (packed,)), *holds]
+    new.output((packed, new.call_function(torch.stack, (said,)), *([real] if counted else [])))
     return fx.GraphModule(module, new)
 
 

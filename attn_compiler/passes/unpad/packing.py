@@ -16,7 +16,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed, fake_inputs
 from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit, module_path, source_line
 from attn_compiler.passes.graph.ways import Ways
-from attn_compiler.passes.unpad import asked_sizes, drawing, facts as run_time_facts, masks, scores
+from attn_compiler.passes.unpad import asked_sizes, drawing, exits, facts as run_time_facts, masks, scores
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
@@ -156,14 +156,12 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     _check_gone(unit, maker)
     drawing.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
     facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
-    # A query without keys is 0 then, as in the model.
-    counts = all(site.keyless is None for site in found.sites)
-    asked = [
-        fact.with_padding() if counts else fact.without_padding()
-        for same in facts.values()
-        for fact in (same if same[0].needs else same[:1])
-    ]
-    before = run_time_facts.graph(unit.graph_module, mirror, padding, asked)
+    asked = [fact for same in facts.values() for fact in (same if same[0].needs else same[:1])]
+    # Padding that counts is a query without keys, which is 0 in both graphs.
+    may_count = all(site.keyless is None for site in found.sites)
+    counted = [fact for fact in asked if may_count and fact.counts is not None]
+    asked = [*(fact for fact in asked if fact not in counted), *([exits.LEADS] if counted else [])]
+    before = run_time_facts.graph(unit.graph_module, mirror, padding, asked, counted)
     original = fx.GraphModule(unit.graph_module, torch_compat.copied_graph(unit.graph))
     dropout, given_back = drawing.is_drawn(maker.made, maker.analysis, maker.mirror), _places(unit, maker, replaced)
     packed = Packed(

@@ -1,7 +1,7 @@
 """Of each call of a proposed function, while Dynamo traces it: whether it is taken. A call that is not is traced as ever.
 
-Decided here are the spec of the call, whether a lowering would serve it, and whether the function is proved. What is not taken has its
-reason in the report of the compilation.
+Three things are decided: the spec of the call, whether a lowering would serve it, and whether the function is proved. The report of the
+compilation has the reason against a call that is not taken.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ from attn_compiler.reasons.errors import AttnCompilerError
 from attn_compiler.spec.attention import Dim
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import (
-    caches as torch_caches,
-    compat as torch_compat,
-    inductor as torch_inductor,
-    substitution,
-)
+from attn_compiler.torch_private import compat as torch_compat, substitution
 from attn_compiler.torch_private.store import Store
 
 #: compilations whose reasons are kept until their report is made
@@ -100,7 +95,8 @@ def _taken(
     decision = chosen(spec, options)
     if decision.lowering == UNTOUCHED:
         return next((reason for refusal in decision.refusals for reason in refusal.reasons), None)
-    not_proved = proving.why_not(proposed, spec, _store(options, patches))
+    store = Store.beside_inductors(patches) if options.cache_rewrites else None
+    not_proved = proving.why_not(proposed, spec, store)
     return spec.form if not_proved is None else not_proved
 
 
@@ -112,15 +108,6 @@ def chosen(spec: LinearSpec, options: Options) -> Decision:
 def _asked(options: Options) -> tuple[str, ...] | None:
     """Of the lowerings that the user names, those that may serve; None where none is named that could."""
     return tuple(name for name in options.asked or () if name in (*lowerings.LINEAR_NAMES, UNTOUCHED)) or None
-
-
-def _store(options: Options, patches: Mapping[str, Any]) -> Store | None:
-    if not options.cache_rewrites or not torch_caches.are_wanted(patches):
-        return None
-    try:
-        return Store(root=torch_inductor.cache_folder())
-    except OSError:
-        return None
 
 
 # ---- the spec ----------------------------------------------------------------------------------------------------------

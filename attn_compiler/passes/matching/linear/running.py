@@ -104,7 +104,8 @@ def dtypes_of(
 ) -> tuple[str, str] | str:
     """The dtypes of what a function gives for operands of these, found by running it once at a few numbers; or why it can't be told.
 
-    What it gives has the shapes of the recurrence then, at sizes that all differ. grouped: there are fewer heads of k than of v.
+    The run has sizes that all differ, and its results have to have the shapes of the recurrence.
+    grouped: there are fewer heads of k than of v.
     """
     return _dtypes_of(proposed, form, tuple(dtypes.items()), grouped)
 

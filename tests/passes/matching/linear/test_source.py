@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import types
 from pathlib import Path
 
@@ -13,25 +11,12 @@ from attn_compiler.passes.matching.linear import known_texts, source
 from tests.near_miss import linear_variants
 from tests.passes.matching.linear import linear_functions
 
-
-def _module(folder: Path, name: str, text: str) -> types.ModuleType:
-    path = folder / f"{name}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[name] = made
-    spec.loader.exec_module(made)
-    return made
-
-
 _TEXT = "import torch\n\n\ndef helper(x):\n    return x + {number}\n\n\ndef f(x):{words}\n    return helper(torch.exp(x)){end}\n"
 
 
 def _digest(folder: Path, name: str, **parts: str) -> str:
     values = {"number": "1", "words": "", "end": "", **parts}
-    read = source.read(_module(folder, name, _TEXT.format(**values)).f)
+    read = source.read(linear_variants.module_of(folder, name, _TEXT.format(**values)).f)
     assert read.why_not is None
     return read.digest
 
@@ -60,7 +45,7 @@ def test_what_may_change_elsewhere_speaks_against_a_function(function: types.Fun
 
 
 def test_a_text_that_is_not_what_runs_counts_for_nothing(tmp_path: Path) -> None:
-    made = _module(tmp_path, "source_e", _TEXT.format(number="1", words="", end=""))
+    made = linear_variants.module_of(tmp_path, "source_e", _TEXT.format(number="1", words="", end=""))
     made.f.__code__ = (lambda x: x * 2).__code__.replace(co_filename=made.f.__code__.co_filename)
     assert "not at hand" in str(source.read(made.f).why_not)
     exec("def g(x):\n    return x\n", made.__dict__)
@@ -69,7 +54,7 @@ def test_a_text_that_is_not_what_runs_counts_for_nothing(tmp_path: Path) -> None
 
 def test_a_predicate_of_transformers_is_told_by_where_it_is_from(tmp_path: Path) -> None:
     text = "def is_torchdynamo_exporting():\n    return False\n\n\ndef f(x):\n    return x if is_torchdynamo_exporting() else x + 1\n"
-    read = source.read(_module(tmp_path, "source_f", text).f)
+    read = source.read(linear_variants.module_of(tmp_path, "source_f", text).f)
     assert "another function than transformers'" in str(read.why_not)
 
 
