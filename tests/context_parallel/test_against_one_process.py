@@ -37,8 +37,8 @@ _ALL = [run for run in against_one.everything(2, models.CASES) if run not in _TW
 
 
 def _results(runs: list[Run], size: int) -> dict[str, list[Result]]:
-    by_rank = processes.run(against_one.measured, runs, size=size)
-    return {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+    found = processes.run_each(against_one.measured, runs, size=size)
+    return dict(zip((run.name for run in runs), found, strict=True))
 
 
 def _check(results: list[Result]) -> None:

@@ -100,8 +100,8 @@ _GATHERED = [
 
 
 def _results(runs: list[Run], size: int) -> dict[str, list[Result]]:
-    by_rank = processes.run(against_one.measured, runs, size=size)
-    return {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+    found = processes.run_each(against_one.measured, runs, size=size)
+    return dict(zip((run.name for run in runs), found, strict=True))
 
 
 def _check(results: list[Result], word: str) -> None:

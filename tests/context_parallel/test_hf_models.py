@@ -20,8 +20,7 @@ _HALOS = {"Mistral, halos": 2, "gpt-oss": 1, "Llama": 0}
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, list[Found]]:
     names = asked_for(request, "name")
-    by_rank = processes.run(hf_models.measured, names, size=2)
-    return {name: [results[i] for results in by_rank] for i, name in enumerate(names)}
+    return dict(zip(names, processes.run_each(hf_models.measured, names, size=2), strict=True))
 
 
 @pytest.mark.parametrize("name", further(hf_models.CASES, daily=_DAILY))

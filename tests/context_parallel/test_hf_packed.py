@@ -41,8 +41,7 @@ _FURTHER = [replace(run, inner="aot_eager") for run in _RUNS if run.inner == "ea
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
     runs = asked_for(request, "run")
-    by_rank = processes.run(hf_packed.measured, runs)
-    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
+    return dict(zip((run.name for run in runs), processes.run_each(hf_packed.measured, runs), strict=True))
 
 
 @pytest.mark.parametrize("run", [*further(_RUNS, daily=_DAILY), *in_full(_FURTHER, daily=())], ids=lambda run: run.name)

@@ -68,8 +68,8 @@ def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
     found = {}
     for ranks in (2, 4):
         runs = [run for run in asked_for(request, "run") if run.ranks == ranks]
-        by_rank = processes.run(layered.measured, runs, size=ranks) if runs else []
-        found |= {run.name: [results[i] for results in by_rank] for i, run in enumerate(runs)}
+        of_runs = processes.run_each(layered.measured, runs, size=ranks)
+        found |= dict(zip((run.name for run in runs), of_runs, strict=True))
     return found
 
 

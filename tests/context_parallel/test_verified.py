@@ -62,8 +62,7 @@ _DAILY_WRONG = [_WRONG_RINGS[0], *firsts(_WRONG, lambda one: one.fault, lambda o
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
     every = asked_for(request, "one")
-    by_rank = processes.run(outcomes, every)
-    return {one.name: [results[i] for results in by_rank] for i, one in enumerate(every)}
+    return dict(zip((one.name for one in every), processes.run_each(outcomes, every), strict=True))
 
 
 @pytest.mark.parametrize("one", further(_RIGHT, daily=_DAILY_RIGHT), ids=lambda one: one.name)

@@ -31,8 +31,7 @@ def by_three(request: pytest.FixtureRequest) -> dict[str, list[Found]]:
 
 
 def _by_name(runs: list[Run], size: int) -> dict[str, list[Found]]:
-    by_rank = processes.run(decoding.measured, runs, size=size)
-    return {run.name: [found[i] for found in by_rank] for i, run in enumerate(runs)}
+    return dict(zip((run.name for run in runs), processes.run_each(decoding.measured, runs, size=size), strict=True))
 
 
 @pytest.mark.parametrize("run", further(RUNS, daily=[RUNS[0], RUNS[5]]), ids=lambda run: run.name)
