@@ -290,6 +290,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     waves.add_arguments(parser, budget_seconds=260.0)
     parser.add_argument("--seed", type=int, default=0, help="what is drawn (%(default)s)")
     parser.add_argument("--count", type=int, default=320, help="so many sites of it (%(default)s)")
+    parser.add_argument(
+        "--part",
+        type=int,
+        nargs=2,
+        default=(0, 1),
+        metavar=("I", "OF"),
+        help="measure every OF-th of the sites from the I-th on: a GPU measures a part, and the files are joined",
+    )
     parser.add_argument("--seconds", type=float, default=0.2, help="timing of one site (%(default)s)")
     parser.add_argument("--forced", nargs="*", default=list(FORCED), metavar="NAME", help="lowerings beside the choice")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
@@ -316,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             forced=tuple(options.forced),
         )
         for number, site in enumerate(random_sites.sites(options.seed, options.count))
-        if str(number) not in done
+        if str(number) not in done and number % options.part[1] == options.part[0]
     ]
     until, left = start + options.budget_seconds, len(tasks)
     for task, row in waves.run(

@@ -51,7 +51,7 @@ def test_every_side_of_small_sites_has_a_row_and_a_later_run_adds_others(tmp_pat
     path = tmp_path / "sites.csv"
     small = ["--size", "small", "--device", "cpu", "--inner", "eager", "--seconds", "0.01", "--output", str(path)]
     assert bench_sites.main([*small, "--count", "1", "--forced", "math"]) == 0
-    assert bench_sites.main([*small, "--count", "2", "--forced", "--append"]) == 0
+    assert bench_sites.main([*small, "--count", "3", "--part", "1", "2", "--forced", "--append"]) == 0
     found = harness.read(path)
     assert {row["number"] for row in found} == {"0", "1"}
     assert [row["side"] for row in found if row["number"] == "0"] == ["inductor", "attn_compiler", "math"]
