@@ -254,9 +254,8 @@ WIDE_PART, WIDE_PART_V, _LEAST_V, _WIDE_TILE = 128, 64, 3, 64
 
 def wide_head_dims(spec: AttentionSpec) -> tuple[int, int]:
     """Whole parts that hold the head dims of q and of v, in the passes for dq and dk. Raises TypeError for those that are not known."""
-    return tuple(
-        -(-int(dim) // part) * part for dim, part in ((spec.head_dim_qk, WIDE_PART), (spec.head_dim_v, WIDE_PART_V))
-    )
+    qk, v = int(spec.head_dim_qk), int(spec.head_dim_v)
+    return -(-qk // WIDE_PART) * WIDE_PART, -(-v // WIDE_PART_V) * WIDE_PART_V
 
 
 def wide_blocks_of(spec: AttentionSpec, grad: str) -> WideGradBlocks:
@@ -264,7 +263,13 @@ def wide_blocks_of(spec: AttentionSpec, grad: str) -> WideGradBlocks:
     if grad == "v":
         of = blocks_of(spec)
         return WideGradBlocks(
-            rows=of.queries, tile=of.keys, part=of.part, part_v=of.part, stages=of.stages, stages_v=of.stages
+            rows=of.queries,
+            tile=of.keys,
+            part=of.part,
+            part_v=of.part,
+            stages=of.stages,
+            stages_v=of.stages,
+            registers=of.registers,
         )
     qk, v = wide_head_dims(spec)
     room = _ROOM // _HALF_BYTES - ROWS * (qk + v + _WIDE_TILE) - _LEAST_V * _WIDE_TILE * WIDE_PART_V

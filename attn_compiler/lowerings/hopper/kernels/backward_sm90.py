@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn_compiler.lowerings.hopper.kernels.forward_added_sm90 import descriptor_of_added
 from attn_compiler.lowerings.hopper.kernels.grad_fetching_sm90 import fetch, grad_barriers_of, told, told_block
 from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
+    REGISTERS_OF_ALL,
     add_to_dq,
     grad_weights_of,
     keys_of_block,
@@ -48,9 +49,6 @@ from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_store, ba
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, descriptor, narrowed
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
-
-#: of a thread of each of the three warpgroups, in all
-REGISTERS_OF_ALL = gl.constexpr(504)
 
 
 @gluon.jit

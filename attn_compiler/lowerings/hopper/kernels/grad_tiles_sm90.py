@@ -11,6 +11,8 @@ from attn_compiler.lowerings.shared.kernels.releases_sm90 import add_from_shared
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, bits_set, distances_to, tanh, up_to
 
+#: of a thread of each of the three warpgroups, in all
+REGISTERS_OF_ALL = gl.constexpr(504)
 #: further than any sequence is long
 FAR = gl.constexpr(1 << 30)
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn_compiler.lowerings.hopper.kernels.forward_masks_sm90 import documents_of, keys_of, masked, slope_of
-from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import keys_of_block, mark_nan, weights_of
+from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import REGISTERS_OF_ALL, keys_of_block, mark_nan, weights_of
 from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import out_layout
 from attn_compiler.lowerings.hopper.kernels.tuples import (
     ForwardWork,
@@ -37,7 +37,7 @@ from attn_compiler.lowerings.hopper.kernels.wide_visiting_sm90 import list_of_wi
 from attn_compiler.lowerings.shared.kernels.optional import at_index
 from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
-from attn_compiler.lowerings.shared.kernels.tiles_sm90 import FEW, ROWS, descriptor, distances_to, narrowed, tanh
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, descriptor, distances_to, narrowed, tanh
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
 
 
@@ -386,5 +386,5 @@ def attention_grad_wide_sm90(
             (fetch_wide, (of_own, of_own_v, of_others, of_others_v, tiles, barriers, work, rounds, how)),
         ],
         [4, 4],
-        [how.REGISTERS, FEW],
+        [how.REGISTERS, REGISTERS_OF_ALL - 2 * how.REGISTERS],
     )  # fmt: skip

@@ -22,7 +22,7 @@ from attn_compiler.lowerings.hopper.kernels.forward_ring_sm90 import (
     passes_in,
     scores_in_parts,
 )
-from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import keys_of_block, mark_nan, weights_of
+from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import REGISTERS_OF_ALL, keys_of_block, mark_nan, weights_of
 from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import out_layout, weights_layout
 from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, KeyBlock, Masks, QueryMasks, Visits
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
@@ -31,7 +31,7 @@ from attn_compiler.lowerings.hopper.kernels.wide_visiting_sm90 import list_of_wi
 from attn_compiler.lowerings.shared.kernels.optional import at_index
 from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
-from attn_compiler.lowerings.shared.kernels.tiles_sm90 import FEW, ROWS, descriptor, narrowed
+from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, descriptor, narrowed
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts, SharedTiles
 
 
@@ -216,5 +216,5 @@ def attention_grad_v_wide_sm90(
             (fetch_for_values, (of_k, of_q, of_g, tiles, barriers, work, rounds, how)),
         ],
         [4, 4],
-        [how.REGISTERS, FEW],
+        [how.REGISTERS, REGISTERS_OF_ALL - 2 * how.REGISTERS],
     )  # fmt: skip
