@@ -97,6 +97,12 @@ class Measured:
         values = (self.family, self.implementation, scenario, "bfloat16", self.forced)
         return dict(zip(KEYS, values, strict=True))
 
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Of our side. Under checkpoints it keeps what attention gave."""
+        found = {"lowering": self.forced} if self.forced not in ("", NOTHING) else {}
+        return found | ({"checkpoint": "keep_attention"} if self.scenario.checkpointed else {}) or None
+
     def case(self, size: models.Size, device: str) -> Case:
         """Raises ValueError where the family has no such attention implementation."""
         training, family = self.scenario.training, models.FAMILIES[self.family]
@@ -109,6 +115,9 @@ class Measured:
             baseline = models.build(self.family, size, implementation, torch.bfloat16, device).train(training)
             implementation = NOTHING
         model = models.build(self.family, size, implementation, torch.bfloat16, device).train(training)
+        for each in (model, baseline) if self.scenario.checkpointed else ():
+            if each is not None:
+                each.gradient_checkpointing_enable()
         arguments = inputs.example_inputs(self.family, size, self.scenario, torch.bfloat16, device)
         mask = arguments.get("attention_mask")
         text2text = family.inputs == "text2text"
@@ -220,10 +229,10 @@ def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> wa
     torch.backends.cudnn.allow_tf32 = False  # The float32 reference has convolutions.
     try:
         case = measured.case(way.size, way.device)
-        steps = compiled(case, measured.forced, way.device, lock)
+        steps = compiled(case, measured.options, way.device, lock)
         every = compare.chosen(attn_compiler.reports())["lowerings"]
         row = compare.chosen(_last_reports(case)) | {"compile_s": f"{time.monotonic() - begun:.1f}"}
-        row |= {"graphs": str(len(attn_compiler.reports()))}
+        row |= {"graphs": str(len(attn_compiler.reports()))} if case.before else {}
         forget(case, way.device)
         print(measured.words, "compiled after", row["compile_s"], "s", file=sys.stderr, flush=True)
         if way.device != "cpu":
@@ -245,12 +254,13 @@ def _last_reports(case: Case) -> Sequence[attn_compiler.Report]:
     return reports[-1:] if case.before else attn_compiler.reports()
 
 
-def compiled(case: Case, forced: str, device: str, lock: AbstractContextManager[Any]) -> dict[str, Step]:
+def compiled(
+    case: Case, options: Mapping[str, Any] | None, device: str, lock: AbstractContextManager[Any]
+) -> dict[str, Step]:
     """Both sides, tried again where what other processes do at the same time left too little memory: the last time while none compares.
 
     What was compiled is kept on disk, so another try takes little time.
     """
-    options = {"lowering": forced} if forced not in ("", NOTHING) else None
     # Both sides count against the limit of the one model.
     torch._dynamo.config.recompile_limit = 64
     for wait in WAITS:
@@ -359,7 +369,10 @@ def main() -> int:
     done = {tuple(row.get(key, "") for key in KEYS) for row in file.rows}
     cases = wanted(plan(options.families, options.scenarios), options.cases)
     cases = [dataclasses.replace(case, changing=options.changing) for case in cases]
-    cases = [case for case in cases if tuple(case.names.values()) not in done]
+    missing = {case.family for case in cases if not models.is_known(case.family)}
+    if missing:
+        print("transformers has no", ", ".join(sorted(missing)), file=sys.stderr, flush=True)
+    cases = [case for case in cases if tuple(case.names.values()) not in done and case.family not in missing]
     until = start + options.budget_seconds
     left = len(cases)
     for measured, row in results(cases, options, until):
