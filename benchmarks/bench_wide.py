@@ -59,15 +59,16 @@ CASES = (
     _case("causal_d320_4k", 2, 4096, 16, 16, 320),
     _case("sinks_window_4k", 1, 4096, 64, 1, band=Band(left=127, right=0), sinks=True),
 )
-#: what differs from plan.wide_blocks_of for dq and dk; the first is timed for every case
-VARIANTS: dict[str, dict[str, int]] = {
+#: What differs from plan.wide_blocks_of, for dq and dk, or as "v" for dv. The first two are timed for every case.
+VARIANTS: dict[str, dict[str, Any]] = {
     "as chosen": {},
+    "64 others": {"tile": 64, "part_v": 64, "stages": 4, "stages_v": 3},
     "232 registers": {"registers": 232},
     "216 registers": {"registers": 216},
-    "parts of 64": {"part": 64, "stages": 8},
-    "32 others, v in parts of 64": {"tile": 32, "stages": 8, "stages_v": 7},
-    "32 others, v in parts of 128": {"tile": 32, "stages": 8, "part_v": 128, "stages_v": 3},
-    "v in parts of 32": {"part_v": 32, "stages_v": 6},
+    "parts of 256": {"part": 256, "stages": 4},
+    "64 others, 216 registers": {"tile": 64, "part_v": 64, "stages": 4, "stages_v": 3, "registers": 216},
+    "dv: parts of 128": {"v": {"part": 128, "part_v": 128, "stages": 6}},
+    "dv: 232 registers": {"v": {"registers": 232}},
 }
 _ALL_VARIANTS = ("causal_8k_h8", "causal_2k")
 _REPEATS = 5
@@ -100,7 +101,7 @@ class Ran:
             kernel()
 
 
-def run(problem: kernel_problems.Problem, variant: dict[str, int], read: tuple[Any, ...]) -> Ran:
+def run(problem: kernel_problems.Problem, variant: dict[str, Any], read: tuple[Any, ...]) -> Ran:
     """Our backward with a choice of blocks for dq and dk. read: what it reads, as the leaf op takes it."""
     chosen = plan.wide_blocks_of
     kernels: dict[str, Callable[[], object]] = {}
@@ -108,7 +109,8 @@ def run(problem: kernel_problems.Problem, variant: dict[str, int], read: tuple[A
 
     def blocks(spec: Any, grad: str) -> Any:
         found = chosen(spec, grad)
-        return found if grad == "v" else dataclasses.replace(found, **variant)
+        of_v = variant.get("v", {})
+        return dataclasses.replace(found, **(of_v if grad == "v" else {x: y for x, y in variant.items() if x != "v"}))
 
     def start(kernel: Any, _: Any, tensors: Any, arguments: Any, part: str = "") -> None:
         made = functools.cache(arguments)
@@ -174,7 +176,7 @@ def off(mine: Tensor, theirs: Tensor) -> float:
 _FLOPS = {"q": 6.0, "k": 6.0, "v": 4.0}
 
 
-def timed(case: Case, variants: dict[str, dict[str, int]]) -> Iterator[dict[str, str]]:
+def timed(case: Case, variants: dict[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
     """Rows of a case."""
     problem = build(case)
     read = read_by(problem, problems.grad_operands(problem))
@@ -262,8 +264,10 @@ def warm(name: str, variant: str) -> str:
     return ""
 
 
-def _of(case: Case) -> dict[str, dict[str, int]]:
-    return VARIANTS if case.name in _ALL_VARIANTS else dict(list(VARIANTS.items())[:1])
+def _of(case: Case) -> dict[str, dict[str, Any]]:
+    if case.name in _ALL_VARIANTS:
+        return VARIANTS
+    return dict(list(VARIANTS.items())[:2])
 
 
 def main() -> int:
