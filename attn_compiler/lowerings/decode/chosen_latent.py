@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, Operands
+from attn_compiler.lowerings.choice import chosen_rows
 from attn_compiler.lowerings.decode import gathered
 from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule, known
 from attn_compiler.lowerings.shared.parts import latents
@@ -21,19 +22,23 @@ from attn_compiler.spec.attention import AttentionSpec, LatentSpec
 from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.dtypes import BYTES
 from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.target import Target
 
 #: Rows that tensor cores take at once; by bytes of an element: heads of a program at most, chosen keys of a tile, warps and stages.
 #: Compiled offline, not measured.
 _FEWEST_ROWS, _SCHEDULES = 16, {2: (64, 32, 8, 2), 4: (16, 16, 8, 1)}
 
 
-def chosen_of(spec: AttentionSpec) -> Chosen | None:
-    """What the queries' keys are named by, where a prompt's queries are many; None where they are few, or something else is in the way."""
+def chosen_of(spec: AttentionSpec, target: Target) -> Chosen | None:
+    """What the queries' keys are named by, where a prompt's queries are many; None where they are few, where all keys are faster, or
+    something else is in the way."""
     latent, score = spec.latent, spec.score
     is_prompt = isinstance(spec.seqlen_q, int) and spec.seqlen_q > latents.MOST_QUERIES
     if latent is None or not is_prompt or spec.needs_grad or spec.dtype not in ("float32", "bfloat16", "float16"):
         return None
     if score.pointwise is not None or score.sinks is not None or score.scale <= 0:
+        return None
+    if not chosen_rows.is_faster(spec, target):
         return None
     chosen = gathered.named_by(spec)
     # Beside a number that stands in a row twice each is compared with each other, which are too many here.
@@ -42,7 +47,7 @@ def chosen_of(spec: AttentionSpec) -> Chosen | None:
 
 def emit(emitter: Emitter, spec: AttentionSpec, latent: LatentSpec, operands: Operands) -> fx.Node:
     """The attention of a site that `chosen_of` takes."""
-    chosen = chosen_of(spec)
+    chosen = chosen_of(spec, emitter.target)
     if chosen is None:
         raise ValueError("the site's keys are not chosen by its queries")
     emitter.note(f"the {chosen.keys} keys of {chosen.words} are read, and no others of {spec.seqlen_kv}")

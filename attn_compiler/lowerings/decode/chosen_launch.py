@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
+class Given:
     """A call's tensors. keys: int64 (B · Sq, chosen). counts: bool (B · Sq, chosen), which of these count; None: all do."""
 
     q: torch.Tensor
@@ -51,14 +51,16 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (B, H, Sq, rank) in q's dtype, and lse. q: (B, H, Sq, rank + rope dims); k and v: the latent; operands: the part beside it, if
     there is one, the keys, and which of these count, unless all do."""
-    _, has_rope, _ = _prepare(text)
+    schedule, has_rope, scale = _prepare(text)
     rope, further = (operands[0], operands[1:]) if has_rope else (None, operands)
-    given = _Given(q=q, latent=k, rope=rope, keys=further[0], counts=further[1] if len(further) > 1 else None)
-    return or_else("chosen_latent", text, lambda: _by_kernel(given, text), lambda: _by_definition(given, text))
+    given = Given(q=q, latent=k, rope=rope, keys=further[0], counts=further[1] if len(further) > 1 else None)
+    return or_else(
+        "chosen_latent", text, lambda: by_kernel(given, schedule, scale), lambda: by_definition_of(given, scale)
+    )
 
 
-def _by_definition(given: _Given, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """With a truth value for each pair."""
+def by_definition_of(given: Given, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `by_kernel`, with a truth value for each pair."""
     q, latent = given.q, given.latent
     seqlen_kv = latent.shape[2]
     used = (given.keys >= 0) & (given.keys < seqlen_kv)
@@ -72,15 +74,15 @@ def _by_definition(given: _Given, text: str) -> tuple[torch.Tensor, torch.Tensor
         k=k,
         v=latent,
         tensors={"mask": mask.view(q.shape[0], 1, q.shape[2], seqlen_kv)},
-        scale=_prepare(text)[2],
+        scale=scale,
     )
     out, lse = empty_outputs(q, latent)
     exact_out, exact_lse = by_definition.forward(asked)
     return out.copy_(exact_out), lse.copy_(exact_lse)
 
 
-def _by_kernel(given: _Given, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    schedule, _, scale = _prepare(text)
+def by_kernel(given: Given, schedule: Schedule, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `forward`."""
     q, latent, rope = given.q, given.latent, given.rope
     size = q.element_size()
     align = VECTOR // size if all(_is_aligned(x) for x in (q, latent, rope) if x is not None) else 1

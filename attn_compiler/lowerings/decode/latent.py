@@ -43,7 +43,7 @@ class DecodeLatent(Lowering):
         return kernel_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        refused = [] if chosen_latent.chosen_of(spec) else latents.check_latent(spec)
+        refused = [] if chosen_latent.chosen_of(spec, target) else latents.check_latent(spec)
         if spec.latent is None:
             return refused
         refused += kernel_limits.check_site(spec, target, OF_LATENT)
@@ -58,7 +58,7 @@ class DecodeLatent(Lowering):
         latent = spec.latent
         if latent is None:
             raise ValueError("the site has no latent")
-        if chosen_latent.chosen_of(spec):
+        if chosen_latent.chosen_of(spec, emitter.target):
             return chosen_latent.emit(emitter, spec, latent, operands)
         dtype = emitter.value(operands.q).dtype
         emitter.note(latents.note(spec, latent))
