@@ -68,7 +68,7 @@ PINNED_KERNEL = {
     "sdpa_efficient": re.compile(r"^(?!.*cudnn).*fmha", re.IGNORECASE),
     "triton": re.compile(r"^attention_forward(?!_)"),
     "fa4": re.compile(r"flash_attncuteflash_(fwd|bwd)"),
-    "hopper": re.compile(r"^attention_(forward|backward)_sm90"),
+    "hopper": re.compile(r"^attention_(forward|backward|(forward|grad|grad_v)_wide)_sm90"),
 }
 PINNED_KERNEL["cudnn"] = PINNED_KERNEL["sdpa_cudnn"]
 #: lowerings whose backward may be the kernel of others

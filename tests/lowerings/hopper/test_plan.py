@@ -130,3 +130,21 @@ def test_wide_heads_have_a_ring_of_as_many_parts_as_there_is_room_for(
     assert not blocks.takes_turns
     assert not plan.leaves_from_queries(spec)
     assert not plan.has_backward(spec)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (384, 320), (264, 264), (200, 512), (512, 64)])
+def test_passes_of_wide_heads_fit_into_shared_memory(head_dim: int, head_dim_v: int) -> None:
+    spec = make_spec(dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v, mask=CAUSAL)
+    assert plan.has_wide_backward(spec)
+    qk, v = plan.wide_head_dims(spec)
+    for grad in "qk":
+        blocks = plan.wide_blocks_of(spec, grad)
+        assert head_dim <= qk < head_dim + blocks.part
+        assert head_dim_v <= v < head_dim_v + blocks.part_v
+        # A whole tile is there at once: its scores and its sums read the same.
+        assert blocks.stages >= qk // blocks.part
+        numbers = plan.ROWS * (qk + v + blocks.tile)
+        numbers += blocks.tile * (blocks.stages * blocks.part + blocks.stages_v * blocks.part_v)
+        assert 200 * 1024 <= 2 * numbers <= 226 * 1024
+        assert plan.WIDE_LISTED % blocks.tile == 0
+    assert plan.wide_blocks_of(spec, "v").rows == 2 * plan.ROWS
