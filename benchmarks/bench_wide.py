@@ -1,6 +1,6 @@
 """On one H200: the backward's passes of head dims above 256, alone, with one choice of tiles after another, and beside the other kernels.
 
-    python -m benchmarks.bench_wide --budget-seconds 150 --output wide.csv
+    python -m benchmarks.bench_wide --budget-seconds 150
 
 First each problem of tests/lowerings/hopper/test_backward_launch.py is held against float64, in processes of their own, which compile what
 is timed as well. Then each pass is timed for each choice, and the whole backward beside the Triton kernels' and PyTorch's memory-efficient
@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -35,11 +36,26 @@ from attn_compiler.lowerings.shared.launching import launch as launching, replay
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call
 from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.spec.target import Target
+from benchmarks import harness
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems, test_backward_launch
 from tests.lowerings.kernel_cases import Case
 
-COLUMNS = ("case", "kernel", "side", "us_p50", "tflops", "off", "failure")
+RESULTS = Path(__file__).parent / "results" / "wide_backward_h200.csv"
+COLUMNS = (
+    "case",
+    "kernel",
+    "side",
+    "us_p50",
+    "tflops",
+    "off",
+    "failure",
+    "device",
+    "torch",
+    "triton",
+    "date",
+    "commit",
+)
 _CAUSAL = Band(right=0)
 
 
@@ -59,16 +75,14 @@ CASES = (
     _case("causal_d320_4k", 2, 4096, 16, 16, 320),
     _case("sinks_window_4k", 1, 4096, 64, 1, band=Band(left=127, right=0), sinks=True),
 )
-#: What differs from plan.wide_blocks_of, for dq and dk, or as "v" for dv. The first two are timed for every case.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "as chosen": {},
-    "64 others": {"tile": 64, "part_v": 64, "stages": 4, "stages_v": 3},
-    "232 registers": {"registers": 232},
-    "216 registers": {"registers": 216},
-    "parts of 256": {"part": 256, "stages": 4},
-    "64 others, 216 registers": {"tile": 64, "part_v": 64, "stages": 4, "stages_v": 3, "registers": 216},
-    "dv: parts of 128": {"v": {"part": 128, "part_v": 128, "stages": 6}},
-    "dv: 232 registers": {"v": {"registers": 232}},
+#: What differs from plan.wide_blocks_of, for dq and dk. The first one is timed for every case.
+VARIANTS: dict[str, dict[str, int]] = {
+    "hopper": {},
+    "hopper, 232 registers": {"registers": 232},
+    "hopper, 216 registers": {"registers": 216},
+    "hopper, tiles of 64": {"tile": 64, "part_v": 64, "stages": 4, "stages_v": 3},
+    "hopper, tiles of 32": {"tile": 32, "part_v": 128, "stages": 8, "stages_v": 3},
+    "hopper, tiles of 64, 216 registers": {"tile": 64, "part_v": 64, "stages": 4, "stages_v": 3, "registers": 216},
 }
 _ALL_VARIANTS = ("causal_8k_h8", "causal_2k")
 _REPEATS = 5
@@ -101,7 +115,7 @@ class Ran:
             kernel()
 
 
-def run(problem: kernel_problems.Problem, variant: dict[str, Any], read: tuple[Any, ...]) -> Ran:
+def run(problem: kernel_problems.Problem, variant: dict[str, int], read: tuple[Any, ...]) -> Ran:
     """Our backward with a choice of blocks for dq and dk. read: what it reads, as the leaf op takes it."""
     chosen = plan.wide_blocks_of
     kernels: dict[str, Callable[[], object]] = {}
@@ -109,8 +123,7 @@ def run(problem: kernel_problems.Problem, variant: dict[str, Any], read: tuple[A
 
     def blocks(spec: Any, grad: str) -> Any:
         found = chosen(spec, grad)
-        of_v = variant.get("v", {})
-        return dataclasses.replace(found, **(of_v if grad == "v" else {x: y for x, y in variant.items() if x != "v"}))
+        return found if grad == "v" else dataclasses.replace(found, **variant)
 
     def start(kernel: Any, _: Any, tensors: Any, arguments: Any, part: str = "") -> None:
         made = functools.cache(arguments)
@@ -176,7 +189,7 @@ def off(mine: Tensor, theirs: Tensor) -> float:
 _FLOPS = {"q": 6.0, "k": 6.0, "v": 4.0}
 
 
-def timed(case: Case, variants: dict[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
+def timed(case: Case, variants: dict[str, dict[str, int]]) -> Iterator[dict[str, str]]:
     """Rows of a case."""
     problem = build(case)
     read = read_by(problem, problems.grad_operands(problem))
@@ -264,19 +277,22 @@ def warm(name: str, variant: str) -> str:
     return ""
 
 
-def _of(case: Case) -> dict[str, dict[str, Any]]:
+def _of(case: Case) -> dict[str, dict[str, int]]:
     if case.name in _ALL_VARIANTS:
         return VARIANTS
-    return dict(list(VARIANTS.items())[:2])
+    return dict(list(VARIANTS.items())[:1])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-seconds", type=float, default=150.0)
-    parser.add_argument("--output", type=Path, default=Path("wide.csv"))
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
     given = parser.parse_args()
     began = time.monotonic()
+    where = harness.environment("cuda", given.commit) | {"triton": triton.__version__}
+    where = {name: x for name, x in where.items() if name in COLUMNS}
     wrong = 0
     with ProcessPoolExecutor(given.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         asked: dict[Future[str], str] = {}
@@ -302,7 +318,7 @@ def main() -> int:
                 if time.monotonic() - began > given.budget_seconds:
                     return 1
                 for row in of_case:
-                    writer.writerow(row)
+                    writer.writerow(row | where)
                     file.flush()
                     sys.stdout.write("  ".join(x for x in row.values() if x) + "\n")
                     sys.stdout.flush()

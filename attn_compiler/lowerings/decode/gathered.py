@@ -45,14 +45,8 @@ _OF_A_KEY = frozenset({"rows", "lengths", "keys"})
 
 def chosen_of(spec: AttentionSpec) -> Chosen | None:
     """What each query's keys are gathered by; None where they are not."""
-    chosen = named_by(spec)
-    return chosen if chosen is not None and _are_few(spec, chosen) else None
-
-
-def named_by(spec: AttentionSpec) -> Chosen | None:
-    """What says of each query which keys it uses, besides conditions that can be asked of each key; None where there is more to a mask."""
     chosen, score = spec.mask.chosen, spec.score
-    if chosen is None or spec.stored is not None or chosen.keys is None or not _says_all(spec.mask):
+    if chosen is None or spec.stored is not None or not _are_few(spec, chosen) or not _says_all(spec.mask):
         return None
     if spec.latent is not None and any(mentions_any(x, H) for x in chosen.at):
         return None
@@ -91,15 +85,6 @@ def read(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent
     operands = dataclasses.replace(operands, q=gathering.by_query(operands.q), mask=mask)
     spec = _of_chosen(emitter, spec, operands, of_latent=of_latent)
     return OverChosen(spec=spec, operands=operands, queries=None if queries == 1 else queries)
-
-
-def keys_of(
-    emitter: Emitter, spec: AttentionSpec, operands: Operands, chosen: Chosen
-) -> tuple[fx.Node, fx.Node | None]:
-    """int64 (B · Sq, chosen): the keys of each query; and bool of the same shape, which of these count, or None if all do."""
-    gathering = _Gathering(emitter, spec, operands, chosen)
-    counts = gathering.mask()
-    return gathering.keys, None if counts is None else emitter.call(torch.flatten, counts, 1)
 
 
 def _are_few(spec: AttentionSpec, chosen: Chosen) -> bool:
@@ -173,7 +158,7 @@ class _Gathering:
         self._head = self._once("heads", lambda: self._count(self._heads, 1)) if self.by_head else None
         self._numbers = self._once("chosen numbers", self._chosen_numbers)
         self._named = self._once("named keys", self._named_keys)
-        self.keys = self._named if chosen.is_within else self._once("chosen keys", self._within)
+        self._keys = self._named if chosen.is_within else self._once("chosen keys", self._within)
 
     def by_query(self, q: fx.Node) -> fx.Node:
         """(B, Hq, Sq, D) as (R, Hq, 1, D)."""
@@ -206,7 +191,7 @@ class _Gathering:
 
     def _at_keys(self, x: fx.Node) -> fx.Node:
         """(B, heads, Skv, dims) at the chosen keys: (R, heads, L, dims)."""
-        found = self._call(aten.index.Tensor, x, [self._row, self._head, self.keys])
+        found = self._call(aten.index.Tensor, x, [self._row, self._head, self._keys])
         return found if self.by_head else self._call(torch.transpose, found, 1, 2)
 
     def _chosen_numbers(self) -> fx.Node:

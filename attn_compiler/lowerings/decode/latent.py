@@ -13,13 +13,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
-from attn_compiler.lowerings.decode import (
-    chosen_latent,
-    gathered,
-    latent_hopper,
-    latent_schedule,
-    operands as decode_operands,
-)
+from attn_compiler.lowerings.decode import gathered, latent_hopper, latent_schedule, operands as decode_operands
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import OF_LATENT
 from attn_compiler.lowerings.shared.limits import kernel_limits
@@ -43,7 +37,7 @@ class DecodeLatent(Lowering):
         return kernel_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        refused = [] if chosen_latent.chosen_of(spec, target) else latents.check_latent(spec)
+        refused = latents.check_latent(spec)
         if spec.latent is None:
             return refused
         refused += kernel_limits.check_site(spec, target, OF_LATENT)
@@ -58,15 +52,15 @@ class DecodeLatent(Lowering):
         latent = spec.latent
         if latent is None:
             raise ValueError("the site has no latent")
-        if chosen_latent.chosen_of(spec, emitter.target):
-            return chosen_latent.emit(emitter, spec, latent, operands)
         dtype = emitter.value(operands.q).dtype
         emitter.note(latents.note(spec, latent))
         chosen = gathered.read(emitter, spec, operands, of_latent=True)
         spec, operands = chosen.spec, chosen.operands
         given = latents.given(operands)
         emitter.note(latent_hopper.note(latent_hopper.refused(spec, emitter.target)))
-        q = latents.as_latent(emitter, latent, operands)
+        nope, of_rope = latents.parts_of_q(emitter, latent, operands.q)
+        parts = [latents.by_heads(emitter, nope, given.weight_k), *(() if of_rope is None else (of_rope,))]
+        q = emitter.call(torch.cat, parts, -1)
         call = DecodeCall(spec=spec, schedule=latent_schedule.schedule(spec, emitter.target), of_latent=True)
         read = dataclasses.replace(operands, k=given.latent, v=given.latent)
         further = decode_operands.emit(emitter, call, read)

@@ -2,7 +2,6 @@
 
 operands: those that the plan names, in its order. triton itself is imported by the first call, not before.
 `attn_compiler::decode_latent` is the same over a latent, which is its k and its v; its out is float32.
-`attn_compiler::chosen_latent` has many queries, each over keys that it names (chosen_latent.py).
 `attn_compiler::decode_count` makes the counters: int32 zeros on a tensor's device, once for all sites of a graph. Bounds go through
 `attn_compiler::decode_bounds`, a copy, for the same reason: Inductor would compute them anew for every layer.
 """
@@ -42,9 +41,4 @@ register_forward(
     forward=late("decode.latent_launch", "forward", site="ForwardSite", notes=True),
     dispatch_key="CompositeExplicitAutograd",
     fake=_fake_of_latent,
-)
-register_forward(
-    "chosen_latent",
-    forward=late("decode.chosen_launch", "forward"),
-    dispatch_key="CompositeExplicitAutograd",
 )

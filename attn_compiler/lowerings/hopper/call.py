@@ -17,6 +17,7 @@ from attn_compiler.lowerings.hopper.plan import (
     is_ordered,
     is_wide,
     wide_grad_tiles,
+    wide_is_faster,
 )
 from attn_compiler.lowerings.shared.calls import cudnn_backward
 from attn_compiler.lowerings.shared.parts import site_parts, tile_table
@@ -88,7 +89,7 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
     Dynamo compiles anew when that is switched. Of head dims above 256 each number has one writer, here as there.
     """
     if has_wide_backward(spec):
-        return FAMILY
+        return FAMILY if wide_is_faster(spec) else FOR_ALL
     is_repeated = any(_NO_REPEATED.broken_by(x) for x in (spec.q, spec.k, spec.v))
     takes_cudnn = not is_repeated and not cudnn_backward.why_not(spec, target)
     if target.deterministic:

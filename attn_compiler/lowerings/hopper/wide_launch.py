@@ -11,7 +11,6 @@ from attn_compiler.lowerings.hopper.kernels import wide_backward_sm90, wide_valu
 from attn_compiler.lowerings.hopper.kernels.tuples import WideSwitches
 from attn_compiler.lowerings.hopper.launch import bhsd_strides
 from attn_compiler.lowerings.hopper.plan import (
-    WIDE_LISTED,
     WIDE_PASS,
     WideGradBlocks,
     is_ordered,
@@ -29,9 +28,6 @@ from attn_compiler.lowerings.shared.launching.launch import Arguments
 PASSES = ("q", "k", "v")
 #: queries or keys that have one list of tiles: there may be a block for each part of them, with nothing in it
 LISTED = 128
-
-#: blocks of a section that each program has at least
-_ROUNDS = 4
 
 
 def kernel_of(grad: str) -> Any:
@@ -55,7 +51,7 @@ def arguments(shared: Backward, *, grad: str, leaks: bool) -> Arguments:
         **every,
         **lists(listed),
         **{f"stride_{name}": bhsd_strides(tensors[of]) for name, of in of_strides.items()},
-        "section": _section(shared, every, in_head, heads_of_all, by_key=by_key),
+        "section": _section(shared, every, heads_of_all, by_key=by_key),
         "blocks": in_head,
         "heads_of_all": heads_of_all,
         "HOW": _switches(prepared, every, blocks, grad=grad, leaks=leaks, together=together),
@@ -72,22 +68,16 @@ def arguments(shared: Backward, *, grad: str, leaks: bool) -> Arguments:
     )
 
 
-def _section(shared: Backward, numbers: dict[str, Any], in_head: int, heads_of_all: int, *, by_key: bool) -> int:
-    """Heads that take turns (`scheduling_sm90.place`): what they read should stay in the L2 cache, and each program should have several of
-    their blocks, long ones and short ones. H200, dv, D 512, causal, S 8192, 8 heads, with about one each: 254 TFLOP/s; no mask: 461.
-    """
+def _section(shared: Backward, numbers: dict[str, Any], heads_of_all: int, *, by_key: bool) -> int:
+    """Heads that take turns (`scheduling_sm90.place`): what they read should stay in the L2 cache."""
     q, k, v = (shared.tensors[name] for name in "QKV")
     if not (numbers["HAS_RIGHT"] or is_ordered(shared.prepared.call.spec)):
         return 1
     reach = persistent.reach(numbers)
-    if by_key:
-        tensors: list[torch.Tensor] = [q, shared.tensors["GradOut"]]
-        found = persistent.section_of(tensors, heads=heads_of_all, part=min(1.0, reach / q.shape[2]))
-    else:
-        found = persistent.section(k, v, heads_q=q.shape[1], reach=reach)
-    programs = persistent.programs(in_head * heads_of_all, q.device)[0]
-    least = -(-_ROUNDS * programs // max(in_head, 1))
-    return max(min(max(found, least), heads_of_all), 1)
+    if not by_key:
+        return persistent.section(k, v, heads_q=q.shape[1], reach=reach)
+    tensors: list[torch.Tensor] = [q, shared.tensors["GradOut"]]
+    return persistent.section_of(tensors, heads=heads_of_all, part=min(1.0, reach / q.shape[2]))
 
 
 def _switches(
@@ -105,7 +95,6 @@ def _switches(
         BLOCK_N=blocks.rows if by_key else blocks.tile,
         TILE=blocks.tile,
         TOGETHER=together,
-        SPLIT=WIDE_LISTED // blocks.tile if prepared.plan.tiles else 1,
         PART=blocks.part,
         PART_V=blocks.part_v,
         STAGES=blocks.stages,

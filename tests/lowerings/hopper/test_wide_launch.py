@@ -39,19 +39,15 @@ def test_blocks_that_share_a_list_are_all_there() -> None:
     found = _launched(Case(name="wide lists", keys="left", **_WIDE | {"seqlen_q": 140, "seqlen_kv": 140}, **_CAUSAL))
     assert {grad: found[grad].numbers["blocks"] for grad in found} == {"q": 4, "k": 4, "v": 2}
     assert {grad: found[grad].numbers["HOW"].TOGETHER for grad in found} == {"q": 2, "k": 2, "v": 1}
-    assert {grad: found[grad].numbers["HOW"].SPLIT for grad in found} == {"q": 2, "k": 2, "v": 1}
     assert found["q"].tensors["Lists"] == "tiles"
     assert found["k"].tensors["Lists"] == found["v"].tensors["Lists"] == "tiles_by_key"
 
 
-@pytest.mark.parametrize(("heads", "section"), [(1, 2), (8, 16)])
-def test_programs_have_several_blocks_of_a_section(heads: int, section: int) -> None:
-    """Else all long ones would be the same program's."""
-    case = Case(name=f"wide section {heads}", **_WIDE | {"heads_q": heads, "heads_kv": heads}, **_CAUSAL)
-    assert {x.numbers["section"] for x in _launched(case).values()} == {section}
-    few = _launched(dataclasses.replace(case, name=f"wide few {heads}", batch=4), programs=1)
-    assert few["v"].numbers["section"] <= 4 * heads
-    plain = _launched(dataclasses.replace(case, name=f"wide plain {heads}", band=None))
+def test_without_a_diagonal_one_head_comes_after_the_other() -> None:
+    """All blocks are as long then."""
+    case = Case(name="wide sections", **_WIDE, **_CAUSAL)
+    assert {x.numbers["section"] for x in _launched(case).values()} == {4}
+    plain = _launched(dataclasses.replace(case, name="wide plain", band=None))
     assert {x.numbers["section"] for x in plain.values()} == {1}
 
 
@@ -67,8 +63,8 @@ def test_any_number_of_programs_shares_the_blocks(programs: int, keys: str | Non
 @pytest.mark.parametrize("keys", [None, "left"])
 @pytest.mark.parametrize(
     "blocks",
-    [{"tile": 64, "part_v": 64, "stages": 5}, {"stages": 3, "stages_v": 1}, {"part_v": 64, "stages_v": 4}],
-    ids=["tiles of 64", "few places", "half as wide"],
+    [{"tile": 64, "stages": 5}, {"stages": 3, "stages_v": 1}, {"part": 64, "stages": 9, "stages_v": 4}],
+    ids=["as they are", "few places", "half as wide"],
 )
 def test_any_blocks(blocks: dict[str, int], keys: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = plan.wide_blocks_of
@@ -80,6 +76,14 @@ def test_any_blocks(blocks: dict[str, int], keys: str | None, monkeypatch: pytes
     monkeypatch.setattr(wide_launch, "wide_blocks_of", other)
     problem = problems.build(Case(name=f"wide blocks {blocks} {keys}", keys=keys, **_WIDE, **_CAUSAL))
     kernel_problems.assert_within_rule(problems.results(problem), problem)
+
+
+def test_the_widest_heads_have_smaller_tiles_up_to_a_diagonal() -> None:
+    case = Case(name="wide tiles", **_WIDE | {"head_dim": 512}, **_CAUSAL)
+    for band, keys, tile in ((case.band, None, 32), (None, None, 64), (case.band, "left", 64)):
+        given = dataclasses.replace(case, name=f"wide tiles {band} {keys}", band=band, keys=keys)
+        found = _launched(given)
+        assert {grad: found[grad].numbers["HOW"].TILE for grad in found} == {"q": tile, "k": tile, "v": 64}
 
 
 @pytest.mark.parametrize("group", [1, 4])

@@ -115,16 +115,3 @@ class Cache(NamedTuple):
     pairs_q: Any
     pairs_k: Any
     Distances: Any
-
-
-class ChosenSwitches(NamedTuple):
-    """What the kernel for many queries over chosen keys of a latent is compiled for."""
-
-    BLOCK_M: Any  # heads of a program
-    BLOCK_N: Any  # chosen keys of a tile
-    RANK: Any  # of the latent
-    WIDTH: Any  # the power of two that holds it
-    ROPE: Any  # dims of keys beside it, or 0
-    ROPE_WIDTH: Any
-    PRECISION: Any  # of products, as tl.dot names it
-    ALIGN: Any  # elements that every head and position begins at a multiple of

@@ -210,7 +210,6 @@ class WideSwitches(NamedTuple):
     BLOCK_N: Any  # keys of a tile or of a block
     TILE: Any  # rows of a tile
     TOGETHER: Any  # blocks that have one list of tiles
-    SPLIT: Any  # tiles of one of a list
     PART: Any  # dims of q and k that have a place of shared memory
     PART_V: Any  # and of v and the output's gradient
     STAGES: Any  # places of a tile's parts of q or k; in the pass for dv of all parts

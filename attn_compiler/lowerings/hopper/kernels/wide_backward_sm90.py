@@ -31,12 +31,11 @@ from attn_compiler.lowerings.hopper.kernels.tuples import (
     Warpgroup,
     WideTiles,
 )
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
 from attn_compiler.lowerings.hopper.kernels.wide_fetching_sm90 import fetch_wide, wide_barriers_of
 from attn_compiler.lowerings.hopper.kernels.wide_visiting_sm90 import (
     list_of_wide_block,
     wide_block,
-    wide_counts,
-    wide_tile,
     wide_visits,
 )
 from attn_compiler.lowerings.shared.kernels.optional import at_index
@@ -240,7 +239,7 @@ def _with_scores(
             visits = Visits(
                 List=List, partial=partial, first=first, second=second, full_first=full_first, full_last=full_last
             )  # fmt: skip
-            masked_tiles, count, unmasked = wide_counts(visits, how)
+            count = partial + full_last - full_first
             stats = RowStats + row.to(gl.int64) * (2 * stats_rows)
             slope = slope_of(masks, head)
             if how.BY_KEY:
@@ -274,13 +273,13 @@ def _with_scores(
                 base = gl.load(stats + rows)
             sums = _no_sums(0, how)
             mbarrier.wait(barriers.own_full, nth & 1)
-            for i in range(masked_tiles):
-                tile = wide_tile(i, visits, how)
+            for i in range(partial):
+                tile = nth_tile(i, visits)
                 sums = _weighted(
                     done + i, tile, sums, base, own, stats, of_row, tiles, barriers, sizes, True, LAYOUTS, how
                 )  # fmt: skip
-            for i in range(masked_tiles, count):
-                tile = unmasked + i - masked_tiles
+            for i in range(partial, count):
+                tile = full_first + i - partial
                 sums = _weighted(
                     done + i, tile, sums, base, own, stats, of_row, tiles, barriers, sizes, how.MASK_ALL, LAYOUTS, how
                 )  # fmt: skip
@@ -316,15 +315,15 @@ def _with_grad_weights(
             visits = Visits(
                 List=List, partial=partial, first=first, second=second, full_first=full_first, full_last=full_last
             )  # fmt: skip
-            _, count, _ = wide_counts(visits, how)
+            count = partial + full_last - full_first
             stats = RowStats + row.to(gl.int64) * (2 * stats_rows)
             sums = _no_sums(1, how)
-            delta = _delta(stats, stats_rows, block, wide_tile(0, visits, how), LAYOUT, how)
+            delta = _delta(stats, stats_rows, block, nth_tile(0, visits), LAYOUT, how)
             mbarrier.wait(barriers.own_v_full, nth & 1)
             found, delta = _grad_weights(done, delta, tiles, barriers, LAYOUT, how)
             for i in range(count - 1):
                 _hand_over(done + i, found, delta, tiles, barriers, how)
-                delta = _delta(stats, stats_rows, block, wide_tile(i + 1, visits, how), LAYOUT, how)
+                delta = _delta(stats, stats_rows, block, nth_tile(i + 1, visits), LAYOUT, how)
                 found, delta = _grad_weights(done + i + 1, delta, tiles, barriers, LAYOUT, how)
                 sums = _add(1, done + i, sums, tiles, barriers, how)
             _hand_over(done + count - 1, found, delta, tiles, barriers, how)

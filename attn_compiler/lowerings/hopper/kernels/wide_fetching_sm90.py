@@ -12,11 +12,10 @@ from attn_compiler.lowerings.hopper.kernels.forward_ring_sm90 import (
     passes_in,
 )
 from attn_compiler.lowerings.hopper.kernels.tuples import Visits, WideBarriers
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
 from attn_compiler.lowerings.hopper.kernels.wide_visiting_sm90 import (
     list_of_wide_block,
     wide_block,
-    wide_counts,
-    wide_tile,
     wide_visits,
 )
 from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load
@@ -94,12 +93,12 @@ def fetch_wide(of_own, of_own_v, of_others, of_others_v, tiles, barriers, work, 
             visits = Visits(
                 List=List, partial=partial, first=first, second=second, full_first=full_first, full_last=full_last
             )  # fmt: skip
-            _, count, _ = wide_counts(visits, how)
+            count = partial + full_last - full_first
             head_kv = head // work.sizes.group
             own_head, other_head = head, head_kv
             if how.BY_KEY:
                 own_head, other_head = head_kv, head
-            start = wide_tile(0, visits, how) * how.TILE
+            start = nth_tile(0, visits) * how.TILE
             _fetch_own(
                 of_own, batch, own_head, block * ROWS, nth, tiles.own, barriers.own_full, barriers.own_empty, PARTS, how.PART
             )  # fmt: skip
@@ -115,7 +114,7 @@ def fetch_wide(of_own, of_own_v, of_others, of_others_v, tiles, barriers, work, 
                 how.STAGES_V,
             )  # fmt: skip
             for i in range(1, count):
-                start = wide_tile(i, visits, how) * how.TILE
+                start = nth_tile(i, visits) * how.TILE
                 _fetch_others(
                     of_others_v, batch, other_head, start, n + i, tiles.others_v, barriers.v_full, barriers.v_empty, PARTS_V,
                     how.PART_V, how.STAGES_V,
@@ -142,15 +141,15 @@ def fetch_for_values(of_k, of_q, of_g, tiles, barriers, work, rounds, how: gl.co
             visits = Visits(
                 List=List, partial=partial, first=first, second=second, full_first=full_first, full_last=full_last
             )  # fmt: skip
-            _, count, _ = wide_counts(visits, how)
+            count = partial + full_last - full_first
             head_kv = head // work.sizes.group
             fetch_rows_in_parts(of_k, batch, head_kv, block * how.BLOCK_N, nth, tiles, barriers, how)
             for turn_of_pass in range(passes_in(how.HEAD_DIM_V, how.V_ALL)):
                 dim = turn_of_pass * how.V_ALL
-                start = wide_tile(0, visits, how) * how.TILE
+                start = nth_tile(0, visits) * how.TILE
                 n = fetch_tile_in_parts(of_q, batch, head, start, 0, n, tiles, barriers, K_PARTS, how)
                 for i in range(1, count):
-                    following = wide_tile(i, visits, how) * how.TILE
+                    following = nth_tile(i, visits) * how.TILE
                     n = fetch_tile_in_parts(of_q, batch, head, following, 0, n, tiles, barriers, K_PARTS, how)
                     n = fetch_tile_in_parts(of_g, batch, head, start, dim, n, tiles, barriers, V_PARTS, how)
                     start = following

@@ -25,12 +25,11 @@ from attn_compiler.lowerings.hopper.kernels.forward_ring_sm90 import (
 from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import REGISTERS_OF_ALL, keys_of_block, mark_nan, weights_of
 from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import out_layout, weights_layout
 from attn_compiler.lowerings.hopper.kernels.tuples import ForwardWork, KeyBlock, Masks, QueryMasks, Visits
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
 from attn_compiler.lowerings.hopper.kernels.wide_fetching_sm90 import fetch_for_values
 from attn_compiler.lowerings.hopper.kernels.wide_visiting_sm90 import (
     list_of_wide_block,
     wide_block,
-    wide_counts,
-    wide_tile,
     wide_visits,
 )
 from attn_compiler.lowerings.shared.kernels.optional import at_index
@@ -82,12 +81,13 @@ def _tiles(
 ):  # fmt: skip
     """The sums over all tiles of a pass but the last one, and the weights of that."""
     K_PARTS: gl.constexpr = how.QK_ALL // how.PART
-    partial, count, unmasked = wide_counts(visits, how)
+    partial = visits.partial
+    count = partial + visits.full_last - visits.full_first
     sums = ()
     for _ in gl.static_range(how.V_ALL // how.PART):
         sums += (gl.zeros([ROWS, how.PART], gl.float32, layout=out_layout(how.PART, 0)),)
     # The first tile has none before it. It is masked, needed or not.
-    tile = wide_tile(0, visits, how)
+    tile = nth_tile(0, visits)
     base = _base(stats, tile, layouts, how)
     scores, base = scores_in_parts(parts, done, base, tiles, barriers, layouts.SCORES, how)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -96,10 +96,10 @@ def _tiles(
     state = (sums, weights)
     for i in range(1, partial):
         state = _step(
-            i, wide_tile(i, visits, how), done, state, parts, own, stats, masks, tiles, barriers, sizes, True, layouts, how
+            i, nth_tile(i, visits), done, state, parts, own, stats, masks, tiles, barriers, sizes, True, layouts, how
         )  # fmt: skip
     for i in range(gl.maximum(partial, 1), count):
-        tile = unmasked + i - partial
+        tile = visits.full_first + i - partial
         state = _step(
             i, tile, done, state, parts, own, stats, masks, tiles, barriers, sizes, how.MASK_ALL, layouts, how
         )  # fmt: skip
@@ -171,8 +171,7 @@ def _compute(
             )  # fmt: skip
             if turn == PASSES - 1:
                 mbarrier.arrive(barriers.q_empty.index(place))
-            _, count, _ = wide_counts(visits, how)
-            done += count * (K_PARTS + V_PARTS)
+            done += (partial + full_last - full_first) * (K_PARTS + V_PARTS)
             sums = add_outputs(weights, done - V_PARTS, sums, tiles, barriers, how)
             sums = outputs_that_came(done - V_PARTS, sums, barriers, how)
             of_head_v = GradV + (batch.to(gl.int64) * stride.b + head.to(gl.int64) * stride.h)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
+from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest
 from attn_compiler.lowerings.shared.kernels.optional import list_of
 from attn_compiler.lowerings.shared.kernels.scheduling_sm90 import turn
-from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit, load_list, queries_to_visit
+from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit, queries_to_visit
 
 
 @gluon.jit
@@ -36,28 +36,10 @@ def list_of_wide_block(work, batch, head, block, how: gl.constexpr):
 
 @gluon.jit
 def wide_visits(List, block, sizes, how: gl.constexpr):
-    """partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its pairs is allowed. Tiles of a
-    list are SPLIT tiles each."""
-    if List is not None:
-        length = sizes.seqlen_q if how.BY_KEY else sizes.seqlen_kv
-        partial, first, second, full_first, full_last = load_list(List, length > how.TILE * how.SPLIT)
+    """partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its pairs is allowed."""
+    if how.BY_KEY:
+        partial, first, second, full_first, full_last = queries_to_visit(List, block * how.BLOCK_N, sizes, how)
     else:
-        if how.BY_KEY:
-            partial, first, second, full_first, full_last = queries_to_visit(List, block * how.BLOCK_N, sizes, how)
-        else:
-            partial, first, second, full_first, full_last = keys_to_visit(List, block * how.BLOCK_M, sizes, how)
+        partial, first, second, full_first, full_last = keys_to_visit(List, block * how.BLOCK_M, sizes, how)
     is_none = partial + full_last <= full_first
     return gl.where(is_none, 1, partial), gl.where(is_none, 0, first), second, full_first, full_last
-
-
-@gluon.jit
-def wide_tile(i, visits, how: gl.constexpr):
-    """The number of the i-th tile of a block."""
-    return nth_tile(i // how.SPLIT, visits) * how.SPLIT + i % how.SPLIT
-
-
-@gluon.jit
-def wide_counts(visits, how: gl.constexpr):
-    """How many tiles need their mask, how many there are, and the first of those that don't."""
-    partial = visits.partial * how.SPLIT
-    return partial, partial + (visits.full_last - visits.full_first) * how.SPLIT, visits.full_first * how.SPLIT

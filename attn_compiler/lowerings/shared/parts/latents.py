@@ -81,13 +81,6 @@ def parts_of_q(emitter: Emitter, latent: LatentSpec, q: fx.Node) -> tuple[fx.Nod
     return nope, emitter.call(torch.narrow, q, 3, other, rope) if rope else None
 
 
-def as_latent(emitter: Emitter, latent: LatentSpec, operands: Operands) -> fx.Node:
-    """q as what multiplies the latent and the part beside it: (B, Hq, Sq, rank + p)."""
-    nope, of_rope = parts_of_q(emitter, latent, operands.q)
-    parts = [by_heads(emitter, nope, given(operands).weight_k), *(() if of_rope is None else (of_rope,))]
-    return emitter.call(torch.cat, parts, -1)
-
-
 def by_heads(emitter: Emitter, x: fx.Node, weight: fx.Node) -> fx.Node:
     """(B, H, Sq, a) times (H, a, b), a matrix for each head: (B, H, Sq, b)."""
     heads, inner, _ = emitter.value(weight).shape

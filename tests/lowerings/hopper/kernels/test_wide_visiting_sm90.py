@@ -9,14 +9,14 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from attn_compiler.lowerings.hopper.kernels import wide_visiting_sm90
+from attn_compiler.lowerings.hopper.kernels import visiting, wide_visiting_sm90
 from tests.lowerings.shared.kernels import gluon_in_torch
 
 SIZES = types.SimpleNamespace(seqlen_q=320, seqlen_kv=320, band_left=0, band_right=0, heads_q=1)
 
 
 def _how(**given: object) -> types.SimpleNamespace:
-    made = {"BLOCK_M": 64, "BLOCK_N": 32, "TILE": 32, "TOGETHER": 2, "SPLIT": 2, "BY_KEY": False}
+    made = {"BLOCK_M": 64, "BLOCK_N": 32, "TOGETHER": 2, "BY_KEY": False}
     made |= {"HAS_LEFT": False, "HAS_RIGHT": True, "MASK_ALL": False, "ORDERED": False}
     return types.SimpleNamespace(**{**made, **given})
 
@@ -24,40 +24,36 @@ def _how(**given: object) -> types.SimpleNamespace:
 def _visited(how: types.SimpleNamespace, row: list[int] | None, block: int = 0) -> tuple[list[int], int]:
     """The tiles of a block, in order, and how many of them need their mask."""
     scope = gluon_in_torch.scope(wide_visiting_sm90, (0,), (1,))
+    scope |= gluon_in_torch.scope(visiting, (0,), (1,))
     List = None if row is None else gluon_in_torch.Pointer(torch.tensor(row, dtype=torch.int32))
     found = scope["wide_visits"](List, torch.tensor(block), SIZES, how)
     names = ("partial", "first", "second", "full_first", "full_last")
     visits = types.SimpleNamespace(List=List, **dict(zip(names, found, strict=True)))
-    masked, count, unmasked = scope["wide_counts"](visits, how)
-    tiles = [int(scope["wide_tile"](torch.tensor(i), visits, how)) for i in range(int(count))]
-    assert tiles[int(masked) :] == [int(unmasked) + i for i in range(int(count) - int(masked))]
-    return tiles, int(masked)
+    count = visits.partial + visits.full_last - visits.full_first
+    tiles = [int(scope["nth_tile"](torch.tensor(i), visits)) for i in range(int(count))]
+    return tiles, int(visits.partial)
 
 
-def test_a_tile_of_a_list_is_two_here() -> None:
-    """partial, first and last of the run, and those that are used in part."""
-    row = [2, 3, 5, 1, 7, 0, 0, 0]
-    assert _visited(_how(), row) == ([2, 3, 14, 15, 6, 7, 8, 9], 4)
-    assert _visited(_how(SPLIT=1, TILE=64), row) == ([1, 7, 3, 4], 2)
+def test_a_list_says_which() -> None:
+    """How many are used in part, the first and the end of the run, and those that are used in part."""
+    assert _visited(_how(), [2, 3, 5, 1, 7, 0, 0, 0]) == ([1, 7, 3, 4], 2)
 
 
-def test_a_block_that_uses_no_tile_has_one_with_its_mask() -> None:
-    assert _visited(_how(), [0, 0, 0, 0, 0, 0]) == ([0, 1], 2)
-    nobody = types.SimpleNamespace(**{**vars(_how(SPLIT=1)), "HAS_RIGHT": True})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SIZES, "band_right", -200)
-        assert _visited(nobody, None, block=1) == ([0], 1)
+def test_a_block_that_uses_no_tile_has_one_with_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _visited(_how(), [0, 0, 0, 0, 0, 0]) == ([0], 1)
+    monkeypatch.setattr(SIZES, "band_right", -200)
+    assert _visited(_how(), None, block=1) == ([0], 1)
 
 
 @pytest.mark.parametrize(("block", "expected"), [(0, [0, 1]), (1, [2, 3, 0, 1]), (4, [8, 9, *range(8)])])
 def test_up_to_a_diagonal(block: int, expected: list[int]) -> None:
-    assert _visited(_how(SPLIT=1), None, block)[0] == expected
+    assert _visited(_how(), None, block)[0] == expected
 
 
 @pytest.mark.parametrize(("block", "expected"), [(4, [8, 9]), (3, [6, 7, 8, 9])])
 def test_from_a_diagonal_on_by_key(block: int, expected: list[int]) -> None:
     """A block of keys is used by the queries from its own on."""
-    how = _how(SPLIT=1, BY_KEY=True, BLOCK_M=32, BLOCK_N=64)
+    how = _how(BY_KEY=True, BLOCK_M=32, BLOCK_N=64)
     assert sorted(_visited(how, None, block)[0]) == expected
 
 
