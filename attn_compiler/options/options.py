@@ -52,7 +52,7 @@ class Options:
     cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
         running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
     time_kernels: on a GPU, time several lowerings for sites that no measured row speaks for, and take the fastest (docs/choosing.md). The
-        environment variable ATTN_COMPILER_TIME_KERNELS=0 is another default.
+        environment variable ATTN_COMPILER_TIME_KERNELS=1 is another default.
     """
 
     lowering: str | None = None
@@ -68,7 +68,7 @@ class Options:
     context_parallel: ContextParallel | None = None
     checkpoint: str = "recompute"
     cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
-    time_kernels: bool = True
+    time_kernels: bool = False
 
     def __post_init__(self) -> None:
         _require(isinstance(self.lowering, str | None), "lowering", "a lowering's name or None", self.lowering)
@@ -175,9 +175,10 @@ def split_options(
             ours[name] = value
     if environ.get(DUMP_DIR_VARIABLE):
         ours.setdefault("dump_dir", environ[DUMP_DIR_VARIABLE])
-    for variable, switched in ((CACHE_VARIABLE, "cache_rewrites"), (TIME_VARIABLE, "time_kernels")):
-        if environ.get(variable) == "0":
-            ours.setdefault(switched, False)
+    if environ.get(CACHE_VARIABLE) == "0":
+        ours.setdefault("cache_rewrites", False)
+    if environ.get(TIME_VARIABLE) == "1":
+        ours.setdefault("time_kernels", True)
     return Options(**ours), torch_inductor.inductor_patches(_known_mode(mode), _known_inductor_options(inductors))
 
 
