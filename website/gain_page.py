@@ -58,7 +58,7 @@ def page() -> str:
     """The page, with tables from the CSVs."""
     tables = (
         f"Times against `torch.compile(model)` with the same attention. {gains.summary()}. "
-        "[Rows](../benchmarks/results/h200.csv), [method](benchmarks.md).",
+        "[Rows](../benchmarks/results/h200.csv), [method](measuring.md).",
         "Attention as `sdpa`:",
         "\n".join(gains.measured("sdpa")),
         "Attention as `eager`:",

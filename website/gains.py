@@ -106,11 +106,11 @@ def summary() -> str:
     return f"{len(ratios)} cases on an H200: geometric mean {statistics.geometric_mean(ratios):.2f}x, the slowest {min(ratios):.2f}x"
 
 
-_MODELS = {
+MODELS = {
     "llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma 2", "gpt2": "GPT-2", "bert": "BERT", "vit": "ViT",
     "whisper": "Whisper", "t5": "T5", "bloom": "Bloom", "gpt_oss": "gpt-oss",
 }  # fmt: skip
-_CALLS = {
+CALLS = {
     "prefill": "inference",
     "prefill_padded": "inference, padded",
     "train": "training",
@@ -121,14 +121,14 @@ _CALLS = {
 def measured(implementation: str) -> Iterator[str]:
     """A line for each model of h200.csv, and a column for each call."""
     rows = [row for row in rows_of("h200") if row["implementation"] == implementation]
-    yield f"| model | {' | '.join(_CALLS.values())} |"
-    yield "|---|" + "---|" * len(_CALLS)
-    for name, words in _MODELS.items():
+    yield f"| model | {' | '.join(CALLS.values())} |"
+    yield "|---|" + "---|" * len(CALLS)
+    for name, words in MODELS.items():
         found = {
             row["scenario"]: f"{float(row['ratio']):.2f}x" for row in rows if row["model"] == name and row["ratio"]
         }
         if found:
-            yield f"| {words} | {' | '.join(found.get(call, '') for call in _CALLS)} |"
+            yield f"| {words} | {' | '.join(found.get(call, '') for call in CALLS)} |"
 
 
 #: columns of docs/models.csv, and the cards that they stand for

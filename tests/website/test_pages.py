@@ -12,7 +12,7 @@ from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.options.options import Options
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.pages import PAGES, ExampleKind
-from website import codes, gains, options, plots, supported
+from website import codes, gains, options, supported
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -54,23 +54,6 @@ def test_every_option_is_described() -> None:
     assert set(words) == {field.name for field in dataclasses.fields(Options)}
     assert all(text.endswith((".", ").")) for text in words.values())
     assert "| `unpad` | `False` |" in options.page()
-
-
-@pytest.mark.parametrize("name", plots.PLOTS)
-def test_the_rows_of_a_plot_are_those_of_its_csv(name: str) -> None:
-    rows = plots.rows_of(plots.PLOTS[name][1])
-    assert rows
-    for row in rows:
-        assert float(row["ratio"]) == pytest.approx(
-            float(row["inductor_p50_ms"]) / float(row["attn_compiler_p50_ms"]), rel=0.1
-        )
-
-
-def test_a_plot_is_drawn() -> None:
-    pytest.importorskip("matplotlib", reason="pip install -e '.[docs]'")
-    text = plots.drawn("unpad")
-    assert text.lstrip().startswith("<?xml")
-    assert "2.13x" in text or "<path" in text
 
 
 def test_readmes_numbers_are_those_of_the_rows_that_they_link_to() -> None:
