@@ -10,7 +10,7 @@ import csv
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Row = Mapping[str, str]
 
-#: of the CSV's device, as people say it
-_CARDS = {"NVIDIA H200": "H200", "AMD EPYC": "CPU, one thread"}
+#: what README's table says of a device that is no H200
+_CARDS = {"NVIDIA H200": "", "AMD EPYC": ", one CPU thread"}
+#: of bench_memory.py
+_MEMORY = "memory_h200"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +82,34 @@ def row_of(name: str, **wanted: str) -> Row:
 
 
 def readme() -> Iterator[str]:
-    """README's table, in the order of the gain."""
-    yield "| model | call | where | Inductor | attn_compiler | gain |"
-    yield "|---|---|---|---|---|---|"
+    """README's table, in the order of the gain; with peak memory, if that was measured."""
+    peaks = (RESULTS / f"{_MEMORY}.csv").is_file()
+    heads = ["model", "call", "Inductor", "ours", "gain", *(["peak memory"] if peaks else [])]
+    yield _cells(heads)
+    yield "|---" * len(heads) + "|"
     measured = [(line, row_of(line.file, **line.wanted)) for line in README]
     for line, row in sorted(measured, key=lambda each: -float(each[1][each[0].gain])):
-        yield _line(line, row)
+        yield _cells([*_line(line, row), *([_peaks(line)] if peaks else [])])
 
 
-def _line(line: Line, row: Row) -> str:
+def _line(line: Line, row: Row) -> list[str]:
     gain = f"[{float(row[line.gain]):.2f}x](benchmarks/results/{line.file}.csv)"
     times = (f"{float(row[line.theirs]):.3g} ms", f"{float(row[line.ours]):.3g} ms")
-    return "| " + " | ".join((line.model, line.call, _CARDS[row["device"]], *times, gain)) + " |"
+    return [line.model, line.call + _CARDS[row["device"]], *times, gain]
+
+
+def _peaks(line: Line) -> str:
+    """Inductor's and ours, weights included, in GiB; "" where nobody measured them."""
+    if line.file != "h200":
+        return ""
+    row = row_of(_MEMORY, **line.wanted)
+    sides = (row[f"{side}_peak_mib"] for side in ("inductor", "attn_compiler"))
+    both = " → ".join(f"{float(mib) / 1024:.1f}" for mib in sides if mib)
+    return f"[{both} GiB](benchmarks/results/{_MEMORY}.csv)" if "→" in both else ""
+
+
+def _cells(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def beside_flex() -> str:

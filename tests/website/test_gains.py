@@ -43,3 +43,13 @@ def test_lowerings_are_counted_by_what_they_are() -> None:
 @pytest.mark.further
 def test_the_picture_is_what_its_command_prints() -> None:
     assert (ROOT / "docs" / "images" / "card.svg").read_text(encoding="utf-8") == card.drawn() + "\n"
+
+
+def test_peak_memory_is_said_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, modern = gains.README[0], gains.README[7]
+    row = {**llama.wanted, "inductor_peak_mib": "2048", "attn_compiler_peak_mib": "512"}
+    monkeypatch.setattr(gains, "rows_of", lambda name: [row] if name == "memory_h200" else [])
+    assert gains._peaks(llama) == "[2.0 → 0.5 GiB](benchmarks/results/memory_h200.csv)"
+    assert gains._peaks(modern) == ""
+    row["inductor_peak_mib"] = ""
+    assert gains._peaks(llama) == ""
