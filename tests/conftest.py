@@ -26,6 +26,8 @@ for _name, _value in {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     # Tests change what no key shows: functions and tables of the package. Those of the cache switch it on.
     "ATTN_COMPILER_CACHE_REWRITES": "0",
+    # What tests expect of a choice is what the rows say. Those of timing switch it on.
+    "ATTN_COMPILER_TIME_KERNELS": "0",
 }.items():
     os.environ.setdefault(_name, _value)
 
