@@ -207,7 +207,8 @@ def _of_machine(name: str) -> str:
 
 
 def _ticked(lowering: str) -> str:
-    return "–" if lowering == _STAYS else f"✓ {_linked(lowering)}"
+    # A line does not break after the tick.
+    return "–" if lowering == _STAYS else f"✓&nbsp;{_linked(lowering)}"
 
 
 def _linked(lowering: str) -> str:
