@@ -53,7 +53,11 @@ PLOTS: Mapping[str, Plot] = {
     "cpu": Plot(words="Speed against Inductor on a CPU", file="cpu"),
     "unpad": Plot(words="Speed against Inductor on a CPU with unpad", file="unpad_cpu", rows=_of_unpad),
     "select": Plot(words="Our choice beside other kernels", file="select_h200", draw=plot_select.draw),
-    "fp8_training": Plot(words="Loss by step in each FP8 recipe", file="fp8_training_h200", draw=plot_learning.draw),
+    "fp8_training": Plot(
+        words="How far the loss is above that of bfloat16, by step and FP8 recipe",
+        file="fp8_training_h200",
+        draw=plot_learning.draw,
+    ),
 }
 
 

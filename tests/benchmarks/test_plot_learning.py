@@ -17,6 +17,10 @@ def test_a_curve_is_the_mean_of_all_seeds_where_each_has_a_loss() -> None:
     assert plot_learning.curves(ROWS) == {"bfloat16": [(20, 3.0), (40, 2.0)], "block": [(20, 5.0)]}
 
 
+def test_others_are_held_against_bfloat16_where_both_have_a_loss() -> None:
+    assert plot_learning.above({"bfloat16": [(20, 2.0)], "block": [(20, 2.5), (40, 1.0)]}) == {"block": [(20, 25.0)]}
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_draws_a_picture(tmp_path: Path, dark: bool) -> None:
     pytest.importorskip("matplotlib", reason="drawing wants matplotlib: pip install -e '.[dev]'")
