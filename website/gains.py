@@ -149,6 +149,26 @@ def measured(implementation: str) -> Iterator[str]:
             yield f"| {words} | {' | '.join(found.get(call, '') for call in CALLS)} |"
 
 
+#: of the table of dense masks
+_HEAD_DIMS, _LENGTHS = (64, 128, 256), (512, 2048, 8192, 32768)
+
+
+def dense_mask() -> Iterator[str]:
+    """Of select_h200.csv, by head dim and length: PyTorch's causal attention with its mask as a tensor over the same without one, forward
+    and backward."""
+    times = {
+        (row["case"], row["pass"], row["side"]): float(row["p50_us"]) for row in rows_of("select_h200") if row["p50_us"]
+    }
+    yield f"| head dim | {' | '.join(f'{length} positions' for length in _LENGTHS)} |"
+    yield "|---|" + "---|" * len(_LENGTHS)
+    for dim in _HEAD_DIMS:
+        cells = []
+        for case in (f"causal_d{dim}_s{length}" for length in _LENGTHS):
+            ratios = (times[case, which, "presented"] / times[case, which, "sdpa"] for which in ("forward", "backward"))
+            cells.append(" / ".join(f"{ratio:.1f}x" for ratio in ratios))
+        yield f"| {dim} | {' | '.join(cells)} |"
+
+
 #: columns of docs/models.csv, and the cards that they stand for
 CHOSEN_FOR = {"sm80": "A100", "sm89": "L4, RTX 4090", "sm90": "H100, H200", "sm100": "B200"}
 

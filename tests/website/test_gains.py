@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,15 @@ def test_peak_memory_is_said_of_what_was_measured(monkeypatch: pytest.MonkeyPatc
     assert gains._peaks(modern) == ""
     row["inductor_peak_mib"] = ""
     assert gains._peaks(llama) == ""
+
+
+def test_a_dense_mask_costs_what_the_rows_say() -> None:
+    rows = {row["side"]: float(row["p50_us"]) for row in gains.rows_of("select_h200") if _is_causal_256(row)}
+    line = next(line for line in gains.dense_mask() if line.startswith("| 256 |"))
+    assert f"| {rows['presented'] / rows['sdpa']:.1f}x / " in line
+    ratios = [float(x) for line in list(gains.dense_mask())[2:] for x in re.findall(r"([\d.]+)x", line)]
+    assert f"[{min(ratios)} to {max(ratios)} times as long](docs/gain.md" in README
+
+
+def _is_causal_256(row: gains.Row) -> bool:
+    return (row["case"], row["pass"]) == ("causal_d256_s2048", "forward") and row["p50_us"] != ""
