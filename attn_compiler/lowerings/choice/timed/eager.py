@@ -56,3 +56,10 @@ class EagerEmitter:
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
+
+    def forget(self) -> None:
+        """Erase all that was computed, but for operands and what sites share."""
+        kept = set(self._shared.values())
+        for node in reversed(self.graph.nodes):
+            if node.op == "call_function" and node not in kept and not node.users:
+                self.graph.erase_node(node)

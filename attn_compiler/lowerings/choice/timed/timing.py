@@ -64,11 +64,12 @@ def _computation(
             run()
             if _makes_bias(spec) and operands.mask is not None and operands.mask.users:
                 run = functools.partial(_with_bias_made, operands.mask.meta["example_value"], run)
+            emitter.forget()
             run()
     except Exception as error:  # noqa: BLE001 (whatever is wrong with a lowering here, the others are timed; it is not chosen)
         log.debug("%s was not timed: %r", lowering.name, error)
         return None
-    return functools.partial(_in_mode, spec.needs_grad, run)
+    return functools.partial(_once, spec.needs_grad, emitter, run)
 
 
 def _free(device: torch.device) -> int:
@@ -77,7 +78,8 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def _in_mode(with_grad: bool, run: Callable[[], object]) -> None:
+def _once(with_grad: bool, emitter: EagerEmitter, run: Callable[[], object]) -> None:
+    emitter.forget()
     with torch.set_grad_enabled(with_grad):
         run()
 

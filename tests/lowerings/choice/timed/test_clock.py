@@ -1,4 +1,4 @@
-"""Replays of CUDA graphs tell long from short, and leave out what no graph can hold."""
+"""Long is told from short without the host's time, and what waits for the GPU has none."""
 
 from __future__ import annotations
 

@@ -28,6 +28,16 @@ def test_a_bool_mask_is_added_as_zero_and_minus_infinity() -> None:
     assert emitter.shared_mask(added, torch.bfloat16) is added
 
 
+def test_what_was_computed_is_forgotten_but_for_operands_and_what_sites_share() -> None:
+    emitter = EagerEmitter(Target.fake(device="cpu"))
+    x = emitter.given("x", torch.arange(3.0))
+    shared = emitter.once("shared", lambda: emitter.call(torch.mul, emitter.call(torch.add, x, 1), 2))
+    emitter.call(torch.neg, emitter.call(torch.sub, shared, x))
+    emitter.forget()
+    assert [node.name for node in emitter.graph.nodes] == ["x", "add", "mul"]
+    assert emitter.value(shared).tolist() == [2, 4, 6]
+
+
 def test_nothing_lives_from_call_to_call() -> None:
     with pytest.raises(TypeError, match="amax"):
         EagerEmitter(Target.fake(device="cpu")).buffer("amax", (1,))
