@@ -36,10 +36,16 @@ def test_the_list_of_codes_is_current() -> None:
 def test_the_page_of_a_code_has_its_parts() -> None:
     of = PAGES[Code.DTYPE]
     text = codes.page(of, "q is float16; observed float32 (AC201)")
-    for part in (f"# AC201: {of.title}", of.cause, of.remedy, of.example, "q is float16; observed float32 (AC201)"):
+    for part in (f"# AC201: {of.title}", of.cause, of.remedy, "q is float16; observed float32 (AC201)"):
         assert part in text
+    raises = next(page for page in PAGES.values() if page.kind is ExampleKind.RAISES)
+    assert raises.example in codes.page(raises, "x")
     told = next(page for page in PAGES.values() if page.kind is ExampleKind.TOLD)
     assert "```" not in codes.page(told, None)
+
+
+def test_a_page_shows_nothing_that_a_reader_can_not_run() -> None:
+    assert [code for code, of in PAGES.items() if "why_not(" in codes.page(of, "x") + of.remedy] == []
 
 
 def test_codes_become_links_but_in_code_in_headings_and_on_their_own_page() -> None:
