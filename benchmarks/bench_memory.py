@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--seconds", type=float, default=3.0, help="timing of one case (default %(default)s)")
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="begin no case after this (%(default)s)")
+    parser.add_argument("--budget-seconds", type=float, default=300.0, help="begin no case after this (%(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
