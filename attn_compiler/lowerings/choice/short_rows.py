@@ -1,8 +1,10 @@
 """Which lowering is asked first on sm90 for attention that leaves most of the GPU idle, and for head dims up to 32.
 
 By sites_h200.csv, attentions that a seed drew (benchmarks/random_sites.py). `why` has microseconds of single sites: batch x length, heads,
-head dim. These are the GPU's. A call of ours takes the host 3 us more than PyTorch's in a forward, and some 40 us more in a training step
-(host_h200.csv), so rows want the work that keeps a GPU busier than the host: a million elements of q in a forward, and four in a step.
+head dim. These are the GPU's.
+
+The host counts where a GPU has little to do. A call of ours takes it 3 us more than PyTorch's in a forward, and some 40 us more in a
+training step (host_h200.csv). So rows want a million elements of q in a forward, and four million in a step.
 """
 
 from __future__ import annotations
