@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -73,6 +73,21 @@ PINNED_KERNEL = {
 PINNED_KERNEL["cudnn"] = PINNED_KERNEL["sdpa_cudnn"]
 #: lowerings whose backward may be the kernel of others
 _BACKWARD_OF = {"hopper": {"sdpa_cudnn", "cudnn"}}
+
+
+class Asked(Protocol):
+    """What `prepare` takes: a name, a lowering that is forced ("": none), and how to make the case."""
+
+    @property
+    def words(self) -> str: ...
+
+    @property
+    def forced(self) -> str: ...
+
+    def case(self, size: models.Size, device: str) -> Case: ...
+
+
+AnyAsked = TypeVar("AnyAsked", bound=Asked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,12 +232,12 @@ class Way:
     seconds: float
 
 
-def measure(measured: Measured, way: Way) -> dict[str, str] | None:
+def measure(measured: Asked, way: Way) -> dict[str, str] | None:
     """One row, or None where the family has no such implementation. Whatever fails becomes the row's `failure`."""
     return prepare((measured, way), contextlib.nullcontext())()
 
 
-def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> waves.Finish:
+def prepare(what: tuple[Asked, Way], lock: AbstractContextManager[Any]) -> waves.Finish:
     """Compile and check a case; its row follows by timing it. lock: held while its results are computed in float32."""
     measured, way = what
     begun = time.monotonic()
@@ -324,8 +339,8 @@ def wanted(cases: Iterable[Measured], patterns: Sequence[str]) -> list[Measured]
 
 
 def results(
-    cases: Sequence[Measured], options: argparse.Namespace, until: float
-) -> Iterator[tuple[Measured, dict[str, str] | None]]:
+    cases: Sequence[AnyAsked], options: argparse.Namespace, until: float
+) -> Iterator[tuple[AnyAsked, dict[str, str] | None]]:
     """Cases with their rows, as they come; nothing is begun after that time."""
     way = Way(size=options.size, device=options.device, seconds=options.seconds)
     if options.jobs > 1:

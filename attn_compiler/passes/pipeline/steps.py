@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from torch import fx
-
 from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.first_look import SharedGraph
 from attn_compiler.passes.graph.unit import GraphMemory, Unit, closed_to_us, units
@@ -235,6 +233,12 @@ def _packed(work: Work, unit: Unit) -> Onward | None:
 # ---- on each unit: its kernels ---------------------------------------------------------------------------------------
 
 
+def _time_kernels(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.time_kernels.time_kernels(unit, unit.mirrored, unit.found, work.targets, work.store)
+
+
 def _layout(_: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
@@ -339,10 +343,6 @@ def _keep(work: Work) -> None:
         work.report = dataclasses.replace(report, seconds=tuple(work.seconds.items()))
 
 
-def _mirror_of(unit: Unit) -> fx.Graph | None:
-    return None if unit.mirror is None else unit.mirror.graph
-
-
 PIPELINE: tuple[PipelineStep, ...] = (
     # The graphs, and what was kept of them.
     PipelineStep(name="units", on="work", run=_units),
@@ -359,7 +359,9 @@ PIPELINE: tuple[PipelineStep, ...] = (
     PipelineStep(name="flex", run=_flex, needs=("dtensors",), costs_all=True),
     PipelineStep(name="library_calls", run=_library_calls, needs=("flex",), costs_all=True),
     PipelineStep(name="keys_last", run=_keys_last, needs=("library_calls",), costs_all=True),
-    PipelineStep(name="mirror", run=_mirror, needs=("keys_last",), shows=_mirror_of),
+    PipelineStep(
+        name="mirror", run=_mirror, needs=("keys_last",), shows=lambda unit: getattr(unit.mirror, "graph", None)
+    ),
     # Its attentions, and what they mean.
     PipelineStep(name="block_masks", run=_block_masks, needs=("mirror",)),
     PipelineStep(name="match", run=_match, needs=("block_masks",), leads=("give_back",)),
@@ -375,7 +377,8 @@ PIPELINE: tuple[PipelineStep, ...] = (
     PipelineStep(name="fp8_sites", run=_fp8_sites, needs=("unpad",)),
     PipelineStep(name="select", run=_select, needs=("fp8_sites",)),
     PipelineStep(name="packed", run=_packed, needs=("select",), leads=("select",)),
-    PipelineStep(name="layout", run=_layout, needs=("packed",)),
+    PipelineStep(name="time_kernels", run=_time_kernels, needs=("packed",)),
+    PipelineStep(name="layout", run=_layout, needs=("time_kernels",)),
     PipelineStep(name="lower", run=_lower, needs=("layout",), costs_all=True),
     PipelineStep(name="padded", run=_padded, needs=("lower",)),
     PipelineStep(name="give_back", run=_give_back, needs=("padded",), costs_all=True),
