@@ -309,11 +309,11 @@ def wide_is_faster(spec: AttentionSpec) -> bool:
     """Whether those passes were measured to be faster than the Triton kernels, of sites that have them (wide_backward_h200.csv).
 
     Triton's time over theirs on an H200, D 512: up to a diagonal, S 8192 and 2048, 3.0 and 2.6; padded besides 2.6; no mask 3.0. D 384 2.5,
-    D 320 2.6. With a window of 128 1.0. Nothing else was measured.
+    D 320 2.6. With a window of 128 1.0. Nothing else was measured, and no GPU has run the tiles of 32 with softcaps or sinks.
     """
     plan, kinds = site_parts.of(spec), site_parts.parts(spec).kinds
     is_window = plan.band is not None and plan.band.left is not None
-    if is_window or plan.slopes or not kinds <= {"band", "keys", "lengths"}:
+    if is_window or plan.slopes or spec.score.changes or not kinds <= {"band", "keys", "lengths"}:
         return False
     least, most = _FASTER
     is_there = spec.head_dim_qk == spec.head_dim_v and least <= int(spec.head_dim_qk) <= most
