@@ -1,0 +1,107 @@
+"""Calls the backward kernels of linear attention. Imports triton, so it comes late.
+
+What the forward made of a chunk is made again: only operands are kept from the forward to the backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings.linear.kernels import backward as kernels
+from attn_compiler.lowerings.linear.triton_launch import LinearTensors, chunks, states
+from attn_compiler.lowerings.linear.triton_sizes import empty, state_strides, strides, tile
+from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
+from attn_compiler.lowerings.shared.launching.on_device import on
+
+#: programs that a GPU should have at least, before a program takes several heads of a group
+_PROGRAMS = 512
+#: heads of a program at most
+_MOST_HEADS = 16
+_WARPS = 8
+
+
+def backward(
+    grad_out: Tensor,
+    grad_last: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    skip: Tensor | None,
+    state: Tensor | None,
+    text: str,
+) -> tuple[Tensor, ...]:
+    """As `linear_chunks_backward`: the gradients of the operands, contiguous; of one that is absent a tensor without numbers."""
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "skip": skip, "first": state}
+    grad_out = grad_out.contiguous()
+    call = LinearTensors.of("linear_chunks_backward", given, text, grad_out, grad_last)
+    operands = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "first": state}
+    with on(v.device):
+        grads = {
+            name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in operands.items() if x is not None
+        }
+        call.named.update({f"grad_{name}": x for name, x in grads.items()}, grad=grad_out, grad_last=grad_last)
+        chunks(call)
+        _states(call)
+        of_skip = _chunk_gradients(call, skip)
+        absent = v.new_empty(0)
+        return (
+            *(grads[x] for x in ("q", "k", "v", "g", "beta")),
+            absent if of_skip is None else of_skip,
+            grads.get("first", absent),
+        )
+
+
+def _states(call: LinearTensors) -> None:
+    """The state before each chunk, and the gradient of that after it."""
+    sizes, named = call.sizes, call.named
+    shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
+    named["states"] = empty(shape, named["q"])
+    states(call)
+    named["afters"] = empty(shape, named["q"])
+    of_states = (
+        state_strides(call.form, named["grad_last"], "last"),
+        state_strides(call.form, named.get("grad_first"), "first"),
+    )
+    call.run(kernels.reverse_pass, sizes.rows * sizes.blocks, **of_states[0], **of_states[1])
+
+
+def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
+    """All but the first state's; gives that of `skip`."""
+    sizes, named = call.sizes, call.named
+    run = heads_of_a_program(sizes.heads // sizes.groups, sizes.rows * sizes.chunks)
+    parts = (sizes.batch, sizes.length, sizes.heads // run, sizes.dim_k)
+    named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
+    if skip is not None:
+        named["part_skip"] = empty((sizes.batch, sizes.heads, sizes.chunks), named["q"])
+    call.run(kernels.head_gradients, sizes.rows * sizes.chunks // run, _WARPS, 1, RUN=run)
+    for name in ("q", "k"):
+        _rows(call, name, sizes.heads // sizes.groups // run)
+    return None if skip is None else named["part_skip"].sum((0, 2)).to(skip.dtype)
+
+
+def heads_of_a_program(group: int, programs: int) -> int:
+    """How many heads of a group a program takes, of as many programs with one each: as many as leave a GPU enough programs."""
+    fitting = [n for n in range(1, group + 1) if group % n == 0 and n <= _MOST_HEADS and programs // n >= _PROGRAMS]
+    return max(fitting, default=1)
+
+
+def _rows(call: LinearTensors, name: str, pieces: int) -> None:
+    """The gradient of q or k."""
+    sizes = call.sizes
+    tensors = {"x": call.named[name], "part": call.named[f"part_{name}"], "grad_x": call.named[f"grad_{name}"]}
+
+    def arguments() -> Arguments:
+        numbers = call.numbers | strides(tensors, {"x": "bsh"})
+        numbers |= {"groups": sizes.groups, "PIECES": pieces, "scale": numbers["scale"] if name == "q" else 1.0}
+        taken = kernels.row_gradients.arg_names
+        return Arguments(
+            grid=(sizes.chunks * sizes.batch * sizes.groups, 1, 1),
+            tensors={each.capitalize(): each for each in tensors},
+            numbers={each: value for each, value in numbers.items() if each in taken},
+            tile=tile(sizes, stages=1),
+        )
+
+    launch(kernels.row_gradients, call.same, tensors, arguments, name)
