@@ -94,8 +94,8 @@ def head_gradients(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Of a decay a head. Grid: (chunks B H / RUN,): a program has RUN heads of one group. Part_q, Part_k: of b q and a k, summed
-    over those, (B, S, H / RUN, DK) in float32. Grad_v: (B, S, H, DV); Grad_g, Grad_beta: (B, S, H); all contiguous. Part_skip: (B, H, chunks)."""
+    """Of a decay a head. Grid: (chunks B H / RUN,): a program has RUN heads of a group. Part_q, Part_k: of b q and a k, summed over those,
+    (B, S, H / RUN, DK) in float32. Grad_v: (B, S, H, DV). Grad_g, Grad_beta: (B, S, H). Part_skip: (B, H, chunks). All contiguous."""
     chunk = tl.program_id(0) % chunks
     run = (tl.program_id(0) // chunks).to(tl.int64)
     batch, first = run // (heads // RUN), run % (heads // RUN) * RUN

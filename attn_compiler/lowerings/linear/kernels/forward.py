@@ -66,9 +66,9 @@ def state_pass(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (WV / BV B H,). V: (B, S, H, DV). Out: the same, contiguous, or None. Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), what
-    v is added to the result by, or None. First: the state, or None. Last: (B, H, ...), contiguous, or None. States: (B, H, chunks, DK, DV) in
-    float32, the state before each chunk, or None. Others: as in `head_chunks`."""
+    """Grid: (WV / BV B H,). V: (B, S, H, DV). Out: the same, contiguous, or None. Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how
+    much of v is added to the result, or None. First: the state, or None. Last: (B, H, ...), contiguous, or None. States: the state before
+    each chunk, (B, H, chunks, DK, DV) in float32, or None. Others: as in `head_chunks`."""
     columns: tl.constexpr = WV // BV
     row = (tl.program_id(0) // columns).to(tl.int64)
     batch, head = row // heads, row % heads
