@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.linear.kernels import backward as kernels
-from attn_compiler.lowerings.linear.triton_launch import LinearTensors, chunks, states
-from attn_compiler.lowerings.linear.triton_sizes import empty, state_strides, strides, tile
+from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
+from attn_compiler.lowerings.linear.triton_launch import BLOCK, LinearTensors, chunks, states
+from attn_compiler.lowerings.linear.triton_sizes import empty, state_strides, strides, tile, wide
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
 
@@ -70,6 +70,9 @@ def _states(call: LinearTensors) -> None:
 
 def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
     """All but the first state's; gives that of `skip`."""
+    if call.form.channel:
+        _channel_gradients(call)
+        return None
     sizes, named = call.sizes, call.named
     run = heads_of_a_program(sizes.heads // sizes.groups, sizes.rows * sizes.chunks)
     parts = (sizes.batch, sizes.length, sizes.heads // run, sizes.dim_k)
@@ -80,6 +83,23 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
     for name in ("q", "k"):
         _rows(call, name, sizes.heads // sizes.groups // run)
     return None if skip is None else named["part_skip"].sum((0, 2)).to(skip.dtype)
+
+
+def _channel_gradients(call: LinearTensors) -> None:
+    """As `_chunk_gradients`, where each channel has a decay."""
+    sizes, named = call.sizes, call.named
+    many, q = (sizes.batch, sizes.heads, sizes.chunks), named["q"]
+    parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
+    named.update({name: empty(parts, q) for name in ("part_q", "part_k", "late")})
+    named.update({name: empty((*many, sizes.chunk, sizes.chunk), q) for name in ("grad_pairs", "grad_lower")})
+    named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty(parts[:3], q))
+    named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
+    programs = sizes.rows * sizes.chunks
+    call.run(channel_backward.channel_gradients, programs, _WARPS, 1)
+    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK))
+    call.run(channel_backward.decay_gradients, programs)
+    for name in ("q", "k"):
+        _rows(call, name, sizes.heads // sizes.groups)
 
 
 def heads_of_a_program(group: int, programs: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.linear.kernels import forward as kernels
+from attn_compiler.lowerings.linear.kernels import channel, forward as kernels
 from attn_compiler.lowerings.linear.triton_sizes import (
     LinearSizes,
     empty,
@@ -18,6 +18,7 @@ from attn_compiler.lowerings.linear.triton_sizes import (
     state_strides,
     strides,
     tile,
+    wide,
 )
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
@@ -27,6 +28,8 @@ from attn_compiler.spec.linear import LinearForm
 #: axes of operands, for the names of their strides
 AXES = {"q": "bsh", "k": "bsh", "v": "bsh", "g": "bsh", "beta": "bsh"}
 
+#: rows of a chunk that a program has, where each channel has a decay
+BLOCK = 16
 #: tensors of kernels that may be absent
 _OPTIONAL = ("Skip", "First", "Out", "Last", "States", "Inverse", "Grad_first", "Part_skip")
 
@@ -128,8 +131,14 @@ def chunks(call: LinearTensors) -> None:
     named["norms"] = empty((*many, 2, sizes.chunk), q)
     if call.is_delta:
         named["inverse"] = empty((*many, sizes.chunk, sizes.chunk), q)
-    named["sums"] = empty((*many, sizes.chunk), q)
-    call.run(kernels.head_chunks, sizes.rows * sizes.chunks)
+    if not call.form.channel:
+        named["sums"] = empty((*many, sizes.chunk), q)
+        call.run(kernels.head_chunks, sizes.rows * sizes.chunks)
+        return
+    named["sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
+    call.run(channel.channel_sums, sizes.rows * sizes.chunks)
+    call.run(channel.channel_pairs, sizes.rows * sizes.chunks * (sizes.chunk // BLOCK))
+    call.run(channel.channel_inverse, sizes.rows * sizes.chunks)
 
 
 def states(call: LinearTensors) -> None:

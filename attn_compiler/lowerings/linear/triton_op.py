@@ -34,9 +34,6 @@ class LinearTriton:
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """The reasons of a machine that can't run the kernels stand alone."""
-        if spec.form.channel:
-            rule = "a decay is one for a head"
-            return [Reason(code=Code.HEAD_DIM, rule=rule, observed="one for each channel")]
         return check_machine(target) or [*_check_dtypes(spec, target), *_check_sizes(spec)]
 
     @property

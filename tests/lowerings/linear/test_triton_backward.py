@@ -12,7 +12,7 @@ from attn_compiler.passes.matching.linear import draws
 from tests.lowerings.linear.triton_problems import FORMS, SIZES, furthest, problem
 from tests.thinned import further
 
-_FORMS = pytest.mark.parametrize("name", ["delta", "ssd"])
+_FORMS = pytest.mark.parametrize("name", list(FORMS))
 _FLOAT = 2e-5
 
 

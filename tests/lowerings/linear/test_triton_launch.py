@@ -16,7 +16,7 @@ from attn_compiler.passes.matching.linear import draws
 from tests.lowerings.linear.triton_problems import FORMS, SIZES, furthest, problem
 from tests.thinned import further
 
-_FORMS = pytest.mark.parametrize("name", ["delta", "ssd"])
+_FORMS = pytest.mark.parametrize("name", list(FORMS))
 _FLOAT = 5e-6
 
 

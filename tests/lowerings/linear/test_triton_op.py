@@ -139,7 +139,7 @@ def _errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, fl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["delta", "ssd"])
+@pytest.mark.parametrize("name", list(FORMS))
 @pytest.mark.parametrize("sizes", _ON_GPU, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_a_gpu_it_errs_at_most_twice_as_much(
@@ -161,7 +161,7 @@ def test_on_a_gpu_it_errs_at_most_twice_as_much(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["delta", "ssd"])
+@pytest.mark.parametrize("name", list(FORMS))
 @pytest.mark.parametrize("sizes", [(1, 16, 32, 128, 128), (1, 1, 4, 64, 64), (1, 2, 4, 24, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_on_a_gpu_one_token_is_the_recurrence(

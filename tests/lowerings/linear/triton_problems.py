@@ -62,4 +62,7 @@ def furthest(form: LinearForm, given: Sequence[Tensor], *, gradients: bool = Tru
 
 
 def _far(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).detach().abs().max() / wanted.detach().abs().max())
+    if wanted.numel() == 0:
+        return 0.0
+    largest = float(wanted.detach().abs().max())
+    return float((found.double() - wanted).detach().abs().max()) / (largest or 1.0)
