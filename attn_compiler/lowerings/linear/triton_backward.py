@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
-from attn_compiler.lowerings.linear.triton_launch import BLOCK, LinearTensors, chunks, states
+from attn_compiler.lowerings.linear.triton_launch import BLOCK, LinearTensors, chunks, stages_of, states
 from attn_compiler.lowerings.linear.triton_sizes import empty, state_strides, strides, tile, wide
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
@@ -65,7 +65,7 @@ def _states(call: LinearTensors) -> None:
         state_strides(call.form, named["grad_last"], "last"),
         state_strides(call.form, named.get("grad_first"), "first"),
     )
-    call.run(kernels.reverse_pass, sizes.rows * sizes.blocks, **of_states[0], **of_states[1])
+    call.run(kernels.reverse_pass, sizes.rows * sizes.blocks, 4, stages_of(call), **of_states[0], **of_states[1])
 
 
 def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
@@ -90,7 +90,7 @@ def _channel_gradients(call: LinearTensors) -> None:
     sizes, named = call.sizes, call.named
     many, q = (sizes.batch, sizes.heads, sizes.chunks), named["q"]
     parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
-    named.update({name: empty(parts, q) for name in ("part_q", "part_k", "late")})
+    named.update({name: empty(parts, q) for name in ("part_q", "part_k", "part_late")})
     named.update({name: empty((*many, sizes.chunk, sizes.chunk), q) for name in ("grad_pairs", "grad_lower")})
     named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty(parts[:3], q))
     named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)

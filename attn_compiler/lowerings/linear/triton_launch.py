@@ -31,7 +31,19 @@ AXES = {"q": "bsh", "k": "bsh", "v": "bsh", "g": "bsh", "beta": "bsh"}
 #: rows of a chunk that a program has, where each channel has a decay
 BLOCK = 16
 #: tensors of kernels that may be absent
-_OPTIONAL = ("Skip", "First", "Out", "Last", "States", "Inverse", "Grad_first", "Part_skip")
+_OPTIONAL = (
+    "Skip",
+    "First",
+    "Out",
+    "Last",
+    "States",
+    "Inverse",
+    "Queries",
+    "Early",
+    "Later",
+    "Grad_first",
+    "Part_skip",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,23 +139,31 @@ def chunks(call: LinearTensors) -> None:
     """Make what does not depend on the state."""
     sizes, named = call.sizes, call.named
     q, many = named["q"], (sizes.batch, sizes.heads, sizes.chunks)
-    named["pairs"] = empty((*many, sizes.chunk, sizes.chunk), q)
+    named["pairs"] = sizes.in_parts((*many, sizes.chunk, sizes.chunk), q)
     named["norms"] = empty((*many, 2, sizes.chunk), q)
     if call.is_delta:
-        named["inverse"] = empty((*many, sizes.chunk, sizes.chunk), q)
+        named["inverse"] = sizes.in_parts((*many, sizes.chunk, sizes.chunk), q)
     if not call.form.channel:
         named["sums"] = empty((*many, sizes.chunk), q)
         call.run(kernels.head_chunks, sizes.rows * sizes.chunks)
         return
-    named["sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
-    call.run(channel.channel_sums, sizes.rows * sizes.chunks)
+    rows = (*many, sizes.chunk, wide(sizes.dim_k))
+    named["sums"] = empty(rows, q)
+    named.update({name: sizes.in_parts(rows, q) for name in ("queries", "early", "later")})
+    named["lower"] = empty((*many, sizes.chunk, sizes.chunk), q)
+    call.run(channel.channel_sums, sizes.rows * sizes.chunks, 8)
     call.run(channel.channel_pairs, sizes.rows * sizes.chunks * (sizes.chunk // BLOCK))
     call.run(channel.channel_inverse, sizes.rows * sizes.chunks)
 
 
 def states(call: LinearTensors) -> None:
     """Go over the states."""
-    call.run(kernels.state_pass, call.sizes.rows * call.sizes.blocks, **_states(call))
+    call.run(kernels.state_pass, call.sizes.rows * call.sizes.blocks, 4, stages_of(call), **_states(call))
+
+
+def stages_of(call: LinearTensors) -> int:
+    """Of a pass over states: tiles of the next chunk are fetched ahead where shared memory has room for two chunks."""
+    return 1 if call.form.channel or not call.sizes.parts else 2
 
 
 def _one_token(call: LinearTensors) -> None:

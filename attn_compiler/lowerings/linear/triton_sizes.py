@@ -20,8 +20,8 @@ Named = Mapping[str, Tensor]
 _LEAST = 16
 #: tokens of a chunk: usually, and where heads of q and k are wider than `_USUAL`
 _CHUNK, _SHORT, _USUAL = 64, 32, 128
-#: columns of v that a program has
-_COLUMNS = 32
+#: columns of v that a program has: usually, and where heads of q and k are wider
+_COLUMNS, _FEW = 32, 16
 #: numbers in half precision that one in float32 is taken as
 PARTS = 2
 
@@ -58,7 +58,7 @@ class LinearSizes:
             dim_v=dim_v,
             parts=PARTS if is_half else 0,
             chunk=_CHUNK if width <= _USUAL else _SHORT,
-            columns=min(_COLUMNS, wide(dim_v)),
+            columns=min(_COLUMNS if width <= _USUAL else _FEW, wide(dim_v)),
         )
 
     @property
@@ -91,7 +91,15 @@ class LinearSizes:
             "WV": wide(self.dim_v),
             "BV": self.columns,
             "PARTS": self.parts,
+            "PLANES": max(self.parts, 1),
         }
+
+    def in_parts(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Room for tiles, which are the last two axes: in float32, or in parts in bfloat16, which lie one after the other."""
+        if not self.parts:
+            return empty(shape, like)
+        planes = (*shape[:-2], self.parts, *shape[-2:])
+        return torch.empty(planes, dtype=torch.bfloat16, device=like.device)
 
 
 def wide(dim: int) -> int:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import (
+    load_parts,
     norm_factor,
     numbers,
     of_state,
@@ -26,16 +27,17 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     rows,
     store_rows,
     store_state,
+    stored_product,
 )
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def reverse_pass(
-    Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Grad_last, Afters, Grad_first,
+    Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Queries, Early, Later, Grad_last, Afters, Grad_first,
     heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h, last_b, last_h, last_k, last_v, first_b, first_h, first_k, first_v,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (WV / BV B H,). Grad: of o, (B, S, H, DV), contiguous. Grad_last: of the last state. Afters: D of each chunk,
     (B, H, chunks, DK, DV) in float32. Grad_first: of the first state, or None. Others: as in forward.py."""
@@ -53,31 +55,28 @@ def reverse_pass(
         at = row * chunks + chunk
         token = chunk * C + i
         store_state(Afters + at * DK * DV, after, d, e, DV, 1, DK, WK, DV, WV)
-        q = rows(Q, token, length, q_s, d, DK, WK)
+        of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
         do = rows(Grad, token, length, heads * DV, e, DV, WV)
-        b = tl.load(Norms + at * 2 * C + i)
         if CHANNEL:
-            c = tl.load(Sums + at * C * WK + i[:, None] * WK + d[None, :])
-            end = tl.load(Sums + at * C * WK + (C - 1) * WK + d)
-            before = after * tl.exp(end)[:, None]
-            before += product(tl.trans(q.to(tl.float32) * (tl.exp(c) * b[:, None])), do, PARTS)
+            before = after * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
+            before += stored_product(Queries, of_keys, of_all, do, True, PARTS)
         else:
+            q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
             c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
             before = after * tl.exp(end)
             before += product(tl.trans(q), do.to(tl.float32) * (tl.exp(c) * b)[:, None], PARTS)
         if DELTA:
-            k = rows(K, token, length, k_s, d, DK, WK)
-            a = tl.load(Norms + at * 2 * C + C + i)
-            of_pairs = at * C * C + i[:, None] * C + i[None, :]
-            du = product(tl.trans(tl.load(Pairs + of_pairs)), do, PARTS)
+            of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+            du = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
             if CHANNEL:
-                du += product(k.to(tl.float32) * (tl.exp(end[None, :] - c) * a[:, None]), after, PARTS)
+                du += stored_product(Later, of_keys, of_all, after, False, PARTS)
             else:
+                k, a = rows(K, token, length, k_s, d, DK, WK), tl.load(Norms + at * 2 * C + C + i)
                 du += product(k, after, PARTS) * (tl.exp(end - c) * a)[:, None]
-            dx = product(tl.trans(tl.load(Inverse + of_pairs)), du, PARTS)
+            dx = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
             dx *= numbers(Beta, token, length, beta_s)[:, None]
             if CHANNEL:
-                before -= product(tl.trans(k.to(tl.float32) * (tl.exp(c) * a[:, None])), dx, PARTS)
+                before -= stored_product(Early, of_keys, of_all, dx, True, PARTS)
             else:
                 before -= product(tl.trans(k), dx * (tl.exp(c) * a)[:, None], PARTS)
         after = before
@@ -92,7 +91,7 @@ def head_gradients(
     heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
+    DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Of a decay a head. Grid: (chunks B H / RUN,): a program has RUN heads of a group. Part_q, Part_k: of b q and a k, summed over those,
     (B, S, H / RUN, DK) in float32. Grad_v: (B, S, H, DV). Grad_g, Grad_beta: (B, S, H). Part_skip: (B, H, chunks). All contiguous."""
@@ -108,7 +107,7 @@ def head_gradients(
     for one in tl.range(0, RUN):
         head = first + one
         at = (batch * heads + head) * chunks + chunk
-        of_pairs = at * C * C + i[:, None] * C + i[None, :]
+        of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
         c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
         b, a = tl.load(Norms + at * 2 * C + i), tl.load(Norms + at * 2 * C + C + i)
         beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
@@ -125,12 +124,12 @@ def head_gradients(
             do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
             v = rows(V + batch * v_b + head * v_h, token, length, v_s, e, DV, WV)
             kd = product(k, after, PARTS) * (late * a)[:, None]
-            du = product(tl.trans(tl.load(Pairs + of_pairs)), do, PARTS) + kd
+            du = stored_product(Pairs, of_pairs, plane, do, True, PARTS) + kd
             if DELTA:
                 ks = product(k, state, PARTS) * (early * a)[:, None]
                 x = v.to(tl.float32) - ks
-                u = product(tl.load(Inverse + of_pairs), x * beta[:, None], PARTS)
-                dy = product(tl.trans(tl.load(Inverse + of_pairs)), du, PARTS)
+                u = stored_product(Inverse, of_pairs, plane, x * beta[:, None], False, PARTS)
+                dy = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
                 dl += product(dy, tl.trans(u), PARTS)
                 dbeta += tl.sum(dy * x, 1)
                 dv = dy * beta[:, None]
@@ -154,7 +153,7 @@ def head_gradients(
         dq *= early[:, None]
         dc += tl.sum(q.to(tl.float32) * dq, 1) * b
         decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0)
-        both = tl.where(is_seen, dp * tl.load(Pairs + of_pairs), 0.0)
+        both = tl.where(is_seen, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0)
         dp *= decay
         dq += product(dp * a[None, :], k, PARTS)
         dk += product(tl.trans(dp * b[:, None]), q, PARTS)

@@ -11,35 +11,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.linear.kernels.tiles import inverse, norm_factor, numbers, product, rows
+from attn_compiler.lowerings.linear.kernels.tiles import inverse, norm_factor, numbers, product, rows, store_parts
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def channel_sums(
-    Q, K, G, Sums, Norms, heads, group, length, chunks, scale, eps, q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, NORM: tl.constexpr,
+    Q, K, G, Sums, Norms, Queries, Early, Later, heads, group, length, chunks, scale, eps, q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks B H,). G: (B, S, H, DK). Sums: c, (B, H, chunks, C, WK). Others: as in forward.py."""
+    """Grid: (chunks B H,). G: (B, S, H, DK). Sums: c, (B, H, chunks, C, WK). Queries, Early, Later: b q exp(c), a k exp(c) and
+    a k exp(c at the end - c), in parts, (B, H, chunks, PLANES, C, WK). Others: as in forward.py."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
     i, d = tl.arange(0, C), tl.arange(0, WK)
     token = chunk * C + i
     g = rows(G + batch * g_b + head * g_h, token, length, g_s, d, DK, WK).to(tl.float32)
-    tl.store(Sums + at * C * WK + i[:, None] * WK + d[None, :], tl.cumsum(g, 0))
+    c, end = tl.cumsum(g, 0), tl.sum(g, 0)
+    tl.store(Sums + at * C * WK + i[:, None] * WK + d[None, :], c)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
-    tl.store(Norms + at * 2 * C + i, norm_factor(q, eps, NORM) * scale)
-    tl.store(Norms + at * 2 * C + C + i, norm_factor(k, eps, NORM))
+    a, b = norm_factor(k, eps, NORM), norm_factor(q, eps, NORM) * scale
+    tl.store(Norms + at * 2 * C + i, b)
+    tl.store(Norms + at * 2 * C + C + i, a)
+    of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
+    store_parts(Queries, of_keys, of_all, q.to(tl.float32) * b[:, None] * tl.exp(c), PARTS)
+    store_parts(Early, of_keys, of_all, k.to(tl.float32) * a[:, None] * tl.exp(c), PARTS)
+    store_parts(Later, of_keys, of_all, k.to(tl.float32) * a[:, None] * tl.exp(end[None, :] - c), PARTS)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def channel_pairs(
-    Q, K, Beta, Inverse, Pairs, Sums, Norms, heads, group, length, chunks,
+    Q, K, Beta, Lower, Pairs, Sums, Norms, heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """16 rows of a chunk. Grid: (C / 16 chunks B H,). Inverse: gets L. Others: as in forward.py."""
+    """16 rows of a chunk. Grid: (C / 16 chunks B H,). Lower: L, (B, H, chunks, C, C) in float32. Others: as in forward.py."""
     blocks: tl.constexpr = C // 16
     block = tl.program_id(0) % blocks
     at = (tl.program_id(0) // blocks).to(tl.int64)
@@ -71,14 +78,16 @@ def channel_pairs(
         pairs = tl.where(is_here, tl.sum(q * key, 1)[:, None], pairs)
         lower = tl.where(is_here, tl.sum(k * key, 1)[:, None], lower)
     lower *= numbers(Beta + batch * beta_b + head * beta_h, chunk * C + own, length, beta_s)[:, None]
-    of_pairs = at * C * C + own[:, None] * C + i[None, :]
-    tl.store(Pairs + of_pairs, pairs)
-    tl.store(Inverse + of_pairs, tl.where(own[:, None] > i[None, :], lower, 0.0))
+    of_pairs = own[:, None] * C + i[None, :]
+    store_parts(Pairs, at * PLANES * C * C + of_pairs, C * C, pairs, PARTS)
+    tl.store(Lower + at * C * C + of_pairs, tl.where(own[:, None] > i[None, :], lower, 0.0))
 
 
 @triton.jit
-def channel_inverse(Inverse, C: tl.constexpr, PARTS: tl.constexpr):
-    """L becomes (1 + L)⁻¹. Grid: (chunks B H,). Inverse: (B, H, chunks, C, C) in float32."""
+def channel_inverse(Lower, Inverse, C: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr):
+    """T of L. Grid: (chunks B H,)."""
+    at = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, C)
-    at = Inverse + tl.program_id(0).to(tl.int64) * C * C + i[:, None] * C + i[None, :]
-    tl.store(at, inverse(tl.load(at), C, PARTS))
+    of_pairs = i[:, None] * C + i[None, :]
+    found = inverse(tl.load(Lower + at * C * C + of_pairs), C, PARTS)
+    store_parts(Inverse, at * PLANES * C * C + of_pairs, C * C, found, PARTS)

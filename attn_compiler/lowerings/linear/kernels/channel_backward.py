@@ -13,20 +13,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.linear.kernels.tiles import numbers, of_state, product, rows, store_rows
+from attn_compiler.lowerings.linear.kernels.tiles import numbers, of_state, product, rows, store_rows, stored_product
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def channel_gradients(
-    K, V, Beta, Grad, Inverse, Pairs, Sums, Norms, States, Afters, Part_q, Part_k, Late, Ends, Grad_pairs, Grad_lower, Grad_v,
-    Part_beta,
+    K, V, Beta, Grad, Inverse, Pairs, Sums, Norms, Early, Later, States, Afters,
+    Part_q, Part_k, Part_late, Ends, Grad_pairs, Grad_lower, Grad_v, Part_beta,
     heads, group, length, chunks, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """What states have to do with. Grid: (chunks B H,). Part_q, Part_k, Late: of b q, of a k as the later and as the earlier of a pair,
+    """What states have to do with. Grid: (chunks B H,). Part_q, Part_k, Part_late: of b q, of a k as the later, as the earlier of a pair,
     (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL, (B, H, chunks, C, C). Part_beta: (B, S, H).
-    All in float32. Grad_v: (B, S, H, DV)."""
+    All in float32. Grad_v: (B, S, H, DV). Early, Later: as in channel.py."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
@@ -34,7 +34,8 @@ def channel_gradients(
     token = chunk * C + i
     K += batch * k_b + head // group * k_h
     V += batch * v_b + head * v_h
-    of_pairs = at * C * C + i[:, None] * C + i[None, :]
+    of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+    of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
     of_sums = at * C * WK + i[:, None] * WK + d[None, :]
     end = tl.load(Sums + at * C * WK + (C - 1) * WK + d)
     a = tl.load(Norms + at * 2 * C + C + i)
@@ -48,12 +49,12 @@ def channel_gradients(
         state = of_state(States + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
         after = of_state(Afters + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
         do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
-        c, k = tl.load(Sums + of_sums), rows(K, token, length, k_s, d, DK, WK).to(tl.float32) * a[:, None]
-        x = rows(V, token, length, v_s, e, DV, WV).to(tl.float32) - product(k * tl.exp(c), state, PARTS)
-        u = product(tl.load(Inverse + of_pairs), x * beta[:, None], PARTS)
-        du = product(tl.trans(tl.load(Pairs + of_pairs)), do, PARTS)
-        du += product(k * tl.exp(end[None, :] - c), after, PARTS)
-        dy = product(tl.trans(tl.load(Inverse + of_pairs)), du, PARTS)
+        x = rows(V, token, length, v_s, e, DV, WV).to(tl.float32)
+        x -= stored_product(Early, of_keys, of_all, state, False, PARTS)
+        u = stored_product(Inverse, of_pairs, plane, x * beta[:, None], False, PARTS)
+        du = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
+        du += stored_product(Later, of_keys, of_all, after, False, PARTS)
+        dy = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
         dv = dy * beta[:, None]
         store_rows(Grad_v + to_v, dv, token, length, heads * DV, e, DV, WV)
         dbeta += tl.sum(dy * x, 1)
@@ -69,7 +70,8 @@ def channel_gradients(
     to_part = batch * length * heads * DK + head * DK
     store_rows(Part_q + to_part, dq * tl.exp(c), token, length, heads * DK, d, DK, WK)
     store_rows(Part_k + to_part, later * tl.exp(c), token, length, heads * DK, d, DK, WK)
-    store_rows(Late + to_part, earlier, token, length, heads * DK, d, DK, WK)
+    store_rows(Part_late + to_part, earlier, token, length, heads * DK, d, DK, WK)
+    of_pairs = at * C * C + i[:, None] * C + i[None, :]
     tl.store(Grad_pairs + of_pairs, tl.where(i[:, None] >= i[None, :], dp, 0.0))
     tl.store(Grad_lower + of_pairs, tl.where(i[:, None] > i[None, :], dl, 0.0))
     tl.store(Part_beta + (batch * length + token) * heads + head, dbeta, mask=token < length)
@@ -77,7 +79,7 @@ def channel_gradients(
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def channel_pair_gradients(
-    Q, K, Beta, Sums, Norms, Part_q, Part_k, Late, Grad_pairs, Grad_lower, Grad_sums, Grad_beta, Part_beta,
+    Q, K, Beta, Sums, Norms, Part_q, Part_k, Part_late, Grad_pairs, Grad_lower, Grad_sums, Grad_beta, Part_beta,
     heads, group, length, chunks, q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +144,7 @@ def channel_pair_gradients(
     to_part = batch * length * heads * DK + head * DK
     dq += rows(Part_q + to_part, token, length, heads * DK, d, DK, WK)
     later += rows(Part_k + to_part, token, length, heads * DK, d, DK, WK)
-    earlier += rows(Late + to_part, token, length, heads * DK, d, DK, WK)
+    earlier += rows(Part_late + to_part, token, length, heads * DK, d, DK, WK)
     store_rows(Part_q + to_part, dq, token, length, heads * DK, d, DK, WK)
     store_rows(Part_k + to_part, later + earlier, token, length, heads * DK, d, DK, WK)
     tl.store(Grad_sums + at * C * WK + own[:, None] * WK + d[None, :], q * dq + k * (later - earlier))

@@ -21,8 +21,10 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     of_state,
     product,
     rows,
+    store_parts,
     store_rows,
     store_state,
+    stored_product,
 )
 
 
@@ -32,6 +34,7 @@ def head_chunks(
     heads, group, length, chunks, scale, eps,
     q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+    PLANES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). G, Beta: (B, S, H). Inverse (only of DELTA), Pairs: T and P, (B, H, chunks, C, C).
     Sums: c, (B, H, chunks, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
@@ -49,22 +52,22 @@ def head_chunks(
     tl.store(Norms + at * 2 * C + C + i, a)
     is_seen = i[:, None] >= i[None, :]
     decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0) * a[None, :]
-    of_pairs = at * C * C + i[:, None] * C + i[None, :]
-    tl.store(Pairs + of_pairs, product(q, tl.trans(k), PARTS) * decay * b[:, None])
+    of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+    store_parts(Pairs, of_pairs, plane, product(q, tl.trans(k), PARTS) * decay * b[:, None], PARTS)
     if DELTA:
         beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
         lower = product(k, tl.trans(k), PARTS) * decay * (beta * a)[:, None]
         found = inverse(tl.where(i[:, None] > i[None, :], lower, 0.0), C, PARTS)
-        tl.store(Inverse + of_pairs, found)
+        store_parts(Inverse, of_pairs, plane, found, PARTS)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def state_pass(
-    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, First, Out, Last, States,
+    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States,
     heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, last_k, last_v,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (WV / BV B H,). V: (B, S, H, DV). Out: the same, contiguous, or None. Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how
     much of v is added to the result, or None. First: the state, or None. Last: (B, H, ...), contiguous, or None. States: the state before
@@ -86,44 +89,37 @@ def state_pass(
         token = chunk * C + i
         if States is not None:
             store_state(States + at * DK * DV, state, d, e, DV, 1, DK, WK, DV, WV)
-        of_pairs = at * C * C + i[:, None] * C + i[None, :]
-        k = rows(K, token, length, k_s, d, DK, WK)
+        of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+        of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
         v = rows(V, token, length, v_s, e, DV, WV)
         beta = numbers(Beta, token, length, beta_s)
-        a = tl.load(Norms + at * 2 * C + C + i)
         if CHANNEL:
-            c = tl.load(Sums + at * C * WK + i[:, None] * WK + d[None, :])
-            end = tl.load(Sums + at * C * WK + (C - 1) * WK + d)
-            early = k.to(tl.float32) * (tl.exp(c) * a[:, None])
-            late = k.to(tl.float32) * (tl.exp(end[None, :] - c) * a[:, None])
-            kept = state * tl.exp(end)[:, None]
+            kept = state * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
+            u = v.to(tl.float32) - stored_product(Early, of_keys, of_all, state, False, PARTS)
         else:
+            k = rows(K, token, length, k_s, d, DK, WK)
+            a = tl.load(Norms + at * 2 * C + C + i)
             c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
             kept = state * tl.exp(end)
-        if DELTA:
-            if CHANNEL:
-                found = product(early, state, PARTS)
-            else:
-                found = product(k, state, PARTS) * (tl.exp(c) * a)[:, None]
-            u = product(tl.load(Inverse + of_pairs), (v.to(tl.float32) - found) * beta[:, None], PARTS)
-        else:
-            u = v.to(tl.float32) * beta[:, None]
-        if Out is not None:
-            q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
-            if CHANNEL:
-                out = product(q.to(tl.float32) * (tl.exp(c) * b[:, None]), state, PARTS)
-            else:
-                out = product(q, state, PARTS) * (tl.exp(c) * b)[:, None]
+            u = v.to(tl.float32)
             if DELTA:
-                out += product(tl.load(Pairs + of_pairs), u, PARTS)
+                u -= product(k, state, PARTS) * (tl.exp(c) * a)[:, None]
+        u *= beta[:, None]
+        if DELTA:
+            u = stored_product(Inverse, of_pairs, plane, u, False, PARTS)
+        if Out is not None:
+            if CHANNEL:
+                out = stored_product(Queries, of_keys, of_all, state, False, PARTS)
             else:
-                out += product(tl.load(Pairs + of_pairs) * beta[None, :], v, PARTS)
+                q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
+                out = product(q, state, PARTS) * (tl.exp(c) * b)[:, None]
+            out += stored_product(Pairs, of_pairs, plane, u, False, PARTS)
             if Skip is not None:
                 out += v.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
             to_out = batch * length * heads * DV + head * DV
             store_rows(Out + to_out, out, token, length, heads * DV, e, DV, WV)
         if CHANNEL:
-            state = kept + product(tl.trans(late), u, PARTS)
+            state = kept + stored_product(Later, of_keys, of_all, u, True, PARTS)
         else:
             state = kept + product(tl.trans(k), u * (tl.exp(end - c) * a)[:, None], PARTS)
     if Last is not None:

@@ -40,6 +40,41 @@ def product(a, b, PARTS: tl.constexpr):
 
 
 @triton.jit
+def store_parts(X, at, plane, value, PARTS: tl.constexpr):
+    """What `load_parts` gives again: in float32, or in its parts in bfloat16, the second ones `plane` numbers further."""
+    if PARTS == 0:
+        tl.store(X + at, value)
+    else:
+        first = value.to(tl.bfloat16)
+        tl.store(X + at, first)
+        tl.store(X + plane + at, (value - first.to(tl.float32)).to(tl.bfloat16))
+
+
+@triton.jit
+def load_parts(X, at, plane, PARTS: tl.constexpr):
+    """A tile of what was stored in parts, in float32."""
+    value = tl.load(X + at).to(tl.float32)
+    if PARTS == 2:
+        value += tl.load(X + plane + at).to(tl.float32)
+    return value
+
+
+@triton.jit
+def stored_product(X, at, plane, other, TURNED: tl.constexpr, PARTS: tl.constexpr):
+    """x @ other, or xᵀ @ other where TURNED, of a tile x that was stored in parts: those go to the tensor cores as they are."""
+    first = tl.load(X + at)
+    if TURNED:
+        first = tl.trans(first)
+    out = product(first, other, PARTS)
+    if PARTS == 2:
+        second = tl.load(X + plane + at)
+        if TURNED:
+            second = tl.trans(second)
+        out = tl.dot(second, other.to(tl.bfloat16), out)
+    return out
+
+
+@triton.jit
 def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
     """(1 + lower)⁻¹ of a strictly lower triangular tile (C, C) in float32.
 
