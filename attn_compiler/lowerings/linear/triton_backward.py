@@ -14,10 +14,7 @@ from attn_compiler.lowerings.linear.triton_sizes import empty, state_strides, st
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
 
-#: programs that a GPU should have at least, before a program takes several heads of a group
-_PROGRAMS = 512
-#: heads of a program at most
-_MOST_HEADS = 16
+#: of the kernels with most accumulators
 _WARPS = 8
 
 
@@ -58,9 +55,14 @@ def _states(call: LinearTensors) -> None:
     """The state before each chunk, and the gradient of that after it."""
     sizes, named = call.sizes, call.named
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
+    values = (*shape[:3], sizes.chunk, sizes.dim_v)
     named["states"] = empty(shape, named["q"])
+    if call.is_delta:
+        named["values"] = empty(values, named["q"])
     states(call)
     named["afters"] = empty(shape, named["q"])
+    if call.is_delta:
+        named["grad_values"] = empty(values, named["q"])
     of_states = (
         state_strides(call.form, named["grad_last"], "last"),
         state_strides(call.form, named.get("grad_first"), "first"),
@@ -74,14 +76,13 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
         _channel_gradients(call)
         return None
     sizes, named = call.sizes, call.named
-    run = heads_of_a_program(sizes.heads // sizes.groups, sizes.rows * sizes.chunks)
-    parts = (sizes.batch, sizes.length, sizes.heads // run, sizes.dim_k)
+    parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
     named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
     if skip is not None:
         named["part_skip"] = empty((sizes.batch, sizes.heads, sizes.chunks), named["q"])
-    call.run(kernels.head_gradients, sizes.rows * sizes.chunks // run, _WARPS, 1, RUN=run)
+    call.run(kernels.head_gradients, sizes.rows * sizes.chunks, _WARPS, 1)
     for name in ("q", "k"):
-        _rows(call, name, sizes.heads // sizes.groups // run)
+        _rows(call, name)
     return None if skip is None else named["part_skip"].sum((0, 2)).to(skip.dtype)
 
 
@@ -99,23 +100,21 @@ def _channel_gradients(call: LinearTensors) -> None:
     call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK))
     call.run(channel_backward.decay_gradients, programs)
     for name in ("q", "k"):
-        _rows(call, name, sizes.heads // sizes.groups)
+        _rows(call, name)
 
 
-def heads_of_a_program(group: int, programs: int) -> int:
-    """How many heads of a group a program takes, of as many programs with one each: as many as leave a GPU enough programs."""
-    fitting = [n for n in range(1, group + 1) if group % n == 0 and n <= _MOST_HEADS and programs // n >= _PROGRAMS]
-    return max(fitting, default=1)
-
-
-def _rows(call: LinearTensors, name: str, pieces: int) -> None:
+def _rows(call: LinearTensors, name: str) -> None:
     """The gradient of q or k."""
     sizes = call.sizes
     tensors = {"x": call.named[name], "part": call.named[f"part_{name}"], "grad_x": call.named[f"grad_{name}"]}
 
     def arguments() -> Arguments:
         numbers = call.numbers | strides(tensors, {"x": "bsh"})
-        numbers |= {"groups": sizes.groups, "PIECES": pieces, "scale": numbers["scale"] if name == "q" else 1.0}
+        numbers |= {
+            "groups": sizes.groups,
+            "PIECES": sizes.heads // sizes.groups,
+            "scale": numbers["scale"] if name == "q" else 1.0,
+        }
         taken = kernels.row_gradients.arg_names
         return Arguments(
             grid=(sizes.chunks * sizes.batch * sizes.groups, 1, 1),

@@ -37,6 +37,8 @@ _OPTIONAL = (
     "Out",
     "Last",
     "States",
+    "Values",
+    "Grad_values",
     "Inverse",
     "Queries",
     "Early",

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_compiler.lowerings.linear import triton_backward, triton_op
+from attn_compiler.lowerings.linear import triton_op
 from attn_compiler.passes.matching.linear import draws
 from tests.lowerings.linear.triton_problems import FORMS, SIZES, furthest, problem
 from tests.thinned import further
@@ -23,19 +23,6 @@ def test_gradients_are_the_recurrence(name: str, sizes: tuple[int, int, int, int
     torch.manual_seed(0)
     found = furthest(FORMS[name], problem(FORMS[name], sizes, sort=sort))
     assert max(found.values()) < _FLOAT, found
-
-
-@pytest.mark.parametrize("name", ["delta", "ssd"])
-def test_a_program_may_have_several_heads_of_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backward, "_PROGRAMS", 4)
-    assert triton_backward.heads_of_a_program(6, 2 * 6 * 2) == 6
-    found = furthest(FORMS[name], problem(FORMS[name], (70, 1, 6, 16, 16)))
-    assert max(found.values()) < _FLOAT, found
-
-
-def test_programs_have_as_many_heads_as_leave_enough_programs() -> None:
-    of = triton_backward.heads_of_a_program
-    assert (of(1, 10_000), of(2, 600), of(2, 1024), of(128, 128 * 512), of(6, 4096)) == (1, 1, 2, 16, 6)
 
 
 def test_no_tokens_have_the_gradient_of_the_state() -> None:

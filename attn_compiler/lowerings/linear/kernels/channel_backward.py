@@ -13,20 +13,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.linear.kernels.tiles import numbers, of_state, product, rows, store_rows, stored_product
+from attn_compiler.lowerings.linear.kernels.tiles import numbers, of_state, product, rows, store_rows
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def channel_gradients(
-    K, V, Beta, Grad, Inverse, Pairs, Sums, Norms, Early, Later, States, Afters,
+    K, V, Beta, Grad, Sums, Norms, States, Afters, Values, Grad_values,
     Part_q, Part_k, Part_late, Ends, Grad_pairs, Grad_lower, Grad_v, Part_beta,
     heads, group, length, chunks, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    PARTS: tl.constexpr, PLANES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """What states have to do with. Grid: (chunks B H,). Part_q, Part_k, Part_late: of b q, of a k as the later, as the earlier of a pair,
     (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL, (B, H, chunks, C, C). Part_beta: (B, S, H).
-    All in float32. Grad_v: (B, S, H, DV). Early, Later: as in channel.py."""
+    All in float32. Grad_v: (B, S, H, DV)."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
@@ -34,13 +34,10 @@ def channel_gradients(
     token = chunk * C + i
     K += batch * k_b + head // group * k_h
     V += batch * v_b + head * v_h
-    of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
-    of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
     of_sums = at * C * WK + i[:, None] * WK + d[None, :]
     end = tl.load(Sums + at * C * WK + (C - 1) * WK + d)
-    a = tl.load(Norms + at * 2 * C + C + i)
     beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
-    dq, later, earlier = tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32)
+    of_q, of_u, of_dy = tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32)
     dp, dl = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     dbeta, dend = tl.zeros([C], tl.float32), tl.zeros([WK], tl.float32)
     to_v = batch * length * heads * DV + head * DV
@@ -49,27 +46,26 @@ def channel_gradients(
         state = of_state(States + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
         after = of_state(Afters + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
         do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
-        x = rows(V, token, length, v_s, e, DV, WV).to(tl.float32)
-        x -= stored_product(Early, of_keys, of_all, state, False, PARTS)
-        u = stored_product(Inverse, of_pairs, plane, x * beta[:, None], False, PARTS)
-        du = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
-        du += stored_product(Later, of_keys, of_all, after, False, PARTS)
-        dy = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
-        dv = dy * beta[:, None]
-        store_rows(Grad_v + to_v, dv, token, length, heads * DV, e, DV, WV)
-        dbeta += tl.sum(dy * x, 1)
+        u = rows(Values + at * C * DV, i, C, DV, e, DV, WV)
+        dy = rows(Grad_values + at * C * DV, i, C, DV, e, DV, WV)
+        store_rows(Grad_v + to_v, dy * beta[:, None], token, length, heads * DV, e, DV, WV)
+        dbeta += tl.sum(dy * rows(V, token, length, v_s, e, DV, WV).to(tl.float32), 1)
         dend += tl.sum(after * state, 1)
         dp += product(do, tl.trans(u), PARTS)
         dl -= product(dy, tl.trans(u), PARTS)
-        dq += product(do, tl.trans(state), PARTS)
-        later -= product(dv, tl.trans(state), PARTS)
-        earlier += product(u, tl.trans(after), PARTS)
-    c, k = tl.load(Sums + of_sums), rows(K, token, length, k_s, d, DK, WK).to(tl.float32) * a[:, None]
-    earlier *= tl.exp(end[None, :] - c)
+        of_q += product(do, tl.trans(state), PARTS)
+        of_dy += product(dy, tl.trans(state), PARTS)
+        of_u += product(u, tl.trans(after), PARTS)
+    k = rows(K, token, length, k_s, d, DK, WK).to(tl.float32) * tl.load(Norms + at * 2 * C + C + i)[:, None]
+    c = tl.load(Sums + of_sums)
+    earlier, later = of_u * tl.exp(end[None, :] - c), of_dy * tl.exp(c)
+    dbeta -= tl.sum(k * later, 1)
+    dq = of_q * tl.exp(c)
+    later *= -beta[:, None]
     tl.store(Ends + at * WK + d, tl.sum(k * earlier, 0) + tl.exp(end) * dend)
     to_part = batch * length * heads * DK + head * DK
-    store_rows(Part_q + to_part, dq * tl.exp(c), token, length, heads * DK, d, DK, WK)
-    store_rows(Part_k + to_part, later * tl.exp(c), token, length, heads * DK, d, DK, WK)
+    store_rows(Part_q + to_part, dq, token, length, heads * DK, d, DK, WK)
+    store_rows(Part_k + to_part, later, token, length, heads * DK, d, DK, WK)
     store_rows(Part_late + to_part, earlier, token, length, heads * DK, d, DK, WK)
     of_pairs = at * C * C + i[:, None] * C + i[None, :]
     tl.store(Grad_pairs + of_pairs, tl.where(i[:, None] >= i[None, :], dp, 0.0))

@@ -63,7 +63,7 @@ def head_chunks(
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def state_pass(
-    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States,
+    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States, Values,
     heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, last_k, last_v,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
@@ -71,7 +71,8 @@ def state_pass(
 ):  # fmt: skip
     """Grid: (WV / BV B H,). V: (B, S, H, DV). Out: the same, contiguous, or None. Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how
     much of v is added to the result, or None. First: the state, or None. Last: (B, H, ...), contiguous, or None. States: the state before
-    each chunk, (B, H, chunks, DK, DV) in float32, or None. Others: as in `head_chunks`."""
+    each chunk, (B, H, chunks, DK, DV) in float32, or None. Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early,
+    Later: of CHANNEL, as in channel.py. Others: as in `head_chunks`."""
     columns: tl.constexpr = WV // BV
     row = (tl.program_id(0) // columns).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -107,6 +108,8 @@ def state_pass(
         u *= beta[:, None]
         if DELTA:
             u = stored_product(Inverse, of_pairs, plane, u, False, PARTS)
+            if Values is not None:
+                store_rows(Values + at * C * DV, u, i, C, DV, e, DV, WV)
         if Out is not None:
             if CHANNEL:
                 out = stored_product(Queries, of_keys, of_all, state, False, PARTS)
