@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import faulthandler
 import importlib
 import itertools
 import os
@@ -312,6 +313,12 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=150.0, help="seconds after which nothing new begins (default %(default)s)"
     )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        help="seconds after the budget, when what runs is ended (default %(default)s)",
+    )
     parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--sides", default="", help="of linear_triton, linear_reference, inductor, fla, eager")
     parser.add_argument(
@@ -320,6 +327,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     began = time.perf_counter()
+    # A case that hangs, or compiles for minutes, ends the process. Rows are on disk.
+    faulthandler.dump_traceback_later(options.budget + options.grace, exit=True)
     where = harness.environment("cuda")
     file = harness.CsvFile(options.output, [*KEYS, *COLUMNS, *where])
     with fresh_cache():
@@ -335,6 +344,7 @@ def main() -> int:
             sys.stdout.write(" ".join([*names.values(), *(f"{k}={v}" for k, v in row.items())]) + "\n")
             sys.stdout.flush()
             torch.cuda.empty_cache()
+    faulthandler.cancel_dump_traceback_later()
     return int(any(row.get("failure") for row in file.rows))
 
 

@@ -23,24 +23,34 @@ from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 
 _NAME = "linear_triton"
 _DTYPES = (*HALF, "float32")
+_MACHINES = (80, 90)
 #: largest size of a head
 _WIDEST = 256
 
 
 class LinearTriton:
-    """Takes what our kernels can do; a GPU since Ampere, or Triton's interpreter."""
+    """Takes what our kernels can do, on an A100, an H100 or one of its kind, or in Triton's interpreter."""
 
     name = _NAME
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """The reasons of a machine that can't run the kernels stand alone."""
-        return check_machine(target) or [*_check_dtypes(spec, target), *_check_sizes(spec)]
+        machine = check_machine(target) or _check_architecture(target)
+        return machine or [*_check_dtypes(spec, target), *_check_sizes(spec)]
 
     @property
     def op(self) -> torch._ops.OpOverload:
         """What takes the place of `linear_call`, with its operands and its text."""
         found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).linear_triton.default
         return found
+
+
+def _check_architecture(target: Target) -> list[Reason]:
+    """Others have no shared memory for the tiles, and Triton 3.7 does not compile the gradients for the tensor memory of sm100."""
+    if target.triton_interpreted or target.sm in _MACHINES:
+        return []
+    rule = f"kernels of linear attention were compiled for {' and '.join(f'sm{sm}' for sm in _MACHINES)}"
+    return [Reason(code=Code.ARCHITECTURE, rule=rule, observed=f"sm{target.sm}")]
 
 
 def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:

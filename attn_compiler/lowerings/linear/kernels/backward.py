@@ -60,17 +60,17 @@ def reverse_pass(
         do = rows(Grad, token, length, heads * DV, e, DV, WV)
         if CHANNEL:
             before = after * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
-            before += stored_product(Queries, of_keys, of_all, do, True, PARTS)
+            before = stored_product(Queries, of_keys, of_all, do, True, PARTS, before)
         else:
             q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
             c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
             before = after * tl.exp(end)
-            before += product(tl.trans(q), do.to(tl.float32) * (tl.exp(c) * b)[:, None], PARTS)
+            before = product(tl.trans(q), do.to(tl.float32) * (tl.exp(c) * b)[:, None], PARTS, before)
         if DELTA:
             of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
             du = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
             if CHANNEL:
-                du += stored_product(Later, of_keys, of_all, after, False, PARTS)
+                du = stored_product(Later, of_keys, of_all, after, False, PARTS, du)
             else:
                 k, a = rows(K, token, length, k_s, d, DK, WK), tl.load(Norms + at * 2 * C + C + i)
                 du += product(k, after, PARTS) * (tl.exp(end - c) * a)[:, None]
@@ -122,20 +122,20 @@ def head_gradients(
         dend += tl.sum(tl.sum(after * state, 1), 0)
         do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
         v = rows(V + batch * v_b + head * v_h, token, length, v_s, e, DV, WV)
-        of_q += product(do, tl.trans(state), PARTS)
+        of_q = product(do, tl.trans(state), PARTS, of_q)
         if DELTA:
             u = rows(Values + at * C * DV, i, C, DV, e, DV, WV)
             dy = rows(Grad_values + at * C * DV, i, C, DV, e, DV, WV)
-            dl += product(dy, tl.trans(u), PARTS)
-            dp += product(do, tl.trans(u), PARTS)
-            of_u += product(u, tl.trans(after), PARTS)
-            of_dy += product(dy, tl.trans(state), PARTS)
+            dl = product(dy, tl.trans(u), PARTS, dl)
+            dp = product(do, tl.trans(u), PARTS, dp)
+            of_u = product(u, tl.trans(after), PARTS, of_u)
+            of_dy = product(dy, tl.trans(state), PARTS, of_dy)
         else:
             dy = product(k, after, PARTS) * (late * a)[:, None] + stored_product(
                 Pairs, of_pairs, plane, do, True, PARTS
             )
-            dp += product(do, tl.trans(v), PARTS)
-            of_u += product(v, tl.trans(after), PARTS)
+            dp = product(do, tl.trans(v), PARTS, dp)
+            of_u = product(v, tl.trans(after), PARTS, of_u)
         dbeta += tl.sum(dy * v.to(tl.float32), 1)
         dv = dy * beta[:, None]
         if Skip is not None:
@@ -160,15 +160,15 @@ def head_gradients(
     decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0)
     both = tl.where(is_seen, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0)
     dp *= decay
-    dq += product(dp * a[None, :], k, PARTS)
-    dk += product(tl.trans(dp * b[:, None]), q, PARTS)
+    dq = product(dp * a[None, :], k, PARTS, dq)
+    dk = product(tl.trans(dp * b[:, None]), q, PARTS, dk)
     if DELTA:
         dl = tl.where(is_before, -dl * decay, 0.0)
         of_lower = dl * product(k, tl.trans(k), PARTS) * (a[:, None] * a[None, :])
         dbeta += tl.sum(of_lower, 1)
         both += of_lower * beta[:, None]
         dl *= beta[:, None]
-        dk += product((dl + tl.trans(dl)) * a[None, :], k, PARTS)
+        dk = product((dl + tl.trans(dl)) * a[None, :], k, PARTS, dk)
     dc += tl.sum(both, 1) - tl.sum(both, 0)
     # From the end: what a decay does to all that comes after it in the chunk.
     dg = tl.cumsum(dc, 0, reverse=True) + dend

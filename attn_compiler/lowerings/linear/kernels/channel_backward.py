@@ -51,11 +51,11 @@ def channel_gradients(
         store_rows(Grad_v + to_v, dy * beta[:, None], token, length, heads * DV, e, DV, WV)
         dbeta += tl.sum(dy * rows(V, token, length, v_s, e, DV, WV).to(tl.float32), 1)
         dend += tl.sum(after * state, 1)
-        dp += product(do, tl.trans(u), PARTS)
-        dl -= product(dy, tl.trans(u), PARTS)
-        of_q += product(do, tl.trans(state), PARTS)
-        of_dy += product(dy, tl.trans(state), PARTS)
-        of_u += product(u, tl.trans(after), PARTS)
+        dp = product(do, tl.trans(u), PARTS, dp)
+        dl = product(dy, tl.trans(u), PARTS, dl)
+        of_q = product(do, tl.trans(state), PARTS, of_q)
+        of_dy = product(dy, tl.trans(state), PARTS, of_dy)
+        of_u = product(u, tl.trans(after), PARTS, of_u)
     k = rows(K, token, length, k_s, d, DK, WK).to(tl.float32) * tl.load(Norms + at * 2 * C + C + i)[:, None]
     c = tl.load(Sums + of_sums)
     earlier, later = of_u * tl.exp(end[None, :] - c), of_dy * tl.exp(c)
@@ -69,7 +69,7 @@ def channel_gradients(
     store_rows(Part_late + to_part, earlier, token, length, heads * DK, d, DK, WK)
     of_pairs = at * C * C + i[:, None] * C + i[None, :]
     tl.store(Grad_pairs + of_pairs, tl.where(i[:, None] >= i[None, :], dp, 0.0))
-    tl.store(Grad_lower + of_pairs, tl.where(i[:, None] > i[None, :], dl, 0.0))
+    tl.store(Grad_lower + of_pairs, tl.where(i[:, None] > i[None, :], -dl, 0.0))
     tl.store(Part_beta + (batch * length + token) * heads + head, dbeta, mask=token < length)
 
 
@@ -113,7 +113,7 @@ def channel_pair_gradients(
     q = rows(Q, chunk * C + i, length, q_s, d, DK, WK).to(tl.float32) * tl.load(Norms + i)[:, None]
     earlier = product(tl.load(Grad_pairs + of_columns), q * shrunk, PARTS)
     k *= numbers(Beta, chunk * C + i, length, beta_s)[:, None]
-    earlier += product(tl.load(Grad_lower + of_columns), k * shrunk, PARTS)
+    earlier = product(tl.load(Grad_lower + of_columns), k * shrunk, PARTS, earlier)
     earlier *= tl.exp(base[None, :] - c_own)
     # Within the block, token by token: as an earlier one, then as a later one.
     for one in tl.range(0, 16):

@@ -116,15 +116,15 @@ def state_pass(
             else:
                 q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
                 out = product(q, state, PARTS) * (tl.exp(c) * b)[:, None]
-            out += stored_product(Pairs, of_pairs, plane, u, False, PARTS)
+            out = stored_product(Pairs, of_pairs, plane, u, False, PARTS, out)
             if Skip is not None:
                 out += v.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
             to_out = batch * length * heads * DV + head * DV
             store_rows(Out + to_out, out, token, length, heads * DV, e, DV, WV)
         if CHANNEL:
-            state = kept + stored_product(Later, of_keys, of_all, u, True, PARTS)
+            state = stored_product(Later, of_keys, of_all, u, True, PARTS, kept)
         else:
-            state = kept + product(tl.trans(k), u * (tl.exp(end - c) * a)[:, None], PARTS)
+            state = product(tl.trans(k), u * (tl.exp(end - c) * a)[:, None], PARTS, kept)
     if Last is not None:
         store_state(Last + row * DK * DV, state, d, e, last_k, last_v, DK, WK, DV, WV)
 

@@ -11,31 +11,32 @@ import triton.language as tl
 
 
 @triton.jit
-def product(a, b, PARTS: tl.constexpr):
-    """a @ b in float32. PARTS: of each factor in float32, numbers in half precision; 0: by products of float32 (three of TF32).
+def product(a, b, PARTS: tl.constexpr, to=None):
+    """a @ b in float32, added to `to` if there is one. PARTS: of each factor in float32, numbers in half precision; 0: by products of
+    float32 (three of TF32).
 
     Factors in half precision are taken as they are. All of those have one dtype.
     """
     if PARTS == 0:
-        out = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
+        out = tl.dot(a.to(tl.float32), b.to(tl.float32), to, input_precision="tf32x3")
     elif a.dtype == tl.float32 and b.dtype == tl.float32:
         first, second = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        out = tl.dot(first, second)
+        out = tl.dot(first, second, to)
         if PARTS == 2:
             out = tl.dot((a - first.to(tl.float32)).to(tl.bfloat16), second, out)
             out = tl.dot(first, (b - second.to(tl.float32)).to(tl.bfloat16), out)
     elif a.dtype == tl.float32:
         first = a.to(b.dtype)
-        out = tl.dot(first, b)
+        out = tl.dot(first, b, to)
         if PARTS == 2:
             out = tl.dot((a - first.to(tl.float32)).to(b.dtype), b, out)
     elif b.dtype == tl.float32:
         second = b.to(a.dtype)
-        out = tl.dot(a, second)
+        out = tl.dot(a, second, to)
         if PARTS == 2:
             out = tl.dot(a, (b - second.to(tl.float32)).to(a.dtype), out)
     else:
-        out = tl.dot(a, b)
+        out = tl.dot(a, b, to)
     return out
 
 
@@ -60,12 +61,13 @@ def load_parts(X, at, plane, PARTS: tl.constexpr):
 
 
 @triton.jit
-def stored_product(X, at, plane, other, TURNED: tl.constexpr, PARTS: tl.constexpr):
-    """x @ other, or xᵀ @ other where TURNED, of a tile x that was stored in parts: those go to the tensor cores as they are."""
+def stored_product(X, at, plane, other, TURNED: tl.constexpr, PARTS: tl.constexpr, to=None):
+    """x @ other, or xᵀ @ other where TURNED, of a tile x that was stored in parts: those go to the tensor cores as they are.
+    to: as of `product`."""
     first = tl.load(X + at)
     if TURNED:
         first = tl.trans(first)
-    out = product(first, other, PARTS)
+    out = product(first, other, PARTS, to)
     if PARTS == 2:
         second = tl.load(X + plane + at)
         if TURNED:
@@ -89,7 +91,7 @@ def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
         rest = product(found, tl.where(is_block, 0.0, lower), PARTS)
         outer = one - rest
         if C > 32:
-            outer += product(outer, product(rest, rest, PARTS), PARTS)
+            outer = product(outer, product(rest, rest, PARTS), PARTS, outer)
         found = product(outer, found, PARTS)
     return found
 

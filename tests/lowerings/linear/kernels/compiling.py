@@ -20,7 +20,7 @@ from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.linear import LinearForm
 from tests.lowerings.triton.kernels.compiling import described, resources
 
-MACHINES = (80, 90, 100)
+MACHINES = (80, 90)
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
