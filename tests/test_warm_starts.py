@@ -186,7 +186,7 @@ def test_ranks_that_start_at_once_do_not_disturb_each_other(tmp_path: Path) -> N
 
 
 _LINEAR = """
-import json, torch
+import json, sys, torch
 import attn_compiler
 from tests.passes.matching.linear import linear_functions
 from tests.passes.rewrites.watching import watched, without_times
@@ -198,7 +198,7 @@ given |= {name: torch.rand(2, 6, 2).neg().requires_grad_() for name in ("g", "be
 def model(**given):
     return linear_functions.by_token(**given)[0]
 
-options = {"inner": "aot_eager", "lowering": "linear_reference"}
+options = {"inner": "aot_eager", "lowering": sys.argv[1]}
 run = torch.compile(model, backend="attn_compiler", options=options)
 with watched() as seen:
     out = run(**given)
@@ -217,10 +217,13 @@ print(json.dumps({
 """
 
 
-def test_a_second_process_finds_linear_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lowering", ["linear_reference", "linear_triton"])
+def test_a_second_process_finds_linear_attention(tmp_path: Path, lowering: str) -> None:
     """The graph has no attention besides. Its function is proved once."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATTN_COMPILER_CACHE_REWRITES": "1"}
-    first, second = (json.loads(start(_LINEAR, environment=environment).stdout) for start in (fresh.run, ANOTHER))
+    first, second = (
+        json.loads(start(_LINEAR, lowering, environment=environment).stdout) for start in (fresh.run, ANOTHER)
+    )
     assert (first["from cache"], first["not kept"], first["linear"]) == (False, None, 1)
     assert (second["from cache"], second["ran"], second["linear"]) == (True, [], 1)
     for what in ("out", "gradient", "report", "code"):

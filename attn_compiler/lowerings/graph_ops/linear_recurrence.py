@@ -5,7 +5,7 @@ Proofs, `verify` and tests hold everything against `definition`, which goes toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,15 +93,18 @@ def _of_delta(form: LinearForm, given: dict[str, Tensor]) -> LinearOperands:
     return LinearOperands(q=q, k=k, v=v, g=wide["g"], beta=wide["beta"], state=wide.get("state"))
 
 
-def _of_ssd(form: LinearForm, given: dict[str, Tensor]) -> LinearOperands:
+def steps(form: LinearForm, given: Mapping[str, Tensor]) -> Tensor:
+    """dt of the state space as the recurrence has it, of what the function is given."""
     dt = given["dt"]
     if "dt_bias" in given:
         dt = dt + given["dt_bias"].to(dt.dtype)
     if form.softplus:
         dt = F.softplus(dt)
-    if form.limits is not None:
-        dt = dt.clamp(*form.limits)
-    dtype = _wide(form)
+    return dt if form.limits is None else dt.clamp(*form.limits)
+
+
+def _of_ssd(form: LinearForm, given: dict[str, Tensor]) -> LinearOperands:
+    dt, dtype = steps(form, given), _wide(form)
     x, dt, k, q = given["x"].to(dtype), dt.to(dtype), given["B"].to(dtype), given["C"].to(dtype)
     state = given["state"].to(dtype).transpose(-1, -2) if "state" in given else None
     q, k = _for_each_head(q, x), _for_each_head(k, x)

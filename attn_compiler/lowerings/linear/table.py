@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.lowerings.linear.reference import LinearReference
+from attn_compiler.lowerings.linear.triton_op import LinearTriton
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.spec.target import Target
 
-LINEAR_LOWERINGS: tuple[LinearReference, ...] = (LinearReference(),)
+LINEAR_LOWERINGS: tuple[LinearReference | LinearTriton, ...] = (LinearReference(), LinearTriton())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

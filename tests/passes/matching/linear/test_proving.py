@@ -108,3 +108,16 @@ def test_not_a_number_is_far_from_everything() -> None:
 
     odd = torch.tensor([1.0, float("nan")])
     assert not proving._distance([torch.ones(2), odd], [torch.ones(2), torch.ones(2)]) < 1.0
+
+
+def test_a_text_that_was_read_is_proved_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposed, spec = _call()
+    counted, calls = _counted(proposed)
+    assert proving.why_not(counted, dataclasses.replace(spec, length=1 << 20), None) is None
+    made = len(calls)
+    assert proving.why_not(counted, dataclasses.replace(spec, length="s0"), None) is None
+    assert len(calls) == made
+    monkeypatch.setattr(proving.known_texts, "READ", {})
+    assert proving.why_not(counted, spec, None) is None
+    assert len(calls) > made
+    assert proving.why_not(counted, dataclasses.replace(spec, length="s0"), None) is not None

@@ -1,0 +1,205 @@
+"""Gradients of the recurrence by chunks: the pass backwards over the states' gradients, then each chunk by itself.
+
+Words as in forward.py; D is the gradient of the state after a chunk, do that of o.
+
+    du = Pᵀ do + r a k D;  dy = Tᵀ du;  dx = β dy
+    dS = exp(c at the end) D + qᵀ (b e do) - kᵀ (a e dx)                                  from chunk to chunk, columns of v by themselves
+    dP = do uᵀ;  dL = -stril(dy uᵀ), of L = β A;  dA = β decay dL                         sums over columns of v
+    of b q:  e do Sᵀ + (decay dP) a k
+    of a k:  (decay dP)ᵀ b q + r u Dᵀ - e dx Sᵀ + (dA + dAᵀ) a k
+    dβ = rows(dy X) + rows(dL A);  dc = rows(dP P + dL L) - columns(dP P + dL L) + b q (e do Sᵀ) - dx (e a k S) - u (r a k D)
+    dc at the end += sum(u (r a k D)) + exp(c at the end) sum(D S);  dg = dc summed from a chunk's end
+
+Without the delta rule u = β v, dv = β du and dβ = rows(du v).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.linear.kernels.tiles import (
+    load_parts,
+    norm_factor,
+    numbers,
+    of_state,
+    product,
+    rows,
+    store_rows,
+    store_state,
+    stored_product,
+)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def reverse_pass(
+    Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Queries, Early, Later, Grad_last, Afters, Grad_values, Grad_first,
+    heads, group, length, chunks,
+    q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h, last_b, last_h, last_k, last_v, first_b, first_h, first_k, first_v,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (WV / BV B H,). Grad: of o, (B, S, H, DV), contiguous. Grad_last: of the last state. Afters: D of each chunk,
+    (B, H, chunks, DK, DV) in float32. Grad_values: dy with DELTA, (B, H, chunks, C, DV) in float32. Grad_first: of the first state, or
+    None. Others: as in forward.py."""
+    columns: tl.constexpr = WV // BV
+    row = (tl.program_id(0) // columns).to(tl.int64)
+    batch, head = row // heads, row % heads
+    i, d, e = tl.arange(0, C), tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
+    Q += batch * q_b + head // group * q_h
+    K += batch * k_b + head // group * k_h
+    Beta += batch * beta_b + head * beta_h
+    Grad += batch * length * heads * DV + head * DV
+    after = of_state(Grad_last + batch * last_b + head * last_h, d, e, last_k, last_v, DK, WK, DV, WV)
+    for step in tl.range(0, chunks):
+        chunk = chunks - 1 - step
+        at = row * chunks + chunk
+        token = chunk * C + i
+        store_state(Afters + at * DK * DV, after, d, e, DV, 1, DK, WK, DV, WV)
+        of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
+        do = rows(Grad, token, length, heads * DV, e, DV, WV)
+        if CHANNEL:
+            before = after * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
+            before = stored_product(Queries, of_keys, of_all, do, True, PARTS, before)
+        else:
+            q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
+            c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+            before = after * tl.exp(end)
+            before = product(tl.trans(q), do.to(tl.float32) * (tl.exp(c) * b)[:, None], PARTS, before)
+        if DELTA:
+            of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+            du = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
+            if CHANNEL:
+                du = stored_product(Later, of_keys, of_all, after, False, PARTS, du)
+            else:
+                k, a = rows(K, token, length, k_s, d, DK, WK), tl.load(Norms + at * 2 * C + C + i)
+                du += product(k, after, PARTS) * (tl.exp(end - c) * a)[:, None]
+            dx = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
+            store_rows(Grad_values + at * C * DV, dx, i, C, DV, e, DV, WV)
+            dx *= numbers(Beta, token, length, beta_s)[:, None]
+            if CHANNEL:
+                before -= stored_product(Early, of_keys, of_all, dx, True, PARTS)
+            else:
+                before -= product(tl.trans(k), dx * (tl.exp(c) * a)[:, None], PARTS)
+        after = before
+    if Grad_first is not None:
+        at_first = Grad_first + batch * first_b + head * first_h
+        store_state(at_first, after, d, e, first_k, first_v, DK, WK, DV, WV)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def head_gradients(
+    Q, K, V, Beta, Skip, Grad, Pairs, Sums, Norms, States, Afters, Values, Grad_values,
+    Part_q, Part_k, Grad_v, Grad_g, Grad_beta, Part_skip,
+    heads, group, length, chunks,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Of a decay a head. Grid: (chunks B H,). Part_q, Part_k: of b q and a k, (B, S, H, DK) in float32. Grad_v: (B, S, H, DV). Grad_g,
+    Grad_beta: (B, S, H). Part_skip: (B, H, chunks). All contiguous. Others: as in `reverse_pass`."""
+    at = tl.program_id(0).to(tl.int64)
+    row, chunk = at // chunks, (at % chunks).to(tl.int32)
+    batch, head = row // heads, row % heads
+    i, d = tl.arange(0, C), tl.arange(0, WK)
+    token = chunk * C + i
+    is_seen, is_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
+    q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
+    k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
+    of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+    c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+    b, a = tl.load(Norms + at * 2 * C + i), tl.load(Norms + at * 2 * C + C + i)
+    beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
+    early, late = tl.exp(c), tl.exp(end - c)
+    of_q, of_u, of_dy = tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32)
+    dp, dl = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    dbeta, dend, dskip = tl.zeros([C], tl.float32), 0.0, 0.0
+    to_v = batch * length * heads * DV + head * DV
+    for column in tl.range(0, WV, BV):
+        e = column + tl.arange(0, BV)
+        state = of_state(States + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
+        after = of_state(Afters + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
+        dend += tl.sum(tl.sum(after * state, 1), 0)
+        do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
+        v = rows(V + batch * v_b + head * v_h, token, length, v_s, e, DV, WV)
+        of_q = product(do, tl.trans(state), PARTS, of_q)
+        if DELTA:
+            u = rows(Values + at * C * DV, i, C, DV, e, DV, WV)
+            dy = rows(Grad_values + at * C * DV, i, C, DV, e, DV, WV)
+            dl = product(dy, tl.trans(u), PARTS, dl)
+            dp = product(do, tl.trans(u), PARTS, dp)
+            of_u = product(u, tl.trans(after), PARTS, of_u)
+            of_dy = product(dy, tl.trans(state), PARTS, of_dy)
+        else:
+            dy = product(k, after, PARTS) * (late * a)[:, None] + stored_product(
+                Pairs, of_pairs, plane, do, True, PARTS
+            )
+            dp = product(do, tl.trans(v), PARTS, dp)
+            of_u = product(v, tl.trans(after), PARTS, of_u)
+        dbeta += tl.sum(dy * v.to(tl.float32), 1)
+        dv = dy * beta[:, None]
+        if Skip is not None:
+            dskip += tl.sum(tl.sum(do.to(tl.float32) * v.to(tl.float32), 1), 0)
+            dv += do.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
+        store_rows(Grad_v + to_v, dv, token, length, heads * DV, e, DV, WV)
+    if DELTA:
+        # dy (e a k S), which beta's gradient lacks so far.
+        lost = tl.sum(k.to(tl.float32) * of_dy, 1) * (early * a)
+        dbeta -= lost
+        dk = of_u * late[:, None] - of_dy * (early * beta)[:, None]
+        kept = tl.sum(k.to(tl.float32) * of_u, 1) * (late * a)
+        dc = -kept - lost * beta
+    else:
+        dp *= beta[None, :]
+        dk = of_u * (late * beta)[:, None]
+        kept = tl.sum(k.to(tl.float32) * dk, 1) * a
+        dc = -kept
+    dend = dend * tl.exp(end) + tl.sum(kept, 0)
+    dq = of_q * early[:, None]
+    dc += tl.sum(q.to(tl.float32) * dq, 1) * b
+    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0)
+    both = tl.where(is_seen, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0)
+    dp *= decay
+    dq = product(dp * a[None, :], k, PARTS, dq)
+    dk = product(tl.trans(dp * b[:, None]), q, PARTS, dk)
+    if DELTA:
+        dl = tl.where(is_before, -dl * decay, 0.0)
+        of_lower = dl * product(k, tl.trans(k), PARTS) * (a[:, None] * a[None, :])
+        dbeta += tl.sum(of_lower, 1)
+        both += of_lower * beta[:, None]
+        dl *= beta[:, None]
+        dk = product((dl + tl.trans(dl)) * a[None, :], k, PARTS, dk)
+    dc += tl.sum(both, 1) - tl.sum(both, 0)
+    # From the end: what a decay does to all that comes after it in the chunk.
+    dg = tl.cumsum(dc, 0, reverse=True) + dend
+    to_number = (batch * length + token) * heads + head
+    tl.store(Grad_g + to_number, dg.to(Grad_g.dtype.element_ty), mask=token < length)
+    tl.store(Grad_beta + to_number, dbeta.to(Grad_beta.dtype.element_ty), mask=token < length)
+    if Skip is not None:
+        tl.store(Part_skip + at, dskip)
+    to_part = batch * length * heads * DK + head * DK
+    store_rows(Part_q + to_part, dq, token, length, heads * DK, d, DK, WK)
+    store_rows(Part_k + to_part, dk, token, length, heads * DK, d, DK, WK)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def row_gradients(
+    X, Part, Grad_x, groups, length, chunks, scale, eps, x_b, x_s, x_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, NORM: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """The gradient of q or k, of that of their normalised rows. Grid: (chunks B groups,). X: (B, S, groups, DK). Part: of the
+    PIECES heads of each group, (B, S, groups PIECES, DK) in float32. Grad_x: (B, S, groups, DK), contiguous."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    batch, group = row // groups, row % groups
+    token, d = tl.program_id(0) % chunks * C + tl.arange(0, C), tl.arange(0, WK)
+    x = rows(X + batch * x_b + group * x_h, token, length, x_s, d, DK, WK).to(tl.float32)
+    Part += (batch * length * groups + group) * PIECES * DK
+    grad = rows(Part, token, length, groups * PIECES * DK, d, DK, WK)
+    for piece in tl.range(1, PIECES):
+        grad += rows(Part + piece * DK, token, length, groups * PIECES * DK, d, DK, WK)
+    grad *= scale
+    if NORM:
+        factor = norm_factor(x, eps, NORM)
+        x *= factor[:, None]
+        grad = (grad - x * tl.sum(x * grad, 1)[:, None]) * factor[:, None]
+    store_rows(Grad_x + (batch * length * groups + group) * DK, grad, token, length, groups * DK, d, DK, WK)

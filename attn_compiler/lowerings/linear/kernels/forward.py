@@ -1,0 +1,167 @@
+"""The recurrence by chunks of C tokens, in two kernels: what does not depend on the state, and the pass over the states.
+
+Of a chunk: c = cumsum(g), e = exp(c), r = exp(c at the end - c), decay(i, j) = exp(cᵢ - cⱼ) for i ≥ j, S the state before it. a and b are
+what rows of k and q are multiplied by: their norms, and the scale. k and q stand for themselves here, as they lie in memory.
+
+    A = stril(aᵢ aⱼ decay kᵢ·kⱼ);  T = (1 + β A)⁻¹;  P = tril(bᵢ aⱼ decay qᵢ·kⱼ)            `head_chunks`: a chunk, a head
+    X = v - e a k S;  U = T β X, or β v;  o = e b q S + P U;  S ← exp(c at the end) S + kᵀ r a U    `state_pass`: a head, columns of v
+
+Neither W nor U of the WY form goes through memory, nor does a state of each chunk, but for gradients.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.linear.kernels.tiles import (
+    inverse,
+    norm_factor,
+    numbers,
+    of_state,
+    product,
+    rows,
+    store_parts,
+    store_rows,
+    store_state,
+    stored_product,
+)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def head_chunks(
+    Q, K, G, Beta, Inverse, Pairs, Sums, Norms,
+    heads, group, length, chunks, scale, eps,
+    q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+    PLANES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). G, Beta: (B, S, H). Inverse (only of DELTA), Pairs: T and P, (B, H, chunks, C, C).
+    Sums: c, (B, H, chunks, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
+    at = tl.program_id(0).to(tl.int64)
+    row, chunk = at // chunks, (at % chunks).to(tl.int32)
+    batch, head = row // heads, row % heads
+    i, d = tl.arange(0, C), tl.arange(0, WK)
+    token = chunk * C + i
+    c = tl.cumsum(numbers(G + batch * g_b + head * g_h, token, length, g_s), 0)
+    tl.store(Sums + at * C + i, c)
+    k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
+    q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
+    a, b = norm_factor(k, eps, NORM), norm_factor(q, eps, NORM) * scale
+    tl.store(Norms + at * 2 * C + i, b)
+    tl.store(Norms + at * 2 * C + C + i, a)
+    is_seen = i[:, None] >= i[None, :]
+    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0) * a[None, :]
+    of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+    store_parts(Pairs, of_pairs, plane, product(q, tl.trans(k), PARTS) * decay * b[:, None], PARTS)
+    if DELTA:
+        beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
+        lower = product(k, tl.trans(k), PARTS) * decay * (beta * a)[:, None]
+        found = inverse(tl.where(i[:, None] > i[None, :], lower, 0.0), C, PARTS)
+        store_parts(Inverse, of_pairs, plane, found, PARTS)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def state_pass(
+    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States, Values,
+    heads, group, length, chunks,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, last_k, last_v,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (WV / BV B H,). V: (B, S, H, DV). Out: the same, contiguous, or None. Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how
+    much of v is added to the result, or None. First: the state, or None. Last: (B, H, ...), contiguous, or None. States: the state before
+    each chunk, (B, H, chunks, DK, DV) in float32, or None. Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early,
+    Later: of CHANNEL, as in channel.py. Others: as in `head_chunks`."""
+    columns: tl.constexpr = WV // BV
+    row = (tl.program_id(0) // columns).to(tl.int64)
+    batch, head = row // heads, row % heads
+    i, d, e = tl.arange(0, C), tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
+    Q += batch * q_b + head // group * q_h
+    K += batch * k_b + head // group * k_h
+    V += batch * v_b + head * v_h
+    Beta += batch * beta_b + head * beta_h
+    if First is not None:
+        state = of_state(First + batch * first_b + head * first_h, d, e, first_k, first_v, DK, WK, DV, WV)
+    else:
+        state = tl.zeros([WK, BV], tl.float32)
+    for chunk in tl.range(0, chunks):
+        at = row * chunks + chunk
+        token = chunk * C + i
+        if States is not None:
+            store_state(States + at * DK * DV, state, d, e, DV, 1, DK, WK, DV, WV)
+        of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+        of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
+        v = rows(V, token, length, v_s, e, DV, WV)
+        beta = numbers(Beta, token, length, beta_s)
+        if CHANNEL:
+            kept = state * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
+            u = v.to(tl.float32) - stored_product(Early, of_keys, of_all, state, False, PARTS)
+        else:
+            k = rows(K, token, length, k_s, d, DK, WK)
+            a = tl.load(Norms + at * 2 * C + C + i)
+            c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+            kept = state * tl.exp(end)
+            u = v.to(tl.float32)
+            if DELTA:
+                u -= product(k, state, PARTS) * (tl.exp(c) * a)[:, None]
+        u *= beta[:, None]
+        if DELTA:
+            u = stored_product(Inverse, of_pairs, plane, u, False, PARTS)
+            if Values is not None:
+                store_rows(Values + at * C * DV, u, i, C, DV, e, DV, WV)
+        if Out is not None:
+            if CHANNEL:
+                out = stored_product(Queries, of_keys, of_all, state, False, PARTS)
+            else:
+                q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
+                out = product(q, state, PARTS) * (tl.exp(c) * b)[:, None]
+            out = stored_product(Pairs, of_pairs, plane, u, False, PARTS, out)
+            if Skip is not None:
+                out += v.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
+            to_out = batch * length * heads * DV + head * DV
+            store_rows(Out + to_out, out, token, length, heads * DV, e, DV, WV)
+        if CHANNEL:
+            state = stored_product(Later, of_keys, of_all, u, True, PARTS, kept)
+        else:
+            state = product(tl.trans(k), u * (tl.exp(end - c) * a)[:, None], PARTS, kept)
+    if Last is not None:
+        store_state(Last + row * DK * DV, state, d, e, last_k, last_v, DK, WK, DV, WV)
+
+
+@triton.jit
+def one_token(
+    Q, K, V, G, Beta, Skip, First, Out, Last,
+    heads, group, scale, eps,
+    q_b, q_h, k_b, k_h, v_b, v_h, g_b, g_h, beta_b, beta_h, first_b, first_h, first_k, first_v, last_k, last_v,
+    DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Of one token. Grid: (WV / BV B H,). Tensors: as in `state_pass`, of one token."""
+    columns: tl.constexpr = WV // BV
+    row = (tl.program_id(0) // columns).to(tl.int64)
+    batch, head = row // heads, row % heads
+    d, e = tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
+    if First is not None:
+        state = of_state(First + batch * first_b + head * first_h, d, e, first_k, first_v, DK, WK, DV, WV)
+    else:
+        state = tl.zeros([WK, BV], tl.float32)
+    q = tl.load(Q + batch * q_b + head // group * q_h + d, mask=d < DK, other=0.0).to(tl.float32)
+    k = tl.load(K + batch * k_b + head // group * k_h + d, mask=d < DK, other=0.0).to(tl.float32)
+    v = tl.load(V + batch * v_b + head * v_h + e, mask=e < DV, other=0.0).to(tl.float32)
+    beta = tl.load(Beta + batch * beta_b + head * beta_h).to(tl.float32)
+    if NORM:
+        q *= tl.rsqrt(tl.sum(q * q, 0) + eps)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
+    if CHANNEL:
+        g = tl.load(G + batch * g_b + head * g_h + d, mask=d < DK, other=0.0).to(tl.float32)
+        state *= tl.exp(g)[:, None]
+    else:
+        state *= tl.exp(tl.load(G + batch * g_b + head * g_h).to(tl.float32))
+    u = v - tl.sum(state * k[:, None], 0) if DELTA else v
+    state += k[:, None] * (u * beta)[None, :]
+    out = tl.sum(state * q[:, None], 0) * scale
+    if Skip is not None:
+        out += v * tl.load(Skip + head).to(tl.float32)
+    tl.store(Out + row * DV + e, out.to(Out.dtype.element_ty), mask=e < DV)
+    store_state(Last + row * DK * DV, state, d, e, last_k, last_v, DK, WK, DV, WV)

@@ -1,0 +1,126 @@
+"""Calls the backward kernels of linear attention. Imports triton, so it comes late.
+
+What the forward made of a chunk is made again: only operands are kept from the forward to the backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
+from attn_compiler.lowerings.linear.triton_launch import BLOCK, LinearTensors, chunks, stages_of, states
+from attn_compiler.lowerings.linear.triton_sizes import empty, state_strides, strides, tile, wide
+from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
+from attn_compiler.lowerings.shared.launching.on_device import on
+
+#: of the kernels with most accumulators
+_WARPS = 8
+
+
+def backward(
+    grad_out: Tensor,
+    grad_last: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    skip: Tensor | None,
+    state: Tensor | None,
+    text: str,
+) -> tuple[Tensor, ...]:
+    """As `linear_chunks_backward`: the gradients of the operands, contiguous; of one that is absent a tensor without numbers."""
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "skip": skip, "first": state}
+    grad_out = grad_out.contiguous()
+    call = LinearTensors.of("linear_chunks_backward", given, text, grad_out, grad_last)
+    operands = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "first": state}
+    with on(v.device):
+        grads = {
+            name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in operands.items() if x is not None
+        }
+        call.named.update({f"grad_{name}": x for name, x in grads.items()}, grad=grad_out, grad_last=grad_last)
+        chunks(call)
+        _states(call)
+        of_skip = _chunk_gradients(call, skip)
+        absent = v.new_empty(0)
+        return (
+            *(grads[x] for x in ("q", "k", "v", "g", "beta")),
+            absent if of_skip is None else of_skip,
+            grads.get("first", absent),
+        )
+
+
+def _states(call: LinearTensors) -> None:
+    """The state before each chunk, and the gradient of that after it."""
+    sizes, named = call.sizes, call.named
+    shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
+    values = (*shape[:3], sizes.chunk, sizes.dim_v)
+    named["states"] = empty(shape, named["q"])
+    if call.is_delta:
+        named["values"] = empty(values, named["q"])
+    states(call)
+    named["afters"] = empty(shape, named["q"])
+    if call.is_delta:
+        named["grad_values"] = empty(values, named["q"])
+    of_states = (
+        state_strides(call.form, named["grad_last"], "last"),
+        state_strides(call.form, named.get("grad_first"), "first"),
+    )
+    call.run(kernels.reverse_pass, sizes.rows * sizes.blocks, 4, stages_of(call), **of_states[0], **of_states[1])
+
+
+def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
+    """All but the first state's; gives that of `skip`."""
+    if call.form.channel:
+        _channel_gradients(call)
+        return None
+    sizes, named = call.sizes, call.named
+    parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
+    named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
+    if skip is not None:
+        named["part_skip"] = empty((sizes.batch, sizes.heads, sizes.chunks), named["q"])
+    call.run(kernels.head_gradients, sizes.rows * sizes.chunks, _WARPS, 1)
+    for name in ("q", "k"):
+        _rows(call, name)
+    return None if skip is None else named["part_skip"].sum((0, 2)).to(skip.dtype)
+
+
+def _channel_gradients(call: LinearTensors) -> None:
+    """As `_chunk_gradients`, where each channel has a decay."""
+    sizes, named = call.sizes, call.named
+    many, q = (sizes.batch, sizes.heads, sizes.chunks), named["q"]
+    parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
+    named.update({name: empty(parts, q) for name in ("part_q", "part_k", "part_late")})
+    named.update({name: empty((*many, sizes.chunk, sizes.chunk), q) for name in ("grad_pairs", "grad_lower")})
+    named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty(parts[:3], q))
+    named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
+    programs = sizes.rows * sizes.chunks
+    call.run(channel_backward.channel_gradients, programs, _WARPS, 1)
+    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK))
+    call.run(channel_backward.decay_gradients, programs)
+    for name in ("q", "k"):
+        _rows(call, name)
+
+
+def _rows(call: LinearTensors, name: str) -> None:
+    """The gradient of q or k."""
+    sizes = call.sizes
+    tensors = {"x": call.named[name], "part": call.named[f"part_{name}"], "grad_x": call.named[f"grad_{name}"]}
+
+    def arguments() -> Arguments:
+        numbers = call.numbers | strides(tensors, {"x": "bsh"})
+        numbers |= {
+            "groups": sizes.groups,
+            "PIECES": sizes.heads // sizes.groups,
+            "scale": numbers["scale"] if name == "q" else 1.0,
+        }
+        taken = kernels.row_gradients.arg_names
+        return Arguments(
+            grid=(sizes.chunks * sizes.batch * sizes.groups, 1, 1),
+            tensors={each.capitalize(): each for each in tensors},
+            numbers={each: value for each, value in numbers.items() if each in taken},
+            tile=tile(sizes, stages=1),
+        )
+
+    launch(kernels.row_gradients, call.same, tensors, arguments, name)

@@ -1,0 +1,94 @@
+"""`linear_triton`: the recurrence by chunks in our Triton kernels, in products of bfloat16 that hold 16 bits.
+
+`attn_compiler::linear_triton` is made of a leaf op and of what the state space does to dt, which the inner compiler fuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
+from attn_compiler.lowerings.graph_ops.linear_recurrence import steps
+from attn_compiler.lowerings.linear import triton_ops  # noqa: F401 (the ops are registered by the import)
+from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.linear import LinearForm, LinearSpec
+from attn_compiler.spec.target import Target
+from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
+
+_NAME = "linear_triton"
+_DTYPES = (*HALF, "float32")
+_MACHINES = (80, 90)
+#: largest size of a head
+_WIDEST = 256
+
+
+class LinearTriton:
+    """Takes what our kernels can do, on an A100, an H100 or one of its kind, or in Triton's interpreter."""
+
+    name = _NAME
+
+    def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
+        """The reasons of a machine that can't run the kernels stand alone."""
+        machine = check_machine(target) or _check_architecture(target)
+        return machine or [*_check_dtypes(spec, target), *_check_sizes(spec)]
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        """What takes the place of `linear_call`, with its operands and its text."""
+        found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).linear_triton.default
+        return found
+
+
+def _check_architecture(target: Target) -> list[Reason]:
+    """Others have no shared memory for the tiles, and Triton 3.7 does not compile the gradients for the tensor memory of sm100."""
+    if target.triton_interpreted or target.sm in _MACHINES:
+        return []
+    rule = f"kernels of linear attention were compiled for {' and '.join(f'sm{sm}' for sm in _MACHINES)}"
+    return [Reason(code=Code.ARCHITECTURE, rule=rule, observed=f"sm{target.sm}")]
+
+
+def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:
+    """All that is given and computed is at most float32; Triton's interpreter has no products of bfloat16 (see kernel_limits.py)."""
+    found = {spec.dtype, spec.form.out_dtype, spec.form.state_dtype} - set(_DTYPES)
+    reasons = []
+    if found:
+        rule = f"kernels of linear attention compute in {', '.join(_DTYPES)}"
+        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=", ".join(sorted(found))))
+    if target.triton_interpreted and spec.dtype == "bfloat16":
+        rule = "Triton's interpreter computes in float16 or float32"
+        reasons.append(Reason(code=Code.INTERPRETER, rule=rule, observed=spec.dtype, remedy="call model.float()"))
+    return reasons
+
+
+def _check_sizes(spec: LinearSpec) -> list[Reason]:
+    if max(spec.head_dim_k, spec.head_dim_v) <= _WIDEST:
+        return []
+    rule = f"a head of linear attention has at most {_WIDEST} channels"
+    observed = f"{spec.head_dim_k} of k, {spec.head_dim_v} of v"
+    return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
+
+
+def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
+    """What the function computes."""
+    form = LinearForm.of_text(text)
+    given = dict(zip(form.roles, operands, strict=True))
+    chunks = getattr(torch.ops, NAMESPACE).linear_chunks.default
+    state = given.get("state")
+    if form.recurrence == "delta":
+        found: tuple[Tensor, Tensor] = chunks(*(given[x] for x in ("q", "k", "v", "g", "beta")), None, state, text)
+        return found
+    dt = steps(form, given).to(torch.float32)
+    decay = given["A"].to(torch.float32) * dt
+    found = chunks(given["C"], given["B"], given["x"], decay, dt, given.get("D"), state, text)
+    return found
+
+
+if not hasattr(getattr(torch.ops, NAMESPACE), _NAME):
+    LIBRARY.define(_NAME + SCHEMA)
+    LIBRARY.impl(_NAME, run, "CompositeImplicitAutograd")

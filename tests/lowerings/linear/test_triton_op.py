@@ -1,0 +1,207 @@
+"""`linear_triton` takes what its kernels can do, in models, and on a GPU it errs at most twice as much as the model's own function."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import attn_compiler
+from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
+from attn_compiler.lowerings.linear import triton_op
+from attn_compiler.lowerings.linear.reference import run as by_chunks
+from attn_compiler.lowerings.linear.triton_op import LinearTriton
+from attn_compiler.reasons.codes import Code
+from attn_compiler.spec.linear import LinearForm
+from attn_compiler.spec.target import Target
+from tests.lowerings.linear import linear_forms
+from tests.lowerings.linear.kernels.interpreted import with_bfloat16
+from tests.lowerings.linear.triton_problems import FORMS, problem
+from tests.thinned import further
+
+_INTERPRETED = Target.fake(device="cpu", triton_interpreted=True)
+_GPU = Target.fake(sm=90)
+
+
+def _codes(target: Target, form: LinearForm = linear_forms.DELTA, **changed: Any) -> list[Code]:
+    spec = linear_forms.spec(form, device=target.device, **changed)
+    return [reason.code for reason in LinearTriton().why_not(spec, target)]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_it_takes_calls_on_machines_that_it_was_compiled_for(form: LinearForm, dtype: str) -> None:
+    for sm in (80, 90):
+        assert _codes(Target.fake(sm=sm), form, dtype=dtype) == []
+    assert _codes(_GPU, form, dtype=dtype, length="s0", num_heads_v=128, head_dim_k=256, head_dim_v=256) == []
+
+
+def test_what_it_can_not_do_is_refused_by_name() -> None:
+    assert _codes(Target.fake(device="cpu")) == [Code.DEVICE]
+    for sm in (75, 86, 89, 100, 120):
+        assert _codes(Target.fake(sm=sm)) == [Code.ARCHITECTURE]
+    assert _codes(_GPU, dtype="float64") == [Code.DTYPE]
+    wide = dataclasses.replace(linear_forms.DELTA, state_dtype="float64")
+    assert _codes(_GPU, wide) == [Code.DTYPE]
+    assert _codes(_GPU, head_dim_v=257) == [Code.HEAD_DIM]
+    assert _codes(_INTERPRETED, dtype="bfloat16") == [Code.INTERPRETER]
+    assert _codes(_INTERPRETED) == []
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_the_inner_compiler_sees_a_leaf_op(form: LinearForm) -> None:
+    op = LinearTriton().op
+    traced = make_fx(lambda *x: op(list(x), form.text))(*(x.detach() for x in problem(form, (90, 2, 2, 16, 16))))
+    called = {str(node.target) for node in traced.graph.nodes if node.op == "call_function"}
+    assert {name for name in called if name.startswith("attn_compiler.")} == {"attn_compiler.linear_chunks.default"}
+
+
+_OWN = {
+    "delta": ("qwen3_next", "torch_chunk_gated_delta_rule"),
+    "channel": ("kimi_linear", "chunk_kimi_delta_attention"),
+    "ssd": ("bamba", "mamba2_chunk_scan"),
+}
+
+
+def _own(name: str, form: LinearForm) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The model's own function, of operands of a form."""
+    module, called = _OWN[name]
+    function = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), called)
+
+    def of_ssd(*given: Tensor) -> tuple[Tensor, Tensor]:
+        x = dict(zip(form.roles, given, strict=True))
+        named = {"D": x["D"], "dt_bias": x["dt_bias"], "initial_states": x["state"]}
+        settings = {"chunk_size": 64, "dt_softplus": True, "return_final_states": True}
+        return function(x["x"], x["dt"], x["A"], x["B"], x["C"], **named, **settings)  # type: ignore[no-any-return]
+
+    def of_delta(*given: Tensor) -> tuple[Tensor, Tensor]:
+        x = dict(zip(form.roles, given, strict=True))
+        named = {"g": x["g"], "beta": x["beta"], "initial_state": x.get("state")}
+        settings = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return function(x["q"], x["k"], x["v"], **named, **settings)  # type: ignore[no-any-return]
+
+    return of_ssd if name == "ssd" else of_delta
+
+
+@pytest.mark.parametrize("name", further(list(_OWN), daily=["delta"]))
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_functions_of_models_are_taken(name: str, dynamic: bool) -> None:
+    """Compiled, a call of a model's function gives what it gives in eager mode, and so do its gradients."""
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    form, options = FORMS[name], {"inner": "aot_eager", "strict": True, "lowering": "linear_triton"}
+    own = _own(name, form)
+    run = torch.compile(own, backend="attn_compiler", options=options, fullgraph=True)
+    for length in (70, 130) if dynamic else (70,):
+        given = problem(form, (length, 2, 4, 16, 16))
+        for role, x in zip(form.roles, given, strict=True):
+            if dynamic and x.dim() > 1 and role != "state":
+                torch._dynamo.mark_dynamic(x, 1)
+        outs, wanted = run(*given), own(*given)
+        noise = [torch.randn_like(x) for x in wanted]
+        grads = [torch.autograd.grad(found, given, noise) for found in (outs, wanted)]
+        for one, other in ((outs, wanted), grads):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-4)
+    (report,) = attn_compiler.reports()
+    assert [row.decision.lowering for row in report.linear] == ["linear_triton"]
+
+
+# ---- how exact it is ----------------------------------------------------------------------------------------------------------
+
+#: (length, heads of k, heads of v, K, V), as models have heads and as they have not
+_ON_GPU = (
+    (333, 2, 4, 128, 128),
+    (1024, 1, 8, 128, 64),
+    (257, 2, 2, 64, 64),
+    (100, 1, 2, 24, 40),
+    (130, 1, 1, 256, 256),
+)
+_HALF = ("q", "k", "v", "x", "B", "C", "beta")
+
+
+def _dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return dict.fromkeys(_HALF, dtype)
+
+
+def _all(form: LinearForm, outs: tuple[Tensor, Tensor], given: list[Tensor], noise: list[Tensor]) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(outs, given, [x.to(out.dtype) for x, out in zip(noise, outs, strict=True)])
+    return {"out": outs[0].detach(), "last": outs[1].detach(), **dict(zip(form.roles, grads, strict=True))}
+
+
+def _errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    return {x: float((found[x].double() - wanted[x]).norm() / wanted[x].norm()) for x in wanted}
+
+
+def _beyond(name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: str, floor: float) -> dict[str, Any]:
+    """What errs more than twice as much as the model's own function on the same operands, and more than the floor, which is for numbers
+    that are given in float32. Errors are of all numbers of a tensor, to float64."""
+    torch.manual_seed(0)
+    half = str(dtype).removeprefix("torch.")
+    form = FORMS[name] if name == "ssd" else dataclasses.replace(FORMS[name], out_dtype=half)
+    given = problem(form, sizes, dtypes=_dtypes(dtype), device=device)  # type: ignore[arg-type]
+    wide = [x.detach().double().requires_grad_() for x in given]
+    exact = by_chunks(wide, dataclasses.replace(form, out_dtype="float64", state_dtype="float64").text)
+    outs = triton_op.run(given, form.text)
+    noise = [torch.randn_like(x).to(out.dtype) for x, out in zip(exact, outs, strict=True)]
+    wanted = _all(form, exact, wide, noise)
+    ours = _errors(_all(form, outs, given, noise), wanted)
+    theirs = _errors(_all(form, _own(name, form)(*given), given, noise), wanted)
+    return {x: (ours[x], theirs[x]) for x in ours if not ours[x] <= max(2 * theirs[x], floor)}
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_in_bfloat16_it_errs_at_most_twice_as_much(name: str) -> None:
+    with with_bfloat16():
+        assert not _beyond(name, (90, 1, 2, 32, 16), torch.bfloat16, "cpu", 2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("sizes", _ON_GPU, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_on_a_gpu_it_errs_at_most_twice_as_much(name: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert not _beyond(name, sizes, dtype, "cuda", 2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("sizes", [(1, 16, 32, 128, 128), (1, 1, 4, 64, 64), (1, 2, 4, 24, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_one_token_is_the_recurrence(
+    name: str, sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    form = FORMS[name]
+    given = [x.detach() for x in problem(form, sizes, dtypes=_dtypes(dtype), device="cuda")]
+    exact = dataclasses.replace(form, out_dtype="float64", state_dtype="float64")
+    wanted = definition(exact, [x.double() for x in given])
+    for found, other in zip(triton_op.run(given, form.text), wanted, strict=True):
+        # dt is rounded to its own dtype, as the model's function does.
+        within = 2e-5 if name != "ssd" or dtype == torch.float32 else 2e-2
+        assert float((found.double() - other).abs().max() / other.abs().max()) < within
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_equal_keys_are_no_trouble() -> None:
+    """As keys of padding are."""
+    form = dataclasses.replace(FORMS["delta"], out_dtype="bfloat16")
+    given = dict(
+        zip(
+            form.roles, problem(form, (256, 1, 2, 128, 128), dtypes=_dtypes(torch.bfloat16), device="cuda"), strict=True
+        )
+    )
+    with torch.no_grad():
+        given["k"][:] = given["k"][:, :1]
+        given["beta"].fill_(1.0)
+        given["g"].zero_()
+    operands = list(given.values())
+    wide = [x.detach().double() for x in operands]
+    exact = by_chunks(wide, dataclasses.replace(form, out_dtype="float64", state_dtype="float64").text)
+    outs = {"ours": triton_op.run(operands, form.text)[0], "own": _own("delta", form)(*operands)[0]}
+    far = {side: float((out.double() - exact[0]).detach().norm() / exact[0].norm()) for side, out in outs.items()}
+    assert far["ours"] <= max(2 * far["own"], 1e-3), far
