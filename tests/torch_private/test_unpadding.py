@@ -5,8 +5,9 @@ from typing import Any, cast
 
 import torch
 
+from attn_compiler.torch_private.batches_before import Steps
 from attn_compiler.torch_private.packed import Guards
-from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Steps, Unpadded
+from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Unpadded
 
 REAL = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
 
@@ -29,8 +30,8 @@ def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True) -> 
         made.append(number)
         return code(number)
 
-    def before(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return real, torch.stack((real.sum(), torch.tensor(int(fact))))
+    def before(real: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.stack((real.sum(), torch.tensor(int(fact)))), *Batch.of(real).inputs
 
     return Unpadded(
         first=code(most),
@@ -52,6 +53,26 @@ def test_where_the_real_tokens_are() -> None:
     assert found.starts.tolist() == [0, 2, 2, 5]
     like = Batch.like(5, 3, torch.device("cpu"))
     assert [(x.shape, x.dtype) for x in like.inputs] == [(x.shape, x.dtype) for x in found.inputs]
+
+
+def test_padding_stands_behind_the_tokens() -> None:
+    """In order, each position once, and it sees the keys of its row."""
+    found = Batch.of(REAL)
+    assert found.tokens.tolist() == [0, 2, 6, 7, 8, 1, 3, 4, 5]
+    assert found.rows.tolist() == [0, 0, 2, 2, 2, 0, 1, 1, 1]
+    assert found.begins.tolist() == [0, 0, 2, 2, 2, 0, 2, 2, 2]
+    assert found.ends.tolist() == [2, 2, 5, 5, 5, 2, 2, 2, 2]
+
+
+def test_any_mask_is_ordered_as_by_a_stable_sort() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for batch, length in ((1, 2), (5, 1), (7, 33), (64, 19)):
+        real = torch.rand(batch, length, generator=generator) < 0.4
+        found, flat = Batch.of(real), real.flatten()
+        assert torch.equal(found.tokens, torch.argsort(~flat, stable=True))
+        assert torch.equal(found.starts, torch.cat((torch.zeros(1).long(), real.sum(1).cumsum(0))))
+        assert torch.equal(found.rows * length + found.positions, found.tokens)
+        assert torch.equal((found.ends - found.begins)[: int(flat.sum())], real.sum(1)[found.rows][: int(flat.sum())])
 
 
 def test_no_view_of_the_mask_is_asked_for() -> None:

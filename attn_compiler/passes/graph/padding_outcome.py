@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import packed as torch_packed, tracing as torch_tracing
-from attn_compiler.torch_private.unpadding import Batch, Steps
+from attn_compiler.torch_private.batches_before import Steps
+from attn_compiler.torch_private.unpadding import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Packed:
     places: of each of those outputs the axes of rows and positions, by its place among the outputs.
     writes: the model's graph writes in place.
     dropout: random numbers are drawn for real tokens alone.
-    before: tells which tokens are packed, how many, and which facts hold.
+    before: tells which tokens are packed, and which facts hold.
     original: the model's own graph.
     fakes: fake values of the model's own inputs.
     inputs: fake values of the packed graph's further inputs.
