@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 _NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
+_ALL_RECORDED = {"triton.cudagraph_dynamic_shape_warn_limit": None}
+
+
 def compile_unpadded(
     gm: fx.GraphModule, packed: Packed, padded: Unit | None, inner: Inner, example_inputs: Sequence[Any], key: str
 ) -> Callable[..., Any]:
@@ -33,13 +36,13 @@ def compile_unpadded(
     Later compilations get fake inputs. Real ones no longer say which of their sizes are fixed.
     """
     compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
-    # A CUDA graph would be recorded for each number of tokens.
-    unrecorded = {"triton.cudagraph_skip_dynamic_graphs": True} if inner.patches.get("triton.cudagraphs") else {}
-    of_packed = dataclasses.replace(inner, patches=inner.patches | unrecorded | _NOT_KEPT)
+    # A CUDA graph is recorded for each number of tokens that comes, so these come in steps. Inductor warns of more than eight.
+    is_recorded = bool(inner.patches.get("triton.cudagraphs"))
+    of_packed = dataclasses.replace(inner, patches=inner.patches | _NOT_KEPT | (_ALL_RECORDED if is_recorded else {}))
 
     def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> PackedCode:
         run = of_packed.compile_rewritten(module, [*inputs, *further], key)
-        return PackedCode(run=run, guards=torch_packed.taken_guards(further[0].shape[0], packed.fakes))
+        return PackedCode(run=run, guards=torch_packed.taken_guards(further[0], packed.fakes))
 
     def again(number: int) -> PackedCode | None:
         further = packed.further(number)
@@ -80,6 +83,7 @@ def compile_unpadded(
         facts=packed.facts,
         original=original,
         steps=packed.steps,
+        has_steps=is_recorded,
     )
 
 

@@ -28,6 +28,16 @@ LEAST_TOKENS = 2
 MOST_CODES = 4
 
 
+#: lengths between a power of two and the next one: 1.6% of the tokens are padding on average
+_STEPS_PER_OCTAVE = 32
+
+
+def in_steps(number: int) -> int:
+    """The number of tokens, rounded up to one of the lengths that occur."""
+    step = max(1, (1 << max(number - 1, 1).bit_length() - 1) // _STEPS_PER_OCTAVE)
+    return -(-number // step) * step
+
+
 @dataclass(frozen=True)
 class Batch:
     """Where the real tokens of a batch are: the further inputs of a packed graph, in its order.
@@ -61,7 +71,7 @@ class Batch:
         """packed: bool (B, S), the tokens. real: those that are keys, bool (B, S), the last ones of each row; None: all of them.
 
         As long as if all positions were packed, so that no device has to be asked: behind the tokens stand all other positions, in order.
-        A row of these is no key, and sees the keys of its batch row.
+        These are keys of nothing, and see no key.
         """
         batch, seqlen = packed.shape
         within = packed.cumsum(1)
@@ -74,17 +84,18 @@ class Batch:
         rows = tokens // seqlen
         bounds = starts.to(torch.int32)
         begins = bounds[:-1] if real is None else bounds[1:] - real.sum(1, dtype=torch.int32)
+        is_token = flat < starts[-1]
         return Batch(
             tokens=tokens,
             rows=rows,
             positions=tokens % seqlen,
-            begins=begins[rows],
-            ends=bounds[1:][rows],
+            begins=torch.where(is_token, begins[rows], bounds[-1]),
+            ends=torch.where(is_token, bounds[1:][rows], bounds[-1]),
             starts=starts,
         )
 
     def first(self, number: int) -> Batch:
-        """The first so many tokens alone. No device is asked for anything."""
+        """The first so many, which are all tokens and maybe some padding behind them. No device is asked for anything."""
         *of_tokens, starts = self.inputs
         tokens, rows, positions, begins, ends = [x[:number] for x in of_tokens]
         return Batch(tokens=tokens, rows=rows, positions=positions, begins=begins, ends=ends, starts=starts)
@@ -107,7 +118,7 @@ class Unpadded:
 
     first: the packed graph's code. again: compiles the packed graph for a number of tokens that no code serves; None where that can't be
     done. before: gives int64, the number of tokens and then for each fact 1 where it holds, and the tensors of `Batch`. facts: what it
-    tells of. original: compiles the padded graph.
+    tells of. original: compiles the padded graph. has_steps: numbers of tokens are filled up with padding, so that few are met.
     """
 
     def __init__(
@@ -119,6 +130,7 @@ class Unpadded:
         facts: Sequence[str],
         original: Callable[[], CompiledFn],
         steps: Steps,
+        has_steps: bool = False,
     ) -> None:
         self._codes = [first]
         self._again: Callable[[int], PackedCode | None] | None = again
@@ -128,6 +140,7 @@ class Unpadded:
         self._original: CompiledFn | None = None
         self._lock = threading.Lock()
         self._steps = steps
+        self._has_steps = has_steps
         self._batches = BatchesBefore(steps=steps, read=self._read)
         self._unasked = 0
 
@@ -146,14 +159,19 @@ class Unpadded:
         if self._batches.tell_padded(told, len(whole.tokens)):
             return self.original(*args)
         step = self._read(told.tolist(), len(whole.tokens))
+        length = self._length(step.number, len(whole.tokens))
         # In the caller's grad mode, which decides what is compiled.
-        code = None if step.failed else self._code(step.number, args)
+        code = None if step.failed else self._code(length, args)
         if code is None and not step.failed:
-            step = dataclasses.replace(step, failed=(f"there is code for {step.number} tokens",))
+            step = dataclasses.replace(step, failed=(f"there is code for {length} tokens",))
         self._batches.add(step)
         if code is None:
             return self.original(*args)
-        return code.run(*args, *whole.first(step.number).inputs)
+        return code.run(*args, length, *whole.first(length).inputs)
+
+    def _length(self, number: int, positions: int) -> int:
+        """Of the packed graph's inputs, for so many tokens of so many positions."""
+        return min(in_steps(number), positions) if self._has_steps else number
 
     def _read(self, numbers: Sequence[int], positions: int) -> UnpaddedStep:
         """numbers: what `before` told of a batch of so many positions."""

@@ -7,7 +7,7 @@ import torch
 
 from attn_compiler.torch_private.batches_before import Steps
 from attn_compiler.torch_private.packed import Guards
-from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Unpadded
+from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, in_steps
 
 REAL = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
 
@@ -56,12 +56,12 @@ def test_where_the_real_tokens_are() -> None:
 
 
 def test_padding_stands_behind_the_tokens() -> None:
-    """In order, each position once, and it sees the keys of its row."""
+    """In order, each position once, and it sees nothing."""
     found = Batch.of(REAL)
     assert found.tokens.tolist() == [0, 2, 6, 7, 8, 1, 3, 4, 5]
     assert found.rows.tolist() == [0, 0, 2, 2, 2, 0, 1, 1, 1]
-    assert found.begins.tolist() == [0, 0, 2, 2, 2, 0, 2, 2, 2]
-    assert found.ends.tolist() == [2, 2, 5, 5, 5, 2, 2, 2, 2]
+    assert found.begins.tolist() == [0, 0, 2, 2, 2, 5, 5, 5, 5]
+    assert found.ends.tolist() == [2, 2, 5, 5, 5, 5, 5, 5, 5]
 
 
 def test_any_mask_is_ordered_as_by_a_stable_sort() -> None:
@@ -82,7 +82,7 @@ def test_no_view_of_the_mask_is_asked_for() -> None:
 
 def test_the_packed_graph_is_given_the_batch() -> None:
     steps = Steps()
-    assert unpadded([], steps, most=9)(REAL) == ("packed", 9, 7)
+    assert unpadded([], steps, most=9)(REAL) == ("packed", 9, 8)
     assert [(step.fill, step.failed) for step in steps.last] == [(5 / 9, ())]
 
 
@@ -119,10 +119,26 @@ def test_a_graph_that_is_never_packed_is_asked_now_and_then() -> None:
 def test_code_is_made_again_for_numbers_that_no_code_serves() -> None:
     made: list[int] = []
     function = unpadded(made, Steps(), most=2)
-    assert function(REAL) == ("packed", 5, 7)
-    assert function(REAL) == ("packed", 5, 7)
+    assert function(REAL) == ("packed", 5, 8)
+    assert function(REAL) == ("packed", 5, 8)
     assert made == [5]
     for number in range(6, 6 + MOST_CODES):
         function(torch.ones(1, number, dtype=torch.bool))
     assert len(made) == MOST_CODES - 1
     assert function(torch.ones(1, 99, dtype=torch.bool)) == ("original", 1)
+
+
+def test_lengths_come_in_steps() -> None:
+    """Few of them occur, and little is filled up."""
+    assert len({in_steps(number) for number in range(8193, 16385)}) == 32
+    for number in (*range(2, 200), 8191, 8192, 8193, 16384):
+        assert number <= in_steps(number) <= max(number, number * 33 / 32)
+        assert in_steps(in_steps(number)) == in_steps(number)
+
+
+def test_a_batch_is_filled_up_to_a_step_and_no_further_than_its_positions() -> None:
+    function = unpadded([], Steps(), most=999)
+    assert function._length(129, 200) == 129
+    function._has_steps = True
+    assert function._length(129, 200) == 132
+    assert function._length(129, 130) == 130

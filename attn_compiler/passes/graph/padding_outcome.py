@@ -37,7 +37,7 @@ class Packed:
     before: tells which tokens are packed, and which facts hold.
     original: the model's own graph.
     fakes: fake values of the model's own inputs.
-    inputs: fake values of the packed graph's further inputs.
+    inputs: fake values of the packed graph's further inputs: the number of tokens, and those of `Batch`.
     mode, most: the fake mode of the graph, and the most tokens that there can be, if that is known.
     steps: filled while it runs.
     """
@@ -55,7 +55,7 @@ class Packed:
     most: int | None
     steps: Steps = field(default_factory=Steps)
 
-    def further(self, number: int) -> tuple[torch.Tensor, ...]:
+    def further(self, number: int) -> tuple[Any, ...]:
         """As `inputs`, for another number of tokens."""
         return fake_inputs(self.mode, self.most, number, self.inputs[-1])
 
@@ -72,11 +72,11 @@ class Packed:
         return tuple(found)
 
 
-def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, starts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, starts: torch.Tensor) -> tuple[Any, ...]:
     """Fake values of the further inputs of a packed graph. number: of tokens, which is a size that is not known. starts: like the last."""
     size = torch_packed.own_size(mode, hint=number, most=most)
     with torch_tracing.running_in(mode):
-        return Batch.like(size, starts.shape[0] - 1, starts.device).inputs
+        return size, *Batch.like(size, starts.shape[0] - 1, starts.device).inputs
 
 
 Outcome = KeptGraph | Packed

@@ -30,8 +30,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What tells where the real tokens are, as inputs of the packed graph: the fields of `unpadding.Batch`."""
+    """What tells where the real tokens are, as inputs of the packed graph. number: int, T. The rest: the fields of `unpadding.Batch`."""
 
+    number: fx.Node
     tokens: fx.Node
     rows: fx.Node
     positions: fx.Node
@@ -240,7 +241,12 @@ class Maker:
 
     @property
     def num_tokens(self) -> fx.Node:
-        return self.once("tokens", lambda: self.call(aten.sym_size.int, self.given.tokens, 0))
+        return self.given.number
+
+    def is_token(self) -> fx.Node:
+        """bool (T,): what is no padding that fills up the last step of T."""
+        end = self.once("end of tokens", lambda: self.call(aten.select.int, self.given.starts, 0, -1))
+        return self.once("is token", lambda: self.call(torch.lt, self._places(), end))
 
     def row_starts(self) -> fx.Node:
         """int64 (B,): the place of the first token of each row."""
@@ -390,6 +396,10 @@ def _unpacked(analysis: Analysis, node: fx.Node) -> FormRecipe:
         total = batch * length if isinstance(batch, int) and isinstance(length, int) else None
         flat = total if total is not None else maker.call(operator.mul, batch, length)
         others = list(rows.meta["example_value"].shape[1:])
+        is_token = maker.is_token()
+        for axis in range(len(others)):
+            is_token = maker.call(aten.unsqueeze.default, is_token, axis + 1)
+        rows = maker.call(torch.masked_fill, rows, maker.call(torch.logical_not, is_token), 0)
         zeros = maker.call(aten.new_zeros.default, rows, [flat, *others])
         whole = maker.call(aten.index_put.default, zeros, [maker.given.tokens], rows)
         if i == j:
