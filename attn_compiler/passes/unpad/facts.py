@@ -48,8 +48,11 @@ def graph(
     for node in module.graph.nodes:
         if node.op == "placeholder" or node in wanted:
             copies[node] = new.node_copy(node, lambda n: copies[n])
-    relation = torch.eq if padding.negated else torch.ne
-    real = new.call_function(relation, (copies[roots[0]], 0))
+    # Of a mask that is asked to be 0 or 1, what is neither is left as the model has it (zeroing.py).
+    relation, number = (torch.eq, 0) if padding.negated else (torch.ne, 0)
+    if padding.negated and padding.is_asked:
+        relation, number = torch.ne, 1
+    real = new.call_function(relation, (copies[roots[0]], number))
 
     def given(fact: RuntimeFact) -> list[fx.Node]:
         return [copies[_dynamo(mirror, x)] for x in fact.needs]

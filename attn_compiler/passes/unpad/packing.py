@@ -156,7 +156,8 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     _check_gone(unit, maker)
     drawing.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
     facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
-    asked = [fact for same in facts.values() for fact in (same if same[0].needs else same[:1])]
+    of_mask = [exits.zero_or_one(padding.tensor.node)] if padding.is_asked else []
+    asked = [*of_mask, *(fact for same in facts.values() for fact in (same if same[0].needs else same[:1]))]
     # Padding that counts is a query without keys, which is 0 in both graphs.
     may_count = all(site.keyless is None for site in found.sites)
     counted = [fact for fact in asked if may_count and fact.counts is not None]

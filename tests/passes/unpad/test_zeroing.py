@@ -144,3 +144,43 @@ def last_failed(function: Any) -> tuple[str, ...]:
         for _ in range(12):
             function(ids_of(FULL), FULL)
     return next(step.failed for step in reversed(report().last) if step.fill < 1)
+
+
+ASKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mask == 1": lambda mask: mask == 1,
+    "mask > 0": lambda mask: mask > 0,
+    "not 1 - mask": lambda mask: ~(1 - mask).bool(),
+    "mask < 1": lambda mask: mask < 1,
+    "mask != 1": lambda mask: mask != 1,
+}
+
+
+@pytest.mark.parametrize("words", ASKED)
+def test_masks_that_are_asked_for_one(words: str) -> None:
+    """They are padding as long as they are 0 or 1. Else the padded graph runs, and no real token is made 0."""
+    is_allowed = ASKED[words]
+    is_negated = words in ("mask < 1", "mask != 1")
+
+    class Asking(Encoder):
+        def allowed(self, mask: torch.Tensor) -> torch.Tensor:
+            return is_allowed(mask)[:, None, None, :]
+
+    torch.manual_seed(0)
+    model = Asking(ending=lambda x, mask: (x, mean(x, is_allowed(mask).long()))).double()
+    function = compiled(model)
+    for real in (MASK, FULL, mask_of(3, 0, 9)):
+        mask = 1 - real if is_negated else real
+        ids = ids_of(real)
+        found, expected = function(ids, mask), model(ids, mask)
+        assert report().last[-1].failed == ()
+        torch.testing.assert_close(found[0], expected[0].masked_fill(real[..., None] == 0, 0), atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(found[1], expected[1], atol=1e-12, rtol=1e-10)
+    for other in (2, -1):
+        mask = MASK.clone()
+        mask[0, 1] = mask[1, 3] = mask[2, 9] = other
+        ids = ids_of(MASK)
+        found, expected = function(ids, mask), model(ids, mask)
+        assert report().last[-1].failed == ("the mask of padding is 0 or 1",)
+        real = is_allowed(mask)
+        torch.testing.assert_close(found[0][real], expected[0][real], atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(found[1], expected[1], atol=1e-12, rtol=1e-10)
