@@ -6,7 +6,7 @@
 Each case is compiled once a side, and all its fills run on that code. A case starts while there is time for it (`--budget`); its timing
 takes what remains, shared by the cases that follow. Rows are written as they come, to benchmarks/results/unpad_gpu.csv.
 `error`: the largest difference from eager on real tokens (in training of the loss), over eager's largest number. `launched_ms`: how long
-the host is busy in one call of `unpad`, the device's queue empty. `padded_calls`: those of the last calls that ran padded.
+the host is busy in one call, with nothing queued before. `padded_calls`: those of the last calls that ran padded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,17 @@ SIDES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 COLUMNS = (
     *("case", "training", "dtype", "inputs", "fill", "mode", "rounds"),
     *(f"{side}_p50_ms" for side in SIDES),
-    *("over_inductor", "over_padded", "launched_ms", "padded_calls", "error", "kept", "compile_s", "failure"),
+    *(
+        "over_inductor",
+        "over_padded",
+        "inductor_launched_ms",
+        "unpad_launched_ms",
+        "padded_calls",
+        "error",
+        "kept",
+        "compile_s",
+        "failure",
+    ),
 )
 #: calls before the timing: those that are asked tell of the next ones, and CUDA graphs are recorded
 _WARM_CALLS = 6
@@ -182,7 +192,7 @@ def measure(
             **{
                 f"over_{side}": f"{harness.ratio(times[side], times['unpad']):.3f}" for side in sides if side != "unpad"
             },
-            "launched_ms": f"{launched(steps['unpad'], device):.3f}",
+            **{f"{side}_launched_ms": f"{launched(steps[side], device):.3f}" for side in ("inductor", "unpad")},
             "error": f"{error:.2e}",
             "compile_s": f"{compile_s:.1f}",
             **_found(),

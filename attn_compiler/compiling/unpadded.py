@@ -84,6 +84,7 @@ def compile_unpadded(
         original=original,
         steps=packed.steps,
         has_steps=is_recorded,
+        are_awaited=_is_launched(packed.fakes),
     )
 
 

@@ -77,16 +77,21 @@ class ArrivingFromGpu:
         return found
 
 
-def arriving(told: torch.Tensor) -> Arriving | None:
-    """Send numbers to the host. told: int64 (n,). None where nobody has to wait for them, as on a CPU."""
-    return ArrivingFromGpu(told) if told.is_cuda else None
+def arriving(told: torch.Tensor) -> Arriving:
+    """Send numbers to the host. told: int64 (n,)."""
+    return ArrivingFromGpu(told)
 
 
 class BatchesBefore:
-    """The last batches of one graph. steps: filled. read: what numbers say of a batch of so many positions."""
+    """The last batches of one graph.
 
-    def __init__(self, *, steps: Steps, read: Callable[[Sequence[int], int], UnpaddedStep]) -> None:
-        self._steps, self._read = steps, read
+    steps: filled. read: what numbers say of a batch of so many positions. are_awaited: the host has to wait for numbers, as on a GPU.
+    """
+
+    def __init__(
+        self, *, steps: Steps, read: Callable[[Sequence[int], int], UnpaddedStep], are_awaited: bool = False
+    ) -> None:
+        self._steps, self._read, self._are_awaited = steps, read, are_awaited
         self._lately: deque[bool] = deque(maxlen=_IN_A_ROW)
         self._under_way: deque[tuple[Arriving, int]] = deque()
         self._lock = threading.Lock()
@@ -96,23 +101,25 @@ class BatchesBefore:
         with self._lock:
             self._note(step)
 
-    def tell_padded(self, told: torch.Tensor, positions: int) -> bool:
-        """Whether the batch is to run padded, without a wait, since those before were better padded. Its own numbers are read when they
-        come. told: int64 (n,), of a batch of so many positions. A wrong guess costs time alone."""
+    def are_better_padded(self) -> bool:
+        """Whether the next batch is to run padded, without a wait, since those before were better padded. A wrong guess costs time."""
         with self._lock:
             while self._under_way and self._under_way[0][0].are_there():
                 found, of = self._under_way.popleft()
                 step = self._read(found.numbers(), of)
                 self._note(dataclasses.replace(step, failed=(*step.failed, MUCH_PADDING)))
-            if len(self._lately) < _IN_A_ROW or not all(self._lately):
-                return False
-            # With many on their way, these are enough.
-            if len(self._under_way) < _MOST_UNDER_WAY:
-                sent = arriving(told)
-                if sent is None:
-                    return False
-                self._under_way.append((sent, positions))
-            return True
+            return self._are_awaited and len(self._lately) == _IN_A_ROW and all(self._lately)
+
+    @property
+    def are_enough_under_way(self) -> bool:
+        """Whether a batch that runs padded need not be asked for its numbers."""
+        return len(self._under_way) >= _MOST_UNDER_WAY
+
+    def send(self, told: torch.Tensor, positions: int) -> None:
+        """Ask a batch that runs padded for its numbers, which are read when they come. told: int64 (n,), of so many positions."""
+        sent = arriving(told)
+        with self._lock:
+            self._under_way.append((sent, positions))
 
     def _note(self, step: UnpaddedStep) -> None:
         self._lately.append(step.is_better_padded)

@@ -119,6 +119,7 @@ class Unpadded:
     first: the packed graph's code. again: compiles the packed graph for a number of tokens that no code serves; None where that can't be
     done. before: gives int64, the number of tokens and then for each fact 1 where it holds, and the tensors of `Batch`. facts: what it
     tells of. original: compiles the padded graph. has_steps: numbers of tokens are filled up with padding, so that few are met.
+    are_awaited: the host has to wait for what `before` gives, as on a GPU.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Unpadded:
         original: Callable[[], CompiledFn],
         steps: Steps,
         has_steps: bool = False,
+        are_awaited: bool = False,
     ) -> None:
         self._codes = [first]
         self._again: Callable[[int], PackedCode | None] | None = again
@@ -141,7 +143,7 @@ class Unpadded:
         self._lock = threading.Lock()
         self._steps = steps
         self._has_steps = has_steps
-        self._batches = BatchesBefore(steps=steps, read=self._read)
+        self._batches = BatchesBefore(steps=steps, read=self._read, are_awaited=are_awaited)
         self._unasked = 0
 
     def __call__(self, *args: Any) -> Any:
@@ -152,12 +154,10 @@ class Unpadded:
             self._unasked += 1
             return self.original(*args)
         self._unasked = 0
-        with torch.no_grad():
-            # Where tokens are is asked before the wait, too: nothing runs on the device from then until the packed graph does.
-            told, *places = self._before(*args)
-            whole = Batch(*places)
-        if self._batches.tell_padded(told, len(whole.tokens)):
-            return self.original(*args)
+        if self._batches.are_better_padded():
+            return self._unawaited(*args)
+        # Where tokens are is asked before the wait, too: nothing runs on the device from then until the packed graph does.
+        told, whole = self._ask(*args)
         step = self._read(told.tolist(), len(whole.tokens))
         length = self._length(step.number, len(whole.tokens))
         # In the caller's grad mode, which decides what is compiled.
@@ -168,6 +168,19 @@ class Unpadded:
         if code is None:
             return self.original(*args)
         return code.run(*args, length, *whole.first(length).inputs)
+
+    def _unawaited(self, *args: Any) -> Any:
+        """Run the padded graph, and ask the batch while it runs: what it was tells of the next ones."""
+        given = self.original(*args)
+        if not self._batches.are_enough_under_way:
+            told, whole = self._ask(*args)
+            self._batches.send(told, len(whole.tokens))
+        return given
+
+    def _ask(self, *args: Any) -> tuple[torch.Tensor, Batch]:
+        with torch.no_grad():
+            told, *places = self._before(*args)
+        return told, Batch(*places)
 
     def _length(self, number: int, positions: int) -> int:
         """Of the packed graph's inputs, for so many tokens of so many positions."""

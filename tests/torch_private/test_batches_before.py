@@ -38,7 +38,7 @@ class Batches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[Late] = []
         self.steps = Steps()
-        self.before = BatchesBefore(steps=self.steps, read=read)
+        self.before = BatchesBefore(steps=self.steps, read=read, are_awaited=True)
         monkeypatch.setattr(batches_before, "arriving", self.send)
 
     def send(self, told: torch.Tensor) -> Late:
@@ -48,7 +48,9 @@ class Batches:
     def call(self, number: int, holds: int = 1) -> str:
         """As `Unpadded` does."""
         told = torch.tensor([number, holds])
-        if self.before.tell_padded(told, POSITIONS):
+        if self.before.are_better_padded():
+            if not self.before.are_enough_under_way:
+                self.before.send(told, POSITIONS)
             return "padded"
         self.before.add(read(told.tolist(), POSITIONS))
         return "asked"
@@ -109,11 +111,10 @@ def test_batches_that_ran_padded_unasked_are_not_never_packed(batches: Batches) 
     assert not batches.steps.are_all_padded
 
 
-def test_nobody_waits_on_a_cpu() -> None:
-    assert batches_before.arriving(torch.tensor([3, 1])) is None
+def test_where_nobody_waits_each_batch_tells_of_itself() -> None:
     before = BatchesBefore(steps=Steps(), read=read)
     for _ in range(4):
-        assert not before.tell_padded(torch.tensor([100, 1]), POSITIONS)
+        assert not before.are_better_padded()
         before.add(read([100, 1], POSITIONS))
 
 
@@ -121,7 +122,6 @@ def test_nobody_waits_on_a_cpu() -> None:
 def test_numbers_come_from_a_gpu() -> None:
     told = torch.tensor([7, 1], device="cuda")
     late = batches_before.arriving(told)
-    assert late is not None
     torch.cuda.synchronize()
     assert late.are_there()
     assert late.numbers() == [7, 1]

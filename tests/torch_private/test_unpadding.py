@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
+from attn_compiler.torch_private import batches_before
 from attn_compiler.torch_private.batches_before import Steps
 from attn_compiler.torch_private.packed import Guards
 from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, in_steps
@@ -142,3 +145,18 @@ def test_a_batch_is_filled_up_to_a_step_and_no_further_than_its_positions() -> N
     function._has_steps = True
     assert function._length(129, 200) == 132
     assert function._length(129, 130) == 130
+
+
+def test_a_batch_that_runs_padded_is_asked_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has work by then."""
+    order: list[str] = []
+    monkeypatch.setattr(
+        batches_before, "arriving", lambda told: order.append("sent") or SimpleNamespace(are_there=bool)
+    )
+    function = unpadded([], Steps(), most=9)
+    function._batches._are_awaited = True
+    before, full = function._before, REAL | True
+    function._before = lambda *args: order.append("asked") or before(*args)  # type: ignore[func-returns-value]
+    function._compile_original = lambda: lambda *args: order.append("ran")
+    assert [function(full) is None for _ in range(3)] == [False, False, True]
+    assert order == ["asked", "asked", "ran", "asked", "sent"]
