@@ -50,6 +50,8 @@ COLUMNS = (
         "failure",
     ),
 )
+#: CUDA graphs, also of packed graphs
+RECORDED = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": False}
 #: calls before the timing: those that are asked tell of the next ones, and CUDA graphs are recorded
 _WARM_CALLS = 6
 
@@ -164,7 +166,7 @@ def measure(
     compiled = {}
     for side in sides:
         backend, given = SIDES[side]
-        recorded = {"triton.cudagraphs": mode == "reduce-overhead"}
+        recorded = RECORDED if mode == "reduce-overhead" else {}
         compiled[side] = torch.compile(model, dynamic=False, backend=backend, options={**given, **recorded})
     for fill in FILLS:
         start = time.perf_counter()

@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 _NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
-_ALL_RECORDED = {"triton.cudagraph_dynamic_shape_warn_limit": None}
+_SKIPS = "triton.cudagraph_skip_dynamic_graphs"
+#: Inductor warns of more than eight recordings of one graph.
+_NEVER_WARNED = {"triton.cudagraph_dynamic_shape_warn_limit": None}
 
 
 def compile_unpadded(
@@ -36,9 +38,11 @@ def compile_unpadded(
     Later compilations get fake inputs. Real ones no longer say which of their sizes are fixed.
     """
     compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
-    # A CUDA graph is recorded for each number of tokens that comes, so these come in steps. Inductor warns of more than eight.
     is_recorded = bool(inner.patches.get("triton.cudagraphs"))
-    of_packed = dataclasses.replace(inner, patches=inner.patches | _NOT_KEPT | (_ALL_RECORDED if is_recorded else {}))
+    # A CUDA graph would be recorded for each number of tokens, unless somebody says that these be recorded: then numbers come in steps.
+    has_steps = is_recorded and inner.patches.get(_SKIPS) is False
+    patches = {_SKIPS: True} if is_recorded and not has_steps else _NEVER_WARNED if has_steps else {}
+    of_packed = dataclasses.replace(inner, patches=inner.patches | patches | _NOT_KEPT)
 
     def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> PackedCode:
         run = of_packed.compile_rewritten(module, [*inputs, *further], key)
@@ -83,7 +87,7 @@ def compile_unpadded(
         facts=packed.facts,
         original=original,
         steps=packed.steps,
-        has_steps=is_recorded,
+        has_steps=has_steps,
         are_awaited=_is_launched(packed.fakes),
     )
 

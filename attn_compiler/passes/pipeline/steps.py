@@ -13,6 +13,7 @@ from torch import fx
 
 from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.first_look import SharedGraph
+from attn_compiler.passes.graph.padding_outcome import Packed
 from attn_compiler.passes.graph.unit import GraphMemory, Unit, closed_to_us, units
 from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep, check_contracts
@@ -25,7 +26,6 @@ from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.torch_private.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
-
 #: what looking for what was done before, doing it again, and keeping it takes, among the seconds of steps
 _CACHE = "cache"
 
@@ -44,8 +44,8 @@ def _snapshot(work: Work) -> None:
 
 
 def _checkpoints(work: Work) -> Onward | None:
-    """Where a sequence is, and what masks read, is followed from a graph into the checkpoints that it calls, and back."""
-    if not work.options.is_context_parallel or work.inlined is not None:
+    """Where a sequence or padding is, and what masks read, is followed from a graph into the checkpoints that it calls, and back."""
+    if not (work.options.is_context_parallel or work.options.unpad) or work.inlined is not None:
         return None
     from attn_compiler.passes.pipeline import rooms
 
@@ -329,7 +329,11 @@ def _outline(work: Work) -> None:
     if work.inlined is not None:
         from attn_compiler.passes.pipeline import rooms
 
-        rooms.checkpoints.outline(work.gm, work.inlined)
+        packed = next((unit.outcome for unit in work.units if isinstance(unit.outcome, Packed)), None)
+        outline = rooms.checkpoints.outline if packed is None else rooms.checkpoints.outline_copy
+        beside = [packed.original] if packed else []
+        for gm in (work.gm, *beside, *([work.padded.graph_module] if work.padded else [])):
+            outline(gm, work.inlined)
 
 
 def _keep(work: Work) -> None:

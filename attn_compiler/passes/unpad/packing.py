@@ -109,17 +109,10 @@ def _check_graph(unit: Unit) -> None:
             remedy="set torch._dynamo.config.optimize_ddp = False",
         )
     rule = "the attentions are calls of the captured graph itself"
-    if unit.is_body:
-        remedy = "train without gradient checkpointing"
-        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, f"attention is in the body {unit.name}", remedy=remedy)
-    if unit.place.callees:
-        names = ", ".join(body.name for _, body in unit.place.callees)
-        raise KeepsPadding(
-            Code.PADDING_OTHER_CALLS,
-            rule,
-            f"attention is in the body {names}",
-            remedy="train without gradient checkpointing",
-        )
+    if unit.is_body or unit.place.callees:
+        names = unit.name if unit.is_body else ", ".join(body.name for _, body in unit.place.callees)
+        remedy = "use no checkpoint within a checkpoint"
+        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, f"attention is in the body {names}", remedy=remedy)
     if unit.spelling.calls or unit.spelling.local:
         raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, "FlexAttention, a library's kernel or DTensors")
     if unit.options.fp8_recipe is not None:

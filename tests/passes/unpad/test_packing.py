@@ -341,15 +341,15 @@ def test_hidden_dropout_is_told_to_be_equal_in_law() -> None:
     assert not any("statistically equal" in note for note in report().notes)
 
 
-def test_checkpointed_layers_keep_padding_in() -> None:
+def test_a_checkpoint_in_a_checkpoint_keeps_padding_in() -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(Encoder):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor, **further: torch.Tensor) -> torch.Tensor:
-            x = self.words(ids)
-            for layer in self.layers:
-                x = checkpoint(layer, x, self.allowed(mask), use_reentrant=False)
-            return x
+            def inner(x: torch.Tensor) -> torch.Tensor:
+                return checkpoint(self.layers[0], x, self.allowed(mask), use_reentrant=False)
+
+            return checkpoint(lambda x: inner(x) * 2, self.words(ids), use_reentrant=False)
 
     model = Checkpointed()
     out = compiled(model, inner="aot_eager")(ids_of(MASK), MASK)

@@ -24,6 +24,7 @@ from tests.passes.unpad.encoder import (
 from tests.passes.unpad.test_zeroing import cls, held, loss, mean
 
 STEP = 8
+RECORDED = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": False}
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def of(model: Encoder, **further: Any) -> tuple[Encoder, Any]:
     """In float64, asking for CUDA graphs, which are what steps are for."""
-    return model.double(), compiled(model, **{"triton.cudagraphs": True}, **further)
+    return model.double(), compiled(model, **RECORDED, **further)
 
 
 MASKS = (MASK, mask_of(1, 10, 0), mask_of(9, 9, 9), mask_of(LENGTH, LENGTH, LENGTH), mask_of(2, 2, 4), mask_of(1, 1, 0))
@@ -95,6 +96,14 @@ def held_on_real_tokens(model: Encoder, function: Any, mask: torch.Tensor, label
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-9)
 
 
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}])
+def test_there_are_none_unless_each_is_to_be_recorded(options: dict[str, Any], lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Encoder().double()
+    held(model, compiled(model, **options), MASK)
+    assert lengths == [21]
+
+
 def test_the_first_token_of_each_row(lengths: list[int]) -> None:
     torch.manual_seed(0)
     model, function = of(Encoder(ending=cls))
@@ -109,7 +118,7 @@ def test_compiled_by_inductor(training: bool, lengths: list[int]) -> None:
     """Its graphs take the length as a number: a CUDA graph is found by it."""
     torch.manual_seed(0)
     model = Encoder(ending=mean).double()
-    function = compiled(model, inner="inductor", **{"triton.cudagraphs": True})
+    function = compiled(model, inner="inductor", **RECORDED)
     for mask in MASKS[:3]:
         if training:
             held(model, function, mask)
