@@ -1,6 +1,6 @@
 """Padded batches with `options={"unpad": True}`, beside Inductor and beside our backend without the option, in one process.
 
-    python -m benchmarks.bench_unpad --budget 150          # on a GPU: five models' inference and two models' training, of three fills
+    python -m benchmarks.bench_unpad --budget 150          # on a GPU: inference of four models and training of two, three fills
     python -m benchmarks.bench_unpad --dry-run             # tiny models on a CPU, to see that it runs
 
 Each case is compiled once a side, and all its fills run on that code. A case starts while there is time for it (`--budget`); its timing
@@ -52,11 +52,9 @@ COLUMNS = (
 )
 #: CUDA graphs, also of packed graphs
 RECORDED = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": False}
-#: calls before the timing: those that are asked tell of the next ones, and CUDA graphs are recorded
-_WARM_CALLS = 6
+_WARM_CALLS = 6  # Those that are asked tell of the next ones, and CUDA graphs are recorded.
 
 Batch = dict[str, torch.Tensor]
-Step = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Case:
 
 
 def padding(batch: int, length: int, fill: float) -> torch.Tensor:
-    """int64 (batch, length), padded on the right: lengths spread evenly, the longest row full, up to rounding that share of tokens."""
+    """int64 (batch, length), padded on the right: lengths spread evenly, and up to rounding that share of tokens is real."""
     shortest = max(1.0, length * (2 * fill - 1)) if fill > 0.5 else 1.0
     spread = torch.linspace(shortest, length if fill > 0.5 else 2 * fill * length, batch).round().long()
     return (torch.arange(length) < spread[:, None]).long()
@@ -114,7 +112,7 @@ def build(case: Case, *, dry: bool) -> nn.Module:
     return getattr(transformers, case.model)(config).train(case.training)
 
 
-def step_of(model: nn.Module, function: Any, batch: Batch, *, training: bool) -> Step:
+def step_of(model: nn.Module, function: Any, batch: Batch, *, training: bool) -> harness.Step:
     """A forward, or a forward of the loss with the backward."""
     if not training:
 
@@ -124,12 +122,15 @@ def step_of(model: nn.Module, function: Any, batch: Batch, *, training: bool) ->
 
         return forward
 
+    parameters = list(model.parameters())
+
     def forward_backward() -> torch.Tensor:
-        model.zero_grad(set_to_none=True)
+        # `zero_grad` looks for parameters for milliseconds, in which the device has nothing to do.
+        for parameter in parameters:
+            parameter.grad = None
         output = function(**batch)
         output.loss.backward()
-        loss: torch.Tensor = output.loss.detach()
-        return loss
+        return harness.main_output(output.loss.detach())
 
     return forward_backward
 
@@ -141,7 +142,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> fl
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-12))
 
 
-def launched(step: Step, device: str) -> float:
+def launched(step: harness.Step, device: str) -> float:
     """Milliseconds until a call comes back, with nothing queued before: the median of seven."""
     times = []
     for _ in range(7):
@@ -206,9 +207,9 @@ def _found() -> dict[str, str]:
     import attn_compiler
 
     said = next((report.unpad for report in reversed(attn_compiler.reports()) if report.unpad is not None), None)
-    if said is None:
-        return {"kept": "nothing was compiled", "padded_calls": ""}
-    return {"kept": str(said.kept or ""), "padded_calls": str(sum(bool(step.failed) for step in said.last))}
+    last = [] if said is None else said.last
+    kept = "nothing was compiled" if said is None else said.kept or ""
+    return {"kept": str(kept), "padded_calls": str(sum(bool(step.failed) for step in last))}
 
 
 def main() -> None:

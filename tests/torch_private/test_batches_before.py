@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -116,6 +117,21 @@ def test_where_nobody_waits_each_batch_tells_of_itself() -> None:
     for _ in range(4):
         assert not before.are_better_padded()
         before.add(read([100, 1], POSITIONS))
+
+
+def test_nothing_goes_by_when_numbers_come_where_runs_are_to_be_the_same(batches: Batches) -> None:
+    with deterministic_algorithms():
+        assert [batches.call(100) for _ in range(4)] == ["asked"] * 4
+    assert batches.call(100) == "padded"
+
+
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
