@@ -17,7 +17,7 @@ WANTED = (
     "benchmarks/results/h200.csv",
     "constraints.txt",
     "docs/architecture.md",
-    "docs/speed_h200.png",
+    "docs/images/card.svg",
     "examples/quickstart.py",
     "noxfile.py",
     "pyproject.toml",

@@ -196,7 +196,7 @@ def _module(where: str) -> Any:
 
 
 def _code(parsed: argparse.Namespace) -> int:
-    from attn_compiler.reasons.pages import PAGES, page_of
+    from attn_compiler.reasons.pages import PAGES, ExampleKind, page_of
 
     page = page_of(parsed.code)
     if page is None:
@@ -206,7 +206,10 @@ def _code(parsed: argparse.Namespace) -> int:
         )
         print(said, file=sys.stderr)
         return 2
-    print(f"{page.code}: {page.title}\n\n{page.cause}\n\nWhat to do: {page.remedy}\n\nExample:\n\n{page.example}")
+    # A decision's example asks a lowering on a made-up machine, which no user can.
+    is_users = page.kind is not ExampleKind.DECISION
+    example = page.example if is_users else 'print(attn_compiler.explain(model, **inputs))  # named below "refused"'
+    print(f"{page.code}: {page.title}\n\n{page.cause}\n\nWhat to do: {page.remedy}\n\nExample:\n\n{example}")
     return 0
 
 

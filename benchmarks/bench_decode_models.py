@@ -20,8 +20,8 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ Step = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """filled: lengths of the cache that steps are measured at. generated: new tokens of a `generate` call instead of steps."""
+    """filled: lengths of the cache that steps are measured at. generated: new tokens of a `generate` call instead of steps. config: sizes
+    that differ from the others'."""
 
     name: str
     family: str
@@ -57,13 +58,28 @@ class Case:
     filled: tuple[int, ...] = (2048, 4000, 64)
     sides: tuple[str, ...] = ("attn_compiler", "inductor")
     generated: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
+
+#: DeepSeek V3.2's attention, whose queries have 2048 keys each, with few layers and without experts
+_CHOOSING: dict[str, Any] = {
+    "hidden_size": 7168,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "layer_types": ["indexed_attention"] * 2,
+    "mlp_layer_types": ["dense"] * 2,
+    "index_topk": 2048,
+    "max_position_embeddings": 65536,
+}
 
 CASES = (
     Case(name="llama_b16", family="Llama", batch=16, sides=("attn_compiler", "inductor", "inductor_flex")),
     Case(name="llama_b1", family="Llama", batch=1),
     Case(name="qwen3_b16", family="Qwen3", batch=16),
     Case(name="qwen3_b1", family="Qwen3", batch=1),
+    Case(name="deepseek_v32_b1", family="DeepseekV32", batch=1, length=16384, filled=(8192, 16000), config=_CHOOSING),
     Case(name="llama_generate_b16", family="Llama", batch=16, length=2048 + 256, filled=(2048,), generated=256),
 )
 _CONFIG = {
@@ -82,7 +98,7 @@ def build(case: Case, side: str, device: str, weights: dict[str, torch.Tensor] |
     import transformers
 
     implementation = "flex_attention" if side == "inductor_flex" else "sdpa"
-    sizes = {**_CONFIG, **({"head_dim": 128} if case.family == "Qwen3" else {}), **config}
+    sizes = {**_CONFIG, **({"head_dim": 128} if case.family == "Qwen3" else {}), **case.config, **config}
     made = getattr(transformers, f"{case.family}Config")(attn_implementation=implementation, **sizes)
     with torch.device(device):
         torch.manual_seed(0)

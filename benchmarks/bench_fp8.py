@@ -38,11 +38,12 @@ import attn_compiler
 from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
+from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, harness, kernel_cases, waves
 from benchmarks.bench_kernels import Timed
 from benchmarks.harness import BACKEND
-from benchmarks.kernel_cases import Case, EagerEmitter, Pass
+from benchmarks.kernel_cases import Case, Pass
 
 RESULTS = Path(__file__).parent / "results" / "fp8_h200.csv"
 BASELINE = "sdpa_cudnn"
@@ -192,7 +193,7 @@ def kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Callable[
     emitter: Any = EagerEmitter(target)
     nodes = {name: emitter.given(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
     lowering.emit(emitter, lowering.plan(spec, target), Operands(**nodes))
-    leaf, arguments = emitter.leaf_call(side.lowering)
+    leaf, arguments = kernel_cases.leaf_call(emitter, side.lowering)
     return lambda: leaf(*arguments)[0]
 
 

@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -68,11 +68,26 @@ PINNED_KERNEL = {
     "sdpa_efficient": re.compile(r"^(?!.*cudnn).*fmha", re.IGNORECASE),
     "triton": re.compile(r"^attention_forward(?!_)"),
     "fa4": re.compile(r"flash_attncuteflash_(fwd|bwd)"),
-    "hopper": re.compile(r"^attention_(forward|backward)_sm90"),
+    "hopper": re.compile(r"^attention_(forward|backward|(forward|grad|grad_v)_wide)_sm90"),
 }
 PINNED_KERNEL["cudnn"] = PINNED_KERNEL["sdpa_cudnn"]
 #: lowerings whose backward may be the kernel of others
 _BACKWARD_OF = {"hopper": {"sdpa_cudnn", "cudnn"}}
+
+
+class Asked(Protocol):
+    """What `prepare` takes: a name, a lowering that is forced ("": none), and how to make the case."""
+
+    @property
+    def words(self) -> str: ...
+
+    @property
+    def forced(self) -> str: ...
+
+    def case(self, size: models.Size, device: str) -> Case: ...
+
+
+AnyAsked = TypeVar("AnyAsked", bound=Asked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +112,12 @@ class Measured:
         values = (self.family, self.implementation, scenario, "bfloat16", self.forced)
         return dict(zip(KEYS, values, strict=True))
 
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Of our side. Under checkpoints it keeps what attention gave."""
+        found = {"lowering": self.forced} if self.forced not in ("", NOTHING) else {}
+        return found | ({"checkpoint": "keep_attention"} if self.scenario.checkpointed else {}) or None
+
     def case(self, size: models.Size, device: str) -> Case:
         """Raises ValueError where the family has no such attention implementation."""
         training, family = self.scenario.training, models.FAMILIES[self.family]
@@ -109,6 +130,9 @@ class Measured:
             baseline = models.build(self.family, size, implementation, torch.bfloat16, device).train(training)
             implementation = NOTHING
         model = models.build(self.family, size, implementation, torch.bfloat16, device).train(training)
+        for each in (model, baseline) if self.scenario.checkpointed else ():
+            if each is not None:
+                each.gradient_checkpointing_enable()
         arguments = inputs.example_inputs(self.family, size, self.scenario, torch.bfloat16, device)
         mask = arguments.get("attention_mask")
         text2text = family.inputs == "text2text"
@@ -208,22 +232,22 @@ class Way:
     seconds: float
 
 
-def measure(measured: Measured, way: Way) -> dict[str, str] | None:
+def measure(measured: Asked, way: Way) -> dict[str, str] | None:
     """One row, or None where the family has no such implementation. Whatever fails becomes the row's `failure`."""
     return prepare((measured, way), contextlib.nullcontext())()
 
 
-def prepare(what: tuple[Measured, Way], lock: AbstractContextManager[Any]) -> waves.Finish:
+def prepare(what: tuple[Asked, Way], lock: AbstractContextManager[Any]) -> waves.Finish:
     """Compile and check a case; its row follows by timing it. lock: held while its results are computed in float32."""
     measured, way = what
     begun = time.monotonic()
     torch.backends.cudnn.allow_tf32 = False  # The float32 reference has convolutions.
     try:
         case = measured.case(way.size, way.device)
-        steps = compiled(case, measured.forced, way.device, lock)
+        steps = compiled(case, measured.options, way.device, lock)
         every = compare.chosen(attn_compiler.reports())["lowerings"]
         row = compare.chosen(_last_reports(case)) | {"compile_s": f"{time.monotonic() - begun:.1f}"}
-        row |= {"graphs": str(len(attn_compiler.reports()))}
+        row |= {"graphs": str(len(attn_compiler.reports()))} if case.before else {}
         forget(case, way.device)
         print(measured.words, "compiled after", row["compile_s"], "s", file=sys.stderr, flush=True)
         if way.device != "cpu":
@@ -245,12 +269,13 @@ def _last_reports(case: Case) -> Sequence[attn_compiler.Report]:
     return reports[-1:] if case.before else attn_compiler.reports()
 
 
-def compiled(case: Case, forced: str, device: str, lock: AbstractContextManager[Any]) -> dict[str, Step]:
+def compiled(
+    case: Case, options: Mapping[str, Any] | None, device: str, lock: AbstractContextManager[Any]
+) -> dict[str, Step]:
     """Both sides, tried again where what other processes do at the same time left too little memory: the last time while none compares.
 
     What was compiled is kept on disk, so another try takes little time.
     """
-    options = {"lowering": forced} if forced not in ("", NOTHING) else None
     # Both sides count against the limit of the one model.
     torch._dynamo.config.recompile_limit = 64
     for wait in WAITS:
@@ -314,8 +339,8 @@ def wanted(cases: Iterable[Measured], patterns: Sequence[str]) -> list[Measured]
 
 
 def results(
-    cases: Sequence[Measured], options: argparse.Namespace, until: float
-) -> Iterator[tuple[Measured, dict[str, str] | None]]:
+    cases: Sequence[AnyAsked], options: argparse.Namespace, until: float
+) -> Iterator[tuple[AnyAsked, dict[str, str] | None]]:
     """Cases with their rows, as they come; nothing is begun after that time."""
     way = Way(size=options.size, device=options.device, seconds=options.seconds)
     if options.jobs > 1:
@@ -359,7 +384,10 @@ def main() -> int:
     done = {tuple(row.get(key, "") for key in KEYS) for row in file.rows}
     cases = wanted(plan(options.families, options.scenarios), options.cases)
     cases = [dataclasses.replace(case, changing=options.changing) for case in cases]
-    cases = [case for case in cases if tuple(case.names.values()) not in done]
+    missing = {case.family for case in cases if not models.is_known(case.family)}
+    if missing:
+        print("transformers has no", ", ".join(sorted(missing)), file=sys.stderr, flush=True)
+    cases = [case for case in cases if tuple(case.names.values()) not in done and case.family not in missing]
     until = start + options.budget_seconds
     left = len(cases)
     for measured, row in results(cases, options, until):

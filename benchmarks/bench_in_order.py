@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.choice import in_order, shape_class
+from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.lowerings.hopper.call import backward_of
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared.launching import ahead, imagined, persistent
@@ -44,7 +45,7 @@ from attn_compiler.lowerings.shared.parts import part_tensors
 from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases
 from benchmarks.bench_kernels import Timed
-from benchmarks.kernel_cases import Case, EagerEmitter, Problem
+from benchmarks.kernel_cases import Case, Problem
 
 RESULTS = Path(__file__).parent / "results" / "in_order_h200.csv"
 MEASURED = ("rounds", "p20_us", "p50_us", "p80_us", "tflops", "error", "same", "failure")

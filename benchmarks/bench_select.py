@@ -35,12 +35,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler.lowerings import LOWERINGS, by_name
 from attn_compiler.lowerings.base import Operands
+from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select
 from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, harness, kernel_cases, kernel_peers, select_cases, standing
 from benchmarks.bench_kernels import Timed
-from benchmarks.kernel_cases import Case, EagerEmitter, Pass, Problem
+from benchmarks.kernel_cases import Case, Pass, Problem
 from benchmarks.kernel_peers import Make, Side
 
 RESULTS = Path(__file__).parent / "results" / "select_h200.csv"

@@ -7,6 +7,7 @@
 A row is a form (shared_sequence_cases.py), a length and a method, over NCCL, a GPU a process. "torch ..." are PyTorch's
 `context_parallel`, uncompiled as people call it, which has causal attention alone. The form "model" is a training step (forward, loss,
 backward) of a Llama of 8 layers with DDP; "model checkpointed" checkpoints each layer, and has no GPU beside it that would hold all of it.
+"decode" is a step of that Llama with one token for each of 8 rows, over a cache of that length (shared_cache.py).
 --overlaps are Inductor's own ways to run collectives beside other work. One GPU computes the whole ("whole") in turn with the ranks, in
 the same processes. Attention is timed a few steps in a row. Times are medians of rounds, each of them the slowest rank's.
 `efficiency`: whole / (ranks · shared). Differences are of this rank's part to one GPU's result, in the norm; the largest of all ranks.
@@ -33,12 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import attn_compiler
-from benchmarks import bench_h200, harness, members, shared_sequence_cases
+from benchmarks import bench_h200, harness, members, shared_cache, shared_sequence_cases
 from benchmarks.shared_sequence_cases import FORMS, FULL, PEERS, SMALL, Attention, Sizes
 
 RESULTS = Path(__file__).parent / "results" / "shared_sequence_gpus.csv"
 METHODS = ("all_gather", "all_to_all", "ring", "auto")
-MODEL, CHECKPOINTED = "model", "model checkpointed"
+MODEL, CHECKPOINTED, DECODE = "model", "model checkpointed", "decode"
 KEYS = ("form", "length", "method", "order", "overlap", "ranks")
 TIMES = ("forward", "step")
 COLUMNS = (
@@ -146,7 +147,9 @@ def _joined(rank: int, folder: str, job: Job) -> dict[str, str]:
 
 def measure(job: Job, place: Place, *, ready: Callable[[], None] = lambda: None) -> dict[str, str]:
     """The row, but for its names. Each process of the group calls it. ready: called once all is compiled, before anything is timed."""
-    prepare = _peer if job.method in PEERS else _model if job.is_model else _attention
+    prepare = (
+        _peer if job.method in PEERS else _model if job.is_model else _decode if job.form == DECODE else _attention
+    )
     with prepare(job, place) as prepared:
         row = prepared.row | _differences(prepared.parts, place.device)
         prepared.parts.clear()
@@ -202,7 +205,7 @@ def _differences(parts: Sequence[tuple[Tensor, Tensor]], device: str) -> dict[st
     right = all(value <= _NOISE[torch.device(device).type] for values in gathered for value in values)
     return {
         "output_difference": f"{largest[0]:.3g}",
-        "gradient_difference": f"{max(largest[1:]):.3g}",
+        "gradient_difference": f"{max(largest[1:]):.3g}" if largest[1:] else "",
         "numerics": "ok" if right else "WRONG",
     }
 
@@ -345,6 +348,25 @@ def _model(job: Job, place: Place) -> Iterator[Prepared]:
     yield Prepared(steps=steps, row=row, parts=parts)
 
 
+@contextlib.contextmanager
+def _decode(job: Job, place: Place) -> Iterator[Prepared]:
+    context = place.context(job)
+    model = shared_sequence_cases.llama(job.size, job.length, place.device, checkpointed=False).eval()
+    ids = shared_sequence_cases.tokens(job.size, shared_cache.BATCH, place.device).T
+    steps: dict[str, Step] = {}
+    outputs: list[Tensor] = []
+    row: dict[str, str] = {}
+    for side, cp, more in (("whole", None, {}), ("shared", context, {"context_parallel": context})):
+        seen, begin = len(attn_compiler.reports()), time.perf_counter()
+        cache = shared_cache.filled(model, job.length, place.device, cp, dist.get_rank())
+        compiled = torch.compile(model, backend=harness.BACKEND, dynamic=False, options=job.options | more)
+        steps[f"{side}_forward"] = shared_cache.stepper(compiled, cache, job.length, ids)
+        outputs.append(steps[f"{side}_forward"]().clone())
+        row |= {"first_seconds": f"{time.perf_counter() - begin:.1f}"} | _found(seen)
+    whole, shared = outputs
+    yield Prepared(steps=steps, row=row, parts=[(shared, whole)])
+
+
 def _training(model: nn.Module, loss: Callable[[], Tensor]) -> Step:
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
@@ -399,7 +421,7 @@ def is_short(row: Mapping[str, str]) -> bool:
 
 
 def jobs(given: argparse.Namespace) -> list[Job]:
-    """Each form with each length and method. PyTorch's own has causal attention alone, and is no model's."""
+    """Each form with each length and method. PyTorch's own has causal attention alone, and is no model's. A cache is shared in one way."""
     return [
         Job(
             form=form,
@@ -416,7 +438,7 @@ def jobs(given: argparse.Namespace) -> list[Job]:
         for method in given.methods
         for order in (("head_tail",) if method in PEERS or form != "window" else ("contiguous", "head_tail"))
         for overlap in (given.overlaps if form in (MODEL, CHECKPOINTED) else ("",))
-        if form == "causal" or method not in PEERS
+        if (form == "causal" or method not in PEERS) and (form != DECODE or method == "auto")
     ]
 
 
@@ -424,7 +446,7 @@ def main() -> int:
     """Measure, print and write; 0 where every row is as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="GPUs that share a sequence (%(default)s)")
-    parser.add_argument("--forms", nargs="+", choices=[*FORMS, MODEL, CHECKPOINTED], default=["causal"])
+    parser.add_argument("--forms", nargs="+", choices=[*FORMS, MODEL, CHECKPOINTED, DECODE], default=["causal"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536])
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *PEERS], default=[*METHODS, *PEERS])
     parser.add_argument("--overlaps", nargs="+", choices=[*OVERLAPS], default=[""], help="of models")

@@ -37,12 +37,12 @@ Step = Callable[[], torch.Tensor]
 
 
 def main_output(output: Any) -> torch.Tensor:
-    """The tensor that a model is called for: its logits, or its last hidden state."""
+    """The tensor that a model is called for: its logits, its last hidden state, or its images, of which a list is stacked."""
     if isinstance(output, torch.Tensor):
         return output
     logits = getattr(output, "logits", None)
-    first: torch.Tensor = output[0] if logits is None else logits
-    return first
+    first: torch.Tensor | list[torch.Tensor] = output[0] if logits is None else logits
+    return torch.stack(first) if isinstance(first, list) else first
 
 
 def make_step(

@@ -13,12 +13,14 @@ from benchmarks.models import FAMILIES, Size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """One way to call a model. use_cache: a decoder also fills and returns its key-value cache, as generation's first step does."""
+    """One way to call a model. use_cache: a decoder also fills and returns its key-value cache, as generation's first step does.
+    checkpointed: layers are computed again in the backward."""
 
     name: str
     training: bool = False
     padded: bool = False
     use_cache: bool = False
+    checkpointed: bool = False
 
 
 SCENARIOS: Mapping[str, Scenario] = {
@@ -29,6 +31,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(name="prefill_cache", use_cache=True),
         Scenario(name="train", training=True),
         Scenario(name="train_padded", training=True, padded=True),
+        Scenario(name="train_checkpointed", training=True, checkpointed=True),
     )
 }
 
@@ -36,7 +39,9 @@ SCENARIOS: Mapping[str, Scenario] = {
 def applies(name: str, scenario: Scenario) -> bool:
     """Whether the family can be called that way: only text has padding here, only a decoder has a cache of its own."""
     kind = FAMILIES[name].inputs
-    return not (scenario.padded and kind in ("image", "audio")) and not (scenario.use_cache and kind != "decoder")
+    return not (scenario.padded and kind in ("image", "patches", "audio")) and not (
+        scenario.use_cache and kind != "decoder"
+    )
 
 
 def example_inputs(
@@ -55,6 +60,14 @@ def example_inputs(
     if family.inputs == "image":
         side = shape.config["image_size"]
         inputs = {"pixel_values": torch.randn(batch, 3, side, side, generator=generator).to(device, dtype)}
+    elif family.inputs == "patches":
+        # Images of as many patches each, in one row after another, two frames of each patch.
+        side = int(shape.seqlen**0.5)
+        patches = torch.randn(batch * side * side, 3 * 2 * 16 * 16, generator=generator)
+        inputs = {
+            "hidden_states": patches.to(device, dtype),
+            "grid_thw": torch.tensor([[1, side, side]] * batch).to(device),
+        }
     elif family.inputs == "audio":
         inputs = {
             "input_features": torch.randn(batch, 80, shape.seqlen, generator=generator).to(device, dtype),

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.base import Operands, Tiles
+from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts, tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
 from attn_compiler.spec import added_scores, masks, scores
@@ -350,55 +351,13 @@ def spec_of(case: Case, q: Tensor, k: Tensor, v: Tensor, *, training: bool) -> A
     )
 
 
-class EagerEmitter:
-    """An emitter that computes every node at once: what a lowering would put into a model's graph, on real tensors."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self._graph = fx.Graph()
-        self._shared: dict[Any, fx.Node] = {}
-
-    def given(self, name: str, tensor: Tensor) -> fx.Node:
-        """A node that holds the tensor."""
-        node = self._graph.placeholder(name)
-        node.meta["example_value"] = tensor
-        return node
-
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
-        """The node of function(*args, **kwargs), which runs here and now."""
-        node = self._graph.call_function(function, args, kwargs)
-        real_args, real_kwargs = fx.map_arg((args, kwargs), self.value)
-        node.meta["example_value"] = function(*real_args, **real_kwargs)
-        return node
-
-    def leaf_call(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The op of the last call of a leaf op whose name begins so, and its arguments. Raises ValueError if there was none."""
-        for node in reversed(self._graph.nodes):
-            if node.op == "call_function" and str(node.target).startswith(f"attn_compiler.{name}"):
-                function: Any = node.target
-                return function, tuple(fx.map_arg(node.args, self.value))
-        raise ValueError(f"no call of {name}")
-
-    def note(self, text: str) -> None:
-        """Nobody reads it."""
-
-    def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """A bool mask as what is added to the scores."""
-        given = self.value(mask)
-        if given.dtype != torch.bool:
-            return self.call(torch.Tensor.to, mask, dtype)
-        zero = torch.zeros((), dtype=dtype, device=given.device)
-        return self.once(("additive", mask, dtype), lambda: self.call(torch.where, mask, zero, -torch.inf))
-
-    def value(self, node: fx.Node) -> Any:
-        """What a node holds."""
-        return node.meta["example_value"]
-
-    def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """make(), or the node that it gave for an equal key before."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
+def leaf_call(emitter: EagerEmitter, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The op of the last call of a leaf op whose name begins so, and its arguments. Raises ValueError if there was none."""
+    for node in reversed(emitter.graph.nodes):
+        if node.op == "call_function" and str(node.target).startswith(f"attn_compiler.{name}"):
+            function: Any = node.target
+            return function, tuple(fx.map_arg(node.args, emitter.value))
+    raise ValueError(f"no call of {name}")
 
 
 def _operands(

@@ -57,7 +57,7 @@ def joined(rank: int, folder: str, processes: int, *, dry: bool) -> Iterator[tup
     """The group's mesh and this process's device, while it is in the process group: gloo on a CPU if dry, else NCCL and a GPU each."""
     torch.set_num_threads(1)
     kind, device = ("cpu", "cpu") if dry else ("cuda", f"cuda:{rank}")
-    how: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": processes}
+    how: dict[str, Any] = {"store": _store(rank, Path(folder), processes), "rank": rank, "world_size": processes}
     if not dry:
         torch.cuda.set_device(rank)
         how["device_id"] = torch.device(device)
@@ -67,6 +67,20 @@ def joined(rank: int, folder: str, processes: int, *, dry: bool) -> Iterator[tup
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _store(rank: int, folder: Path, processes: int) -> dist.Store:
+    """As torchrun's: ranks of a shared sequence meet in it before each call, and a file would cost them a millisecond."""
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, processes, is_master=True, wait_for_workers=False)
+        made = folder / "port.new"
+        made.write_text(str(store.port))
+        made.rename(port)
+        return store
+    while not port.exists():
+        time.sleep(_LOOK)
+    return dist.TCPStore("localhost", int(port.read_text()), processes, is_master=False)
 
 
 # ---- in the process that asks -----------------------------------------------------------------------------------------

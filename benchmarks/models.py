@@ -18,7 +18,7 @@ from torch import nn
 Size = Literal["full", "small"]
 #: an `attn_implementation` that only reads q, k and v and writes as much as attention does: what is left is the rest of the model
 NOTHING = "nothing"
-Inputs = Literal["decoder", "encoder", "image", "audio", "text2text"]
+Inputs = Literal["decoder", "encoder", "image", "patches", "audio", "text2text"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +96,7 @@ def _whisper(width: int, inner: int, layers: int, heads: int, frames: int, text:
 
 
 _SMALL_DECODER = _decoder(256, 512, 2, 8, 2, 32)
+_GEMMA_LAYERS = ["sliding_attention", "full_attention"] * 2
 
 FAMILIES: Mapping[str, Family] = {
     f.name: f
@@ -284,8 +285,90 @@ FAMILIES: Mapping[str, Family] = {
                 "small": Shape(batch=2, seqlen=128, config={**_SMALL_DECODER, "sliding_window": 32}),
             },
         ),
+        Family(
+            name="gemma4",
+            config="Gemma4TextConfig",
+            model="Gemma4TextModel",
+            inputs="decoder",
+            # Heads of 512 dims see all keys, and those of 256 a window.
+            shared={"vocab_size_per_layer_input": 1024, "hidden_size_per_layer_input": 64, "global_head_dim": 512},
+            sizes={
+                "full": Shape(
+                    batch=2,
+                    seqlen=4096,
+                    config=_decoder(2560, 10240, 4, 8, 2, 256, sliding_window=512, layer_types=_GEMMA_LAYERS),
+                ),
+                "small": Shape(
+                    batch=2,
+                    seqlen=128,
+                    config={**_SMALL_DECODER, "sliding_window": 32, "layer_types": _GEMMA_LAYERS[-2:]},
+                ),
+            },
+        ),
+        Family(
+            name="deepseek_v32",
+            config="DeepseekV32Config",
+            model="DeepseekV32Model",
+            inputs="decoder",
+            shared={"layer_types": ["indexed_attention"] * 2, "mlp_layer_types": ["dense"] * 2},
+            sizes={
+                "full": Shape(batch=1, seqlen=4096, config=_decoder(7168, 4096, 2, 128, 128, 64, index_topk=1024)),
+                "small": Shape(
+                    batch=1,
+                    seqlen=64,
+                    config=_decoder(256, 512, 2, 4, 4, 64, index_topk=16, index_n_heads=4, q_lora_rank=64),
+                ),
+            },
+        ),
+        Family(
+            name="qwen3_vl_vision",
+            config="Qwen3VLVisionConfig",
+            model="Qwen3VLVisionModel",
+            inputs="patches",
+            shared={"deepstack_visual_indexes": [0]},
+            sizes={
+                "full": Shape(batch=16, seqlen=1024, config={"depth": 4}),
+                "small": Shape(
+                    batch=2,
+                    seqlen=64,
+                    config={"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4},
+                ),
+            },
+        ),
+        Family(
+            name="sam",
+            config="SamVisionConfig",
+            model="SamVisionModel",
+            inputs="image",
+            sizes={
+                "full": Shape(
+                    batch=4,
+                    seqlen=4096,
+                    config={"num_hidden_layers": 4, "global_attn_indexes": [1, 3], "image_size": 1024},
+                ),
+                "small": Shape(
+                    batch=1,
+                    seqlen=64,
+                    config={
+                        "hidden_size": 96,
+                        "num_hidden_layers": 2,
+                        "num_attention_heads": 2,
+                        "global_attn_indexes": [1],
+                        "image_size": 128,
+                        "window_size": 5,
+                    },
+                ),
+            },
+        ),
     )
 }
+
+
+def is_known(name: str) -> bool:
+    """Whether the installed transformers has the family's model."""
+    import transformers
+
+    return hasattr(transformers, FAMILIES[name].model)
 
 
 def build(

@@ -1,66 +1,102 @@
-"""Draw what bench_select.py measured: for each shape, how many times as long as our choice the best side, PyTorch's own, and the site
-as an unmodified model presents it take.
+"""Draw what bench_select.py measured: for each kind of mask, how many times as long as our choice the fastest kernel, PyTorch's own and the
+site as an unmodified model presents it take.
 
-    python -m benchmarks.plot_select benchmarks/results/select_h200.csv docs/select_h200.png
+    python -m benchmarks.plot_select benchmarks/results/select_h200.csv select.svg [--dark]
 
-Wants matplotlib (`pip install -e '.[dev]'`).
+The site draws it when it is made (website/plots.py). Wants matplotlib (`pip install -e '.[dev]'`).
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, select_rows, standing
-from benchmarks.plot import EVEN, FASTER, SLOWER
+from benchmarks.plot import SERIES, speed_axis, style
 
-# The name of a side, or "best"; its colour, mark and words.
-_SERIES = (
-    ("presented", EVEN, "^", "as the model presents it: dense mask, repeated K/V"),
-    ("sdpa", FASTER, "o", "scaled_dot_product_attention on clean inputs"),
-    ("best", SLOWER, "|", "the fastest of all kernels"),
+#: the name of a side, or "best", and its words
+_SIDES = (
+    ("presented", "as the model has it: dense mask, repeated K and V"),
+    ("sdpa", "scaled_dot_product_attention, clean inputs"),
+    ("best", "the fastest of all kernels"),
 )
+#: from the smallest to the largest ratio, and the geometric mean
+Spread = tuple[float, float, float]
 
 
-def draw(rows: Sequence[Mapping[str, str]], output: Path) -> None:
+def draw(rows: Sequence[Mapping[str, str]], output: Path, *, dark: bool = False) -> None:
     """One figure with a panel for each pass, of the choices that are made now. Raises ValueError where nothing was measured."""
+    import matplotlib
     from matplotlib import pyplot
 
     shapes = select_rows.replayed(rows)
     if not shapes:
         raise ValueError("no row has a time and a choice: nothing was measured")
-    passes = list(dict.fromkeys(shape.which for shape in shapes))
-    most = max(sum(shape.which == which for shape in shapes) for which in passes)
-    size = (8 * len(passes), 1.8 + 0.16 * most)
-    figure, panels = pyplot.subplots(1, len(passes), figsize=size, layout="constrained", squeeze=False)
-    for axes, which in zip(panels[0], passes, strict=True):
-        _panel(axes, sorted((s for s in shapes if s.which == which), key=lambda shape: shape.case, reverse=True))
-        axes.set_title(which, fontsize=10)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(_SERIES))
-    where = rows[0]
-    figure.suptitle(f"{where['device']}, torch {where['torch']}, cuDNN {where['cudnn']}, {where['dtype']}", fontsize=10)
-    figure.savefig(output, dpi=110)
-    pyplot.close(figure)
+    passes = sorted({shape.which for shape in shapes}, reverse=True)
+    found = {which: spreads([shape for shape in shapes if shape.which == which]) for which in passes}
+    with matplotlib.rc_context(style(dark=dark)):
+        size = (6.4, 1.8 + sum(0.6 + 0.42 * len(kinds) for kinds in found.values()))
+        figure, panels = pyplot.subplots(len(passes), 1, figsize=size, layout="constrained", squeeze=False, sharex=True)
+        for axes, which in zip(panels[:, 0], passes, strict=True):
+            _panel(axes, found[which])
+            axes.set_title(which, fontsize=10, loc="left")
+        speed_axis(
+            panels[:, 0], [x for kinds in found.values() for sides in kinds.values() for x in _ends(sides.values())]
+        )
+        panels[-1, 0].set_xlabel("its time over that of our choice; right of 1x ours is faster")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=9, loc="outside lower center")
+        where = rows[0]
+        figure.suptitle(f"{where['device']}, torch {where['torch'].partition('+')[0]}, {where['dtype']}", fontsize=10)
+        figure.savefig(output, dpi=130)
+        pyplot.close(figure)
 
 
-def _panel(axes: Any, shapes: Sequence[standing.Shape]) -> None:
-    for side, color, mark, words in _SERIES:
-        found = [
-            (ratio, place)
-            for place, shape in enumerate(shapes)
-            if (ratio := shape.ratio(shape.best if side == "best" else side)) is not None
-        ]
-        xs, ys = [ratio for ratio, _ in found], [place for _, place in found]
-        axes.scatter(xs, ys, color=color, marker=mark, s=22, label=words)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}x")
-    axes.set_yticks(range(len(shapes)), [f"{shape.case}: {shape.chosen}" for shape in shapes], fontsize=6)
-    axes.set_xlabel("its time over that of the kernel we choose; right of the line, ours is faster", fontsize=8)
-    axes.set_ylim(-0.7, len(shapes) - 0.3)
+def spreads(shapes: Sequence[standing.Shape]) -> dict[str, dict[str, Spread]]:
+    """By the kind of attention, and by side: the smallest ratio, the geometric mean and the largest."""
+    found: dict[str, dict[str, Spread]] = {}
+    for kind in sorted({_kind(shape) for shape in shapes}):
+        mine = [shape for shape in shapes if _kind(shape) == kind]
+        for side, _ in _SIDES:
+            ratios = [
+                ratio for shape in mine if (ratio := shape.ratio(shape.best if side == "best" else side)) is not None
+            ]
+            if ratios:
+                spread = (min(ratios), statistics.geometric_mean(ratios), max(ratios))
+                found.setdefault(kind, {})[side] = spread
+    # A kind that has the fastest kernel alone shows nothing.
+    return {kind: sides for kind, sides in found.items() if len(sides) > 1}
+
+
+def _kind(shape: standing.Shape) -> str:
+    """ "causal gqa" of "causal_gqa_d128_s8192"."""
+    return shape.case.partition("_d")[0].replace("_", " ")
+
+
+def _ends(spreads: Any) -> list[float]:
+    return [x for least, _, most in spreads for x in (least, most)]
+
+
+def _panel(axes: Any, kinds: Mapping[str, Mapping[str, Spread]]) -> None:
+    for place, (side, words) in enumerate(_SIDES):
+        color, mark = SERIES[place]
+        points = [(sides[side], -y - 0.22 * (place - 1)) for y, sides in enumerate(kinds.values()) if side in sides]
+        for (least, _, most), y in points:
+            axes.plot([least, most], [y, y], color=color, linewidth=1.2, zorder=2)
+        axes.scatter(
+            [mean for (_, mean, _), _ in points],
+            [y for _, y in points],
+            color=color,
+            marker=mark,
+            s=30,
+            zorder=3,
+            label=words,
+        )
+    axes.set_yticks([-y for y in range(len(kinds))], list(kinds))
+    axes.set_ylim(0.6 - len(kinds), 0.6)
 
 
 def main() -> None:
@@ -68,8 +104,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--dark", action="store_true", help="for a dark page")
     options = parser.parse_args()
-    draw(harness.read(options.results), options.output)
+    draw(harness.read(options.results), options.output, dark=options.dark)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rows of bench_h200.py as docs/benchmarks.md shows them: geometric means of each comparison, and a table.
+"""The rows of bench_h200.py for Markdown: geometric means of each comparison, and a table.
 
 python -m benchmarks.summary benchmarks/results/h200.csv                     # prints both
 python -m benchmarks.summary benchmarks/results/h200.csv --newer FILE.csv    # its rows replace those of the same cases, first

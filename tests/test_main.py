@@ -20,6 +20,10 @@ def test_the_command_line_prints_a_page(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     assert printed.startswith(f"AC201: {PAGES[Code.DTYPE].title}")
     assert PAGES[Code.DTYPE].remedy in printed
+    assert "why_not(" not in printed
+    assert "attn_compiler.explain(model, **inputs)" in printed
+    assert command_line.main(["code", "ac901"]) == 0
+    assert PAGES[Code.UNKNOWN_OPTION].example in capsys.readouterr().out
     assert command_line.main(["code", "AC999"]) == 2
 
 

@@ -23,8 +23,10 @@ from benchmarks import inputs, models
 from website import gains
 
 MODEL, IMPLEMENTATION, SCENARIO = "gemma2", "eager", "prefill_padded"
-_TITLE = "Gemma 2, eager attention, a padded batch of 4 × 4096, 4 layers, bfloat16"
-_WIDTH, _HEIGHT = 880, 432
+_TITLE = "Gemma 2, a padded batch of 4 × 4096"
+_DETAILS = "eager attention, 4 layers, bfloat16"
+#: narrow, so that its words can be read where a phone makes it narrower still
+_WIDTH, _HEIGHT = 620, 568
 #: of the page of a report (reporting/page/page.css), in light and in dark
 _STYLE = """
 :root{--page:#fff;--text:#1a1f26;--quiet:#4f5b67;--line:#cfd6dd;--accent:#0a53be;--kept:#8a95a1;
@@ -51,6 +53,7 @@ def sites() -> list[SiteReport]:
 
 def drawn() -> str:
     """The card as an SVG of its own."""
+    found = sites()
     row = gains.row_of("h200", model=MODEL, implementation=IMPLEMENTATION, scenario=SCENARIO)
     parts: list[Content] = [
         element("title", f"{_TITLE}: {float(row['ratio']):.2f} times as fast as Inductor on an {row['device']}"),
@@ -58,10 +61,11 @@ def drawn() -> str:
         hatching(),
         _rect(0.5, 0.5, _WIDTH - 1, _HEIGHT - 1, "ground", rx="10"),
         _text(24, 36, _TITLE, "title"),
+        _text(24, 58, f"{_DETAILS}, {found[0].spec.score.words}", "quiet"),
     ]
-    for place, site in enumerate(sites()):
+    for place, site in enumerate(found):
         parts += _mask(site, 24 + place * 300, place)
-    parts += _times(row, 636)
+    parts += _times(row)
     return element(
         "svg",
         *parts,
@@ -77,27 +81,26 @@ def _mask(site: SiteReport, x: float, place: int) -> Iterator[Markup]:
     grid = grid_of(example)
     layers = f"{len(site.modules)} layers"
     picture = drawing(grid, f"The mask of {layers}", f"mask-{place}")
-    placed = str(picture).replace("<svg ", f'<svg x="{x:g}" y="56" width="270" height="258" ', 1)
+    placed = str(picture).replace("<svg ", f'<svg x="{x:g}" y="176" width="270" height="258" ', 1)
     yield Markup(placed)
     words, padding = site.spec.mask.words.partition(" (proved)")[0].rsplit(" ∧ ", 1)
-    yield _text(x, 338, f"{layers}: {words} ∧")
-    yield _text(x, 358, f"{padding}, proved")
-    yield _text(x, 378, f"{site.spec.score.words}; {share(grid)} of the pairs take part", "quiet")
+    yield _text(x, 456, f"{layers}: {words} ∧")
+    yield _text(x, 475, f"{padding}, proved")
+    yield _text(x, 494, f"{share(grid)} of the pairs take part", "quiet")
     drawn_with = next(words for words in example.made_up if words.startswith("attention_mask"))
-    yield _text(x, 398, "where " + drawn_with, "quiet small")
+    yield _text(x, 513, "where " + drawn_with, "quiet small")
 
 
-def _times(row: gains.Row, x: float) -> Iterator[Markup]:
+def _times(row: gains.Row) -> Iterator[Markup]:
     theirs, ours = (float(row[f"{side}_p50_ms"]) for side in ("inductor", "attn_compiler"))
-    yield _text(x, 110, f"{float(row['ratio']):.2f}x", "large")
-    yield _text(x, 134, "as fast as Inductor", "quiet")
-    for y, name, class_, each in ((178, "Inductor", "theirs", theirs), (240, "attn_compiler", "ours", ours)):
-        yield _text(x, y, f"{name}: {each:.1f} ms")
-        yield _rect(x, y + 10, 220 * each / max(theirs, ours), 18, class_, rx="3")
+    yield _text(24, 120, f"{float(row['ratio']):.2f}x", "large")
+    yield _text(24, 144, "as fast as Inductor", "quiet")
+    for y, name, class_, each in ((92, "Inductor", "theirs", theirs), (134, "attn_compiler", "ours", ours)):
+        yield _text(200, y, f"{name}: {each:.1f} ms")
+        yield _rect(200, y + 7, 390 * each / max(theirs, ours), 14, class_, rx="3")
     kernel, _, layers = row["lowerings"].partition(" x")
-    yield _text(x, 300, f"chosen: {kernel}, in {layers} layers")
-    yield _text(x, 338, f"measured on an {row['device']}", "quiet")
-    yield _text(x, 358, f"torch {row['torch'].partition('+')[0]}, {row['date']}", "quiet")
+    where = f"{row['device']}, torch {row['torch'].partition('+')[0]}, {row['date']}"
+    yield _text(24, 548, f"chosen: {kernel}, in {layers} layers; measured on an {where}", "quiet")
 
 
 def _text(x: float, y: float, words: str, class_: str | None = None) -> Markup:

@@ -23,7 +23,7 @@ This list is made by `python -m website.codes > docs/codes.md`.
 _WIDTH = 88
 _CODE = re.compile(r"\bAC[1-9]\d\d\b")
 _KINDS = {
-    ExampleKind.DECISION: "One lowering is asked about one attention, on a made-up machine, so this needs no GPU:",
+    ExampleKind.DECISION: "`print(attn_compiler.explain(model, **inputs))` names it below `refused`, for instance:",
     ExampleKind.PROGRAM: "`attn_compiler.explain(model, *inputs)` says so of this program:",
     ExampleKind.RAISES: "This raises it:",
 }
@@ -51,18 +51,17 @@ def page(code: Page, line: str | None) -> str:
 
 
 def _example(code: Page, line: str | None) -> str:
+    """What a reader can run, and what it gives. A decision's own example is not for readers: it asks a lowering on a made-up machine."""
     if code.kind is ExampleKind.TOLD:
         return code.example
-    names, said = "", _KINDS[code.kind]
+    said = _KINDS[code.kind]
     if "\noptions = " in code.example:
         said = said.replace("*inputs)", "*inputs, options=options)")
-    if code.kind is ExampleKind.DECISION:
-        names = (
-            "\n\n`why_not` and `attention` are those of `website/examples.py`. Where nothing is said, the attention is in bfloat16 "
-            "and without a mask."
-        )
     wrapped = textwrap.fill(line or "", _WIDTH, break_long_words=False, break_on_hyphens=False)
-    return f"{said}\n\n```python\n{code.example}\n```\n\nIt gives:\n\n```text\n{wrapped}\n```{names}"
+    given = f"```text\n{wrapped}\n```"
+    if code.kind is ExampleKind.DECISION:
+        return f"{said}\n\n{given}"
+    return f"{said}\n\n```python\n{code.example}\n```\n\nIt gives:\n\n{given}"
 
 
 def _cell(text: str) -> str:

@@ -35,6 +35,18 @@ has a fast kernel on some cards. Linear attention is reported and left as it is 
 ## By model: measured on an H200
 """
 
+_DENSE = """
+## What a dense mask costs
+
+A mask that nobody reads as what it is goes into PyTorch's attention as a tensor. On an H200 causal attention with such a tensor takes
+so many times as long as with `is_causal=True`, forward / backward ([rows](../benchmarks/results/select_h200.csv)):
+"""
+
+_ELSEWHERE = """
+Unsloth [measured](https://github.com/unslothai/unsloth/pull/11102) 2.0 to 4.5 times on a B200 at head dim 64, 1.3 to 2.9 at 128 and
+5.6 to 8.8 at 256, and says: "The trigger is the mask, not the head dim."
+"""
+
 _CHOICE = """
 ## By card
 
@@ -58,11 +70,12 @@ def page() -> str:
     """The page, with tables from the CSVs."""
     tables = (
         f"Times against `torch.compile(model)` with the same attention. {gains.summary()}. "
-        "[Rows](../benchmarks/results/h200.csv), [method](benchmarks.md).",
+        "[Rows](../benchmarks/results/h200.csv), [method](measuring.md).",
         "Attention as `sdpa`:",
         "\n".join(gains.measured("sdpa")),
         "Attention as `eager`:",
         "\n".join(gains.measured("eager")),
         f"Beside FlexAttention on an H200, this backend is {gains.beside_flex()} ([rows](../benchmarks/results/flex_h200.csv)).",
     )
-    return "\n".join((_BEGIN, "\n\n".join(tables), _CHOICE, "\n".join(gains.chosen()), _END))
+    dense = (_DENSE, "\n".join(gains.dense_mask()), _ELSEWHERE.rstrip())
+    return "\n".join((_BEGIN, "\n\n".join(tables), *dense, _CHOICE, "\n".join(gains.chosen()), _END))

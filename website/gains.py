@@ -10,7 +10,7 @@ import csv
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Row = Mapping[str, str]
 
-#: of the CSV's device, as people say it
-_CARDS = {"NVIDIA H200": "H200", "AMD EPYC": "CPU, one thread"}
+#: what README's table says of a device that is no H200
+_CARDS = {"NVIDIA H200": "", "AMD EPYC": ", one CPU thread"}
+#: of bench_memory.py
+_MEMORY = "memory_h200"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +82,34 @@ def row_of(name: str, **wanted: str) -> Row:
 
 
 def readme() -> Iterator[str]:
-    """README's table, in the order of the gain."""
-    yield "| model | call | where | Inductor | attn_compiler | gain |"
-    yield "|---|---|---|---|---|---|"
+    """README's table, in the order of the gain; with peak memory, if that was measured."""
+    peaks = (RESULTS / f"{_MEMORY}.csv").is_file()
+    heads = ["model", "call", "Inductor", "ours", "gain", *(["peak memory"] if peaks else [])]
+    yield _cells(heads)
+    yield "|---" * len(heads) + "|"
     measured = [(line, row_of(line.file, **line.wanted)) for line in README]
     for line, row in sorted(measured, key=lambda each: -float(each[1][each[0].gain])):
-        yield _line(line, row)
+        yield _cells([*_line(line, row), *([_peaks(line)] if peaks else [])])
 
 
-def _line(line: Line, row: Row) -> str:
+def _line(line: Line, row: Row) -> list[str]:
     gain = f"[{float(row[line.gain]):.2f}x](benchmarks/results/{line.file}.csv)"
     times = (f"{float(row[line.theirs]):.3g} ms", f"{float(row[line.ours]):.3g} ms")
-    return "| " + " | ".join((line.model, line.call, _CARDS[row["device"]], *times, gain)) + " |"
+    return [line.model, line.call + _CARDS[row["device"]], *times, gain]
+
+
+def _peaks(line: Line) -> str:
+    """Inductor's and ours, weights included, in GiB; "" where nobody measured them."""
+    if line.file != "h200":
+        return ""
+    row = row_of(_MEMORY, **line.wanted)
+    sides = (row[f"{side}_peak_mib"] for side in ("inductor", "attn_compiler"))
+    both = " → ".join(f"{float(mib) / 1024:.1f}" for mib in sides if mib)
+    return f"[{both} GiB](benchmarks/results/{_MEMORY}.csv)" if "→" in both else ""
+
+
+def _cells(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def beside_flex() -> str:
@@ -106,11 +124,11 @@ def summary() -> str:
     return f"{len(ratios)} cases on an H200: geometric mean {statistics.geometric_mean(ratios):.2f}x, the slowest {min(ratios):.2f}x"
 
 
-_MODELS = {
+MODELS = {
     "llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma 2", "gpt2": "GPT-2", "bert": "BERT", "vit": "ViT",
     "whisper": "Whisper", "t5": "T5", "bloom": "Bloom", "gpt_oss": "gpt-oss",
 }  # fmt: skip
-_CALLS = {
+CALLS = {
     "prefill": "inference",
     "prefill_padded": "inference, padded",
     "train": "training",
@@ -121,14 +139,34 @@ _CALLS = {
 def measured(implementation: str) -> Iterator[str]:
     """A line for each model of h200.csv, and a column for each call."""
     rows = [row for row in rows_of("h200") if row["implementation"] == implementation]
-    yield f"| model | {' | '.join(_CALLS.values())} |"
-    yield "|---|" + "---|" * len(_CALLS)
-    for name, words in _MODELS.items():
+    yield f"| model | {' | '.join(CALLS.values())} |"
+    yield "|---|" + "---|" * len(CALLS)
+    for name, words in MODELS.items():
         found = {
             row["scenario"]: f"{float(row['ratio']):.2f}x" for row in rows if row["model"] == name and row["ratio"]
         }
         if found:
-            yield f"| {words} | {' | '.join(found.get(call, '') for call in _CALLS)} |"
+            yield f"| {words} | {' | '.join(found.get(call, '') for call in CALLS)} |"
+
+
+#: of the table of dense masks
+_HEAD_DIMS, _LENGTHS = (64, 128, 256), (512, 2048, 8192, 32768)
+
+
+def dense_mask() -> Iterator[str]:
+    """Of select_h200.csv, by head dim and length: PyTorch's causal attention with its mask as a tensor over the same without one, forward
+    and backward."""
+    times = {
+        (row["case"], row["pass"], row["side"]): float(row["p50_us"]) for row in rows_of("select_h200") if row["p50_us"]
+    }
+    yield f"| head dim | {' | '.join(f'{length} positions' for length in _LENGTHS)} |"
+    yield "|---|" + "---|" * len(_LENGTHS)
+    for dim in _HEAD_DIMS:
+        cells = []
+        for case in (f"causal_d{dim}_s{length}" for length in _LENGTHS):
+            ratios = (times[case, which, "presented"] / times[case, which, "sdpa"] for which in ("forward", "backward"))
+            cells.append(" / ".join(f"{ratio:.1f}x" for ratio in ratios))
+        yield f"| {dim} | {' | '.join(cells)} |"
 
 
 #: columns of docs/models.csv, and the cards that they stand for

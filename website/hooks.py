@@ -35,8 +35,7 @@ def generated() -> dict[str, str]:
 
     made = {inside: (ROOT / outside).read_text(encoding="utf-8") for outside, inside in links.OUTSIDE.items()}
     made["reference/options.md"] = options.page()
-    made["plots.md"] = plots.page()
-    made |= {f"plots/{name}.svg": plots.drawn(name) for name in plots.PLOTS}
+    made |= plots.files()
     with warnings.catch_warnings():
         # Some examples do what PyTorch warns of.
         warnings.simplefilter("ignore")
@@ -46,7 +45,7 @@ def generated() -> dict[str, str]:
 
 def _copied(files: Files) -> list[str]:
     """The CSVs, scripts, sources and tests that pages link to, by their paths in the repository."""
-    found = {f"benchmarks/results/{results}.csv" for _, results in plots.PLOTS.values()}
+    found: set[str] = set()
     for file in files.documentation_pages():
         targets = (each[1] for each in links.LINK.finditer(file.content_string))
         found |= {path for target in targets if (path := links.in_repository(target, file.src_uri)) is not None}
@@ -57,7 +56,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) ->
     """Mend links, and make codes links."""
     here = page.file.src_uri
     up = posixpath.relpath("codes", posixpath.dirname(here) or ".")
-    text = codes.linked(links.mended(markdown, here), f"{up}/", own=Path(here).stem)
+    text = plots.placed(links.mended(markdown, here), here)
+    text = codes.linked(text, f"{up}/", own=Path(here).stem)
     title = next((line[2:] for line in text.splitlines() if line.startswith("# ")), here)
     _listed.append((page.url or "index.html", title, links.first_sentence(text)))
     return text

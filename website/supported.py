@@ -23,10 +23,38 @@ from website.examples import attention, causal
 
 HEAD = """# Supported
 
-This page is made of the lowerings' own rules, by `python -m website.supported > docs/supported.md`. A test holds it against the code.
-Each cell was asked: would this lowering take such an attention on such a machine? What is refused for other reasons (a version that is
-known to be wrong, sizes that do not go together) says so in the report, with a [code](codes.md).
+Find your machine, and read which kernel its attentions get. A ✓ is a kernel; – means that the model's own computation stays. Names with
+`sdpa` are kernels of PyTorch; the others link to a page. What is refused for other reasons (a wrong version, sizes that do not go
+together) says so in the report, with a [code](codes.md).
+
+Python 3.11 or newer, torch from {oldest} to {newest}, Linux. With a newer torch the report says that it was not tried. Only H100 and
+H200 were [measured](gain.md#by-card). This page is made of the lowerings' own rules, by `python -m website.supported > docs/supported.md`.
 """
+
+#: what each machine is called, and its dtype in the table
+_CALLED: dict[str, tuple[str, str]] = {
+    "CPU": ("CPU", "float32"),
+    "sm75": ("Turing: T4, RTX 20", "float16"),
+    "sm80": ("Ampere: A100", "bfloat16"),
+    "sm89": ("Ada: L4, L40, RTX 40", "bfloat16"),
+    "sm90": ("Hopper: H100, H200", "bfloat16"),
+    "sm100": ("Blackwell: B200", "bfloat16"),
+    "sm120": ("Blackwell: RTX 50", "bfloat16"),
+}
+#: pages about a kernel
+_PAGES: dict[str, str] = {
+    "cudnn": "cudnn.md",
+    "cudnn_fp8": "fp8_kernels.md",
+    "decode": "decode.md",
+    "fa4": "fa4.md",
+    "hopper": "hopper.md",
+    "hopper_fp8": "fp8_kernels.md",
+    "rows": "unpad.md",
+    "triton": "kernels.md",
+    "triton_fp8": "fp8_kernels.md",
+}
+#: the model's own computation
+_STAYS = "untouched"
 
 _PER_TENSOR = CurrentScaling(granularity="tensor")
 _B, _K = Index("b"), Index("k")
@@ -131,10 +159,10 @@ def _of_lowerings() -> list[list[str]]:
         target, dtype = MACHINES[name], dtypes[name]
         taken = [each for each in DTYPES if any(_takes(lowering, MACHINES[m], dtype=each) for m in dtypes)]
         wide = [n for n in HEAD_DIMS if _takes(lowering, target, dtype=dtype, head_dim=n)]
-        features = [_takes(lowering, target, dtype=dtype, **changes) for changes in FEATURES.values()]
+        lacks = [name for name, changes in FEATURES.items() if not _takes(lowering, target, dtype=dtype, **changes)]
         most = f"{wide[-1]}" if wide[-1] < HEAD_DIMS[-1] else "any"
         rows.append(
-            [f"`{lowering}`", ", ".join(dtypes), ", ".join(taken), most, *("yes" if x else "–" for x in features)]
+            [_linked(lowering), ", ".join(dtypes), f"{', '.join(taken)}; {most}", "; ".join(lacks) or "nothing"]
         )
     return rows
 
@@ -151,15 +179,40 @@ def _chosen(target: Target, dtype: str, changes: Mapping[str, object]) -> str:
     return decide(spec, target, Options()).lowering
 
 
-def _of_choices(machines: Mapping[str, Target], dtypes: Sequence[str]) -> list[list[str]]:
+def _of_machines() -> str:
+    """A heading and a table for each machine, and one for all that have the same."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, (_, dtype) in _CALLED.items():
+        alike.setdefault((_of_machine(name), dtype), []).append(name)
+    parts = []
+    for (table, dtype), names in alike.items():
+        heading = "; ".join(_CALLED[name][0] for name in names)
+        which = "In" if names == ["CPU"] else f"{', '.join(names)}, in"
+        parts.append(f"## {heading}\n\n{which} {dtype}.\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def _of_machine(name: str) -> str:
+    """Each kind of attention with its kernel, and with another one that optional libraries bring."""
+    dtype = _CALLED[name][1]
+    rows, differ = [], False
     plain: dict[str, dict[str, object]] = {"no mask": {}}
-    return [
-        [
-            feature,
-            *(f"`{_chosen(target, dtype, changes)}`" for target, dtype in zip(machines.values(), dtypes, strict=True)),
-        ]
-        for feature, changes in (plain | FEATURES).items()
-    ]
+    for feature, changes in (plain | FEATURES).items():
+        bare, full = (_chosen(targets[name], dtype, changes) for targets in (BARE, MACHINES))
+        differ = differ or bare != full
+        rows.append([feature, _ticked(bare), _linked(full) if full != bare else ""])
+    heads = ["attention", "kernel", "with fa4 and cuDNN's frontend"]
+    wide = len(heads) if differ else 2
+    return _table(heads[:wide], [row[:wide] for row in rows])
+
+
+def _ticked(lowering: str) -> str:
+    # A line does not break after the tick.
+    return "–" if lowering == _STAYS else f"✓&nbsp;{_linked(lowering)}"
+
+
+def _linked(lowering: str) -> str:
+    return f"[`{lowering}`]({_PAGES[lowering]})" if lowering in _PAGES else f"`{lowering}`"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -167,51 +220,32 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _turned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [list(row) for row in zip(*rows, strict=True)]
-
-
 def page() -> str:
     """The whole page."""
-    by_lowering = _of_lowerings()
-    names, *cells = _turned(by_lowering)
-    heads = ["machines", "dtypes of q, k, v", "head dims up to", *FEATURES]
-    dtypes = ["float32" if name == "CPU" else "float16" if name == "sm75" else "bfloat16" for name in MACHINES]
-    machines = [f"{name}, {dtype}" for name, dtype in zip(MACHINES, dtypes, strict=True)]
     oldest, newest = (".".join(map(str, bound)) for bound in (tried.OLDEST["torch"], tried.NEWEST["torch"]))
-    return f"""{HEAD}
-torch from {oldest} to {newest}; a newer one runs, and the report says that it was not tried.
-Architectures of GPUs: sm75 is Turing, sm80 A100, sm89 Ada, sm90 H100 and H200, sm100 B200, sm120
-RTX 50. Libraries: {_versions()}
+    head = HEAD.replace("{oldest}", oldest).replace("{newest}", newest)
+    return f"""{head}
+{_of_machines()}
 
-## What each lowering takes
+## What each kernel takes
 
-Asked about 2 x 16 heads of 64 and {_site().seqlen_q} positions, on sm90 or the newest that it runs on, and without gradients where nothing
-else is said; `decode` about one query. `untouched` takes everything: it leaves the attention as the model has it. `decode_latent` and
-`absorbed` serve [latent attention](mla.md).
+Asked about 2 x 16 heads of 64 and {_site().seqlen_q} positions, on sm90 or the newest machine that the kernel runs on. Without gradients
+where nothing else is said, and `decode` about one query. sm75 is Turing, sm80 A100, sm89 Ada, sm90 Hopper, sm100 B200, sm120 RTX 50.
+`untouched` takes everything: it leaves the attention as the model has it. `decode_latent` and `absorbed` serve [latent attention](mla.md).
 
-{_table(["", *names], [[head, *row] for head, row in zip(heads, cells, strict=True)])}
+{_table(["kernel", "machines", "dtypes; head dims up to", "does not take"], _of_lowerings())}
 
-## Which one is chosen
+Versions of libraries:
 
-The first lowering, in the order for that machine, that has nothing against the attention. `untouched` means that no other was possible,
-or faster than what PyTorch does by itself.
-
-### With every optional library
-
-{_table(["attention", *machines], _of_choices(MACHINES, dtypes))}
-
-### Without optional libraries
-
-{_table(["attention", *machines], _of_choices(BARE, dtypes))}
+{_versions()}
 
 ## Our Triton kernels, by release
 
-Which torch was tried with which Triton: kernels that were compiled without a GPU (`python -m benchmarks.triton_releases`), tests against
-float64 that ran in Triton's interpreter, and cards that ran the kernels in some [benchmark](benchmarks.md). `decode_latent_sm90` is the
-kernel of `decode_latent` for Hopper.
+Which torch was tried with which Triton. A GPU ran the kernels in some [benchmark](benchmarks.md). Without one they were compiled
+(`python -m benchmarks.triton_releases`), and tested against float64 in Triton's interpreter, which does not know Hopper's instructions.
+`decode_latent_sm90` is the kernel of `decode_latent` for Hopper.
 
-{_table(["torch", "Triton", "kernels of", "compiled kernels", "right in the interpreter", "ran on"], triton_table.table_rows())}
+{_table(["torch", "Triton", "ran on a GPU", "compiled for one", "right in the interpreter"], triton_table.by_release())}
 """
 
 
@@ -225,7 +259,7 @@ def _versions() -> str:
         ("hopper", Target.fake(triton="3.5.0")),
     )
     rules = {name: by_name(name).unavailable(target)[0].rule for name, target in lacking}
-    return "; ".join(f"`{name}`: {rule}" for name, rule in rules.items()) + "."
+    return "\n".join(f"- `{name}`: {rule}" for name, rule in rules.items())
 
 
 if __name__ == "__main__":

@@ -104,6 +104,30 @@ def table_rows() -> list[list[str]]:
     return found
 
 
+def by_release() -> list[list[str]]:
+    """Of each torch and Triton one row: which lowerings' kernels ran on which cards, were compiled, and are right in the interpreter."""
+    rows = table_rows()
+    found = []
+    for torch, triton in dict.fromkeys((row[0], row[1]) for row in rows):
+        mine = [row[2:] for row in rows if (row[0], row[1]) == (torch, triton)]
+        cards: dict[str, list[str]] = collections.defaultdict(list)
+        for lowering, _, _, ran in mine:
+            cards[ran].append(lowering)
+        cards.pop("–", None)
+        tested = [f"{lowering}: {said}" for lowering, _, said, _ in mine if "tests" in said]
+        compiled = [f"{lowering} {count}" for lowering, count, _, _ in mine if count != "–"]
+        found.append(
+            [
+                torch,
+                triton,
+                "; ".join(f"{name}: {', '.join(lowerings)}" for name, lowerings in sorted(cards.items())) or "–",
+                ", ".join(compiled) or "–",
+                ", ".join(tested) or "–",
+            ]
+        )
+    return found
+
+
 def _of(given: Mapping[tuple[str, str, str], _T], torch: Release, triton: Release, lowering: str) -> _T | None:
     """The entry whose versions are of these releases."""
     return next(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.choice import timed
 from attn_compiler.lowerings.choice.evidence import estimate, evidence
 from attn_compiler.lowerings.choice.flex import check_flex_call as check_flex_call
 from attn_compiler.lowerings.choice.fp8_speed import check_fp8_speed as check_fp8_speed
@@ -66,6 +67,7 @@ __all__ = [
     "order",
     "packaged_twin",
     "standing",
+    "timed",
 ]
 
 LOWERINGS: tuple[Lowering, ...] = (

@@ -18,6 +18,7 @@ from attn_compiler.torch_private import inductor as torch_inductor
 PREFIX = "attn."
 DUMP_DIR_VARIABLE = "ATTN_COMPILER_DUMP_DIR"
 CACHE_VARIABLE = "ATTN_COMPILER_CACHE_REWRITES"
+TIME_VARIABLE = "ATTN_COMPILER_TIME_KERNELS"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 KEEP_ATTENTION = "keep_attention"
 CHECKPOINTS = ("recompute", KEEP_ATTENTION)
@@ -50,6 +51,8 @@ class Options:
         context_parallel.
     cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
         running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
+    time_kernels: on a GPU, time several lowerings for sites that no measured row speaks for, and take the fastest (docs/choosing.md). The
+        environment variable ATTN_COMPILER_TIME_KERNELS=1 is another default.
     """
 
     lowering: str | None = None
@@ -65,6 +68,7 @@ class Options:
     context_parallel: ContextParallel | None = None
     checkpoint: str = "recompute"
     cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
+    time_kernels: bool = False
 
     def __post_init__(self) -> None:
         _require(isinstance(self.lowering, str | None), "lowering", "a lowering's name or None", self.lowering)
@@ -91,6 +95,7 @@ class Options:
             _require(not self.unpad, "unpad", "False beside context_parallel", self.unpad)
             _require(not self.keeps_attention, "checkpoint", "'recompute' beside context_parallel", self.checkpoint)
         _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
+        _require(isinstance(self.time_kernels, bool), "time_kernels", "True or False", self.time_kernels)
         if self.lowering is not None and self.lowerings is not None:
             raise InvalidOption(option="lowerings", expected="nothing while 'lowering' is given", value=self.lowerings)
         if self.lowerings is not None:
@@ -172,6 +177,8 @@ def split_options(
         ours.setdefault("dump_dir", environ[DUMP_DIR_VARIABLE])
     if environ.get(CACHE_VARIABLE) == "0":
         ours.setdefault("cache_rewrites", False)
+    if environ.get(TIME_VARIABLE) == "1":
+        ours.setdefault("time_kernels", True)
     return Options(**ours), torch_inductor.inductor_patches(_known_mode(mode), _known_inductor_options(inductors))
 
 

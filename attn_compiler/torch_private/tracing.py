@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import (
     _ProxyTensor,
     disable_proxy_modes_tracing,
@@ -305,3 +305,15 @@ def name_of(target: Any, tracer: Any) -> str | None:
 def stand_for(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
     """Let `node` stand for `tensor` in the trace, where symbolic sizes that it has are known already."""
     tracer.tensor_tracker[tensor] = _ProxyTensor(fx.Proxy(node, tracer), None)
+
+
+@contextlib.contextmanager
+def for_real() -> Iterator[None]:
+    """Within the block, inside a compilation, ops run on real tensors: no mode looks at them, and nothing of it is traced."""
+    with (
+        tracing(None),
+        unset_fake_temporarily(),
+        disable_proxy_modes_tracing(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -48,7 +49,11 @@ def test_pinned_says_whether_the_named_kernels_ran_and_no_other(
 def test_the_plan_covers_every_family_and_calls_none_as_it_can_not_be_called() -> None:
     plan = list(bench_h200.plan(["llama", "vit"], list(inputs.SCENARIOS)))
     names = {(m.family, m.scenario.name) for m in plan}
-    assert names == {("llama", name) for name in inputs.SCENARIOS} | {("vit", "prefill"), ("vit", "train")}
+    assert names == {("llama", name) for name in inputs.SCENARIOS} | {
+        ("vit", "prefill"),
+        ("vit", "train"),
+        ("vit", "train_checkpointed"),
+    }
     assert {m.implementation for m in plan} == {"sdpa", "eager", "flex_attention"}
 
 
@@ -59,9 +64,11 @@ def test_a_pattern_may_force_a_lowering(monkeypatch: pytest.MonkeyPatch) -> None
     asked = []
     monkeypatch.setattr(compare, "compile_both", lambda case, options: asked.append(options) or {})
     made = Case(model=torch.nn.Linear(1, 1), inputs={})
-    for forced in ("triton", "", "nothing"):
-        bench_h200.compiled(made, forced, "cpu", contextlib.nullcontext())
-    assert asked == [{"lowering": "triton"}, None, None]
+    measured = [dataclasses.replace(case, forced=forced) for forced in ("triton", "", "nothing")]
+    (checkpointed,) = bench_h200.wanted(bench_h200.plan(["llama"], ["train_checkpointed"]), ["llama/sdpa/*"])
+    for each in (*measured, checkpointed):
+        bench_h200.compiled(made, each.options, "cpu", contextlib.nullcontext())
+    assert asked == [{"lowering": "triton"}, None, None, {"checkpoint": "keep_attention"}]
 
 
 def case_of(family: str, implementation: str) -> Case:

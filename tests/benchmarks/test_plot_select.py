@@ -42,3 +42,15 @@ def test_nothing_measured_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="nothing was measured"):
         plot_select.draw([], tmp_path / "x.png")
+
+
+def test_a_kind_has_its_smallest_ratio_the_mean_and_the_largest() -> None:
+    slower = [{**row, "case": "causal_d64_s2048"} for row in rows("forward")]
+    for row in slower:
+        if row["side"] == "sdpa":
+            row["p50_us"] = "480"
+    found = plot_select.spreads(plot_select.select_rows.replayed([*rows("forward"), *slower]))
+    least, mean, most = found["causal"]["sdpa"]
+    assert most / least == pytest.approx(4)
+    assert mean == pytest.approx((least * most) ** 0.5)
+    assert plot_select._kind(plot_select.select_rows.replayed(slower)[0]) == "causal"

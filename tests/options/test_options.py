@@ -188,6 +188,7 @@ def test_digest_differs_with_every_option_that_changes_code(cp: ContextParallel)
         {"inner": "eager"},
         {"fp8_recipe": Fp8Recipe()},
         {"unpad": True},
+        {"time_kernels": True},
         {"checkpoint": "keep_attention"},
         {"context_parallel": cp},
         {"context_parallel": dataclasses.replace(cp, method="all_gather")},
@@ -235,3 +236,10 @@ def test_environment_switches_the_cache_of_rewrites_off_unless_options_say_other
     assert split_options(None, None, {})[0].cache_rewrites is True
     assert split_options(None, None, off)[0].cache_rewrites is False
     assert split_options(None, {"cache_rewrites": True}, off)[0].cache_rewrites is True
+
+
+def test_environment_switches_timing_on() -> None:
+    on = {"ATTN_COMPILER_TIME_KERNELS": "1"}
+    assert split_options(None, None, {})[0].time_kernels is False
+    assert split_options(None, None, on)[0].time_kernels is True
+    assert split_options(None, {"time_kernels": False}, on)[0].time_kernels is False

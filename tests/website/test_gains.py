@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,25 @@ def test_lowerings_are_counted_by_what_they_are() -> None:
 @pytest.mark.further
 def test_the_picture_is_what_its_command_prints() -> None:
     assert (ROOT / "docs" / "images" / "card.svg").read_text(encoding="utf-8") == card.drawn() + "\n"
+
+
+def test_peak_memory_is_said_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, modern = gains.README[0], gains.README[7]
+    row = {**llama.wanted, "inductor_peak_mib": "2048", "attn_compiler_peak_mib": "512"}
+    monkeypatch.setattr(gains, "rows_of", lambda name: [row] if name == "memory_h200" else [])
+    assert gains._peaks(llama) == "[2.0 → 0.5 GiB](benchmarks/results/memory_h200.csv)"
+    assert gains._peaks(modern) == ""
+    row["inductor_peak_mib"] = ""
+    assert gains._peaks(llama) == ""
+
+
+def test_a_dense_mask_costs_what_the_rows_say() -> None:
+    rows = {row["side"]: float(row["p50_us"]) for row in gains.rows_of("select_h200") if _is_causal_256(row)}
+    line = next(line for line in gains.dense_mask() if line.startswith("| 256 |"))
+    assert f"| {rows['presented'] / rows['sdpa']:.1f}x / " in line
+    ratios = [float(x) for line in list(gains.dense_mask())[2:] for x in re.findall(r"([\d.]+)x", line)]
+    assert f"[{min(ratios)} to {max(ratios)} times as long](docs/gain.md" in README
+
+
+def _is_causal_256(row: gains.Row) -> bool:
+    return (row["case"], row["pass"]) == ("causal_d256_s2048", "forward") and row["p50_us"] != ""

@@ -38,6 +38,7 @@ HELD = (
     "docs/launching.md",
     "docs/linear.md",
     "docs/matching.md",
+    "docs/measuring.md",
     "docs/mla.md",
     "docs/numbers.md",
     "docs/policy.md",

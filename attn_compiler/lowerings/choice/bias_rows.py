@@ -41,6 +41,23 @@ BIAS_ROWS: tuple[Row, ...] = (
         seqlens=(192, 511),
     ),
     _row(
+        ("triton", "cudnn", *CUDNN_FIRST),
+        "forward and backward with the gradient of Swin's table, heads of 32: 8 x 256, 3 heads: Triton 271, cuDNN 320; 32 x 256, 6 heads: "
+        "456, 485",
+        file="sites_h200.csv",
+        learned=True,
+        head_dims=(1, 32),
+        seqlens=(192, 1100),
+    ),
+    _row(
+        ("triton", "hopper", *CUDNN_FIRST),
+        "forward and backward with the gradient of Swin's table, windows of 144 tokens, heads of 32: 64 windows, 12 heads: Triton 493, "
+        "Hopper's 527, memory-efficient 1065; 8 windows, 6 heads: 179, 189, 440",
+        file="sites_h200.csv",
+        learned=True,
+        seqlens=(128, 191),
+    ),
+    _row(
         ("cudnn", "triton", *CUDNN_FIRST),
         "forward and backward with the bias' gradient, 16 x 577, 16 heads of 64: cuDNN 3196, Triton 3368, Inductor 3736; 32 x 1025, 12 "
         "heads: 7938, 8397, 9471; 64 x 257, 16 heads: 1803, 1896, 2316; 128 x 197, 12 heads: 1761, 1877, 1734; 256 x 196, 4 heads of 32: "
@@ -59,10 +76,11 @@ BIAS_ROWS: tuple[Row, ...] = (
     _row(
         ("triton", *CUDNN_FIRST),
         "forward and backward with the gradient of T5's table, 1 x 257, 20 heads of 64: Triton 183, memory-efficient 290664, "
-        "Inductor 81359, where all pairs of a bucket are added up one after the other",
+        "Inductor 81359, where all pairs of a bucket are added up one after the other; 8 x 128, 25 heads of 128: 124, 46524, 38529",
         file="sites_h200.csv",
         parts=frozenset({"distances"}),
         training=True,
+        head_dims=(1, 256),
         most_scores=MANY_SCORES - 1,
     ),
     _row(

@@ -1,8 +1,9 @@
 """Which lowering is asked first, by machine and shape: dated data, each row with what it rests on. `order` reads it.
 
 The CPU's rows are in cpu_rows.py, those of GPUs that were not measured in unmeasured_rows.py, those of head dims above 256 in
-wide_rows.py. Rows by classes of shapes come from priorities_sm90.csv, which `python -m benchmarks.select_rows` makes from the measured
-times of benchmarks/results/select_h200.csv and select_hopper_h200.csv: nobody writes in it. Those below are for what was not measured so.
+wide_rows.py, those of little work in short_rows.py. Rows by classes of shapes come from priorities_sm90.csv, which
+`python -m benchmarks.select_rows` makes from the measured times of benchmarks/results/select_h200.csv and select_hopper_h200.csv: nobody
+writes in it. Those below are for what was not measured so.
 
 GPU: one H200, torch 2.11, cuDNN 9.19, 2026-11-21; bf16, causal, microseconds, forward / backward.
 
@@ -35,6 +36,7 @@ from attn_compiler.lowerings.choice.rows import (
     PREFERRED_CUDNN,
     Row,
 )
+from attn_compiler.lowerings.choice.short_rows import SHORT_ROWS
 from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
 from attn_compiler.lowerings.choice.wide_rows import WIDE_ROWS
 from attn_compiler.lowerings.shared.limits.common import LAST_SM
@@ -92,6 +94,7 @@ def _read() -> tuple[Row, ...]:
 ROWS: tuple[Row, ...] = (
     *CPU_ROWS,
     *WIDE_ROWS,
+    *SHORT_ROWS,
     # The measured rows of padding are of all keys, or of a diagonal.
     Row(
         sms=(90, 90),
@@ -116,13 +119,14 @@ ROWS: tuple[Row, ...] = (
         dropout=False,
         mask="padding",
         head_dims=(1, 64),
-        seqlens=(64, 511),
+        seqlens=(17, 1300),
         order=("triton", *CUDNN_FIRST),
-        since="2026-11-23",
+        since="2026-11-28",
         why=(
             "short_masks_h200.csv, 12 heads of 64, S 64 to 384, batch 1 to 64, us of cuDNN with a dense mask and ours: 28.4 and 11.9 at "
             "64 x 64, 70.7 and 64.6 at 64 x 256, causal 166.5 and 89.0 at 64 x 384; with the gradients 284.8 and 244.7, causal 575.9 and "
-            "349.4; alike at 16 x 256 and 64 x 128 keys"
+            "349.4; alike at 16 x 256 and 64 x 128 keys. sites_h200.csv: 32 x 594 x 186 keys, 12 heads, 63 and 89; 32 x 1024 x 257, 10 "
+            "heads: 119 and 295; 1 x 1024, 9/3 heads, causal: 25 and 28. But 1 x 512, 14/2 heads, causal: 20 and 16"
         ),
     ),
     Row(
@@ -191,6 +195,21 @@ ROWS: tuple[Row, ...] = (
         why=(
             "8 layers of Llama and Qwen3, 16 sequences, a static cache of 4096: a step 6.04 to 1.58 and 5.99 to 1.52 ms half full, 6.04 to "
             "1.80 at 4000 tokens, 6.04 to 1.35 at 64; one sequence 1.63 and 1.64 to 1.29. PyTorch's kernels repeat K/V and read every slot"
+        ),
+    ),
+    Row(
+        sms=(90, 90),
+        cudnn=PREFERRED_CUDNN,
+        dtypes=HALF,
+        training=False,
+        one_query=True,
+        tensor=False,
+        head_dims=(129, 256),
+        order=("decode", *CUDNN_FIRST),
+        since="2026-11-28",
+        why=(
+            "sites_h200.csv, one query, us of cuDNN and ours: 8 x 149 keys, 8 heads of 160: 11.7, 6.0; 8 x 151, 8/1 heads of 256: 11.0, "
+            "6.7; 16 x 2886, 8/1 heads of 256: 32, 18; 32 x 1453, 8/1 heads: 29, 19"
         ),
     ),
     Row(

@@ -47,7 +47,7 @@ class Row:
     head_dims: both of the spec's are known and within them, bounds included; None is no upper bound.
     seqlens: the same of its lengths. On a GPU, here and in bounds on scores, one that is not known counts as shape_class.py says; on a CPU
         it is within none.
-    least_elements: q has so many, and they are known.
+    least_elements, most_elements: q has so many, and they are known.
     order: the lowerings, the first one first.
     since: the date of the evidence.
     why: the evidence.
@@ -76,6 +76,7 @@ class Row:
     head_dims: tuple[int, int | None] | None = None
     seqlens: tuple[int, int | None] | None = None
     least_elements: int | None = None
+    most_elements: int | None = None
     order: tuple[str, ...]
     since: str
     why: str
@@ -131,6 +132,7 @@ class Row:
             and self.grouped in (None, shape.grouped)
             and _is_within(head_dims, self.head_dims)
             and (self.least_elements is None or (shape.elements or 0) >= self.least_elements)
+            and (self.most_elements is None or 0 < (shape.elements or 0) <= self.most_elements)
         )
 
 

@@ -38,8 +38,8 @@ _MEASURED: tuple[Row, ...] = (
         "wide_h200.csv, D 512, us of the memory-efficient kernel, k and v repeated before, of Triton's and Hopper's own: causal, 1 x 8192, "
         "32/4 heads: 16655, 11081, 5105; 4 x 2048: 3942, 3162, 1406; no mask, 1 x 4096, 16/2 heads: 3768, 3085, 1231; padding, 4 x 4096: "
         "15639, 1908, 1153; window 128, sinks, 2 x 4096, 64/1 heads: 32844 (without sinks), 1392, 937; k is v, 1 x 4096: 8236 (without "
-        "sinks), 3765, 2758; D 384, 2 x 4096, 16 heads: 2811, 2191, 1153; D 320, which has the products of 384 here, 2523 and 1765. With "
-        "gradients the backward is Triton's after either forward, in launches of its own, so the sum is less by as much",
+        "sinks), 3765, 2758; D 384, 2 x 4096, 16 heads: 2811, 2191, 1153; D 320, which has the products of 384 here, 2523 and 1765. The "
+        "backward after it is the faster one of Triton's and its own (wide_backward_h200.csv: 4 x 2048 16148 and 6291)",
         ("hopper", "triton", *CUDNN_FIRST),
         one_query=False,
         least_scores=MANY_SCORES,

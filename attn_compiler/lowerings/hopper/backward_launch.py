@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.hopper import added, mask_bits
+from attn_compiler.lowerings.hopper import added, mask_bits, wide_launch
 from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
 from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, may_leak
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
-from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered
+from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered, is_wide
 from attn_compiler.lowerings.shared.calls import gradient_launch, leaf_calls
 from attn_compiler.lowerings.shared.calls.arguments import (
     STATS_BLOCK,
@@ -37,7 +37,7 @@ from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKern
 from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_tiles
 
 #: queries of a program of the kernels around it
-_AROUND = 64
+_AROUND, _AROUND_WIDE = 64, 16
 #: tiles of queries of a program of `attention_ranks`, and those that it looks at together
 _RANKED, _LISTED = 16, 64
 #: blocks of a program, from which on their order matters less than what they share
@@ -50,7 +50,8 @@ def _make_room(shared: Backward) -> None:
     same, tensors = shared.same, shared.tensors
     q, k = tensors["Q"], tensors["K"]
     empty = functools.partial(torch.empty, device=q.device)
-    tensors["Sums"] = same.empty("Sums", lambda: empty(q.shape, dtype=torch.float32))
+    if not is_wide(shared.prepared.call.spec):
+        tensors["Sums"] = same.empty("Sums", lambda: empty(q.shape, dtype=torch.float32))
     tensors["Flag"] = same.empty("Flag", lambda: empty((2,), dtype=torch.int32))
     for name in ("K", "V") if q.shape[1] > k.shape[1] else ():
         shape = (*q.shape[:2], *tensors[name].shape[2:])
@@ -60,7 +61,8 @@ def _make_room(shared: Backward) -> None:
 def _rows_together(prepared: Prepared) -> int:
     """The largest block of queries of all kernels that read or write row stats, each of which is a power of two."""
     tiles = prepared.call.tiles
-    own = grad_blocks_of(prepared.call.spec).queries
+    spec = prepared.call.spec
+    own = wide_launch.LISTED if is_wide(spec) else grad_blocks_of(spec).queries
     return max(STATS_BLOCK, _AROUND, own, tiles.grad_q.queries, tiles.grad_kv.queries)
 
 
@@ -81,10 +83,12 @@ def _is_in_order(shared: Backward) -> bool:
 
 def _run(shared: Backward) -> list[torch.Tensor]:
     shared.launch(around_backward.attention_before_backward, before)
-    if "Ranks" in shared.tensors:
-        shared.launch(around_backward.attention_ranks, ranks)
-    shared.launch(backward_sm90.attention_backward_sm90, main)
-    shared.launch(around_backward.attention_after_backward, after)
+    if is_wide(shared.prepared.call.spec):
+        for grad in wide_launch.PASSES:
+            passed = functools.partial(wide_launch.arguments, grad=grad, leaks=leaks(shared))
+            shared.launch(wide_launch.kernel_of(grad), passed, grad)
+    else:
+        _run_narrow(shared)
     for name in ("K", "V") if "EachK" in shared.tensors else ():
         shared.launch(around_backward.attention_sum_groups, functools.partial(summed, name=name), name)
     if leaks(shared):
@@ -93,6 +97,19 @@ def _run(shared: Backward) -> list[torch.Tensor]:
             shared.launch(kv_backward.attention_grad_kv, functools.partial(again_kv, part=part), part)
     # Of what gets a gradient, sinks are all that this family takes.
     return [gradient_launch.grad_sinks(shared) for _ in shared.prepared.plan.differentiable]
+
+
+def _run_narrow(shared: Backward) -> None:
+    """dq, dk and dv in one pass."""
+    if "Ranks" in shared.tensors:
+        shared.launch(around_backward.attention_ranks, ranks)
+    shared.launch(backward_sm90.attention_backward_sm90, main)
+    shared.launch(around_backward.attention_after_backward, after)
+
+
+def _around(shared: Backward) -> int:
+    """Rows of a program of the kernels around it: a thread has registers for as many numbers."""
+    return _AROUND_WIDE if is_wide(shared.prepared.call.spec) else _AROUND
 
 
 def leaks(shared: Backward) -> bool:
@@ -105,11 +122,12 @@ def before(shared: Backward) -> Arguments:
     out, grad_out, rows = shared.tensors["Out"], shared.tensors["GradOut"], shared.tensors["RowStats"].shape[3]
     batch, heads, seqlen_q, _ = out.shape
     numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
-    numbers |= {"stats_rows": rows, "BLOCK_M": _AROUND, "ALIGN": alignment(out, grad_out), **_head_dims(shared)}
-    names = ("Out", "GradOut", "Lse", "GradLse", "RowStats", "Sums", "Flag")
-    turns = {"Turns": "Turns" if _is_in_order(shared) else None}
-    tensors = {name: name for name in names} | turns
-    return Arguments(grid=(rows // _AROUND, heads, batch), tensors=tensors, numbers=numbers)
+    block = _around(shared)
+    numbers |= {"stats_rows": rows, "BLOCK_M": block, "ALIGN": alignment(out, grad_out), **_head_dims(shared)}
+    names = ("Out", "GradOut", "Lse", "GradLse", "RowStats", "Flag")
+    further = {name: name if name in shared.tensors else None for name in ("Sums", "Turns")}
+    tensors = {name: name for name in names} | further
+    return Arguments(grid=(rows // block, heads, batch), tensors=tensors, numbers=numbers)
 
 
 def ranks(shared: Backward) -> Arguments:
@@ -151,9 +169,9 @@ def summed(shared: Backward, name: str) -> Arguments:
     each, grad = shared.tensors[f"Each{name}"], shared.tensors[f"Grad{name}"]
     batch, heads, length, head_dim = grad.shape
     numbers: dict[str, Any] = {**strides("e", each), **strides("d", grad), "seqlen": length}
-    numbers |= {"group": each.shape[1] // heads, "BLOCK": _AROUND, "ALIGN": alignment(each, grad)}
+    numbers |= {"group": each.shape[1] // heads, "BLOCK": _around(shared), "ALIGN": alignment(each, grad)}
     return Arguments(
-        grid=(triton.cdiv(length, _AROUND), heads, batch),
+        grid=(triton.cdiv(length, _around(shared)), heads, batch),
         tensors={"Each": f"Each{name}", "Grad": f"Grad{name}"},
         numbers=numbers | {"HEAD_DIM": head_dim, "ALL": triton.next_power_of_2(head_dim)},
     )

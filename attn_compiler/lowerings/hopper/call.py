@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from attn_compiler.lowerings.base import LayoutDemand, Tiles
 from attn_compiler.lowerings.choice import in_order
 from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER
-from attn_compiler.lowerings.hopper.plan import blocks_of, cudnn_is_faster, grad_blocks_of, has_backward, is_ordered
+from attn_compiler.lowerings.hopper.plan import (
+    blocks_of,
+    cudnn_is_faster,
+    grad_blocks_of,
+    has_backward,
+    has_wide_backward,
+    is_ordered,
+    is_wide,
+    wide_grad_tiles,
+    wide_is_faster,
+)
 from attn_compiler.lowerings.shared.calls import cudnn_backward
 from attn_compiler.lowerings.shared.parts import site_parts, tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
@@ -62,6 +72,8 @@ def call_of(spec: AttentionSpec, target: Target) -> HopperCall:
 
 
 def _grad_tiles(family: str | None, spec: AttentionSpec, of_triton: Tiles) -> Tiles | None:
+    if family == FAMILY and is_wide(spec):
+        return wide_grad_tiles(of_triton, spec)
     if family in (FAMILY, IN_ORDER):
         return dataclasses.replace(of_triton, grad_kv=grad_blocks_of(spec).tile)
     return of_triton if family == FOR_ALL else None
@@ -74,8 +86,10 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
     site, and that of our Triton kernels for the rest. cuDNN's backward reads no repeated axes. This forward takes them as they are.
 
     Under torch.use_deterministic_algorithms the Triton kernels' or this family's in one order: the others add up in no fixed order.
-    Dynamo compiles anew when that is switched.
+    Dynamo compiles anew when that is switched. Of head dims above 256 each number has one writer, here as there.
     """
+    if has_wide_backward(spec):
+        return FAMILY if wide_is_faster(spec) else FOR_ALL
     is_repeated = any(_NO_REPEATED.broken_by(x) for x in (spec.q, spec.k, spec.v))
     takes_cudnn = not is_repeated and not cudnn_backward.why_not(spec, target)
     if target.deterministic:

@@ -201,6 +201,7 @@ def switches(
         BY_DISTANCE=prepared.plan.distances,
         BATCH_LAST=is_shared,
         PART=blocks.part,
+        TILE=blocks.keys,
         LOW_AGAIN=prepared.plan.bias and prepared.call.spec.adds_unread,
     )
 

@@ -15,7 +15,7 @@ from torch import fx
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
 from attn_compiler.lowerings.hopper import added, limits, mask_bits
 from attn_compiler.lowerings.hopper.call import FOR_ALL, HopperCall, backward_of, call_of
-from attn_compiler.lowerings.hopper.ops import IN_ORDER, given_op
+from attn_compiler.lowerings.hopper.ops import IN_ORDER, given_op, grad_operands
 from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
@@ -85,7 +85,8 @@ def _leaf(emitter: Emitter, tensors: list[fx.Node], read: list[fx.Node], text: s
 def _read_by_forward(emitter: Emitter, call: HopperCall, operands: Operands) -> list[fx.Node]:
     made = part_tensors.emit(emitter, call.spec, operands, call.tiles, ordered=call.ordered)
     named = dict(zip(call.parts.operands, made, strict=True))
-    return [*_without("tiles_by_key", named), *_further(further_operands, emitter, call, operands, named)]
+    read = [node for name, node in named.items() if name != "tiles_by_key"]
+    return [*read, *_further(further_operands, emitter, call, operands, named)]
 
 
 def _read_by_backward(emitter: Emitter, call: HopperCall, operands: Operands) -> list[fx.Node]:
@@ -96,7 +97,8 @@ def _read_by_backward(emitter: Emitter, call: HopperCall, operands: Operands) ->
         return part_tensors.emit(emitter, call.spec, operands, call.grad_tiles)
     made = part_tensors.emit(emitter, call.spec, operands, call.grad_tiles, ordered=call.ordered)
     named = dict(zip(call.parts.operands, made, strict=True))
-    return [*_without("tiles", named), *_further(further_grad_operands, emitter, call, operands, named)]
+    read = [named[name] for name in grad_operands(call.spec) if name in named]
+    return [*read, *_further(further_grad_operands, emitter, call, operands, named)]
 
 
 def _further(
@@ -129,7 +131,3 @@ def further_grad_operands(
     """As `further_operands`, of the backward."""
     bits = [mask_bits.emit_by_key(emitter, named["mask"], lengths[0])] if mask_bits.is_there(plan) else []
     return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]
-
-
-def _without(left_out: str, named: dict[str, fx.Node]) -> list[fx.Node]:
-    return [node for name, node in named.items() if name != left_out]

@@ -9,6 +9,7 @@ knows nothing of gradients: `attn_compiler::hopper_<family>_given` hands on what
 from __future__ import annotations
 
 from attn_compiler.lowerings.hopper import added, mask_bits
+from attn_compiler.lowerings.hopper.plan import is_wide
 from attn_compiler.lowerings.shared.calls import cudnn_backward
 from attn_compiler.lowerings.shared.ops.given_ops import Read, Tensors, register_given
 from attn_compiler.lowerings.shared.ops.leaf_ops import (
@@ -44,9 +45,11 @@ def _read(kept: Tensors, text: str) -> Read:
 def grad_operands(spec: AttentionSpec) -> tuple[str, ...]:
     """Names of the operands that `hopper_backward` takes, in order."""
     plan = parts.of(spec)
+    # Above 256 head dims dq has a pass of its own, over keys.
+    unread = () if is_wide(spec) else ("tiles",)
     further = {mask_bits.BY_KEY: mask_bits.is_there(plan), added.NAME: added.is_there(plan)}
     own = (name for name, here in further.items() if here)
-    return (*(name for name in plan.operands if name != "tiles"), *own)
+    return (*(name for name in plan.operands if name not in unread), *own)
 
 
 def _differentiable(operands: Tensors, text: str) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from attn_compiler.lowerings.base import Tile
+from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_sums, head_dim_tiles
@@ -223,3 +223,99 @@ def cudnn_is_faster(spec: AttentionSpec) -> bool:
     if is_short:
         return not is_narrow
     return site_parts.of(spec).band is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideGradBlocks:
+    """Of a pass of the backward for head dims above 256, for dq or dk, or for dv.
+
+    rows: of a block. tile: rows of the others that come at once.
+    part, part_v: dims of q and k, and of v and the output's gradient, that have a place of shared memory.
+    stages, stages_v: such places of a tile; for dv all are `stages`.
+    """
+
+    rows: int
+    tile: int
+    part: int
+    part_v: int
+    stages: int
+    stages_v: int
+    registers: int = 240
+
+    @property
+    def launched(self) -> Tile:
+        """What a program is started with. warps: of one warpgroup."""
+        return Tile(queries=self.rows, keys=self.tile, warps=4, stages=self.stages)
+
+
+#: dims that have a place of shared memory, of q and k, and of v; places that v has at least; rows of a tile
+WIDE_PART, WIDE_PART_V, _LEAST_V, _WIDE_TILE = 128, 64, 3, 64
+#: Of the widest heads up to a diagonal. H200, D 512, TFLOP/s with tiles of 64 and with these: S 8192 dq 468 and 483, dk 380 and 477; S 2048
+#: 371 and 419, 344 and 427 (wide_backward_h200.csv).
+_WIDEST, _DIAGONAL = 512, {"tile": 32, "part_v": 128, "stages": 8, "stages_v": 3}
+#: head dims, and the fewest keys, of which the passes were measured to be faster than the Triton kernels: with 2048, 2.3 times
+_FASTER, _FASTER_FROM = (320, 512), 1024
+
+
+def wide_head_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """Whole parts that hold the head dims of q and of v, in the passes for dq and dk. Raises TypeError for those that are not known."""
+    qk, v = int(spec.head_dim_qk), int(spec.head_dim_v)
+    return -(-qk // WIDE_PART) * WIDE_PART, -(-v // WIDE_PART_V) * WIDE_PART_V
+
+
+def wide_blocks_of(spec: AttentionSpec, grad: str) -> WideGradBlocks:
+    """Of the pass for the gradient of "q", "k" or "v". Raises TypeError for head dims that are not known."""
+    if grad == "v":
+        of = blocks_of(spec)
+        return WideGradBlocks(
+            rows=of.queries,
+            tile=of.keys,
+            part=of.part,
+            part_v=of.part,
+            stages=of.stages,
+            stages_v=of.stages,
+            registers=of.registers,
+        )
+    qk, v = wide_head_dims(spec)
+    plan = site_parts.of(spec)
+    if (qk, v) == (_WIDEST, _WIDEST) and plan.band is not None and not plan.tiles:
+        return WideGradBlocks(rows=ROWS, part=WIDE_PART, **_DIAGONAL)
+    room = _ROOM // _HALF_BYTES - ROWS * (qk + v + _WIDE_TILE) - _LEAST_V * _WIDE_TILE * WIDE_PART_V
+    stages = room // (_WIDE_TILE * WIDE_PART)
+    left = room - stages * _WIDE_TILE * WIDE_PART
+    return WideGradBlocks(
+        rows=ROWS,
+        tile=_WIDE_TILE,
+        part=WIDE_PART,
+        part_v=WIDE_PART_V,
+        stages=stages,
+        stages_v=_LEAST_V + left // (_WIDE_TILE * WIDE_PART_V),
+    )
+
+
+def wide_grad_tiles(tiles: Tiles, spec: AttentionSpec) -> Tiles:
+    """tiles, with what lists of these passes are made for: all of queries and keys in blocks of 128."""
+    by_key = Tile(queries=_WIDE_TILE, keys=2 * ROWS, warps=4, stages=1)
+    return dataclasses.replace(tiles, forward=blocks_of(spec).tile, grad_kv=by_key)
+
+
+def has_wide_backward(spec: AttentionSpec) -> bool:
+    """Whether the passes for head dims above 256 take a spec. Raises TypeError for head dims that are not known."""
+    plan = site_parts.of(spec)
+    return is_wide(spec) and not (plan.mask or plan.bias or plan.distances)
+
+
+def wide_is_faster(spec: AttentionSpec) -> bool:
+    """Whether those passes were measured to be faster than the Triton kernels, of sites that have them (wide_backward_h200.csv).
+
+    Triton's time over theirs on an H200, D 512: up to a diagonal, S 8192 and 2048, 3.0 and 2.6; padded besides 2.6; no mask 3.0. D 384 2.5,
+    D 320 2.6. With a window of 128 1.0. Nothing else was measured.
+    """
+    plan, kinds = site_parts.of(spec), site_parts.parts(spec).kinds
+    is_window = plan.band is not None and plan.band.left is not None
+    if is_window or plan.slopes or not kinds <= {"band", "keys", "lengths"}:
+        return False
+    least, most = _FASTER
+    is_there = spec.head_dim_qk == spec.head_dim_v and least <= int(spec.head_dim_qk) <= most
+    longest = (dims.range_of(spec, size)[1] for size in (spec.seqlen_q, spec.seqlen_kv))
+    return is_there and all(most is None or most >= _FASTER_FROM for most in longest)

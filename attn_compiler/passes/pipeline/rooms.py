@@ -6,7 +6,17 @@ from attn_compiler.passes.matching import match, unseen
 from attn_compiler.passes.recovering import block_masks, body_inputs, recover
 from attn_compiler.passes.spelling import checkpoints, plain_calls
 from attn_compiler.passes.unpad import judging, packing
-from attn_compiler.passes.writing import beside, buffers, fp8_sites, layout, lower, select, summary, verify
+from attn_compiler.passes.writing import (
+    beside,
+    buffers,
+    fp8_sites,
+    layout,
+    lower,
+    select,
+    summary,
+    time_kernels,
+    verify,
+)
 
 __all__ = [
     "agreeing",
@@ -27,6 +37,7 @@ __all__ = [
     "select",
     "spreading",
     "summary",
+    "time_kernels",
     "unseen",
     "verify",
 ]

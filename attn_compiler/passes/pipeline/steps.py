@@ -1,6 +1,5 @@
-"""PIPELINE: every step of what happens to a graph, in order.
+"""PIPELINE: every step of what happens to a graph, in order. Each step is a function of a room, and the functions here say which.
 
-Each step is a function of a room, which takes a graph and the results of steps before it, and gives its own. The functions here say which.
 They import the rooms where they run: a process that finds a rewrite that was kept goes no further than `kept`, and imports none.
 """
 
@@ -8,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-
-from torch import fx
 
 from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.first_look import SharedGraph
@@ -235,6 +232,12 @@ def _packed(work: Work, unit: Unit) -> Onward | None:
 # ---- on each unit: its kernels ---------------------------------------------------------------------------------------
 
 
+def _time_kernels(work: Work, unit: Unit) -> None:
+    from attn_compiler.passes.pipeline import rooms
+
+    rooms.time_kernels.time_kernels(unit, unit.mirrored, unit.found, work.targets, work.store)
+
+
 def _layout(_: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
@@ -326,14 +329,12 @@ def _report(work: Work) -> None:
 
 
 def _outline(work: Work) -> None:
-    if work.inlined is not None:
+    if work.inlined:
         from attn_compiler.passes.pipeline import rooms
 
-        packed = next((unit.outcome for unit in work.units if isinstance(unit.outcome, Packed)), None)
-        outline = rooms.checkpoints.outline if packed is None else rooms.checkpoints.outline_copy
-        beside = [packed.original] if packed else []
-        for gm in (work.gm, *beside, *([work.padded.graph_module] if work.padded else [])):
-            outline(gm, work.inlined)
+        models = [unit.outcome.original for unit in work.units if isinstance(unit.outcome, Packed)]
+        padded = [work.padded.graph_module] if work.padded else []
+        rooms.checkpoints.outline_all(work.gm, models + padded, work.inlined)
 
 
 def _keep(work: Work) -> None:
@@ -341,10 +342,6 @@ def _keep(work: Work) -> None:
         with timed(_CACHE, work.seconds):
             report = work.memory.keep(work.report, work.known, work.units)
         work.report = dataclasses.replace(report, seconds=tuple(work.seconds.items()))
-
-
-def _mirror_of(unit: Unit) -> fx.Graph | None:
-    return None if unit.mirror is None else unit.mirror.graph
 
 
 PIPELINE: tuple[PipelineStep, ...] = (
@@ -363,7 +360,9 @@ PIPELINE: tuple[PipelineStep, ...] = (
     PipelineStep(name="flex", run=_flex, needs=("dtensors",), costs_all=True),
     PipelineStep(name="library_calls", run=_library_calls, needs=("flex",), costs_all=True),
     PipelineStep(name="keys_last", run=_keys_last, needs=("library_calls",), costs_all=True),
-    PipelineStep(name="mirror", run=_mirror, needs=("keys_last",), shows=_mirror_of),
+    PipelineStep(
+        name="mirror", run=_mirror, needs=("keys_last",), shows=lambda unit: getattr(unit.mirror, "graph", None)
+    ),
     # Its attentions, and what they mean.
     PipelineStep(name="block_masks", run=_block_masks, needs=("mirror",)),
     PipelineStep(name="match", run=_match, needs=("block_masks",), leads=("give_back",)),
@@ -379,7 +378,8 @@ PIPELINE: tuple[PipelineStep, ...] = (
     PipelineStep(name="fp8_sites", run=_fp8_sites, needs=("unpad",)),
     PipelineStep(name="select", run=_select, needs=("fp8_sites",)),
     PipelineStep(name="packed", run=_packed, needs=("select",), leads=("select",)),
-    PipelineStep(name="layout", run=_layout, needs=("packed",)),
+    PipelineStep(name="time_kernels", run=_time_kernels, needs=("packed",)),
+    PipelineStep(name="layout", run=_layout, needs=("time_kernels",)),
     PipelineStep(name="lower", run=_lower, needs=("layout",), costs_all=True),
     PipelineStep(name="padded", run=_padded, needs=("lower",)),
     PipelineStep(name="give_back", run=_give_back, needs=("padded",), costs_all=True),

@@ -61,17 +61,24 @@ def outline(gm: fx.GraphModule, found: list[Inlined]) -> None:
         gm.recompile()
 
 
-def outline_copy(gm: fx.GraphModule, found: list[Inlined]) -> None:
-    """As `outline`, in a graph that was copied from the one in which bodies stand, and changed."""
-    if not found:
+def outline_all(gm: fx.GraphModule, beside: list[fx.GraphModule], found: list[Inlined]) -> None:
+    """As `outline`. beside: other graphs with these bodies; with any of them, each graph may be a copy of the one that they stood in."""
+    if not beside:
+        outline(gm, found)
         return
+    for copied in (gm, *beside):
+        outline(copied, _in_copy(copied, found))
+
+
+def _in_copy(gm: fx.GraphModule, found: list[Inlined]) -> list[Inlined]:
+    """The same bodies in a graph that was copied, and changed."""
     marks = [node for node in gm.graph.find_nodes(op="get_attr") if node.target == _MARK]
     of_copy = []
     for one, begin, end in zip(found, marks[::2], marks[1::2], strict=True):
         moved = dataclasses.replace(one, begin=begin, end=end, nodes=frozenset())
         own = frozenset(node for node in _between(moved) if _OF_BODY in node.meta)
         of_copy.append(dataclasses.replace(moved, nodes=own))
-    outline(gm, of_copy)
+    return of_copy
 
 
 def _body(call: fx.Node) -> fx.GraphModule | None:

@@ -200,3 +200,47 @@ def test_dropout_is_said_to_make_differences_tell_nothing() -> None:
 
 def test_devices_are_those_of_the_model_and_the_inputs() -> None:
     assert comparing._devices([torch.ones(1, device="meta")]) == [torch.device("meta"), torch.device("cpu")]
+
+
+class PaddedCausal(nn.Module):
+    """float16 or bfloat16, heads of 64, and a mask for each pair of positions: (batch, length, 64 * heads) to the same."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(64 * heads, 3 * 64 * heads)
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, 64)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        causal = torch.ones(x.shape[1], x.shape[1], device=x.device).tril().bool()
+        mask = attention_mask[:, None, None, :].bool() & causal
+        found = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return found.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_on_a_gpu_memory_is_measured_and_a_dense_mask_is_gone(training: bool) -> None:
+    model = PaddedCausal(4).to("cuda", torch.bfloat16)
+    weight = model.project.weight.detach().clone()
+    torch.manual_seed(0)
+    x = torch.randn(8, 2048, 256, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([2048, 2000, 1500, 1024, 777, 513, 64, 1], device="cuda")
+    mask = (torch.arange(2048, device="cuda") < lengths[:, None]).long()
+    found = comparer(training=training, seconds=0.2, dynamic=False)(model, x, attention_mask=mask)
+    for side in found.sides:
+        assert side.failure is None
+        assert side.milliseconds is not None
+        assert side.held_bytes is not None
+        assert side.peak_bytes is not None
+        assert side.peak_bytes >= side.held_bytes > x.nbytes
+    ours, inductor = found.side("attn_compiler"), found.side("inductor")
+    assert ours.outputs is not None
+    assert ours.outputs.largest < 0.05
+    assert (ours.gradients is not None) is training
+    assert ours.peak_bytes is not None
+    assert inductor.peak_bytes is not None
+    # A number for each pair takes a byte at least.
+    assert inductor.peak_bytes - ours.peak_bytes >= 8 * 2048 * 2048
+    assert torch.equal(model.project.weight, weight)
+    assert model.project.weight.grad is None

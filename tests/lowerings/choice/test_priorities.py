@@ -135,6 +135,8 @@ IN_FP8 = StoredSpec(k=_CACHE, v=_CACHE)
         ({"sm": 90}, {"seqlen_q": 16, "dtype": "float16", "mask": dense(2, 1, 16, 4096)}, 0),
         ({"sm": 90}, {"seqlen_kv": "s0", "batch": "s1", "mask": dense("s1", 1, 1, "s0")}, 0),
         ({"sm": 90}, {}, 3),
+        ({"sm": 90}, {"head_dim": 256}, 0),
+        ({"sm": 90}, {"head_dim": 256, "seqlen_q": 16}, 3),
         ({"sm": 90}, {"seqlen_q": 17, "mask": dense(2, 1, 17, 4096)}, None),
         ({"sm": 90}, {"seqlen_q": "s0", "mask": dense(2, 1, "s0", 4096)}, None),
         ({"sm": 90}, {"needs_grad": True, "mask": dense(2, 1, 1, 4096)}, None),

@@ -14,9 +14,17 @@ from torch import Tensor
 
 from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.hopper import backward_launch, launch
-from attn_compiler.lowerings.hopper.kernels import backward_sm90
+from attn_compiler.lowerings.hopper.kernels import backward_sm90, wide_backward_sm90, wide_values_sm90
 from attn_compiler.lowerings.hopper.lowering import further_grad_operands, further_operands
-from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
+from attn_compiler.lowerings.hopper.ops import grad_operands as grad_operand_names
+from attn_compiler.lowerings.hopper.plan import (
+    blocks_of,
+    grad_blocks_of,
+    has_backward,
+    has_wide_backward,
+    is_ordered,
+    wide_grad_tiles,
+)
 from attn_compiler.lowerings.shared.calls.arguments import prepare
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.launching import launch as launching, persistent, replaying
@@ -27,6 +35,14 @@ from tests.lowerings import kernel_problems
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import Problem, planned
 from tests.lowerings.shared.kernels import gluon_in_torch
+
+_EMULATED = (
+    backward_sm90.attention_backward_sm90,
+    wide_backward_sm90.attention_grad_wide_sm90,
+    wide_values_sm90.attention_grad_v_wide_sm90,
+)
+#: parameters of theirs
+_WRITTEN = {"Grad", "GradK", "GradV"}
 
 
 @contextlib.contextmanager
@@ -47,7 +63,9 @@ def build(case: Case, **given: Any) -> Problem:
         return problem
     call = Call.from_text(problem.text)
     tiles = dataclasses.replace(call.tiles, forward=blocks_of(call.spec).tile)
-    if has_backward(call.spec):
+    if has_wide_backward(call.spec):
+        tiles = wide_grad_tiles(tiles, call.spec)
+    elif has_backward(call.spec):
         tiles = dataclasses.replace(tiles, grad_kv=grad_blocks_of(call.spec).tile)
     ordered = is_ordered(call.spec)
     lists = kernel_problems.lists(case, problem.named, tiles, str(problem.q.device), ordered=ordered)
@@ -72,18 +90,21 @@ def grad_operands(problem: Problem) -> list[Tensor]:
     lengths = problem.q.shape[2], problem.k.shape[2]
     with torch.no_grad():
         further: list[Any] = further_grad_operands(emitter, problem.plan, named, lengths)
-    return [*(problem.named[name] for name in problem.plan.operands if name != "tiles"), *further]
+    with planned(problem.plan):
+        names = grad_operand_names(Call.from_text(problem.text).spec)
+    return [*(problem.named[name] for name in names if name in problem.plan.operands), *further]
 
 
 def launched(
     problem: Problem, *, programs: int, in_order: bool = False
 ) -> tuple[dict[str, Arguments], dict[str, Tensor]]:
-    """The arguments of each kernel of a forward, with gradients of a backward instead, none of which runs, and the tensors."""
+    """The arguments of each kernel of a forward, with gradients of a backward instead, none of which runs, and the tensors. A kernel that
+    is launched for more than one gradient has these behind its name."""
     found: dict[str, Arguments] = {}
     seen: dict[str, Tensor] = {}
 
     def record(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
-        found[kernel.fn.__name__] = arguments()
+        found[f"{kernel.fn.__name__} {part}".strip()] = arguments()
         seen.update(tensors)
 
     with starting(problem, record, programs=programs):
@@ -154,18 +175,17 @@ def emulated(problem: Problem, *, programs: int, together: bool) -> Iterator[Non
     """The backward's kernel is run by `gluon_in_torch`, those around it by Triton's interpreter. together: programs run at once."""
 
     def start(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
-        if kernel is not backward_sm90.attention_backward_sm90:
+        if kernel not in _EMULATED:
             launching.launch(kernel, replaying.Alike(device=problem.q.device), tensors, arguments, part)
             return
         asked = arguments()
-        for name in ("GradQ", "GradK", "GradV", "EachK", "EachV"):
-            if name in tensors:
-                tensors[name].fill_(torch.nan)
+        for name in {asked.tensors[parameter] for parameter in _WRITTEN & asked.tensors.keys()}:
+            tensors[name].fill_(torch.nan)
         given: dict[str, Any] = {
             name: None if source is None else _flat(tensors[source]) for name, source in asked.tensors.items()
         }
         given |= launching.as_taken(kernel.arg_names, asked.numbers)
-        gluon_in_torch.run(backward_sm90, "attention_backward_sm90", asked.grid, given, together=together)
+        gluon_in_torch.run(sys.modules[kernel.fn.__module__], kernel.fn.__name__, asked.grid, given, together=together)
 
     with starting(problem, start, programs=programs):
         yield

@@ -58,6 +58,52 @@ CASES = (
     Case(name="hopper mask, padding left, documents", mask="qk", keys="left", documents=True, **_EVEN, **_CAUSAL),
 )
 
+_WIDE: Any = {"head_dim": 512, "heads_q": 2}
+#: head dims above 256
+WIDE = (
+    Case(name="hopper wide plain", **_WIDE, **_SIZES),
+    Case(name="hopper wide causal", **_WIDE, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide causal, more queries", seqlen_q=300, seqlen_kv=130, **_WIDE, **_CAUSAL),
+    Case(name="hopper wide from the end", band=Band(right=0, from_end=True), **_WIDE, **_SIZES),
+    Case(name="hopper wide window", band=Band(left=40, right=7), **_WIDE, **_SIZES),
+    Case(name="hopper wide padding left", keys="left", **_WIDE, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide a row without keys, sinks", keys="none", sinks=True, **_WIDE, **_SIZES),
+    Case(name="hopper wide few pairs", keys="left", few_pairs=True, seqlen_q=70, seqlen_kv=130, **_WIDE),
+    Case(
+        name="hopper wide all of a mask",
+        documents=True,
+        rows=True,
+        keys="holes",
+        band=Band(left=100, right=3),
+        **_WIDE,
+        **_SIZES,
+    ),
+    Case(name="hopper wide slopes, softcap", slopes=True, softcap=5.0, **_WIDE, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide documents, sinks", documents=True, sinks=True, **_WIDE, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide one query", seqlen_q=1, seqlen_kv=130, **_WIDE),
+    Case(name="hopper wide three keys", seqlen_q=130, seqlen_kv=3, **_WIDE),
+    Case(
+        name="hopper wide groups of four",
+        head_dim=512,
+        heads_q=4,
+        heads_kv=1,
+        batch=1,
+        layout="bhsd",
+        **_EVEN,
+        **_CAUSAL,
+    ),
+    Case(name="hopper wide 384 and 320", head_dim=384, head_dim_v=320, keys="left", **_SIZES, **_CAUSAL),
+    Case(name="hopper wide 320 and 128", head_dim=320, head_dim_v=128, **_EVEN, **_CAUSAL),
+    Case(name="hopper wide 200 and 512", head_dim=200, head_dim_v=512, **_EVEN, **_CAUSAL),
+)
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name.removeprefix("hopper wide "))
+def test_gradients_of_wide_heads(case: Case) -> None:
+    problem = problems.build(case)
+    kernel_problems.assert_within_rule(problems.results(problem), problem)
+
 
 @pytest.mark.in_turns(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.removeprefix("hopper "))

@@ -45,6 +45,25 @@ def test_wide_heads_have_the_backward_of_another_family() -> None:
 
 
 @pytest.mark.parametrize("target", [H200, DETERMINISTIC])
+@pytest.mark.parametrize("head_dim", [320, 512])
+def test_head_dims_above_256_have_three_passes_of_its_own(head_dim: int, target: Target) -> None:
+    wide = _LONG | {"head_dim": head_dim}
+    spec = make_spec(mask=CAUSAL, **wide)
+    assert backward_of(spec, target) == "hopper"
+    tiles = call_of(spec, target).grad_tiles
+    assert tiles is not None
+    assert (tiles.forward, tiles.grad_kv.queries, tiles.grad_kv.keys) == (blocks_of(spec).tile, 64, 128)
+
+
+@pytest.mark.parametrize("target", [H200, DETERMINISTIC])
+def test_wide_heads_that_were_not_measured_have_the_triton_kernels_backward(target: Target) -> None:
+    wide = _LONG | {"head_dim": 512}
+    held = bias(1, 8, 2048, 2048, requires_grad=False)
+    for given in ({"mask": dense(2, 1, 2048, 2048)}, {"changes": (held,)}, {"mask": CAUSAL, "head_dim": 264}):
+        assert backward_of(make_spec(**wide | given), target) == "triton"
+
+
+@pytest.mark.parametrize("target", [H200, DETERMINISTIC])
 def test_learned_biases_have_the_backward_of_another_family(target: Target) -> None:
     assert backward_of(make_spec(changes=(bias(1, 8, 2048, 2048),), **_LONG), target) == "triton"
 

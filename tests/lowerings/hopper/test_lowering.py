@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.hopper import added
 from attn_compiler.lowerings.hopper.call import call_of
 from attn_compiler.lowerings.hopper.lowering import HopperAttention
+from attn_compiler.lowerings.hopper.ops import grad_operands
 from attn_compiler.lowerings.hopper.plan import blocks_of
 from attn_compiler.lowerings.shared.parts import tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.passes.graph import gradient_runs
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.attention import LseUse
+from attn_compiler.spec.masks import KeyPadding
 from attn_compiler.spec.target import Target
 from tests.lowerings import emitting
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
@@ -25,6 +30,7 @@ from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 HOPPER = HopperAttention()
 H200 = Target.fake()
 DETERMINISTIC = Target.fake(deterministic=True)
+_OF_KEY = Load("mask", (Index("b"), ix.ZERO, ix.ZERO, Index("k")), "bool")
 
 
 def _emitted(
@@ -62,16 +68,18 @@ def test_the_lse_is_handed_on_with_its_gradient() -> None:
     assert _emitted(needs_grad=True, lse="merged") == (["hopper", "hopper_hopper_part_given"], ["backward: hopper"])
 
 
-def _emitted_with(tensor: torch.Tensor, *, needs_grad: bool, **given: Any) -> tuple[fx.Graph, list[fx.Node]]:
+def _emitted_with(
+    tensor: torch.Tensor, *, needs_grad: bool, length: int = 256, head_dim: int = 64, **given: Any
+) -> tuple[fx.Graph, list[fx.Node]]:
     """The graph, and the operands of the leaf op."""
-    spec = make_spec(seqlen_q=256, seqlen_kv=256, needs_grad=needs_grad, **given)
+    spec = make_spec(seqlen_q=length, seqlen_kv=length, head_dim=head_dim, needs_grad=needs_grad, **given)
     graph = fx.Graph()
     emitter = emitting.GraphEmitter(graph, H200)
     nodes = {name: graph.placeholder(name) for name in ("q", "k", "v", "mask")}
     for name in "qkv":
-        nodes[name].meta["example_value"] = torch.empty(2, 8, 256, 64, dtype=torch.bfloat16, device="meta")
+        nodes[name].meta["example_value"] = torch.empty(2, 8, length, head_dim, dtype=torch.bfloat16, device="meta")
     nodes["mask"].meta["example_value"] = tensor
-    HOPPER.emit(emitter, call_of(spec, H200), Operands(**nodes))
+    HOPPER.emit(emitter, call_of(spec, H200), Operands(**nodes, loads={"mask": nodes["mask"]}))
     (call,) = (node for node in graph.nodes if node.target is torch.ops.attn_compiler.hopper.default)
     return graph, list(call.args[3])
 
@@ -112,6 +120,25 @@ def test_the_backward_of_a_dense_mask_reads_bits_of_queries() -> None:
     graph, _ = _emitted_with(mask, needs_grad=True, mask=dense(2, 1, 256, 256))
     (call,) = (node for node in graph.nodes if node.target is torch.ops.attn_compiler.hopper_hopper_given.default)
     assert call.args[3][-1].meta["example_value"].shape == (2, 1, 256, 16)
+
+
+def test_the_backward_of_wide_heads_reads_lists_of_both() -> None:
+    """dq has a pass of its own, over keys. Padding is a mask of each key."""
+    padding = torch.empty(2, 1, 1, 2048, dtype=torch.bool, device="meta")
+    mask = dataclasses.replace(dense(2, 1, 1, 2048), kinds=(KeyPadding(condition=ix.as_bool(_OF_KEY)),))
+    graph, forward = _emitted_with(padding, needs_grad=True, mask=mask, length=2048, head_dim=512, dtype="bfloat16")
+    (call,) = (node for node in graph.nodes if node.target is torch.ops.attn_compiler.hopper_hopper_given.default)
+    spec = Call.from_text(call.args[4]).spec
+    names = grad_operands(spec)
+    assert {"tiles", "tiles_by_key"} <= set(names)
+    # Behind the results, and q, k and v.
+    given = call.args[3][5:]
+    assert len(given) == len(names)
+    # That of the forward is read again: it is made for the same blocks.
+    assert given[names.index("tiles")] is forward[-1].args[0]
+    # Of 16 blocks of 128 keys, and one more, up to 32 tiles of 64 queries.
+    by_key = given[names.index("tiles_by_key")].meta["example_value"]
+    assert by_key.shape == (2, 1, 2048 // 128 + 1, 2048 // 64 + 4)
 
 
 def test_the_report_says_which_deterministic_backward_there_is_and_why() -> None:

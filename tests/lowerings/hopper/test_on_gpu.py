@@ -19,7 +19,7 @@ from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.target import Target
 from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems
-from tests.lowerings.hopper.test_backward_launch import CASES as GRADIENT_CASES
+from tests.lowerings.hopper.test_backward_launch import CASES as GRADIENT_CASES, WIDE as WIDE_GRADIENTS
 from tests.lowerings.hopper.test_launch import ADDED, CASES, MASKED, SUMMED, WIDE
 from tests.lowerings.kernel_cases import Case
 
@@ -120,6 +120,16 @@ def test_gradients_by_their_definition(case: Case, hopper: Target) -> None:
     _results(case, hopper, torch.bfloat16)
 
 
+@pytest.mark.parametrize("case", WIDE_GRADIENTS, ids=lambda case: case.name)
+def test_gradients_of_wide_heads_are_the_same_in_every_run(case: Case, hopper: Target) -> None:
+    problem = problems.build(case, dtype=torch.bfloat16, device="cuda", target=hopper)
+    first = problems.by_ops(problem)
+    kernel_problems.assert_within_rule(first, problem)
+    for _ in range(_TIMES):
+        again = problems.by_ops(problem)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
+
+
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
 def test_gradients_in_one_order_are_the_same_in_every_run(case: Case, hopper: Target) -> None:
     problem = problems.build(case, dtype=torch.bfloat16, device="cuda", target=hopper)
@@ -200,7 +210,7 @@ def test_a_deterministic_session_has_the_same_bits_in_every_step(
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 384])
 def test_gradients_of_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
     sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 3100, "seqlen_kv": 3100}
     for case in GRADIENT_CASES[:2]:
@@ -215,7 +225,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
 @pytest.mark.parametrize("dynamic", [False, None])
 def test_a_padded_batch_and_its_gradients(head_dim: int, dynamic: bool | None, hopper: Target) -> None:
     """Left padding, which holds NaN: rows without keys give 0, and nothing leaks."""

@@ -97,3 +97,29 @@ def test_gradients_in_one_order_come_through_the_op_that_autograd_calls(case: Ca
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     kernel_problems.assert_within_rule([*handed, *runs[0]], problem)
+
+
+@pytest.mark.parametrize("keys", [None, "left"])
+def test_gradients_of_wide_heads_come_through_the_op_that_autograd_calls(keys: str | None) -> None:
+    """With padding dq reads lists of keys, and dk and dv lists of queries."""
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    from attn_compiler.lowerings.hopper import backward_launch
+    from tests.lowerings.hopper import problems
+
+    sizes: Any = {**_SIZES, "head_dim": 320, "seqlen_q": 150, "seqlen_kv": 150}
+    problem = problems.build(Case(name=f"hopper given, wide {keys}", keys=keys, **sizes))
+    out, lse = problems.outputs(problem)
+
+    def on_a_cpu(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        with problems.emulated(problem, programs=3, together=False):
+            return backward_launch.gradients(*given)
+
+    leaves = [problem.q, problem.k, problem.v]
+    operands = [x.detach() for x in (out, lse, *leaves, *problems.grad_operands(problem))]
+    with torch.library._scoped_library("attn_compiler", "FRAGMENT") as library:
+        library.impl("hopper_backward", on_a_cpu, "CPU")
+        with kernel_problems.planned(problem.plan):
+            handed = torch.ops.attn_compiler.hopper_hopper_given(*leaves, operands, problem.text)
+            upstream = kernel_problems.upstream(problem, out, lse)
+            found = torch.autograd.grad(handed, leaves, upstream)
+    kernel_problems.assert_within_rule([*handed, *found], problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from attn_compiler.lowerings.hopper import plan
 from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import SizeRange
-from attn_compiler.spec.masks import MaskKind
+from attn_compiler.spec.masks import MaskKind, MaskSpec
 from tests.lowerings.specs import CAUSAL, make_spec
 
 
@@ -130,3 +131,49 @@ def test_wide_heads_have_a_ring_of_as_many_parts_as_there_is_room_for(
     assert not blocks.takes_turns
     assert not plan.leaves_from_queries(spec)
     assert not plan.has_backward(spec)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, MaskSpec()], ids=["causal", "none"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (384, 320), (264, 264), (200, 512), (512, 64)])
+def test_passes_of_wide_heads_fit_into_shared_memory(head_dim: int, head_dim_v: int, mask: MaskSpec) -> None:
+    spec = make_spec(dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v, mask=mask)
+    assert plan.has_wide_backward(spec)
+    qk, v = plan.wide_head_dims(spec)
+    for grad in "qk":
+        blocks = plan.wide_blocks_of(spec, grad)
+        assert head_dim <= qk < head_dim + blocks.part
+        assert head_dim_v <= v < head_dim_v + blocks.part_v
+        assert qk % blocks.part == v % blocks.part_v == 0
+        # A whole tile is there at once: its scores and its sums read the same.
+        assert blocks.stages >= qk // blocks.part
+        numbers = plan.ROWS * (qk + v + blocks.tile)
+        numbers += blocks.tile * (blocks.stages * blocks.part + blocks.stages_v * blocks.part_v)
+        assert 200 * 1024 <= 2 * numbers <= 226 * 1024
+    assert plan.wide_blocks_of(spec, "v").rows == 2 * plan.ROWS
+
+
+def _of(*kinds: MaskKind) -> MaskSpec:
+    """A tensor that was read as those."""
+    return MaskSpec(kinds=kinds, dense=masks.Dense(shape=(2, 1, 2048, 2048), dtype="bool"))
+
+
+_LONG: Any = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_dim": 512}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_faster"),
+    [
+        ({"mask": CAUSAL}, True),
+        ({}, True),
+        ({"mask": CAUSAL, "head_dim": 320}, True),
+        ({"mask": CAUSAL, "head_dim": 312}, False),
+        ({"mask": CAUSAL, "head_dim": 512, "head_dim_v": 320}, False),
+        ({"mask": CAUSAL, "seqlen_q": 1023}, False),
+        ({"mask": CAUSAL, "seqlen_kv": "s0"}, True),
+        ({"mask": _of(masks.SlidingWindow(left=100, right=0))}, False),
+        ({"mask": _of(masks.Causal(), masks.Document(of_key=_OF_KEY))}, False),
+        ({"mask": _of(masks.Causal(), masks.KeyPadding(condition=ix.as_bool(_OF_KEY)))}, True),
+    ],
+)
+def test_the_passes_of_wide_heads_are_faster_where_that_was_measured(given: dict[str, Any], is_faster: bool) -> None:
+    assert plan.wide_is_faster(make_spec(**_LONG | given)) is is_faster

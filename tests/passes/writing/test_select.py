@@ -28,7 +28,7 @@ from attn_compiler.spec.scores import ScoreSpec, Softcap
 from attn_compiler.spec.target import Target
 from tests.passes.compiling import CPU_FLASH, compiled
 
-TENSOR = TensorSpec(shape=(2, 4, 128, 64), strides=(32768, 8192, 64, 1), dtype="bfloat16")
+TENSOR = TensorSpec(shape=(2, 4, 1200, 64), strides=(307200, 76800, 64, 1), dtype="bfloat16")
 SPEC = AttentionSpec(
     q=TENSOR,
     k=TENSOR,

@@ -18,7 +18,8 @@ def attention_before_backward(
     BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_ALL: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """RowStats as row_stats.py says, Sums (B, Hq, Sq, HEAD_DIM_QK) float32, Flag (2,) int32 and, where there are any, Turns (B, Hq,
+    """RowStats as row_stats.py says, Flag (2,) int32 and, where there are any, Sums (B, Hq, Sq,
+    HEAD_DIM_QK) float32 and Turns (B, Hq,
     stats_rows / BLOCK_M) int32 are 0.
 
     Grid: (stats_rows / BLOCK_M, Hq, B).
@@ -29,8 +30,9 @@ def attention_before_backward(
         BLOCK_M, HEAD_DIM_V, V_ALL, ALIGN,
     )  # fmt: skip
     row = batch.to(tl.int64) * heads_q + head
-    sums = Positions(base=Sums + row * seqlen_q * HEAD_DIM_QK, stride=HEAD_DIM_QK, length=seqlen_q)
-    store_tile(sums, start, tl.zeros([BLOCK_M, QK_ALL], tl.float32), BLOCK_M, 0, QK_ALL, HEAD_DIM_QK)
+    if Sums is not None:
+        sums = Positions(base=Sums + row * seqlen_q * HEAD_DIM_QK, stride=HEAD_DIM_QK, length=seqlen_q)
+        store_tile(sums, start, tl.zeros([BLOCK_M, QK_ALL], tl.float32), BLOCK_M, 0, QK_ALL, HEAD_DIM_QK)
     tl.store(Flag + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if Turns is not None:
         tl.store(Turns + row * (stats_rows // BLOCK_M) + tl.program_id(0), 0)

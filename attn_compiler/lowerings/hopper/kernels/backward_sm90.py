@@ -25,8 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn_compiler.lowerings.hopper.kernels.forward_added_sm90 import descriptor_of_added
 from attn_compiler.lowerings.hopper.kernels.grad_fetching_sm90 import fetch, grad_barriers_of, told, told_block
 from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
+    REGISTERS_OF_ALL,
     add_to_dq,
     grad_weights_of,
+    keys_of_block,
+    mark_nan,
     products_of_dq,
     scores_of,
     weights_of,
@@ -46,11 +49,6 @@ from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_store, ba
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, descriptor, narrowed
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
-
-#: of a thread of each of the three warpgroups, in all
-REGISTERS_OF_ALL = gl.constexpr(504)
-#: further than any sequence is long
-FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
@@ -104,25 +102,6 @@ def _step(
 
 
 @gluon.jit
-def _own(block, batch, consumer: gl.constexpr, masks, masking, sizes, layouts: gl.constexpr, how: gl.constexpr):
-    """keys, least and most of `KeyBlock`. Keys that nobody may use have no query."""
-    KEY: gl.constexpr = gl.SliceLayout(1, layouts.SCORES)
-    keys = block * how.BLOCK_N + consumer * ROWS + gl.arange(0, ROWS, layout=KEY)
-    inside = keys < sizes.seqlen_kv
-    least = keys * 0
-    most = keys * 0 + FAR
-    if how.HAS_RIGHT:
-        least = keys - sizes.band_right
-    if how.HAS_LEFT:
-        most = keys + sizes.band_left
-    used = inside
-    if masks.Keys is not None:
-        found = gl.load(at_index(masks.Keys, batch, masking.keys_b) + keys, mask=inside, other=0)
-        used = found != 0
-    return keys, least, gl.where(used, most, -1 - FAR)
-
-
-@gluon.jit
 def _leave(Out, at, sums, tile, HEAD_DIM: gl.constexpr, ELEMENT: gl.constexpr):
     """64 rows of a gradient, by the place that sums of dq leave from."""
     own = reinterpret(tile, ELEMENT, [1, 1, ROWS, HEAD_DIM], Out.layout)
@@ -132,13 +111,6 @@ def _leave(Out, at, sums, tile, HEAD_DIM: gl.constexpr, ELEMENT: gl.constexpr):
     fence_async_shared()
     barrier_of_threads()
     async_store(Out, at, own)
-
-
-@gluon.jit
-def _mark(Flag, sums, rows, length):
-    """Raise the flag if a row of a gradient has come out as NaN."""
-    found = gl.sum(sums, 1)
-    gl.store(Flag + rows * 0, rows * 0 + 1, mask=(found != found) & (rows < length))
 
 
 @gluon.jit
@@ -168,7 +140,7 @@ def _compute(
     while item >= 0:
         block, batch, head = told_block(item, work)
         start = block * how.BLOCK_N + consumer * ROWS
-        keys, least, most = _own(block, batch, consumer, masks, masking, sizes, LAYOUTS, how)
+        keys, least, most = keys_of_block(block, batch, consumer, masks, masking, sizes, LAYOUTS, how)
         document = None
         if masks.DocumentsK is not None:
             of_row = at_index(masks.DocumentsK, batch, masking.documents_kb)
@@ -227,8 +199,8 @@ def _compute(
             mbarrier.arrive(barriers.kv_empty)
         ELEMENT: gl.constexpr = tiles.k.dtype
         if how.MARKS:
-            _mark(Flag, grad_k, start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, GRAD_K)), sizes.seqlen_kv)
-            _mark(Flag, grad_v, start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, GRAD_V)), sizes.seqlen_kv)
+            mark_nan(Flag, grad_k, start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, GRAD_K)), sizes.seqlen_kv)
+            mark_nan(Flag, grad_v, start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, GRAD_V)), sizes.seqlen_kv)
         at = [batch, head, start, 0]
         _leave(GradV, at, grad_v, tiles.sums.index(consumer), how.V_ALL, ELEMENT)
         _leave(GradK, at, grad_k * scale, tiles.sums.index(consumer), how.QK_ALL, ELEMENT)

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
     list_of_block,
@@ -49,7 +54,7 @@ def part_at(n, tiles, barriers, how: gl.constexpr):
     """The n-th part as (keys, dims), once it has come."""
     place = n % how.STAGES
     mbarrier.wait(barriers.full.index(place), (n // how.STAGES) & 1)
-    return tiles.k.index(place).reshape([how.BLOCK_N, how.PART])
+    return tiles.k.index(place).reshape([how.TILE, how.PART])
 
 
 @gluon.jit
@@ -59,7 +64,43 @@ def let_go(n, barriers, how: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_tile(of, batch, head, key, dim, n, tiles, barriers, PARTS: gl.constexpr, how: gl.constexpr):
+def scores_in_parts(q, at, peak, tiles, barriers, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
+    """q kᵀ of a tile of keys, of which the last part's product is under way, and the rows' maxima as they are. q: its parts; at: of the
+    tile's first part."""
+    PARTS: gl.constexpr = how.QK_ALL // how.PART
+    qk = gl.zeros([ROWS, how.TILE], gl.float32, layout=QK_LAYOUT)
+    for n in gl.static_range(PARTS):
+        k = part_at(at + n, tiles, barriers, how).permute([1, 0])
+        qk = warpgroup_mma(q[n], k, qk, use_acc=n > 0, is_async=True)
+        if n > 0:
+            # The sums stay under way, so what is handed through is another number.
+            peak = warpgroup_mma_wait(1, deps=(peak,))
+            let_go(at + n - 1, barriers, how)
+    return qk, peak
+
+
+@gluon.jit
+def add_outputs(weights, at, out, tiles, barriers, how: gl.constexpr):
+    """The outputs of a tile added to those so far, under way: a product for each part of the values. at: of the first one."""
+    found = ()
+    for n in gl.static_range(how.V_ALL // how.PART):
+        found += (warpgroup_mma(weights, part_at(at + n, tiles, barriers, how), out[n], is_async=True),)
+    return found
+
+
+@gluon.jit
+def outputs_that_came(at, out, barriers, how: gl.constexpr):
+    """`add_outputs`, when they have come."""
+    PARTS: gl.constexpr = how.V_ALL // how.PART
+    found = ()
+    for n in gl.static_range(PARTS):
+        found += (warpgroup_mma_wait(PARTS - 1 - n, deps=(out[n],)),)
+        let_go(at + n, barriers, how)
+    return found
+
+
+@gluon.jit
+def fetch_tile_in_parts(of, batch, head, key, dim, n, tiles, barriers, PARTS: gl.constexpr, how: gl.constexpr):
     """Ask for the parts of a tile from a key and a dim on, each as soon as all warpgroups have let go of what is in its place. n: of the
     first one. Returns that of the one after the last."""
     for part in gl.static_range(PARTS):
@@ -73,8 +114,8 @@ def _fetch_tile(of, batch, head, key, dim, n, tiles, barriers, PARTS: gl.constex
 
 
 @gluon.jit
-def _fetch_queries(of, batch, head, start, nth, tiles, barriers, how: gl.constexpr):
-    """Ask for the queries of every warpgroup of the nth block, in parts."""
+def fetch_rows_in_parts(of, batch, head, start, nth, tiles, barriers, how: gl.constexpr):
+    """Ask for the rows of every warpgroup of the nth block, in parts."""
     PARTS: gl.constexpr = how.QK_ALL // how.PART
     for consumer in gl.static_range(how.CONSUMERS):
         place, phase = place_of_queries(consumer, nth, how)
@@ -102,14 +143,14 @@ def fetch_parts_in_turn(of_q, of_k, of_v, tiles, barriers, work, rounds, how: gl
             )  # fmt: skip
             count = partial + full_last - full_first
             head_kv = head // work.sizes.group
-            _fetch_queries(of_q, batch, head, start, nth, tiles, barriers, how)
+            fetch_rows_in_parts(of_q, batch, head, start, nth, tiles, barriers, how)
             for turn in range(passes_in(how.HEAD_DIM_V, how.V_ALL)):
                 dim = turn * how.V_ALL
                 key = nth_tile(0, visits) * how.BLOCK_N
-                n = _fetch_tile(of_k, batch, head_kv, key, 0, n, tiles, barriers, K_PARTS, how)
+                n = fetch_tile_in_parts(of_k, batch, head_kv, key, 0, n, tiles, barriers, K_PARTS, how)
                 for i in range(1, count):
                     next_key = nth_tile(i, visits) * how.BLOCK_N
-                    n = _fetch_tile(of_k, batch, head_kv, next_key, 0, n, tiles, barriers, K_PARTS, how)
-                    n = _fetch_tile(of_v, batch, head_kv, key, dim, n, tiles, barriers, V_PARTS, how)
+                    n = fetch_tile_in_parts(of_k, batch, head_kv, next_key, 0, n, tiles, barriers, K_PARTS, how)
+                    n = fetch_tile_in_parts(of_v, batch, head_kv, key, dim, n, tiles, barriers, V_PARTS, how)
                     key = next_key
-                n = _fetch_tile(of_v, batch, head_kv, key, dim, n, tiles, barriers, V_PARTS, how)
+                n = fetch_tile_in_parts(of_v, batch, head_kv, key, dim, n, tiles, barriers, V_PARTS, how)

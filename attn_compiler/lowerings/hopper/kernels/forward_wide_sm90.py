@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
     list_of_block,
@@ -22,11 +22,14 @@ from attn_compiler.lowerings.hopper.kernels.forward_fetching_sm90 import (
 )
 from attn_compiler.lowerings.hopper.kernels.forward_masks_sm90 import documents_of, keys_of, slope_of, words_of
 from attn_compiler.lowerings.hopper.kernels.forward_ring_sm90 import (
+    add_outputs,
     barriers_of_ring,
     fetch_parts_in_turn,
     let_go,
+    outputs_that_came,
     part_at,
     passes_in,
+    scores_in_parts,
 )
 from attn_compiler.lowerings.hopper.kernels.forward_softmax_sm90 import divided, softmax
 from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import out_layout, weights_layout
@@ -37,41 +40,6 @@ from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import FEW, NOTHING, ROWS, SHARES, descriptor, narrowed
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import SharedTiles
-
-
-@gluon.jit
-def _scores(own, at, peak, tiles, barriers, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """q kᵀ of a tile of keys, of which the last part's product is under way, and the rows' maxima as they are. at: of its first part."""
-    PARTS: gl.constexpr = how.QK_ALL // how.PART
-    qk = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=QK_LAYOUT)
-    for n in gl.static_range(PARTS):
-        k = part_at(at + n, tiles, barriers, how).permute([1, 0])
-        qk = warpgroup_mma(own.q[n], k, qk, use_acc=n > 0, is_async=True)
-        if n > 0:
-            # The sums stay under way, so what is handed through is another number.
-            peak = warpgroup_mma_wait(1, deps=(peak,))
-            let_go(at + n - 1, barriers, how)
-    return qk, peak
-
-
-@gluon.jit
-def _outputs(weights, at, out, tiles, barriers, how: gl.constexpr):
-    """The outputs of a tile added to those so far, under way: a product for each part of the values. at: of the first one."""
-    found = ()
-    for n in gl.static_range(how.V_ALL // how.PART):
-        found += (warpgroup_mma(weights, part_at(at + n, tiles, barriers, how), out[n], is_async=True),)
-    return found
-
-
-@gluon.jit
-def _outputs_there(at, out, barriers, how: gl.constexpr):
-    """`_outputs`, when they have come."""
-    PARTS: gl.constexpr = how.V_ALL // how.PART
-    found = ()
-    for n in gl.static_range(PARTS):
-        found += (warpgroup_mma_wait(PARTS - 1 - n, deps=(out[n],)),)
-        let_go(at + n, barriers, how)
-    return found
 
 
 @gluon.jit
@@ -94,15 +62,15 @@ def _step(
     V_PARTS: gl.constexpr = how.V_ALL // how.PART
     peak, total, out, weights = state
     at = done + i * (K_PARTS + V_PARTS) - V_PARTS
-    qk, peak = _scores(own, at, peak, tiles, barriers, QK_LAYOUT, how)
-    out = _outputs(weights, at + K_PARTS, out, tiles, barriers, how)
+    qk, peak = scores_in_parts(own.q, at, peak, tiles, barriers, QK_LAYOUT, how)
+    out = add_outputs(weights, at + K_PARTS, out, tiles, barriers, how)
     qk = warpgroup_mma_wait(V_PARTS, deps=(qk,))
     let_go(at + K_PARTS - 1, barriers, how)
     found, peak, total, decay = softmax(qk, None, tile, peak, total, own, masks, seqlen_kv, MASKED, QK_LAYOUT, how)
     weights = gl.convert_layout(narrowed(found, tiles.k), weights_layout(how.PART, 0), assert_trivial=True)
     # For the part that is multiplied next: ptxas moves the softmax behind the products' wait unless something that branches is between.
     part_at(at + K_PARTS + V_PARTS, tiles, barriers, how)
-    out = _outputs_there(at + K_PARTS, out, barriers, how)
+    out = outputs_that_came(at + K_PARTS, out, barriers, how)
     out = _times(out, decay, how)
     return peak, total, out, weights
 
@@ -122,7 +90,7 @@ def _tiles(
     for _ in gl.static_range(how.V_ALL // how.PART):
         out += (gl.zeros([ROWS, how.PART], gl.float32, layout=OUT_LAYOUT),)
     # The first tile has none before it. It is masked, needed or not.
-    qk, peak = _scores(own, done, peak, tiles, barriers, QK_LAYOUT, how)
+    qk, peak = scores_in_parts(own.q, done, peak, tiles, barriers, QK_LAYOUT, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     let_go(done + K_PARTS - 1, barriers, how)
     tile = nth_tile(0, visits)
@@ -225,8 +193,8 @@ def _compute(
             if turn == PASSES - 1:
                 mbarrier.arrive(barriers.q_empty.index(place))
             done += (partial + full_last - full_first) * (K_PARTS + V_PARTS)
-            out = _outputs(weights, done - V_PARTS, out, tiles, barriers, how)
-            out = _outputs_there(done - V_PARTS, out, barriers, how)
+            out = add_outputs(weights, done - V_PARTS, out, tiles, barriers, how)
+            out = outputs_that_came(done - V_PARTS, out, barriers, how)
             scale_of_row, lse, is_empty = divided(peak, total, Sinks, head, QK_LAYOUT, how)
             out = _times(out, scale_of_row, how)
             lse_of_head = Lse + row.to(gl.int64) * seqlen_q

@@ -6,9 +6,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from attn_compiler.lowerings.shared.kernels.optional import at_index
 from attn_compiler.lowerings.shared.kernels.releases_sm90 import add_from_shared, barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, bits_set, distances_to, tanh, up_to
+
+#: of a thread of each of the three warpgroups, in all
+REGISTERS_OF_ALL = gl.constexpr(504)
+#: further than any sequence is long
+FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
@@ -112,3 +118,31 @@ def add_to_dq(consumer: gl.constexpr, Sums, batch, head, start, n, sums, tiles, 
         add_from_shared(Sums, [batch, head, start, consumer * how.SUM_COLUMNS], mine)
     else:
         add_from_shared(Sums, [batch, head, start + consumer * ROWS, 0], mine)
+
+
+@gluon.jit
+def keys_of_block(
+    block, batch, consumer: gl.constexpr, masks, masking, sizes, layouts: gl.constexpr, how: gl.constexpr
+):
+    """keys, least and most of `KeyBlock`. Keys that nobody may use have no query."""
+    KEY: gl.constexpr = gl.SliceLayout(1, layouts.SCORES)
+    keys = block * how.BLOCK_N + consumer * ROWS + gl.arange(0, ROWS, layout=KEY)
+    inside = keys < sizes.seqlen_kv
+    least = keys * 0
+    most = keys * 0 + FAR
+    if how.HAS_RIGHT:
+        least = keys - sizes.band_right
+    if how.HAS_LEFT:
+        most = keys + sizes.band_left
+    used = inside
+    if masks.Keys is not None:
+        found = gl.load(at_index(masks.Keys, batch, masking.keys_b) + keys, mask=inside, other=0)
+        used = found != 0
+    return keys, least, gl.where(used, most, -1 - FAR)
+
+
+@gluon.jit
+def mark_nan(Flag, sums, rows, length):
+    """Raise the flag if a row of a gradient has come out as NaN."""
+    found = gl.sum(sums, 1)
+    gl.store(Flag + rows * 0, rows * 0 + 1, mask=(found != found) & (rows < length))

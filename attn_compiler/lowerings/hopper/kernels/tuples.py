@@ -38,6 +38,7 @@ class ForwardSwitches(NamedTuple):
     BATCH_LAST: Any  # blocks of all batch rows come before the next head's
     LOW_AGAIN: Any  # rows that may have got nothing but low numbers are marked, too
     PART: Any  # of a head dim wider than 256: the dims of a tile in shared memory; else 0
+    TILE: Any  # rows of a tile whose parts have places in turn: BLOCK_N
 
 
 class ForwardWork(NamedTuple):
@@ -195,3 +196,57 @@ class KeyBlock(NamedTuple):
     cap: Any  # and then tanh of that, where there is a softcap
     slope: Any  # or None
     bits: Any  # where its words of a dense mask begin, or None
+
+
+class WideSwitches(NamedTuple):
+    """What the backward's kernels for head dims above 256 are compiled for. Of a block's rows, queries or keys, a program has the
+    gradients; tiles are of the others."""
+
+    HEAD_DIM_QK: Any
+    HEAD_DIM_V: Any
+    QK_ALL: Any  # whole parts that hold the head dim of q and k
+    V_ALL: Any  # and of v; in the pass for dv the dims of it that come at once
+    BLOCK_M: Any  # queries of a block or of a tile
+    BLOCK_N: Any  # keys of a tile or of a block
+    TILE: Any  # rows of a tile
+    TOGETHER: Any  # blocks that have one list of tiles
+    PART: Any  # dims of q and k that have a place of shared memory
+    PART_V: Any  # and of v and the output's gradient
+    STAGES: Any  # places of a tile's parts of q or k; in the pass for dv of all parts
+    STAGES_V: Any  # places of a tile's parts of v or the output's gradient
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+    MASK_ALL: Any  # no tile goes without its mask
+    SOFTCAP: Any
+    MARKS: Any  # gradients that have come out as NaN raise the flag
+    ORDERED: Any  # blocks come by the lengths of their lists
+    BY_KEY: Any  # a block's rows are keys
+    CONSUMERS: Any  # warpgroups that have rows of their own
+    QUERY_STAGES: Any  # blocks whose rows are in shared memory
+    REGISTERS: Any  # of a thread that computes
+
+
+class WideTiles(NamedTuple):
+    """In shared memory, for dq or dk of wide heads: parts of a block's own rows, and of the others' tiles."""
+
+    own: Any  # of q, by key of k
+    own_v: Any  # of the output's gradient, by key of v
+    others: Any  # of k, by key of q
+    others_v: Any  # of v, by key of the output's gradient
+    grads: Any  # of the weights, and then of the scores: (rows, others)
+
+
+class WideBarriers(NamedTuple):
+    """When those have come, and when they may be written over."""
+
+    own_full: Any
+    own_empty: Any
+    own_v_full: Any
+    own_v_empty: Any
+    full: Any
+    empty: Any
+    v_full: Any
+    v_empty: Any
+    given: Any  # gradients of the weights
+    grads_full: Any  # of the scores
+    grads_empty: Any

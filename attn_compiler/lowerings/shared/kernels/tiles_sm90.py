@@ -44,9 +44,9 @@ def _words(keys: int) -> gl.constexpr:
     )
 
 
-#: of tiles of 128 and of 64 keys
-SCORES_128, SCORES_64 = _scores(128), _scores(64)
-WORDS_128, WORDS_64 = _words(128), _words(64)
+#: of tiles of 128, of 64 and of 32 keys
+SCORES_128, SCORES_64, SCORES_32 = _scores(128), _scores(64), _scores(32)
+WORDS_128, WORDS_64, WORDS_32 = _words(128), _words(64), _words(32)
 
 
 def _loaded(keys: int) -> gl.constexpr:
@@ -63,7 +63,7 @@ def _loaded(keys: int) -> gl.constexpr:
     )
 
 
-LOADED_128, LOADED_64 = _loaded(128), _loaded(64)
+LOADED_128, LOADED_64, LOADED_32 = _loaded(128), _loaded(64), _loaded(32)
 #: of (ROWS, 4): two rows of one column a thread, as many threads a row as share it in the tensor cores' layouts
 SHARES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -125,7 +125,7 @@ def narrowed(x, as_what):
 def up_to(most, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
     """(ROWS, SIZE): whether a key is at most `most`, of each row. Compared with constants: of a thread's keys all but where they begin is
     known when this is compiled. Numbers of keys that threads hold instead took so many registers that scores were spilled."""
-    SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64
+    SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64 if SIZE == 64 else SCORES_32
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, SCORES))
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))[None, :]
     most = gl.convert_layout(most, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None] - 2 * lane
@@ -157,9 +157,9 @@ def bits_of(address, left):
 def bits_set(Words, of_rows, first, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
     """(ROWS, SIZE): whether the bit of a pair is set. Words: int32, 32 keys each. of_rows: where each row's words begin, counted from
     there; first: of them the tile's first one."""
-    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
+    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64 if SIZE == 64 else WORDS_32
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, WORDS)))
-    LOADED: gl.constexpr = LOADED_128 if SIZE == 128 else LOADED_64
+    LOADED: gl.constexpr = LOADED_128 if SIZE == 128 else LOADED_64 if SIZE == 64 else LOADED_32
     rows = gl.convert_layout(of_rows, gl.SliceLayout(1, LOADED), assert_trivial=True)
     words = gl.arange(0, SIZE // 32, layout=gl.SliceLayout(0, LOADED))
     # What Triton knows of arguments it does not know in the partitions of warps.
@@ -172,7 +172,7 @@ def bits_set(Words, of_rows, first, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr 
 @gluon.jit
 def _spread(words, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr):
     """(ROWS, SIZE): the bits of words, which are (ROWS | 1, SIZE // 32, 1)."""
-    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
+    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64 if SIZE == 64 else WORDS_32
     OF_LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, WORDS))
     LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, OF_LANES))
     EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, WORDS))))
@@ -189,7 +189,7 @@ def _spread(words, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr):
 @gluon.jit
 def bytes_set(Bytes, start, length, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
     """(ROWS, SIZE): whether the byte of a key is not 0, of SIZE keys from `start` on; none from `length` on. Bytes: one a key."""
-    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64
+    WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64 if SIZE == 64 else WORDS_32
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, WORDS))))
     first = start + 32 * gl.arange(0, SIZE // 32, layout=WORD)
     words = bits_of(Bytes.to(gl.int64) + first, length - first)
@@ -207,7 +207,7 @@ def shares(weights, SIZE: gl.constexpr = 128):
 def distances_to(scores, from_start, slope, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
     """(ROWS, SIZE): the scores plus slope · (k - q). from_start: the same of each row at the tile's first key. As `up_to`, with keys that
     are constants."""
-    SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64
+    SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64 if SIZE == 64 else SCORES_32
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, SCORES))
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))[None, :].to(gl.float32)
     row = gl.convert_layout(from_start, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None] + lane * (2.0 * slope)

@@ -23,6 +23,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from attn_compiler.lowerings.hopper.kernels.backward_sm90 import attention_backward_sm90
 from attn_compiler.lowerings.hopper.kernels.forward_sm90 import attention_forward_sm90
 from attn_compiler.lowerings.hopper.kernels.forward_wide_sm90 import attention_forward_wide_sm90
+from attn_compiler.lowerings.hopper.kernels.wide_backward_sm90 import attention_grad_wide_sm90
+from attn_compiler.lowerings.hopper.kernels.wide_values_sm90 import attention_grad_v_wide_sm90
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
@@ -91,6 +93,8 @@ _KERNELS = {
     "attention_backward_sm90": (attention_backward_sm90, GluonASTSource),
     "attention_forward_sm90": (attention_forward_sm90, GluonASTSource),
     "attention_forward_wide_sm90": (attention_forward_wide_sm90, GluonASTSource),
+    "attention_grad_wide_sm90": (attention_grad_wide_sm90, GluonASTSource),
+    "attention_grad_v_wide_sm90": (attention_grad_v_wide_sm90, GluonASTSource),
     "attention_again": (attention_again, ASTSource),
 }
 
@@ -124,17 +128,18 @@ def _run(case: Case) -> list[Found]:
     launched, tensors = problems.launched(problem, programs=132, in_order=case.name.startswith("in_order"))
     found = []
     for name, arguments in launched.items():
-        if name not in _KERNELS:
+        of = name.partition(" ")[0]
+        if of not in _KERNELS:
             continue
-        kernel, kind = _KERNELS[name]
+        kernel, kind = _KERNELS[of]
         given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
         made = source(kernel, {**given, **arguments.numbers}, kind)
         options = {} if arguments.tile is None else arguments.tile.launch_options
         compiled = compile_kernel(made, target=GPUTarget("cuda", 90, 32), options={**options, **FUSION})
         code = said_of(compiled.asm["cubin"], "-sass")
         let_go = LettingGo(loads=0, under_way=())
-        if name in PLACES and (case.bias or case.distances):
-            let_go = letting_go(compiled.asm["cubin"], name)
+        if of in PLACES and (case.bias or case.distances):
+            let_go = letting_go(compiled.asm["cubin"], of)
         found.append(
             Found(
                 name=case.name,

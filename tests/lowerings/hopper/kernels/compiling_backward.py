@@ -19,8 +19,13 @@ ADDED = tuple(
     if not case.distances and case.head_dim <= max(GRAD_BLOCKS)
 )
 
+#: head dims above 256, of which each gradient has a pass of its own
+WIDE = tuple(
+    dataclasses.replace(case, name=f"grad_{case.name}", needs_grad=True) for case in compiling.WIDE if not case.mask
+)
+
 #: the same as they add up in one order
 IN_ORDER = tuple(dataclasses.replace(case, name=f"in_order_{case.name}") for case in CASES)
 
 if __name__ == "__main__":
-    compiling.say((*CASES, *ADDED, *IN_ORDER))
+    compiling.say((*CASES, *ADDED, *WIDE, *IN_ORDER))

@@ -51,7 +51,7 @@ PLACES: Mapping[str, Place] = {
     ),
 }
 #: further loads from shared memory in kernels for Hopper, by their first words: threads wrote what they read
-OF_THREADS = ("tiles.index(at)", "stats.slice(", "tiles.weights", "tiles.decay")
+OF_THREADS = ("tiles.index(at)", "stats.slice(", "tiles.weights", "tiles.decay", "tiles.grads")
 
 
 @dataclass(frozen=True, kw_only=True)

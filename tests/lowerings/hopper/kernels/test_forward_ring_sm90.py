@@ -28,7 +28,7 @@ def test_passes(head_dim: int, passes: int, functions: dict[str, Any]) -> None:
 
 
 def test_a_part_waits_until_what_was_in_its_place_is_let_go_of_by_all(functions: dict[str, Any]) -> None:
-    how = types.SimpleNamespace(STAGES=STAGES, BLOCK_N=KEYS, PART=PART)
+    how = types.SimpleNamespace(STAGES=STAGES, TILE=KEYS, PART=PART)
     barriers = functions["barriers_of_ring"](2, STAGES, 2)
     ring = Shared(torch.arange(STAGES * KEYS * PART).view(STAGES, 1, 1, KEYS, PART).float())
     tiles = types.SimpleNamespace(k=ring)

@@ -1,0 +1,128 @@
+"""Which sites are timed where they are compiled, and which lowerings are timed there.
+
+A site is timed unless a row was measured near it: at its head dim, at its class of lengths, with enough work to fill the GPU. In
+sites_h200.csv, 216 sites that nobody tuned for, the first lowering of the rows is within 3% of the fastest at 47%, and one of those that
+are timed here at 92%.
+"""
+
+from __future__ import annotations
+
+from attn_compiler.lowerings.choice import priorities, shape_class
+from attn_compiler.lowerings.choice.rows import MOST_QUERIES, Row
+from attn_compiler.spec import reads
+from attn_compiler.spec.added_scores import Bias
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.mask_kinds import Document, KeyBound, KeyPadding
+from attn_compiler.spec.target import Target
+
+#: PyTorch's kernels need no compiling, and Triton's little
+_QUICK = ("triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+#: asked of sites with much work alone: they take seconds to compile or build
+_SLOW = ("hopper", "cudnn")
+_MUCH_WORK = 1e10
+#: what a measured row speaks for: as long, and a quarter of the elements of q (benchmarks/select_rows.py)
+_LEAST_SEQLEN = 1024
+_LEAST_ELEMENTS = 1 << 23
+#: bytes of a site's tensors and of their gradients
+_MOST_BYTES = 1 << 30
+#: pairs of one mask
+_MOST_PAIRS = 1 << 26
+
+
+def lowerings_for(spec: AttentionSpec, target: Target, first: str) -> tuple[str, ...]:
+    """The lowerings to time, `first` among them; none where the site is not timed. Whether they take the site is not asked here."""
+    if why_not(spec, target) is not None:
+        return ()
+    few = ("decode",) if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= MOST_QUERIES else ()
+    slow = _SLOW if _work(spec) >= _MUCH_WORK else ()
+    return tuple(dict.fromkeys((first, *few, *_QUICK, *slow)))
+
+
+def why_not(spec: AttentionSpec, target: Target) -> str | None:
+    """Why a site is not timed; None if it is."""
+    if target.device != "cuda" or target.packaged or target.triton_interpreted:
+        return "it runs on another machine, or without a GPU"
+    if spec.dtype not in HALF or spec.fp8 is not None or spec.stored is not None or spec.latent is not None:
+        return "its kernels are chosen by dtype, or read a cache"
+    if spec.score.dropout_p or spec.lse != "unread" or spec.returns_weights or spec.mask.own_rows is not None:
+        return "few lowerings take it"
+    if not all(isinstance(size, int) for x in (spec.q, spec.k, spec.v) for size in (*x.shape, *x.strides)):
+        return "a size is symbolic"
+    return _why_not_values(spec) or ("a row was measured near it" if _is_near(spec, target) else None)
+
+
+def _why_not_values(spec: AttentionSpec) -> str | None:
+    """Why no tensors can stand for those that the site reads."""
+    mask = spec.mask
+    if mask.is_partial or mask.chosen is not None or mask.out_of_reach or spec.score.out_of_reach:
+        return "what its mask holds is not known in full"
+    if any(
+        reads.names(kind) - {"Sq", "Skv"} and not isinstance(kind, KeyPadding | KeyBound | Document)
+        for kind in mask.kinds
+    ):
+        return "its mask reads numbers that only a run knows"
+    if any(
+        kind.requires_grad and not isinstance(kind, Bias)
+        for kind in spec.score.proved
+        if hasattr(kind, "requires_grad")
+    ):
+        return "a table has a gradient, which another kernel may compute"
+    if bytes_of(spec) > _MOST_BYTES or _pairs(spec) > _MOST_PAIRS:
+        return "it takes much memory"
+    return None
+
+
+def _is_near(spec: AttentionSpec, target: Target) -> bool:
+    row = priorities.row_of(spec, target)
+    return row is not None and _speaks_for(row, spec)
+
+
+def _speaks_for(row: Row, spec: AttentionSpec) -> bool:
+    """Whether a row's lowerings were timed together on a shape like this one: rows of classes are measured at their largest head dim."""
+    shape = shape_class.of(spec)
+    return (
+        bool(row.times)
+        and row.head_dims is not None
+        and shape.head_dim == row.head_dims[1]
+        and shape.seqlens[0] >= _LEAST_SEQLEN
+        and (shape.elements or 0) >= _LEAST_ELEMENTS
+    )
+
+
+def _work(spec: AttentionSpec) -> float:
+    """Operations of the products of matrices for all pairs, with the backward's."""
+    batch, heads, queries, width = map(_number, spec.q.shape)
+    return (
+        2.0
+        * batch
+        * heads
+        * queries
+        * _number(spec.seqlen_kv)
+        * (width + _number(spec.head_dim_v))
+        * (3.5 if spec.needs_grad else 1.0)
+    )
+
+
+def _pairs(spec: AttentionSpec) -> int:
+    return _number(spec.batch) * _number(spec.seqlen_q) * _number(spec.seqlen_kv) if spec.added_tensor else 0
+
+
+def bytes_of(spec: AttentionSpec) -> int:
+    """Of a site's tensors and their gradients, in half precision."""
+    elements = sum(_product(x.shape) for x in (spec.q, spec.q, spec.k, spec.v))
+    bias = spec.score.bias
+    added = 0 if bias is None else _product(bias.shape)
+    return 2 * (elements + added) * (2 if spec.needs_grad else 1)
+
+
+def _product(sizes: tuple[int | str, ...]) -> int:
+    found = 1
+    for size in sizes:
+        found *= _number(size)
+    return found
+
+
+def _number(size: int | str) -> int:
+    """Of a symbolic size, as if it were no limit: `why_not` has refused it."""
+    return size if isinstance(size, int) else 1

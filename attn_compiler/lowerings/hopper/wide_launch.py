@@ -1,0 +1,112 @@
+"""Launches of the backward's passes for head dims above 256 on Hopper: of q, of k and of v. Imports triton, so it comes late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from attn_compiler.lowerings.hopper.kernels import wide_backward_sm90, wide_values_sm90
+from attn_compiler.lowerings.hopper.kernels.tuples import WideSwitches
+from attn_compiler.lowerings.hopper.launch import bhsd_strides
+from attn_compiler.lowerings.hopper.plan import (
+    WIDE_PASS,
+    WideGradBlocks,
+    is_ordered,
+    multiplied,
+    wide_blocks_of,
+    wide_head_dims,
+)
+from attn_compiler.lowerings.shared.calls.arguments import Prepared, lists, operand_parameters
+from attn_compiler.lowerings.shared.calls.backward import Backward
+from attn_compiler.lowerings.shared.kernels.tuples import Sizes
+from attn_compiler.lowerings.shared.launching import persistent
+from attn_compiler.lowerings.shared.launching.launch import Arguments
+
+#: the gradients of which there is a pass each, in the order in which they are launched
+PASSES = ("q", "k", "v")
+#: queries or keys that have one list of tiles: there may be a block for each part of them, with nothing in it
+LISTED = 128
+
+
+def kernel_of(grad: str) -> Any:
+    return wide_values_sm90.attention_grad_v_wide_sm90 if grad == "v" else wide_backward_sm90.attention_grad_wide_sm90
+
+
+def arguments(shared: Backward, *, grad: str, leaks: bool) -> Arguments:
+    """Of the pass for the gradient of "q", "k" or "v". leaks: gradients may come out as NaN by what nobody uses."""
+    tensors, every, prepared = shared.tensors, shared.numbers(), shared.prepared
+    spec, by_key = prepared.call.spec, grad != "q"
+    blocks = wide_blocks_of(spec, grad)
+    listed = tensors.get("tiles_by_key" if by_key else "tiles")
+    target = f"Grad{grad.upper()}"
+    target = f"Each{grad.upper()}" if f"Each{grad.upper()}" in tensors else target
+    rows = tensors["K" if by_key else "Q"].shape[2]
+    heads_of_all = tensors["Q"].shape[0] * tensors["Q"].shape[1]
+    together = 1 if listed is None else LISTED // blocks.rows
+    in_head = triton.cdiv(rows, blocks.rows * together) * together
+    of_strides = {"q": "Q", "k": "K", "v": "V", "g": "GradOut", "grad": target, "dv": target}
+    numbers: dict[str, Any] = {
+        **every,
+        **lists(listed),
+        **{f"stride_{name}": bhsd_strides(tensors[of]) for name, of in of_strides.items()},
+        "section": _section(shared, every, heads_of_all, by_key=by_key),
+        "blocks": in_head,
+        "heads_of_all": heads_of_all,
+        "HOW": _switches(prepared, every, blocks, grad=grad, leaks=leaks, together=together),
+    }
+    kernel = kernel_of(grad)
+    wanted = {*kernel.arg_names, *Sizes._fields}
+    given = {**operand_parameters(prepared), "Lists": None if listed is None else "tiles_by_key" if by_key else "tiles"}
+    given |= {name: name for name in ("Q", "K", "V", "GradOut", "RowStats", "Flag")} | {"Grad": target, "GradV": target}
+    return Arguments(
+        grid=persistent.programs(in_head * heads_of_all, tensors["Q"].device),
+        tensors={name: source for name, source in given.items() if name in wanted},
+        numbers={name: x for name, x in numbers.items() if name in wanted},
+        tile=blocks.launched,
+    )
+
+
+def _section(shared: Backward, numbers: dict[str, Any], heads_of_all: int, *, by_key: bool) -> int:
+    """Heads that take turns (`scheduling_sm90.place`): what they read should stay in the L2 cache."""
+    q, k, v = (shared.tensors[name] for name in "QKV")
+    if not (numbers["HAS_RIGHT"] or is_ordered(shared.prepared.call.spec)):
+        return 1
+    reach = persistent.reach(numbers)
+    if not by_key:
+        return persistent.section(k, v, heads_q=q.shape[1], reach=reach)
+    tensors: list[torch.Tensor] = [q, shared.tensors["GradOut"]]
+    return persistent.section_of(tensors, heads=heads_of_all, part=min(1.0, reach / q.shape[2]))
+
+
+def _switches(
+    prepared: Prepared, numbers: dict[str, Any], blocks: WideGradBlocks, *, grad: str, leaks: bool, together: int
+) -> WideSwitches:
+    """What a kernel is compiled for. numbers: `arguments.common`."""
+    spec, by_key = prepared.call.spec, grad != "q"
+    qk, v = (multiplied(spec)[0], WIDE_PASS) if grad == "v" else wide_head_dims(spec)
+    return WideSwitches(
+        HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
+        HEAD_DIM_V=numbers["HEAD_DIM_V"],
+        QK_ALL=qk,
+        V_ALL=v,
+        BLOCK_M=blocks.tile if by_key else blocks.rows,
+        BLOCK_N=blocks.rows if by_key else blocks.tile,
+        TILE=blocks.tile,
+        TOGETHER=together,
+        PART=blocks.part,
+        PART_V=blocks.part_v,
+        STAGES=blocks.stages,
+        STAGES_V=blocks.stages_v,
+        HAS_LEFT=numbers["HAS_LEFT"],
+        HAS_RIGHT=numbers["HAS_RIGHT"],
+        MASK_ALL=numbers["MASK_ALL"],
+        SOFTCAP=spec.score.softcap is not None,
+        MARKS=leaks,
+        ORDERED=is_ordered(spec),
+        BY_KEY=by_key,
+        CONSUMERS=2 if grad == "v" else 1,
+        QUERY_STAGES=1,
+        REGISTERS=blocks.registers,
+    )

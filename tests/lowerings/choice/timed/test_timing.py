@@ -1,0 +1,116 @@
+"""A site runs with each lowering as in a model's graph; one that fails is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.base import Lowering
+from attn_compiler.lowerings.choice.timed import clock, timing, values, which
+from attn_compiler.lowerings.choice.timed.values import NoValues, SiteTensors
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.scores import DenseBias, ScoreSpec
+from attn_compiler.spec.target import Target
+
+CPU = torch.device("cpu")
+TARGET = Target.current("cpu")
+
+
+def spec_of(strides: tuple[int, int, int, int] = (256, 128, 16, 1), *, with_bias: bool = False) -> AttentionSpec:
+    tensor = TensorSpec(shape=(2, 2, 8, 16), strides=strides, dtype="float32", requires_grad=True)
+    changes = (DenseBias(shape=(1, 2, 8, 8), dtype="float32"),) if with_bias else ()
+    return AttentionSpec(
+        q=tensor,
+        k=tensor,
+        v=tensor,
+        mask=MaskSpec(),
+        score=ScoreSpec(scale=0.25, changes=changes),
+        device="cpu",
+        out_dtype="float32",
+        needs_grad=True,
+    )
+
+
+def test_gradients_of_all_that_wants_one_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    grad = torch.autograd.grad
+
+    def seen(out: Any, leaves: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        found = grad(out, leaves, *args, **kwargs)
+        asked.append(sum(x is not None for x in found))
+        return found
+
+    monkeypatch.setattr(torch.autograd, "grad", seen)
+    spec = spec_of(with_bias=True)
+    tensors = values.real(spec, SiteTensors(mask=torch.empty(1, 2, 8, 8, device="meta")), CPU)
+    run = timing._computation(spec, TARGET, by_name("math"), tensors)
+    assert run is not None
+    assert asked == [4, 4]
+    with torch.no_grad():
+        run()
+    assert asked == [4, 4, 4]
+
+
+def test_a_lowering_that_needs_other_strides_reads_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The elements of a head are not side by side.
+    spec = spec_of((256, 128, 1, 8))
+    tensors = values.real(spec, SiteTensors(), CPU)
+    copies: list[torch.Tensor] = []
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: copies.append(x) or contiguous(x))
+    lowering = by_name("sdpa_cpu_flash")
+    assert lowering.demand(spec).broken_by(spec.q)
+    assert timing._computation(spec, TARGET, lowering, tensors) is not None
+    assert len([x for x in copies if x.shape == (2, 2, 8, 16)]) >= 6
+
+
+def test_a_lowering_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    lowering = by_name("math")
+    monkeypatch.setattr(type(lowering), "emit", broken)
+    spec = spec_of()
+    assert timing._computation(spec, TARGET, lowering, values.real(spec, SiteTensors(), CPU)) is None
+
+
+@pytest.mark.gpu
+def test_a_short_site_is_timed_with_each_lowering() -> None:
+    device, target = torch.device("cuda:0"), Target.current("cuda:0")
+    tensor = TensorSpec(shape=(4, 8, 256, 80), strides=(163840, 80, 640, 1), dtype="bfloat16", requires_grad=True)
+    spec = AttentionSpec(
+        q=tensor,
+        k=tensor,
+        v=tensor,
+        mask=MaskSpec(),
+        score=ScoreSpec(scale=80**-0.5),
+        device="cuda",
+        out_dtype="bfloat16",
+        needs_grad=True,
+    )
+    names = which.lowerings_for(spec, target, "sdpa_flash")
+    lowerings: list[Lowering] = [by_name(name) for name in names if not by_name(name).why_not(spec, target)]
+    before = torch.cuda.memory_allocated()
+    found = timing.microseconds(spec, target, lowerings, SiteTensors(), device)
+    assert set(found) == {lowering.name for lowering in lowerings} >= {"sdpa_flash", "triton"}
+    assert all(0 < took < 10_000 for took in found.values())
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+@pytest.mark.gpu
+def test_little_memory_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(ready: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+        raise AssertionError("it was timed")
+
+    monkeypatch.setattr(clock, "microseconds", never)
+    monkeypatch.setattr(timing, "_free", lambda device: which.bytes_of(spec_of()))
+    with pytest.raises(NoValues, match="memory"):
+        timing.microseconds(
+            spec_of(), Target.current("cuda:0"), [by_name("math")], SiteTensors(), torch.device("cuda:0")
+        )

@@ -1,0 +1,200 @@
+"""docs/benchmarks.md: what was measured, a CSV a table. Whole models come first; the method has a page of its own.
+
+python -m website.results > docs/benchmarks.md
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from website import gains
+from website.gains import CALLS, MODELS, RESULTS, Row, rows_of
+
+_HEAD = """# Benchmarks
+
+How many times as fast as `torch.compile(model, backend="inductor")`: medians, both sides in one process and in turns. Each table is of
+one CSV of `benchmarks/results/`, whose rows have the device, versions, date and commit. The commands are in
+[how it is measured](measuring.md).
+
+This page is made by `python -m website.results > docs/benchmarks.md`.
+
+## At a glance
+
+A gain is a geometric mean over cases; the smallest is that of the worst case.
+"""
+_HELD_OUT = """## Models that nothing was tuned for
+
+The cases above were tuned for. These were not: of the [models of today](models.md) at their real sizes, those whose architecture no
+benchmark timed, and of these the 24 whose names have the smallest SHA-256. Each has inference and training
+([the rule](../benchmarks/held_out.py), which needs no counts of downloads). They are measured again for each release, and change no
+choice.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A line of the first table. of: the ratios of a CSV's rows, one a case. file: the CSV."""
+
+    words: str
+    where: str
+    file: str
+    of: Callable[[str], Sequence[float]]
+
+    def line(self) -> str | None:
+        """None where nobody measured it."""
+        found = self.of(self.file) if (RESULTS / f"{self.file}.csv").is_file() else []
+        if not found:
+            return None
+        mean = statistics.geometric_mean(found)
+        link = f"[{len(found)}](../benchmarks/results/{self.file}.csv)"
+        return f"| {self.words} | {self.where} | {link} | {mean:.2f}x | {min(found):.2f}x |"
+
+
+def _ratios(file: str, column: str = "ratio", **wanted: str) -> list[float]:
+    rows = rows_of(file)
+    return [float(row[column]) for row in rows if row[column] and all(row[key] == x for key, x in wanted.items())]
+
+
+def _of(implementation: str) -> Callable[[str], Sequence[float]]:
+    return lambda file: _ratios(file, implementation=implementation)
+
+
+def _unpadded(file: str) -> list[float]:
+    return [float(row["over_inductor"]) for row in rows_of(file) if row["over_inductor"] and float(row["fill"]) < 0.99]
+
+
+def _sites(file: str) -> list[float]:
+    """Inductor's time over that of the choice, for each site that both were timed at."""
+    times: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows_of(file):
+        if row["us_p50"] and row["side"] in ("inductor", "attn_compiler"):
+            times.setdefault((row["draw"], row["number"], row["training"]), {})[row["side"]] = float(row["us_p50"])
+    return [each["inductor"] / each["attn_compiler"] for each in times.values() if len(each) == 2]
+
+
+def _decoded(file: str) -> list[float]:
+    times: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows_of(file):
+        times.setdefault((row["case"], row["filled"], row["what"]), {})[row["side"]] = float(row["step_ms"])
+    return [each["inductor"] / each["attn_compiler"] for each in times.values()]
+
+
+_CPU = "CPU, one thread"
+GROUPS = (
+    Group(words="models, attention as `sdpa`", where="H200", file="h200", of=_of("sdpa")),
+    Group(words="models, attention as `eager`", where="H200", file="h200", of=_of("eager")),
+    Group(words="models, against Inductor with FlexAttention", where="H200", file="h200", of=_of("flex_attention")),
+    Group(words="models that nothing was tuned for", where="H200", file="held_out_h200", of=_ratios),
+    Group(words="models that call FlexAttention", where="H200", file="flex_h200", of=_ratios),
+    Group(words="attentions that a seed drew", where="H200", file="sites_h200", of=_sites),
+    Group(words="decoding steps, static cache", where="H200", file="decode_models_h200", of=_decoded),
+    Group(words="padded batches with `unpad`", where="H200", file="unpad_h200", of=_unpadded),
+    Group(words="padded batches with `unpad`", where=_CPU, file="unpad_cpu", of=_unpadded),
+    Group(words="models", where=_CPU, file="cpu", of=_ratios),
+)
+
+
+def _glance() -> Iterator[str]:
+    yield "| what | where | cases | gain | smallest |"
+    yield "|---|---|---|---|---|"
+    yield from (line for group in GROUPS if (line := group.line()) is not None)
+
+
+def _table(rows: Sequence[Row], call: Callable[[Row], str]) -> Iterator[str]:
+    """A line for each row, the largest gain of a model first."""
+    yield "| model | call | Inductor, ms | ours, ms | gain |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        times = " | ".join(f"{float(row[f'{side}_p50_ms']):.3g}" for side in ("inductor", "attn_compiler"))
+        yield f"| {MODELS.get(row['model'], row['model'])} | {call(row)} | {times} | {float(row['ratio']):.2f}x |"
+
+
+def _of_h200(implementation: str) -> Iterator[str]:
+    rows = [row for row in rows_of("h200") if row["implementation"] == implementation and row["ratio"]]
+    order = list(MODELS)
+    return _table(
+        sorted(rows, key=lambda row: (order.index(row["model"]), list(CALLS).index(row["scenario"]))),
+        lambda row: CALLS[row["scenario"]],
+    )
+
+
+def _held_out() -> Iterator[str]:
+    path = RESULTS / "held_out_h200.csv"
+    if not path.is_file():
+        return
+    with path.open(newline="", encoding="utf-8") as file:
+        rows: list[Mapping[str, str]] = list(csv.DictReader(file))
+    measured = sorted((row for row in rows if row["ratio"]), key=lambda row: -float(row["ratio"]))
+    yield _HELD_OUT
+    yield f"[Rows](../benchmarks/results/{path.name}), {measured[0]['date']}:\n"
+    yield from _table(measured, lambda row: row["call"].replace("prefill padded", "prefill, padded"))
+    failed = [row for row in rows if not row["ratio"]]
+    if failed:
+        yield f"\nWithout a figure, with the reason in the CSV: {', '.join(_case(row) for row in failed)}."
+    yield ""
+
+
+def _case(row: Row) -> str:
+    return f"{row['model']} ({row['call']})"
+
+
+def page() -> str:
+    """The whole page."""
+    cpu = [row for row in rows_of("cpu") if row["ratio"]]
+    return "\n".join(
+        [
+            _HEAD,
+            *_glance(),
+            "",
+            "## Models on an H200",
+            "",
+            f"{gains.summary()}. Every result is within the [numeric rule](measuring.md#how). All tables of this part are of",
+            "[h200.csv](../benchmarks/results/h200.csv), in bfloat16. Rows of a padded batch have from all to about half of the positions.",
+            "",
+            "<!-- plot: h200 -->",
+            "",
+            "### Attention as sdpa",
+            "",
+            *_of_h200("sdpa"),
+            "",
+            "### Attention as eager",
+            "",
+            *_of_h200("eager"),
+            "",
+            "### Against Inductor with FlexAttention",
+            "",
+            "Inductor has the model with `flex_attention`, and ours is the same model with `sdpa`, or `eager` where it has a softcap.",
+            "",
+            *_of_h200("flex_attention"),
+            "",
+            *_held_out(),
+            "## On a CPU",
+            "",
+            "One thread, float32 ([rows](../benchmarks/results/cpu.csv)). Eager attention and `sdpa` alike become PyTorch's fused kernel.",
+            "What is won is a causal mask that nobody reads, and K and V that are not repeated. Attention is a twelfth of MiniLM there.",
+            "",
+            "<!-- plot: cpu -->",
+            "",
+            *_table(cpu, lambda row: f"{row['scenario']}, {row['implementation']}"),
+            "",
+            "With [`unpad`](unpad.md) padding is never computed ([rows](../benchmarks/results/unpad_cpu.csv)):",
+            "",
+            "<!-- plot: unpad -->",
+            "",
+            "## The choice of kernels",
+            "",
+            "Each of 112 shapes was timed with every kernel that takes it, forward and backward",
+            "([rows](../benchmarks/results/select_h200.csv), [details](measuring.md#the-choice-of-kernels-on-an-h200)).",
+            "",
+            "<!-- plot: select -->",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
