@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from attn_compiler.compiling import left_to_python, linear_attention, without_us
 from attn_compiler.compiling.attempts import StepFailed, step
+from attn_compiler.compiling.inner import Inner
+from attn_compiler.compiling.unpadded import compile_unpadded
 from attn_compiler.context_parallel import lockstep
 from attn_compiler.options.cache import cache_key
 from attn_compiler.options.options import Options, check_lowering_names, split_options
@@ -27,12 +28,10 @@ from attn_compiler.torch_private import (
     meanings,
     packed as torch_packed,
 )
-from attn_compiler.torch_private.unpadding import PackedCode, Unpadded
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings.shared.launching.ahead import Ahead, NotCompiled
     from attn_compiler.passes import Rewritten
-    from attn_compiler.passes.graph.padding_outcome import Packed
     from attn_compiler.passes.graph.unit import Unit
     from attn_compiler.spec.attention import AttentionSpec
     from attn_compiler.verifying.plan import CheckPlan
@@ -111,7 +110,7 @@ def _compile_with(
 
     check_lowering_names(own, names())
     ahead = _ahead(own)
-    inner = _Inner(options=own, patches=patches, region=name, ahead=ahead)
+    inner = Inner(options=own, patches=patches, region=name, ahead=ahead)
     rewritten = rewrite(gm, own, store=rewrites.here(own, patches))
     report = rewritten.report
     # The graph is given away: what fails from here on, and is not the model's, is made good from a copy.
@@ -122,7 +121,7 @@ def _compile_with(
         plan = _plan(gm, own, rewritten)
         with step(f"compile the rewritten graph with {own.inner}") if rewritten.snapshot else contextlib.nullcontext():
             if rewritten.packed is not None:
-                compiled = _compile_unpadded(gm, rewritten.packed, rewritten.padded, inner, example_inputs, key)
+                compiled = compile_unpadded(gm, rewritten.packed, rewritten.padded, inner, example_inputs, key)
             else:
                 with _paused_where_cached(report):
                     compiled = inner.compile_rewritten(gm, example_inputs, key)
@@ -162,60 +161,6 @@ def _compile_with(
     meetings = rewritten.meetings
     known = () if is_recorded else rewritten.known
     return lockstep.in_step(meanings.telling(checked(compiled, plan), known, rewritten.read), meetings)
-
-
-#: Code from disk may lack the guards on the number of tokens. Nothing would check that number then.
-_NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
-
-
-def _compile_unpadded(
-    gm: fx.GraphModule, packed: Packed, padded: Unit | None, inner: _Inner, example_inputs: Sequence[Any], key: str
-) -> Callable[..., Any]:
-    """The packed graph's code, and the padded graph for calls that it may not serve. gm: the packed graph.
-
-    Later compilations get fake inputs. Real ones no longer say which of their sizes are fixed.
-    """
-    compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
-    # A CUDA graph would be recorded for each number of tokens.
-    unrecorded = {"triton.cudagraph_skip_dynamic_graphs": True} if inner.patches.get("triton.cudagraphs") else {}
-    of_packed = dataclasses.replace(inner, patches=inner.patches | unrecorded | _NOT_KEPT)
-
-    def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> PackedCode:
-        run = of_packed.compile_rewritten(module, [*inputs, *further], key)
-        return PackedCode(run=run, guards=torch_packed.taken_guards(further[0].shape[0], packed.fakes))
-
-    def again(number: int) -> PackedCode | None:
-        further = packed.further(number)
-        try:
-            with step(f"compile the packed graph for {number} tokens"), compilation.again():
-                return code(torch_packed.copied(copied), packed.fakes, further)
-        except StepFailed as error:
-            torch_packed.forget_guards(further)
-            log.warning("%s: %s", error.step, error.cause)
-            return None
-
-    def original() -> Callable[..., Any]:
-        if padded is not None:
-            try:
-                with step("compile the padded graph with its kernels"), compilation.again():
-                    return inner.compile_rewritten(padded.graph_module, packed.fakes, key)
-            except StepFailed as error:
-                log.debug("%s: %s; the model's own graph is compiled", error.step, error.cause)
-        try:
-            with step("compile the model's own graph"), compilation.again():
-                return inner.compile_original(torch_packed.copied(packed.original), packed.fakes)
-        except StepFailed as error:
-            log.debug("%s: %s; it runs op by op", error.step, error.cause)
-            return packed.original.forward
-
-    return Unpadded(
-        first=code(gm, example_inputs, packed.inputs),
-        again=again,
-        before=packed.before,
-        facts=packed.facts,
-        original=original,
-        steps=packed.steps,
-    )
 
 
 def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:
@@ -301,77 +246,3 @@ def _publish(report: Report, options: Options) -> None:
             publish(report, options)
     except StepFailed as failed:
         failed.told(options, report.graph, "the model runs, and the report may be missing")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Inner:
-    """What compiles a graph in the end. patches: for Inductor. region: torch.compile's `name=`. ahead: compiles our own kernels."""
-
-    options: Options
-    patches: dict[str, Any]
-    region: str | None
-    ahead: Ahead | None
-
-    def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
-        # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
-        from attn_compiler.context_parallel import collectives, halo_ops, merge_ops  # noqa: F401
-        from attn_compiler.lowerings.graph_ops import kept, rotary_tables
-        from attn_compiler.lowerings.shared.ops.leaf_ops import without_autograd
-
-        def joint_pass(graph: fx.Graph) -> None:
-            without_autograd(graph)
-            if self.options.keeps_attention:
-                kept.keep_attention(graph)
-            if self.options.sequence_group is not None:
-                collectives.gather_again(graph, self.options.sequence_group)
-            try:
-                with step("keep tables of cosines and sines"):
-                    rotary_tables.keep_tables(graph)
-            except StepFailed as failed:
-                failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
-            self._compile_ahead(graph)
-
-        return self._compile(gm, example_inputs, key, joint_pass, self._last_pass())
-
-    def _last_pass(self) -> torch_inductor.GraphPass | None:
-        group = self.options.sequence_group
-        if group is None:
-            return None
-        from attn_compiler.context_parallel import overlap
-
-        return overlap.passes(group)
-
-    def _compile_ahead(self, graph: fx.Graph) -> None:
-        if self.ahead is None:
-            return
-        try:
-            with step("compile kernels ahead of their launches"):
-                self.ahead.read(graph)
-        except StepFailed as failed:
-            failed.told(self.options, torch_compat.graph_name(), "they are compiled at their first launch")
-
-    def compile_original(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """As the inner compiler does without us: with no pass and no key of ours."""
-        return self._compile(gm, example_inputs, None, None)
-
-    def _compile(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        key: str | None,
-        joint_pass: torch_inductor.GraphPass | None,
-        last_pass: torch_inductor.GraphPass | None = None,
-    ) -> Callable[..., Any]:
-        if self.options.inner == "inductor":
-            return torch_inductor.compile_with_inductor(
-                gm,
-                example_inputs,
-                patches=self.patches,
-                cache_key=key,
-                joint_pass=joint_pass,
-                last_pass=last_pass,
-                region=self.region,
-            )
-        if self.patches:
-            log.warning("inner=%r ignores Inductor's options: %s", self.options.inner, ", ".join(self.patches))
-        return torch_inductor.compile_with_backend(self.options.inner, gm, example_inputs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.linear import LinearSpec
-from attn_compiler.torch_private.unpadding import Steps, UnpaddedStep
+from attn_compiler.torch_private.batches_before import Steps, UnpaddedStep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,9 +80,9 @@ class Guards:
         return all(guard.xreplace({self.size: sympy.Integer(number), **values}) == sympy.true for guard in self.asked)
 
 
-def forget_guards(tensors: Sequence[torch.Tensor]) -> None:
-    """Let nobody ask for sizes of our own, of a graph that was given up. tensors: fake ones that have them."""
-    for size in (size for x in tensors for size in _sizes(x)):
+def forget_guards(inputs: Sequence[Any]) -> None:
+    """Let nobody ask for sizes of our own, of a graph that was given up. inputs: fake ones that have them, or are them."""
+    for size in (size for x in inputs for size in ([x] if isinstance(x, torch.SymInt) else _sizes(x))):
         if _is_own(size):
             _taken(size.node.shape_env, size.node._expr)
 

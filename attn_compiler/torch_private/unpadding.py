@@ -1,21 +1,23 @@
-"""What runs when padding was taken out of a graph: before each call, where the real tokens are; then the packed graph, or the model's own.
+"""What runs when padding was taken out of a graph: before each call, where the real tokens are; then the packed graph, or the padded one.
 
-The model's own runs where something does not hold that the packed graph rests on (a label at padding counts, say), and where there are
-fewer than two real tokens. It is compiled when it is first needed. Two compiled functions, and no `torch.cond`: both are differentiated as
-any graph is, and neither is asked to give the same strides as the other.
+The padded graph runs where something does not hold that the packed graph rests on (a label at padding counts, say), where there are
+fewer than two real tokens, and, without a wait, where the batches before had little padding. It is compiled when it is first needed.
+Two compiled functions, and no `torch.cond`: both are differentiated as any graph is, and neither is asked to give the same strides as the
+other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
 
+from attn_compiler.torch_private.batches_before import STEPS_KEPT, BatchesBefore, Steps, UnpaddedStep
 from attn_compiler.torch_private.packed import Guards
 
 CompiledFn = Callable[..., Any]
@@ -24,30 +26,19 @@ CompiledFn = Callable[..., Any]
 LEAST_TOKENS = 2
 #: compilations of one packed graph, for numbers of tokens that differ in what a compiler makes of them
 MOST_CODES = 4
-_STEPS_KEPT = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnpaddedStep:
-    """One call. fill: the share of tokens that are real. failed: what did not hold, so that padding was computed."""
-
-    fill: float
-    failed: tuple[str, ...] = ()
+#: lengths between a power of two and the next one: 1.6% of the tokens are padding on average
+_STEPS_PER_OCTAVE = 32
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Steps:
-    """The last calls of one graph that were asked for their padding."""
-
-    last: deque[UnpaddedStep] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
-
-    @property
-    def are_all_padded(self) -> bool:
-        """Whether none of so many calls could be packed."""
-        return len(self.last) == _STEPS_KEPT and all(step.failed for step in self.last)
+def in_steps(number: int) -> int:
+    """The number of tokens, rounded up to one of the lengths that occur."""
+    step = max(1, (1 << max(number - 1, 1).bit_length() - 1) // _STEPS_PER_OCTAVE)
+    return -(-number // step) * step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Batch:
     """Where the real tokens of a batch are: the further inputs of a packed graph, in its order.
 
@@ -79,25 +70,32 @@ class Batch:
     def of(packed: torch.Tensor, real: torch.Tensor | None = None) -> Batch:
         """packed: bool (B, S), the tokens. real: those that are keys, bool (B, S), the last ones of each row; None: all of them.
 
-        As long as if all tokens were packed, so that no device has to be asked: what `first` leaves out means nothing.
+        As long as if all positions were packed, so that no device has to be asked: behind the tokens stand all other positions, in order.
+        These are keys of nothing, and see no key.
         """
-        seqlen = packed.shape[1]
-        starts = torch.nn.functional.pad(packed.sum(1).cumsum(0), (1, 0))
-        tokens = torch.nonzero_static(packed.reshape(-1), size=packed.numel(), fill_value=0).view(-1)
+        batch, seqlen = packed.shape
+        within = packed.cumsum(1)
+        starts = torch.nn.functional.pad(within[:, -1], (1, 0)).cumsum(0)
+        flat = torch.arange(batch * seqlen, device=packed.device)
+        among = (within + starts[:-1, None]).reshape(-1)
+        place = torch.where(packed.reshape(-1), among - 1, starts[-1] + flat - among)
+        # A permutation, so each place is written once.
+        tokens = torch.empty_like(flat).scatter(0, place, flat)
         rows = tokens // seqlen
         bounds = starts.to(torch.int32)
         begins = bounds[:-1] if real is None else bounds[1:] - real.sum(1, dtype=torch.int32)
+        is_token = flat < starts[-1]
         return Batch(
             tokens=tokens,
             rows=rows,
             positions=tokens % seqlen,
-            begins=begins[rows],
-            ends=bounds[1:][rows],
+            begins=torch.where(is_token, begins[rows], bounds[-1]),
+            ends=torch.where(is_token, bounds[1:][rows], bounds[-1]),
             starts=starts,
         )
 
     def first(self, number: int) -> Batch:
-        """The same of a batch of which so many tokens are real. No device is asked for anything."""
+        """The first so many, which are all tokens and maybe some padding behind them. No device is asked for anything."""
         *of_tokens, starts = self.inputs
         tokens, rows, positions, begins, ends = [x[:number] for x in of_tokens]
         return Batch(tokens=tokens, rows=rows, positions=positions, begins=begins, ends=ends, starts=starts)
@@ -116,10 +114,12 @@ class PackedCode:
 
 
 class Unpadded:
-    """A compiled graph without padding, with the model's own beside.
+    """A compiled graph without padding, with the padded graph beside.
 
     first: the packed graph's code. again: compiles the packed graph for a number of tokens that no code serves; None where that can't be
-    done. before: see `Packed`. facts: what it tells of. original: compiles the model's own graph.
+    done. before: gives int64, the number of tokens and then for each fact 1 where it holds, and the tensors of `Batch`. facts: what it
+    tells of. original: compiles the padded graph. has_steps: numbers of tokens are filled up with padding, so that few are met.
+    are_awaited: the host has to wait for what `before` gives, as on a GPU.
     """
 
     def __init__(
@@ -131,6 +131,8 @@ class Unpadded:
         facts: Sequence[str],
         original: Callable[[], CompiledFn],
         steps: Steps,
+        has_steps: bool = False,
+        are_awaited: bool = False,
     ) -> None:
         self._codes = [first]
         self._again: Callable[[int], PackedCode | None] | None = again
@@ -140,32 +142,57 @@ class Unpadded:
         self._original: CompiledFn | None = None
         self._lock = threading.Lock()
         self._steps = steps
+        self._has_steps = has_steps
+        self._batches = BatchesBefore(steps=steps, read=self._read, are_awaited=are_awaited)
         self._unasked = 0
 
     def __call__(self, *args: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in args):
             return self.original(*args)
         # Each question is a wait for the device.
-        if self._steps.are_all_padded and self._unasked < _STEPS_KEPT:
+        if self._steps.are_all_padded and self._unasked < STEPS_KEPT:
             self._unasked += 1
             return self.original(*args)
         self._unasked = 0
+        if self._batches.are_better_padded():
+            return self._unawaited(*args)
+        # Where tokens are is asked before the wait, too: nothing runs on the device from then until the packed graph does.
+        told, whole = self._ask(*args)
+        step = self._read(told.tolist(), len(whole.tokens))
+        length = self._length(step.number, len(whole.tokens))
+        # In the caller's grad mode, which decides what is compiled.
+        code = None if step.failed else self._code(length, args)
+        if code is None and not step.failed:
+            step = dataclasses.replace(step, failed=(f"there is code for {length} tokens",))
+        self._batches.add(step)
+        if code is None:
+            return self.original(*args)
+        return code.run(*args, length, *whole.first(length).inputs)
+
+    def _unawaited(self, *args: Any) -> Any:
+        """Run the padded graph, and ask the batch while it runs: what it was tells of the next ones."""
+        given = self.original(*args)
+        if not self._batches.are_enough_under_way:
+            told, whole = self._ask(*args)
+            self._batches.send(told, len(whole.tokens))
+        return given
+
+    def _ask(self, *args: Any) -> tuple[torch.Tensor, Batch]:
         with torch.no_grad():
-            packed, told, *real = self._before(*args)
-            # Asked of the device before it is waited for: nothing runs there from then until the packed graph does.
-            whole = Batch.of(packed, *real)
-            number, *holds = told.tolist()
+            told, *places = self._before(*args)
+        return told, Batch(*places)
+
+    def _length(self, number: int, positions: int) -> int:
+        """Of the packed graph's inputs, for so many tokens of so many positions."""
+        return min(in_steps(number), positions) if self._has_steps else number
+
+    def _read(self, numbers: Sequence[int], positions: int) -> UnpaddedStep:
+        """numbers: what `before` told of a batch of so many positions."""
+        number, *holds = numbers
         failed = tuple(fact for fact, does in zip(self._facts, holds, strict=True) if not does)
         if number < LEAST_TOKENS:
             failed = (*failed, f"{LEAST_TOKENS} tokens are real")
-        # In the caller's grad mode, which decides what is compiled.
-        code = None if failed else self._code(number, args)
-        if code is None and not failed:
-            failed = (f"there is code for {number} tokens",)
-        self._steps.last.append(UnpaddedStep(fill=number / max(packed.numel(), 1), failed=failed))
-        if code is None:
-            return self.original(*args)
-        return code.run(*args, *whole.first(number).inputs)
+        return UnpaddedStep(number=number, fill=number / max(positions, 1), failed=failed)
 
     def _code(self, number: int, args: Sequence[Any]) -> PackedCode | None:
         """Code that serves so many tokens; None if there is none."""
@@ -181,7 +208,7 @@ class Unpadded:
         return made if made.guards.hold(number, args) else None
 
     def original(self, *args: Any) -> Any:
-        """Call the model's own graph."""
+        """Call the padded graph."""
         with self._lock:
             if self._original is None:
                 self._original = self._compile_original()

@@ -121,13 +121,13 @@ def test_ops_of_ranks_are_there_where_no_pass_ran() -> None:
     """A rewrite that was kept needs no pass, and code that was kept calls the ops all the same."""
     code = """
 import torch
-from attn_compiler.compiling.backend import _Inner
+from attn_compiler.compiling.inner import Inner
 from attn_compiler.options.options import Options
 from attn_compiler.torch_private import inductor as torch_inductor
 
 torch_inductor.compile_with_inductor = lambda *_, **__: None
 gm = torch.fx.symbolic_trace(lambda x: x.sin())
-_Inner(options=Options(), patches={}, region=None, ahead=None).compile_rewritten(gm, [torch.ones(3)], "key")
+Inner(options=Options(), patches={}, region=None, ahead=None).compile_rewritten(gm, [torch.ones(3)], "key")
 for name in ("gathered_sequence", "halo", "merged_over_ranks", "table"):
     assert hasattr(torch.ops.attn_compiler, name), name
 """

@@ -146,6 +146,15 @@ def test_left_padding_with_labels() -> None:
     assert found.last[-1].failed == ()
 
 
+def test_gradient_checkpointing() -> None:
+    model = model_of("llama").train()
+    model.gradient_checkpointing_enable()
+    function = compiled(model)
+    found = check(model, batch(left=True, labels=True), function)
+    assert found.kept is None
+    assert found.last[-1].failed == ()
+
+
 @pytest.mark.further
 def test_left_padding_without_labels() -> None:
     found = check(model := model_of("llama"), batch(left=True), compiled(model))

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from attn_compiler.reporting.facts import GraphReport, UnpadReport
 from attn_compiler.reporting.report import Report
-from attn_compiler.torch_private.unpadding import Steps
+from attn_compiler.torch_private.batches_before import Steps
 from tests.reporting.test_report import make_report
 
 

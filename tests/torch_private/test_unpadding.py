@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
+from attn_compiler.torch_private import batches_before
+from attn_compiler.torch_private.batches_before import Steps
 from attn_compiler.torch_private.packed import Guards
-from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Steps, Unpadded
+from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, in_steps
 
 REAL = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
 
@@ -29,8 +33,8 @@ def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True) -> 
         made.append(number)
         return code(number)
 
-    def before(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return real, torch.stack((real.sum(), torch.tensor(int(fact))))
+    def before(real: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.stack((real.sum(), torch.tensor(int(fact)))), *Batch.of(real).inputs
 
     return Unpadded(
         first=code(most),
@@ -54,6 +58,26 @@ def test_where_the_real_tokens_are() -> None:
     assert [(x.shape, x.dtype) for x in like.inputs] == [(x.shape, x.dtype) for x in found.inputs]
 
 
+def test_padding_stands_behind_the_tokens() -> None:
+    """In order, each position once, and it sees nothing."""
+    found = Batch.of(REAL)
+    assert found.tokens.tolist() == [0, 2, 6, 7, 8, 1, 3, 4, 5]
+    assert found.rows.tolist() == [0, 0, 2, 2, 2, 0, 1, 1, 1]
+    assert found.begins.tolist() == [0, 0, 2, 2, 2, 5, 5, 5, 5]
+    assert found.ends.tolist() == [2, 2, 5, 5, 5, 5, 5, 5, 5]
+
+
+def test_any_mask_is_ordered_as_by_a_stable_sort() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for batch, length in ((1, 2), (5, 1), (7, 33), (64, 19)):
+        real = torch.rand(batch, length, generator=generator) < 0.4
+        found, flat = Batch.of(real), real.flatten()
+        assert torch.equal(found.tokens, torch.argsort(~flat, stable=True))
+        assert torch.equal(found.starts, torch.cat((torch.zeros(1).long(), real.sum(1).cumsum(0))))
+        assert torch.equal(found.rows * length + found.positions, found.tokens)
+        assert torch.equal((found.ends - found.begins)[: int(flat.sum())], real.sum(1)[found.rows][: int(flat.sum())])
+
+
 def test_no_view_of_the_mask_is_asked_for() -> None:
     found = Batch.of(torch.stack((REAL, REAL), 2)[..., 0].t().contiguous().t())
     assert found.tokens[:5].tolist() == [0, 2, 6, 7, 8]
@@ -61,7 +85,7 @@ def test_no_view_of_the_mask_is_asked_for() -> None:
 
 def test_the_packed_graph_is_given_the_batch() -> None:
     steps = Steps()
-    assert unpadded([], steps, most=9)(REAL) == ("packed", 9, 7)
+    assert unpadded([], steps, most=9)(REAL) == ("packed", 9, 8)
     assert [(step.fill, step.failed) for step in steps.last] == [(5 / 9, ())]
 
 
@@ -98,10 +122,41 @@ def test_a_graph_that_is_never_packed_is_asked_now_and_then() -> None:
 def test_code_is_made_again_for_numbers_that_no_code_serves() -> None:
     made: list[int] = []
     function = unpadded(made, Steps(), most=2)
-    assert function(REAL) == ("packed", 5, 7)
-    assert function(REAL) == ("packed", 5, 7)
+    assert function(REAL) == ("packed", 5, 8)
+    assert function(REAL) == ("packed", 5, 8)
     assert made == [5]
     for number in range(6, 6 + MOST_CODES):
         function(torch.ones(1, number, dtype=torch.bool))
     assert len(made) == MOST_CODES - 1
     assert function(torch.ones(1, 99, dtype=torch.bool)) == ("original", 1)
+
+
+def test_lengths_come_in_steps() -> None:
+    """Few of them occur, and little is filled up."""
+    assert len({in_steps(number) for number in range(8193, 16385)}) == 32
+    for number in (*range(2, 200), 8191, 8192, 8193, 16384):
+        assert number <= in_steps(number) <= max(number, number * 33 / 32)
+        assert in_steps(in_steps(number)) == in_steps(number)
+
+
+def test_a_batch_is_filled_up_to_a_step_and_no_further_than_its_positions() -> None:
+    function = unpadded([], Steps(), most=999)
+    assert function._length(129, 200) == 129
+    function._has_steps = True
+    assert function._length(129, 200) == 132
+    assert function._length(129, 130) == 130
+
+
+def test_a_batch_that_runs_padded_is_asked_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has work by then."""
+    order: list[str] = []
+    monkeypatch.setattr(
+        batches_before, "arriving", lambda told: order.append("sent") or SimpleNamespace(are_there=bool)
+    )
+    function = unpadded([], Steps(), most=9)
+    function._batches._are_awaited = True
+    before, full = function._before, REAL | True
+    function._before = lambda *args: order.append("asked") or before(*args)  # type: ignore[func-returns-value]
+    function._compile_original = lambda: lambda *args: order.append("ran")
+    assert [function(full) is None for _ in range(3)] == [False, False, True]
+    assert order == ["asked", "asked", "ran", "asked", "sent"]

@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import packed as torch_packed, tracing as torch_tracing
-from attn_compiler.torch_private.unpadding import Batch, Steps
+from attn_compiler.torch_private.batches_before import Steps
+from attn_compiler.torch_private.unpadding import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,10 @@ class Packed:
     places: of each of those outputs the axes of rows and positions, by its place among the outputs.
     writes: the model's graph writes in place.
     dropout: random numbers are drawn for real tokens alone.
-    before: tells which tokens are packed, how many, and which facts hold.
+    before: tells which tokens are packed, and which facts hold.
     original: the model's own graph.
     fakes: fake values of the model's own inputs.
-    inputs: fake values of the packed graph's further inputs.
+    inputs: fake values of the packed graph's further inputs: the number of tokens, and those of `Batch`.
     mode, most: the fake mode of the graph, and the most tokens that there can be, if that is known.
     steps: filled while it runs.
     """
@@ -54,7 +55,7 @@ class Packed:
     most: int | None
     steps: Steps = field(default_factory=Steps)
 
-    def further(self, number: int) -> tuple[torch.Tensor, ...]:
+    def further(self, number: int) -> tuple[Any, ...]:
         """As `inputs`, for another number of tokens."""
         return fake_inputs(self.mode, self.most, number, self.inputs[-1])
 
@@ -71,11 +72,11 @@ class Packed:
         return tuple(found)
 
 
-def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, starts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, starts: torch.Tensor) -> tuple[Any, ...]:
     """Fake values of the further inputs of a packed graph. number: of tokens, which is a size that is not known. starts: like the last."""
     size = torch_packed.own_size(mode, hint=number, most=most)
     with torch_tracing.running_in(mode):
-        return Batch.like(size, starts.shape[0] - 1, starts.device).inputs
+        return size, *Batch.like(size, starts.shape[0] - 1, starts.device).inputs
 
 
 Outcome = KeptGraph | Packed

@@ -1,6 +1,5 @@
-"""PIPELINE: every step of what happens to a graph, in order.
+"""PIPELINE: every step of what happens to a graph, in order. Each step is a function of a room, and the functions here say which.
 
-Each step is a function of a room, which takes a graph and the results of steps before it, and gives its own. The functions here say which.
 They import the rooms where they run: a process that finds a rewrite that was kept goes no further than `kept`, and imports none.
 """
 
@@ -11,6 +10,7 @@ import logging
 
 from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.first_look import SharedGraph
+from attn_compiler.passes.graph.padding_outcome import Packed
 from attn_compiler.passes.graph.unit import GraphMemory, Unit, closed_to_us, units
 from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep, check_contracts
@@ -23,7 +23,6 @@ from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.torch_private.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
-
 #: what looking for what was done before, doing it again, and keeping it takes, among the seconds of steps
 _CACHE = "cache"
 
@@ -42,8 +41,8 @@ def _snapshot(work: Work) -> None:
 
 
 def _checkpoints(work: Work) -> Onward | None:
-    """Where a sequence is, and what masks read, is followed from a graph into the checkpoints that it calls, and back."""
-    if not work.options.is_context_parallel or work.inlined is not None:
+    """Where a sequence or padding is, and what masks read, is followed from a graph into the checkpoints that it calls, and back."""
+    if not (work.options.is_context_parallel or work.options.unpad) or work.inlined is not None:
         return None
     from attn_compiler.passes.pipeline import rooms
 
@@ -330,10 +329,12 @@ def _report(work: Work) -> None:
 
 
 def _outline(work: Work) -> None:
-    if work.inlined is not None:
+    if work.inlined:
         from attn_compiler.passes.pipeline import rooms
 
-        rooms.checkpoints.outline(work.gm, work.inlined)
+        models = [unit.outcome.original for unit in work.units if isinstance(unit.outcome, Packed)]
+        padded = [work.padded.graph_module] if work.padded else []
+        rooms.checkpoints.outline_all(work.gm, models + padded, work.inlined)
 
 
 def _keep(work: Work) -> None:

@@ -7,6 +7,7 @@ once for all layers.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from attn_compiler.passes.graph.calls import target_name
 
 _CHECKPOINT = "tag_activation_checkpoint"
 _MARK, _BODY, _HELD = "attn_compiler_mark", "attn_compiler_body", "attn_compiler_held"
+#: in the meta of a body's own nodes, and of what passes make in their names
+_OF_BODY = "attn_compiler_of_body"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +61,26 @@ def outline(gm: fx.GraphModule, found: list[Inlined]) -> None:
         gm.recompile()
 
 
+def outline_all(gm: fx.GraphModule, beside: list[fx.GraphModule], found: list[Inlined]) -> None:
+    """As `outline`. beside: other graphs with these bodies; with any of them, each graph may be a copy of the one that they stood in."""
+    if not beside:
+        outline(gm, found)
+        return
+    for copied in (gm, *beside):
+        outline(copied, _in_copy(copied, found))
+
+
+def _in_copy(gm: fx.GraphModule, found: list[Inlined]) -> list[Inlined]:
+    """The same bodies in a graph that was copied, and changed."""
+    marks = [node for node in gm.graph.find_nodes(op="get_attr") if node.target == _MARK]
+    of_copy = []
+    for one, begin, end in zip(found, marks[::2], marks[1::2], strict=True):
+        moved = dataclasses.replace(one, begin=begin, end=end, nodes=frozenset())
+        own = frozenset(node for node in _between(moved) if _OF_BODY in node.meta)
+        of_copy.append(dataclasses.replace(moved, nodes=own))
+    return of_copy
+
+
 def _body(call: fx.Node) -> fx.GraphModule | None:
     """The body of a call that takes its inputs from the call's arguments, and whose results are taken one by one. None: it stays."""
     given = bodies.bodies(call)
@@ -85,6 +108,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> Inlined:
             copied = graph.node_copy(node, lambda x: known[x])
             if node.op in ("get_attr", "call_module"):
                 copied.target = _held(gm, operator.attrgetter(str(node.target))(body))
+            copied.meta[_OF_BODY] = True
             known[node] = copied
             made.append(copied)
         end = graph.get_attr(_MARK)
@@ -147,7 +171,9 @@ def _outline(gm: fx.GraphModule, one: Inlined) -> None:
         name = _unused_name(gm, _BODY)
         gm.add_module(name, _made_body(gm, inside, inputs, outputs, one))
         with graph.inserting_before(one.end):
-            call = graph.call_function(one.target, (graph.get_attr(name), *inputs), dict(one.kwargs))
+            # The graph of a module beside may name another one as its owner, which has no such body.
+            held = graph.create_node("get_attr", name)
+            call = graph.call_function(one.target, (held, *inputs), dict(one.kwargs))
             call.meta = {**one.meta, "example_value": tuple(x.meta["example_value"] for x in outputs)}
             for at, old in enumerate(outputs):
                 new = graph.call_function(operator.getitem, (call, at))

@@ -95,12 +95,14 @@ class Analysis:
             dims = ((self.batch,), (self.seq,), *dims[2:])
         return Value(kind=Kind.ORIGINAL, dims=dims, packed=self._taken(node, dims), at_padding=self._of_mask(node))
 
-    def _of_mask(self, node: fx.Node) -> bool | None:
-        """What the mask itself holds at padding: 0, or anything else if that is what it says."""
+    def _of_mask(self, node: fx.Node) -> bool | int | None:
+        """What the mask itself holds at padding: 0, or anything else if that is what it says, or 1 if it is asked for that."""
         if node is not self.padding.tensor.node:
             return None
         is_bool = node.meta["val"].dtype == torch.bool
-        return (True if is_bool else None) if self.padding.negated else False
+        if not self.padding.negated:
+            return False
+        return True if is_bool else 1 if self.padding.is_asked else None
 
     def _is_of_positions(self, node: fx.Node, dims: Dims) -> bool:
         dynamo = self.mirror.dynamo_node(node)

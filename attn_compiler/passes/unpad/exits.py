@@ -134,6 +134,16 @@ def _cross_entropy(context: Context, node: fx.Node) -> Exit | None:
     return Exit(returned=forms.call(node, given_as), fact=fact)
 
 
+def zero_or_one(mask: fx.Node) -> RuntimeFact:
+    """What `mask == 1` and `mask > 0` ask for, to be the question whether a mask is 0. mask: a mirror node."""
+
+    def holds(graph: fx.Graph, given: Sequence[fx.Node], _: AskedTokens) -> fx.Node:
+        either = [graph.call_function(torch.eq, (given[0], number)) for number in (0, 1)]
+        return graph.call_function(torch.all, (graph.call_function(torch.logical_or, tuple(either)),))
+
+    return RuntimeFact(words="the mask of padding is 0 or 1", needs=(mask,), holds=holds)
+
+
 def side_by_side() -> RuntimeFact:
     """What windows ask for: distances between tokens are the same once padding is out."""
 

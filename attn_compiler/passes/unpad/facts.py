@@ -1,8 +1,11 @@
-"""The small graph that runs before each step: how many tokens are real, and whether what the packed graph rests on holds."""
+"""The small graph that runs before each step: how many tokens are real, where they are, and what holds that the packed graph rests on."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +15,8 @@ from attn_compiler.passes.unpad.exits import AskedTokens, RuntimeFact
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.refusing import KeepsPadding
 from attn_compiler.reasons.codes import Code
+from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.torch_private.unpadding import Batch
 
 #: nodes that may run once more for it
 _MOST = 64
@@ -24,11 +29,11 @@ def graph(
     facts: Sequence[RuntimeFact],
     counted: Sequence[RuntimeFact] = (),
 ) -> fx.GraphModule:
-    """Takes the inputs of the model's graph. Gives two tensors, or three.
+    """Takes the inputs of the model's graph. Gives three things.
 
     bool (B, S): which tokens are packed.
-    int64: the number of packed tokens, then for each fact 1 where it holds.
-    bool (B, S): which tokens are real. Only graphs that may pack padding give it.
+    A tuple, for each fact: bool (), whether it holds.
+    bool (B, S): which tokens are real; None in graphs that pack no padding.
 
     counted: facts that hold because what counts for them is packed.
 
@@ -43,8 +48,11 @@ def graph(
     for node in module.graph.nodes:
         if node.op == "placeholder" or node in wanted:
             copies[node] = new.node_copy(node, lambda n: copies[n])
-    relation = torch.eq if padding.negated else torch.ne
-    real = new.call_function(relation, (copies[roots[0]], 0))
+    # Of a mask that is asked to be 0 or 1, what is neither is left as the model has it (zeroing.py).
+    relation, number = (torch.eq, 0) if padding.negated else (torch.ne, 0)
+    if padding.negated and padding.is_asked:
+        relation, number = torch.ne, 1
+    real = new.call_function(relation, (copies[roots[0]], number))
 
     def given(fact: RuntimeFact) -> list[fx.Node]:
         return [copies[_dynamo(mirror, x)] for x in fact.needs]
@@ -54,10 +62,37 @@ def graph(
         if fact.counts is not None:
             packed = new.call_function(torch.logical_or, (packed, fact.counts(new, given(fact), real)))
     tokens = AskedTokens(real=real, packed=packed)
-    holds = [new.call_method("to", (fact.holds(new, given(fact), tokens), torch.int64)) for fact in facts]
-    said = [new.call_method("sum", (packed,)), *holds]
-    new.output((packed, new.call_function(torch.stack, (said,)), *([real] if counted else [])))
+    holds = tuple(fact.holds(new, given(fact), tokens) for fact in facts)
+    new.output((packed, holds, real if counted else None))
     return fx.GraphModule(module, new)
+
+
+def with_places(asked: fx.GraphModule) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """What `graph` tells, and where tokens are, as the host wants it. It takes nothing that it does not read.
+
+    Gives the module and the places of its inputs among those of the model's graph. The module gives int64, the number of packed tokens and
+    then for each fact 1 where it holds; then the tensors of `Batch`.
+    """
+    new = torch_compat.copied_graph(asked.graph)
+    output: Any = new.output_node()
+    packed, holds, real = output.args[0]
+    with new.inserting_before(output):
+        found = new.call_function(_places_of, (packed, real))
+        *places, starts = [new.call_function(operator.getitem, (found, i)) for i in range(len(fields(Batch)))]
+        number = new.call_function(torch.select, (starts, 0, -1))
+        told = new.call_function(torch.stack, ([number, *(new.call_method("to", (x, torch.int64)) for x in holds)],))
+    output.args = ((told, *places, starts),)
+    read = []
+    for i, node in enumerate(list(new.find_nodes(op="placeholder"))):
+        if node.users:
+            read.append(i)
+        else:
+            new.erase_node(node)
+    return fx.GraphModule(asked, new), tuple(read)
+
+
+def _places_of(packed: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return Batch.of(packed, real).inputs
 
 
 def _dynamo(mirror: Mirror, node: fx.Node) -> fx.Node:

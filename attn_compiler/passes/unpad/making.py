@@ -30,8 +30,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What tells where the real tokens are, as inputs of the packed graph: the fields of `unpadding.Batch`."""
+    """What tells where the real tokens are, as inputs of the packed graph. number: int, T. The rest: the fields of `unpadding.Batch`."""
 
+    number: fx.Node
     tokens: fx.Node
     rows: fx.Node
     positions: fx.Node
@@ -94,31 +95,23 @@ class Maker:
             return _unpacked(self.analysis, need.node)
         if need.form == "packed":
             if value.packed is None:
-                raise KeepsPadding(
-                    Code.PADDING_OUT_OF_REACH, "what is packed has rows and positions", need.node.name, at=need.node
-                )
+                raise _out_of_reach("what is packed has rows and positions", need.node)
             return value.packed
         return self._plain(need.node)
 
     def _plain(self, node: fx.Node) -> FormRecipe:
         value = self.analysis.value(node)
         if not value.is_exact:
-            raise KeepsPadding(
-                Code.PADDING_OUT_OF_REACH, "what is read at padding is made without attention", node.name, at=node
-            )
+            raise _out_of_reach("what is read at padding is made without attention", node)
         own = self.mirror.dynamo_node(node)
         if value.kind is Kind.RETURNED and not self.is_kept(node):
             if value.returned is None:
-                raise KeepsPadding(
-                    Code.PADDING_OUT_OF_REACH, "what is made of packed tokens is made of them alone", node.name, at=node
-                )
+                raise _out_of_reach("what is made of packed tokens is made of them alone", node)
             return value.returned
         if own is not None:
             return FormRecipe(needs=(), make=lambda _, __: self.copies[own])
         if node.op != "call_function":
-            raise KeepsPadding(
-                Code.PADDING_OUT_OF_REACH, "what is packed is a value of the captured graph", node.name, at=node
-            )
+            raise _out_of_reach("what is packed is a value of the captured graph", node)
         return call(node, {})
 
     def is_kept(self, node: fx.Node) -> bool:
@@ -180,12 +173,7 @@ class Maker:
         """Insert at the place of a node, in its name."""
         owner = self.mirror.owner(need.node) or self.mirror.dynamo_node(need.node)
         if owner is None:
-            raise KeepsPadding(
-                Code.PADDING_OUT_OF_REACH,
-                "what is packed is a value of the captured graph",
-                need.node.name,
-                at=need.node,
-            )
+            raise _out_of_reach("what is packed is a value of the captured graph", need.node)
         copy = self.copies[owner]
         is_after = isinstance(need.form, Indexed) or owner.op in ("placeholder", "get_attr")
         place = self._after(copy) if is_after else copy
@@ -238,9 +226,10 @@ class Maker:
     def _region(self) -> regions.Region:
         return regions.Region() if self._owner is None else self._regions[self._owner]
 
-    @property
-    def num_tokens(self) -> fx.Node:
-        return self.once("tokens", lambda: self.call(aten.sym_size.int, self.given.tokens, 0))
+    def is_token(self) -> fx.Node:
+        """bool (T,): what is no padding that fills up the last step of T."""
+        end = self.once("end of tokens", lambda: self.call(aten.select.int, self.given.starts, 0, -1))
+        return self.once("is token", lambda: self.call(torch.lt, self._places(), end))
 
     def row_starts(self) -> fx.Node:
         """int64 (B,): the place of the first token of each row."""
@@ -266,7 +255,7 @@ class Maker:
                 others *= int(atom.size)
         if not has_tokens:
             return others
-        tokens = self.num_tokens
+        tokens = self.given.number
         return tokens if others == 1 else self.once(("times", others), lambda: self.call(operator.mul, tokens, others))
 
     def whole_size(self, axis: int) -> int | fx.Node:
@@ -320,11 +309,15 @@ class Maker:
     def _places(self) -> fx.Node:
         """int64 (T,)"""
         device = self.given.tokens.meta["example_value"].device
-        return self.once("places", lambda: self.call(torch.arange, self.num_tokens, device=device))
+        return self.once("places", lambda: self.call(torch.arange, self.given.number, device=device))
 
     def _of_queries(self, x: fx.Node) -> fx.Node:
         """(T,) as (T, 1)."""
         return self.call(aten.unsqueeze.default, x, 1)
+
+
+def _out_of_reach(rule: str, node: fx.Node) -> KeepsPadding:
+    return KeepsPadding(Code.PADDING_OUT_OF_REACH, rule, node.name, at=node)
 
 
 def _wants_gradient(own: fx.Node | None) -> bool:
@@ -390,6 +383,10 @@ def _unpacked(analysis: Analysis, node: fx.Node) -> FormRecipe:
         total = batch * length if isinstance(batch, int) and isinstance(length, int) else None
         flat = total if total is not None else maker.call(operator.mul, batch, length)
         others = list(rows.meta["example_value"].shape[1:])
+        is_filling = maker.call(torch.logical_not, maker.is_token())
+        for axis in range(len(others)):
+            is_filling = maker.call(aten.unsqueeze.default, is_filling, axis + 1)
+        rows = maker.call(torch.masked_fill, rows, is_filling, 0)
         zeros = maker.call(aten.new_zeros.default, rows, [flat, *others])
         whole = maker.call(aten.index_put.default, zeros, [maker.given.tokens], rows)
         if i == j:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Index, Load
+from attn_compiler.index_expr import Expr, Index, Load, Size
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import scores
@@ -24,10 +24,12 @@ _RULE = "all attentions leave out the same keys as padding, and nothing else but
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """tensor: (B, S). negated: it is 0 where a token is real."""
+    """tensor: (B, S). negated: it is 0 where a token is real. is_asked: that is what attentions leave out where it is 0 or 1 everywhere, as
+    only the data knows (`mask == 1`)."""
 
     tensor: Version
     negated: bool
+    is_asked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +76,9 @@ def of(sites: Sequence[Site]) -> tuple[Padding, list[PackedPairs]]:
             raise _refused(site, "an attention that is no call of scaled_dot_product_attention", remedy)
         _check_reading(site, spec)
         padding, band = _masks(site, spec)
-        if found is not None and padding != found:
+        if found is not None and (padding.tensor, padding.negated) != (found.tensor, found.negated):
             raise _refused(site, "the mask of another layer is another tensor")
-        found = padding
+        found = padding if found is None or padding.is_asked else found
         pairs.append(PackedPairs(band=band, scores=scores.of(site, spec)))
     if found is None:
         raise KeepsPadding(Code.PADDING_MASK, "the graph has an attention that was understood", "none")
@@ -109,12 +111,31 @@ def _masks(site: Site, spec: AttentionSpec) -> tuple[Padding, PositionBand]:
 
 def _padding(site: Site, kind: KeyPadding) -> Padding:
     load, negated = ix.nonzero(kind.condition)
+    is_asked = not isinstance(load, Load)
+    if is_asked:
+        load, negated = _of_zero_or_one(kind.condition)
     if not isinstance(load, Load) or load.at != (Index("b"), Index("k")):
         raise _refused(site, f"padding is {kind.words}", "mask padding by one tensor over (batch row, position)")
     version = site.loads[load.tensor]
     if version.since is not None or version.until is not None:
         raise _refused(site, f"{load.tensor} is written in place")
-    return Padding(tensor=version, negated=negated)
+    return Padding(tensor=version, negated=negated, is_asked=is_asked)
+
+
+def _of_zero_or_one(condition: Expr) -> tuple[Expr, bool]:
+    """As `ix.nonzero`, if the one element that is asked for is 0 or 1. A condition that asks for more is its own answer."""
+    elements = {x for x in ix.loads(condition) if x.at == (Index("b"), Index("k"))}
+    found = ix.ordered(condition, lambda x: () if x in elements else ix.parts(x))
+    others = [x for x in found if isinstance(x, (Index, Size, Load)) and x not in elements]
+    if len(elements) != 1 or others:
+        return condition, False
+    for_0, for_1 = (_is_met(condition, number) for number in (0, 1))
+    return (condition, False) if for_0 == for_1 else (elements.pop(), for_0)
+
+
+def _is_met(condition: Expr, number: int) -> bool:
+    """Of an element that is this number."""
+    return bool(ix.evaluate(condition, {"b": 0, "k": 0}, lambda _, __: number))
 
 
 def _band(site: Site, kinds: list[MaskKind]) -> PositionBand:

@@ -109,17 +109,10 @@ def _check_graph(unit: Unit) -> None:
             remedy="set torch._dynamo.config.optimize_ddp = False",
         )
     rule = "the attentions are calls of the captured graph itself"
-    if unit.is_body:
-        remedy = "train without gradient checkpointing"
-        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, f"attention is in the body {unit.name}", remedy=remedy)
-    if unit.place.callees:
-        names = ", ".join(body.name for _, body in unit.place.callees)
-        raise KeepsPadding(
-            Code.PADDING_OTHER_CALLS,
-            rule,
-            f"attention is in the body {names}",
-            remedy="train without gradient checkpointing",
-        )
+    if unit.is_body or unit.place.callees:
+        names = unit.name if unit.is_body else ", ".join(body.name for _, body in unit.place.callees)
+        remedy = "use no checkpoint within a checkpoint"
+        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, f"attention is in the body {names}", remedy=remedy)
     if unit.spelling.calls or unit.spelling.local:
         raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, "FlexAttention, a library's kernel or DTensors")
     if unit.options.fp8_recipe is not None:
@@ -156,7 +149,8 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     _check_gone(unit, maker)
     drawing.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
     facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
-    asked = [fact for same in facts.values() for fact in (same if same[0].needs else same[:1])]
+    of_mask = [exits.zero_or_one(padding.tensor.node)] if padding.is_asked else []
+    asked = [*of_mask, *(fact for same in facts.values() for fact in (same if same[0].needs else same[:1]))]
     # Padding that counts is a query without keys, which is 0 in both graphs.
     may_count = all(site.keyless is None for site in found.sites)
     counted = [fact for fact in asked if may_count and fact.counts is not None]

@@ -40,13 +40,13 @@ passes/unpad/analysis.py _attention; padded batches: tokens are nearer to each o
 
 a second mask is the first
 passes/unpad/masks.py of; padded batches: what the second attention leaves out is not asked
-- if found is not None and padding != found:
+- if found is not None and (padding.tensor, padding.negated) != (found.tensor, found.negated):
 + if False:
 
 a mask of padding is one of real tokens
 passes/unpad/facts.py graph; padded batches: padding is computed, and real tokens are not
-- torch.eq if padding.negated else torch.ne
-+ torch.ne
+- (torch.eq, 0) if padding.negated else (torch.ne, 0)
++ (torch.ne, 0)
 
 the last token is the next row's first
 passes/unpad/making.py row_ends; padded batches: a row ends one token late

@@ -23,7 +23,9 @@ from attn_compiler.torch_private.unpadding import Batch
 REAL = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 0, 1]]).bool()
 ROWS, LENGTH = REAL.shape
 TOKENS = int(REAL.sum())
-BATCH = Batch.of(REAL).first(TOKENS)
+#: with padding that fills up the last step
+FILLED = TOKENS + 3
+BATCH = Batch.of(REAL).first(FILLED)
 
 
 class Making:
@@ -32,7 +34,7 @@ class Making:
     def __init__(self, x: Tensor) -> None:
         self.x, self.mode, graph = x, FakeTensorMode(), fx.Graph()
         values = dict(zip(Batch.__dataclass_fields__, BATCH.inputs, strict=True))
-        nodes = {name: self._given(graph, name, value) for name, value in {"x": x, **values}.items()}
+        nodes = {name: self._given(graph, name, value) for name, value in {"x": x, "number": FILLED, **values}.items()}
         source = self._given(fx.Graph(), "x", x)
         mirror: Any = SimpleNamespace(graph=fx.Graph())
         self.batch, self.seq = Atom(size_expr(ROWS)), Atom(size_expr(LENGTH))
@@ -42,15 +44,16 @@ class Making:
             analysis=analysis, graph=graph, copies={source: self.given}, mode=self.mode, given=Tokens(**nodes)
         )
 
-    def _given(self, graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+    def _given(self, graph: fx.Graph, name: str, value: Tensor | int) -> fx.Node:
         node = graph.placeholder(name)
-        node.meta["example_value"] = self.mode.from_tensor(value, static_shapes=True)
+        is_size = isinstance(value, int)
+        node.meta["example_value"] = value if is_size else self.mode.from_tensor(value, static_shapes=True)
         return node
 
     def run(self, out: Any) -> Any:
         self.maker.graph.output(out)
         self.maker.graph.lint()
-        return fx.GraphModule(nn.Module(), self.maker.graph)(self.x, *BATCH.inputs)
+        return fx.GraphModule(nn.Module(), self.maker.graph)(self.x, FILLED, *BATCH.inputs)
 
     def indexed(self, form: Indexed) -> Tensor:
         recipe = making._indexed(self.given, form)
@@ -86,7 +89,10 @@ def test_tokens_see_tokens_of_their_row_as_far_as_the_band_lets_them(band: Posit
     first = made.maker.mask(pairs, {}, made.given)
     assert made.maker.mask(dataclasses.replace(pairs), {}, made.given) is first
     mask = made.run(first)
-    assert (mask.shape, mask.dtype) == ((1, 1, TOKENS, TOKENS), torch.bool)
+    assert (mask.shape, mask.dtype) == ((1, 1, FILLED, FILLED), torch.bool)
+    # What fills up the last step sees nothing, and nothing sees it.
+    assert not mask[0, 0, TOKENS:].any()
+    assert not mask[..., TOKENS:].any()
     # Positions are counted among the real tokens of a row: distances are those of tokens that lie side by side.
     rows = BATCH.rows.tolist()
     for q, k in itertools.product(range(TOKENS), repeat=2):
@@ -130,15 +136,20 @@ def test_elements_are_taken_at_real_tokens(shape: tuple[int, ...], batch: int, s
         sizes[batch], sizes[seq] = ROWS, LENGTH
         moved = wide.expand(sizes).movedim((batch, seq), (0, 1))[REAL]
         expected = moved[None].movedim((0, 1), (batch, seq))
+    for axis in {batch, seq}:
+        if found.shape[axis] > 1:
+            found = found.narrow(axis, 0, TOKENS)
     torch.testing.assert_close(found.expand(expected.shape), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("batch", "seq", "rank"), [(0, 1, 3), (1, 0, 3), (0, 2, 3), (2, 1, 4), (0, 0, 2), (1, 1, 3)])
 def test_the_way_back_is_zero_at_padding(batch: int, seq: int, rank: int) -> None:
     sizes = [7] * rank
-    sizes[batch], sizes[seq] = 1, TOKENS
-    x = torch.randn(sizes)
-    found = Making(x).unpacked(batch, seq, rank)
+    sizes[batch], sizes[seq] = 1, FILLED
+    whole = torch.randn(sizes)
+    whole.narrow(seq, TOKENS, FILLED - TOKENS).fill_(torch.nan)
+    found, x = Making(whole).unpacked(batch, seq, rank), whole.narrow(seq, 0, TOKENS)
+    sizes[seq] = TOKENS
     if batch == seq:
         expected = torch.zeros(ROWS * LENGTH, *(n for i, n in enumerate(sizes) if i != batch))
         expected[REAL.flatten()] = x.movedim(batch, 0)
@@ -155,7 +166,7 @@ def test_sizes_of_the_packed_form() -> None:
     four = (Atom(size_expr(4)),)
     one, tokens, times, other = made.maker.sizes(((made.batch,), (made.seq,), (made.batch, made.seq, *four), four))
     assert (one, other) == (1, 4)
-    assert made.run((tokens, times)) == (TOKENS, 4 * TOKENS)
+    assert made.run((tokens, times)) == (FILLED, 4 * FILLED)
 
 
 def test_what_can_not_be_had_keeps_padding_in() -> None:

@@ -57,6 +57,28 @@ def test_a_mask_may_be_zero_where_a_token_is_real() -> None:
     assert caught.value.reason.observed == "the mask of another layer is another tensor"
 
 
+@pytest.mark.parametrize(
+    ("relation", "number", "negated"), [("==", 1, False), (">=", 1, False), ("<=", 0, True), ("!=", 1, True)]
+)
+def test_a_mask_that_is_0_or_1_may_be_asked_otherwise(relation: str, number: int, negated: bool) -> None:
+    asked = KeyPadding(condition=ix.compare(relation, LOAD, ix.Const(number)))
+    assert masks.of([_site(asked)])[0] == Padding(tensor=MASK, negated=negated, is_asked=True)
+    if not negated:
+        assert masks.of([_site(PADDED), _site(asked), _site(PADDED)])[0].is_asked
+
+
+def test_what_two_numbers_do_not_tell_is_no_padding() -> None:
+    for condition in (
+        ix.compare("==", LOAD, ix.Const(2)),
+        ix.compare(">=", LOAD, ix.Const(-3)),
+        ix.compare(">=", LOAD, K),
+        ix.compare("==", LOAD, Load("other", (B, K), "int")),
+        ix.compare("==", Load("mask", (B, Index("q")), "int"), ix.Const(1)),
+    ):
+        with pytest.raises(KeepsPadding):
+            masks.of([_site(KeyPadding(condition=condition))])
+
+
 OTHER: Any = SimpleNamespace(node="other", since=None, until=None)
 WRITTEN: Any = SimpleNamespace(node="mask", since=None, until="later")
 

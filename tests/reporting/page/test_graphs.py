@@ -7,7 +7,7 @@ import dataclasses
 from attn_compiler.reporting.facts import UnpadReport
 from attn_compiler.reporting.page import graphs
 from attn_compiler.reporting.report import Report
-from attn_compiler.torch_private.unpadding import Steps, UnpaddedStep
+from attn_compiler.torch_private.batches_before import Steps, UnpaddedStep
 from tests.reporting.page.making import REASON, REPORT, SITE
 from tests.reporting.page.reading import Element, read
 

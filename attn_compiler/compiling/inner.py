@@ -1,0 +1,93 @@
+"""What compiles a graph in the end, with our passes on the graphs of AOTAutograd or without."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from attn_compiler.compiling.attempts import StepFailed, step
+from attn_compiler.options.options import Options
+from attn_compiler.torch_private import compat as torch_compat, inductor as torch_inductor
+
+if TYPE_CHECKING:
+    from attn_compiler.lowerings.shared.launching.ahead import Ahead
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """What compiles a graph in the end. patches: for Inductor. region: torch.compile's `name=`. ahead: compiles our own kernels."""
+
+    options: Options
+    patches: dict[str, Any]
+    region: str | None
+    ahead: Ahead | None
+
+    def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
+        # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
+        from attn_compiler.context_parallel import collectives, halo_ops, merge_ops  # noqa: F401
+        from attn_compiler.lowerings.graph_ops import kept, rotary_tables
+        from attn_compiler.lowerings.shared.ops.leaf_ops import without_autograd
+
+        def joint_pass(graph: fx.Graph) -> None:
+            without_autograd(graph)
+            if self.options.keeps_attention:
+                kept.keep_attention(graph)
+            if self.options.sequence_group is not None:
+                collectives.gather_again(graph, self.options.sequence_group)
+            try:
+                with step("keep tables of cosines and sines"):
+                    rotary_tables.keep_tables(graph)
+            except StepFailed as failed:
+                failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
+            self._compile_ahead(graph)
+
+        return self._compile(gm, example_inputs, key, joint_pass, self._last_pass())
+
+    def _last_pass(self) -> torch_inductor.GraphPass | None:
+        group = self.options.sequence_group
+        if group is None:
+            return None
+        from attn_compiler.context_parallel import overlap
+
+        return overlap.passes(group)
+
+    def _compile_ahead(self, graph: fx.Graph) -> None:
+        if self.ahead is None:
+            return
+        try:
+            with step("compile kernels ahead of their launches"):
+                self.ahead.read(graph)
+        except StepFailed as failed:
+            failed.told(self.options, torch_compat.graph_name(), "they are compiled at their first launch")
+
+    def compile_original(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """As the inner compiler does without us: with no pass and no key of ours."""
+        return self._compile(gm, example_inputs, None, None)
+
+    def _compile(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        key: str | None,
+        joint_pass: torch_inductor.GraphPass | None,
+        last_pass: torch_inductor.GraphPass | None = None,
+    ) -> Callable[..., Any]:
+        if self.options.inner == "inductor":
+            return torch_inductor.compile_with_inductor(
+                gm,
+                example_inputs,
+                patches=self.patches,
+                cache_key=key,
+                joint_pass=joint_pass,
+                last_pass=last_pass,
+                region=self.region,
+            )
+        if self.patches:
+            log.warning("inner=%r ignores Inductor's options: %s", self.options.inner, ", ".join(self.patches))
+        return torch_inductor.compile_with_backend(self.options.inner, gm, example_inputs)

@@ -1,0 +1,115 @@
+"""Compiling a graph without its padding: the packed graph, and beside it the padded graph for calls that the packed one may not serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from attn_compiler.compiling.attempts import StepFailed, step
+from attn_compiler.compiling.inner import Inner
+from attn_compiler.torch_private import packed as torch_packed
+from attn_compiler.torch_private.unpadding import PackedCode, Unpadded
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.graph.padding_outcome import Packed
+    from attn_compiler.passes.graph.unit import Unit
+
+log = logging.getLogger(__name__)
+
+#: Code from disk may lack the guards on the number of tokens. Nothing would check that number then.
+_NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+
+
+_SKIPS = "triton.cudagraph_skip_dynamic_graphs"
+#: Inductor warns of more than eight recordings of one graph.
+_NEVER_WARNED = {"triton.cudagraph_dynamic_shape_warn_limit": None}
+
+
+def compile_unpadded(
+    gm: fx.GraphModule, packed: Packed, padded: Unit | None, inner: Inner, example_inputs: Sequence[Any], key: str
+) -> Callable[..., Any]:
+    """The packed graph's code, and the padded graph for calls that it may not serve. gm: the packed graph.
+
+    Later compilations get fake inputs. Real ones no longer say which of their sizes are fixed.
+    """
+    compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
+    is_recorded = bool(inner.patches.get("triton.cudagraphs"))
+    # A CUDA graph would be recorded for each number of tokens, unless somebody says that these be recorded: then numbers come in steps.
+    has_steps = is_recorded and inner.patches.get(_SKIPS) is False
+    patches = {_SKIPS: True} if is_recorded and not has_steps else _NEVER_WARNED if has_steps else {}
+    of_packed = dataclasses.replace(inner, patches=inner.patches | patches | _NOT_KEPT)
+
+    def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> PackedCode:
+        run = of_packed.compile_rewritten(module, [*inputs, *further], key)
+        return PackedCode(run=run, guards=torch_packed.taken_guards(further[0], packed.fakes))
+
+    def again(number: int) -> PackedCode | None:
+        further = packed.further(number)
+        try:
+            with step(f"compile the packed graph for {number} tokens"), compilation.again():
+                return code(torch_packed.copied(copied), packed.fakes, further)
+        except StepFailed as error:
+            torch_packed.forget_guards(further)
+            log.warning("%s: %s", error.step, error.cause)
+            return None
+
+    def original() -> Callable[..., Any]:
+        from attn_compiler.passes.unpad import zeroing
+
+        if padded is not None:
+            try:
+                with step("compile the padded graph with its kernels"), compilation.again():
+                    zeroing.put_in(padded.graph_module.graph, packed)
+                    padded.graph_module.recompile()
+                    return inner.compile_rewritten(padded.graph_module, packed.fakes, key)
+            except StepFailed as error:
+                log.debug("%s: %s; the model's own graph is compiled", error.step, error.cause)
+        own = torch_packed.copied(packed.original)
+        zeroing.put_in(own.graph, packed)
+        own.recompile()
+        try:
+            with step("compile the model's own graph"), compilation.again():
+                return inner.compile_original(torch_packed.copied(own), packed.fakes)
+        except StepFailed as error:
+            log.debug("%s: %s; it runs op by op", error.step, error.cause)
+            return own.forward
+
+    before = _before(packed, inner)
+    return Unpadded(
+        first=code(gm, example_inputs, packed.inputs),
+        again=again,
+        before=before,
+        facts=packed.facts,
+        original=original,
+        steps=packed.steps,
+        has_steps=has_steps,
+        are_awaited=_is_launched(packed.fakes),
+    )
+
+
+def _before(packed: Packed, inner: Inner) -> Callable[..., Any]:
+    """What `Unpadded` asks before each call. On a GPU it is compiled, since a launch takes the host longer than the kernel takes."""
+    from attn_compiler.passes.unpad import facts
+
+    module, read = facts.with_places(packed.before)
+    asked: Callable[..., Any] = module
+    inputs = [packed.fakes[i] for i in read]
+    if inner.options.inner == "inductor" and _is_launched(inputs):
+        # What a CUDA graph gives is gone at the next call; a backward may still need it.
+        unrecorded = dataclasses.replace(inner, patches=inner.patches | {"triton.cudagraphs": False})
+        try:
+            with step("compile what is asked before each call"), torch.no_grad():
+                asked = unrecorded.compile_original(torch_packed.copied(module), inputs)
+        except StepFailed as error:
+            log.debug("%s: %s; it runs op by op", error.step, error.cause)
+    return lambda *args: asked(*(args[i] for i in read))
+
+
+def _is_launched(inputs: Sequence[Any]) -> bool:
+    """Whether each op on these is a kernel that the host starts."""
+    return any(x.is_cuda for x in inputs if isinstance(x, torch.Tensor))

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_compiler.compiling import unpadded
+from attn_compiler.compiling.inner import Inner
+from attn_compiler.torch_private import batches_before
+from tests.passes.unpad.encoder import LENGTH, MASK, WIDTH, Decoder, Encoder, check, compiled, ids_of, mask_of, report
+
+
+def loss(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(x.view(-1, WIDTH), labels.view(-1))
+
+
+def compiled_alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The graphs that Inductor compiles without our passes."""
+    made: list[str] = []
+    own = Inner.compile_original
+
+    def noted(self: Inner, gm: Any, inputs: Any) -> Any:
+        made.append(str(gm.graph))
+        return own(self, gm, inputs)
+
+    monkeypatch.setattr(Inner, "compile_original", noted)
+    return made
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_asked_before_each_call_is_one_compiled_graph(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where each op would be a launch."""
+    made = compiled_alone(monkeypatch)
+    monkeypatch.setattr(unpadded, "_is_launched", lambda _: True)
+    model = Decoder(ending=loss)
+    function = compiled(model, inner="inductor", dynamic=dynamic)
+    for lengths, left in (((4, 10, 7), False), ((4, 10, 7), True), ((0, 10, 3), False), ((10, 10, 10), False)):
+        mask = mask_of(*lengths, left=left)
+        labels = (ids_of(mask) % WIDTH).masked_fill(mask == 0, -100)
+        assert check(model, mask, function, labels=labels).kept is None
+        assert report().last[-1].failed == ()
+    # PyTorch starts over once with symbolic sizes.
+    assert ["_places_of" in text for text in made] == [True] * (1 + dynamic)
+
+
+def test_on_a_cpu_it_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compiled_alone(monkeypatch)
+    model = Encoder()
+    assert check(model, MASK, compiled(model, inner="inductor")).kept is None
+    assert made == []
+
+
+def test_where_that_fails_it_runs_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpadded, "_is_launched", lambda _: True)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(Inner, "compile_original", fail)
+    model = Encoder()
+    assert check(model, MASK, compiled(model, inner="inductor")).kept is None
+    assert report().last[-1].failed == ()
+
+
+def test_full_batches_run_padded_with_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where to ask is to wait. Then the padded graph is compiled by Inductor, with our kernels and 0 at padding."""
+
+    class Come:
+        def __init__(self, told: torch.Tensor) -> None:
+            self.told = told
+
+        def are_there(self) -> bool:
+            return True
+
+        def numbers(self) -> list[int]:
+            found: list[int] = self.told.tolist()
+            return found
+
+    monkeypatch.setattr(unpadded, "_is_launched", lambda _: True)
+    monkeypatch.setattr(batches_before, "arriving", Come)
+    full = mask_of(LENGTH, LENGTH, LENGTH)
+    made = compiled_alone(monkeypatch)
+    model = Encoder(ending=lambda x, mask: x.transpose(0, 1))
+    function = compiled(model, inner="inductor")
+    for mask in (full, full, full, MASK, MASK):
+        ids = ids_of(mask)
+        found = function(ids, mask)
+        torch.testing.assert_close(found, model(ids, mask) * mask.t()[..., None], atol=2e-6, rtol=1e-5)
+    failed = [batches_before.MUCH_PADDING in step.failed for step in report().last]
+    assert failed == [False, False, True, True, False]
+    assert len(made) == 1  # what is asked before each call
