@@ -1,4 +1,4 @@
-"""All gradients are those of the recurrence in float64, whatever the lengths, groups and states."""
+"""Gradients of what has no tokens, and of results whose gradients lie in any way."""
 
 from __future__ import annotations
 
@@ -8,21 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from attn_compiler.lowerings.linear import triton_op
-from attn_compiler.passes.matching.linear import draws
-from tests.lowerings.linear.triton_problems import FORMS, SIZES, furthest, problem
-from tests.thinned import further
-
-_FORMS = pytest.mark.parametrize("name", list(FORMS))
-_FLOAT = 2e-5
-
-
-@_FORMS
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("sort", further(draws.SORTS, daily=draws.SORTS[:1]))
-def test_gradients_are_the_recurrence(name: str, sizes: tuple[int, int, int, int, int], sort: str) -> None:
-    torch.manual_seed(0)
-    found = furthest(FORMS[name], problem(FORMS[name], sizes, sort=sort))
-    assert max(found.values()) < _FLOAT, found
+from tests.lowerings.linear.triton_problems import FORMS, problem
 
 
 def test_no_tokens_have_the_gradient_of_the_state() -> None:

@@ -1,0 +1,21 @@
+"""With a decay for each head, all gradients are those of the recurrence in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attn_compiler.passes.matching.linear import draws
+from tests.lowerings.linear.triton_problems import FORMS, SIZES, furthest, problem
+from tests.thinned import further
+
+
+@pytest.mark.parametrize("name", ["delta", "ssd"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sort", further(draws.SORTS, daily=draws.SORTS[:1]))
+def test_gradients_are_the_recurrence(name: str, sizes: tuple[int, int, int, int, int], sort: str) -> None:
+    torch.manual_seed(0)
+    found = furthest(FORMS[name], problem(FORMS[name], sizes, sort=sort))
+    assert max(found.values()) < 2e-5, found
