@@ -96,14 +96,13 @@ def _counting(fake: Tensor, rows: int, device: torch.device) -> Tensor:
 
 
 def _as_fake(values: Tensor, fake: Tensor, device: torch.device) -> Tensor:
-    """Values of the same shape, in the strides and the dtype of a fake tensor."""
+    """Values of the same shape, in the strides and the dtype of a fake tensor. Of an axis that repeats, the first."""
     base = _lying_as(fake, device)
-    found = base.as_strided(fake.shape, fake.stride())
-    if 0 in fake.stride():
-        base.copy_(values.reshape(-1)[: base.numel()])
-    else:
-        found.copy_(values)
-    return found
+    repeats = [axis for axis, stride in enumerate(fake.stride()) if stride == 0]
+    for axis in repeats:
+        values = values.narrow(axis, 0, 1)
+    base.as_strided(values.shape, fake.stride()).copy_(values)
+    return base.as_strided(fake.shape, fake.stride())
 
 
 # ---- masks ------------------------------------------------------------------------------------------------------------

@@ -69,6 +69,16 @@ def test_padding_keeps_three_quarters_of_the_keys_whichever_way_round(dtype: tor
     assert torch.equal(found.mask, kept[:, None, None].expand(_PAIRS))
 
 
+def test_a_mask_that_is_repeated_for_each_query_holds_each_row_of_the_batch() -> None:
+    kind = KeyPadding(condition=Load("m", (_B, _K), "bool"))
+    repeated = torch.empty_strided(_PAIRS, (S, S, 0, 1), dtype=torch.bool, device="meta")
+    given = SiteTensors(mask=repeated, loads={"m": fake(B, S, dtype=torch.bool)})
+    found = values.real(spec_of(dense(kind)), given, CPU).further
+    assert found.mask is not None
+    assert found.mask.stride() == (S, S, 0, 1)
+    assert torch.equal(found.mask, found.loads["m"][:, None, None].expand(_PAIRS))
+
+
 def test_numbers_of_keys_are_lengths() -> None:
     kind = KeyBound(side="last", bound=ix.add(Load("n", (_B,), "int"), Const(-1)))
     found = values.real(spec_of(dense(kind)), SiteTensors(loads={"n": fake(B, dtype=torch.int64)}), CPU)
