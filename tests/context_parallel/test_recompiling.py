@@ -9,12 +9,12 @@ import pytest
 from tests.context_parallel import recompiling
 from tests.context_parallel.recompiling import OPTIONS, OTHERS, Outcome
 from tests.distributed import processes
-from tests.thinned import asked_for, further
+from tests.thinned import asked_for, in_full
 
 #: the group's own timeout is minutes
 _SECONDS = 20
 #: what one rank does otherwise, and which rank. By default each rank has a quarter of what there is.
-_WAYS = further(
+_WAYS = in_full(
     ((name, who) for name in OTHERS for who in (0, 1)),
     daily={(name, at % 2) for at, name in enumerate(list(OTHERS)[::2])},
 )

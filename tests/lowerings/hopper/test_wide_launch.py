@@ -63,8 +63,12 @@ def test_any_number_of_programs_shares_the_blocks(programs: int, keys: str | Non
 @pytest.mark.parametrize("keys", [None, "left"])
 @pytest.mark.parametrize(
     "blocks",
-    [{"tile": 64, "stages": 5}, {"stages": 3, "stages_v": 1}, {"part": 64, "stages": 9, "stages_v": 4}],
-    ids=["as they are", "few places", "half as wide"],
+    [
+        pytest.param({"tile": 64, "stages": 5}, id="as they are"),
+        # Programs that wait for each other's places take a minute each.
+        pytest.param({"stages": 3, "stages_v": 1}, id="few places", marks=pytest.mark.slow),
+        pytest.param({"part": 64, "stages": 9, "stages_v": 4}, id="half as wide"),
+    ],
 )
 def test_any_blocks(blocks: dict[str, int], keys: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = plan.wide_blocks_of
