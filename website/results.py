@@ -175,7 +175,7 @@ def page() -> str:
             "## On a CPU",
             "",
             "One thread, float32 ([rows](../benchmarks/results/cpu.csv)). Eager attention and `sdpa` alike become PyTorch's fused kernel.",
-            "What is won is a causal mask that nobody reads, and K and V that are not repeated. Attention is a twelfth of MiniLM there.",
+            "A causal mask is not read, and K and V are not repeated. Attention is a twelfth of MiniLM there.",
             "",
             "<!-- plot: cpu -->",
             "",

@@ -24,8 +24,8 @@ from website.examples import attention, causal
 HEAD = """# Supported
 
 Find your machine, and read which kernel its attentions get. A ✓ is a kernel; – means that the model's own computation stays. Names with
-`sdpa` are kernels of PyTorch; the others link to a page. What is refused for other reasons (a wrong version, sizes that do not go
-together) says so in the report, with a [code](codes.md).
+`sdpa` are kernels of PyTorch; the others link to a page. The report names other refusals (a wrong version, sizes
+that do not go together), each with a [code](codes.md).
 
 Python 3.11 or newer, torch from {oldest} to {newest}, Linux. With a newer torch the report says that it was not tried. Only H100 and
 H200 were [measured](gain.md#by-card). This page is made of the lowerings' own rules, by `python -m website.supported > docs/supported.md`.

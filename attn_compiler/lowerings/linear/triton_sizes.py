@@ -95,7 +95,7 @@ class LinearSizes:
         }
 
     def in_parts(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Room for tiles, which are the last two axes: in float32, or in parts in bfloat16, which lie one after the other."""
+        """Room for tiles, the last two axes: in float32, or as parts in bfloat16 one after the other."""
         if not self.parts:
             return empty(shape, like)
         planes = (*shape[:-2], self.parts, *shape[-2:])

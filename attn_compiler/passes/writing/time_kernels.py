@@ -1,7 +1,7 @@
 """Sites that no measured row speaks for get the lowering that is fastest on this machine: several are timed, once a machine.
 
-What was measured is kept beside the rewrites (torch_private/store.py), and in this process. Nothing of it is in a graph's key: a graph
-that was rewritten keeps its kernels.
+Times are kept beside the rewrites (torch_private/store.py), and in this process. A graph's key holds no times: a graph that was rewritten
+keeps its kernels.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ what rows of k and q are multiplied by: their norms, and the scale. k and q stan
     A = stril(aᵢ aⱼ decay kᵢ·kⱼ);  T = (1 + β A)⁻¹;  P = tril(bᵢ aⱼ decay qᵢ·kⱼ)            `head_chunks`: a chunk, a head
     X = v - e a k S;  U = T β X, or β v;  o = e b q S + P U;  S ← exp(c at the end) S + kᵀ r a U    `state_pass`: a head, columns of v
 
-Neither W nor U of the WY form goes through memory, nor does a state of each chunk, but for gradients.
+W and U of the WY form do not go through memory. The state of each chunk goes to memory for gradients alone.
 """
 
 from __future__ import annotations

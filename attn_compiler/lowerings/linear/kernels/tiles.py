@@ -1,7 +1,7 @@
 """What the kernels of linear attention are made of: products that hold 16 bits, the inverse of a triangle, rows of tensors.
 
 A product of bfloat16 alone loses half of the bits that the models' own functions hold, which compute in float32. So a number in float32
-is taken as the sum of two in bfloat16. What is bfloat16 in memory is one of them.
+is taken as the sum of two in bfloat16. A number that is bfloat16 in memory is the first of the two.
 """
 
 from __future__ import annotations
