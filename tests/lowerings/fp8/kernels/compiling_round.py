@@ -10,23 +10,15 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile as compile_kernel
+from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.fp8.kernels import mean_fp8, round_fp8
 from attn_compiler.lowerings.fp8.rounding import How, Rounding, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.launching.launch import Arguments
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
-from tests.lowerings.triton.kernels.compiling import described, resources
+from tests.lowerings.triton.kernels.compiling import resources, source
 
-_TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int8: "*i8",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.bool: "*u8",
-}
 HEAD_DIMS = (64, 128, 256)
 TENSORS = 3
 
@@ -96,20 +88,8 @@ def _rounding(kind: str, head_dim: int, x: list[torch.Tensor]) -> list[Found]:
 
 
 def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, torch.Tensor]) -> Found:
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for i, parameter in enumerate(kernel.params):
-        source = arguments.tensors.get(parameter.name)
-        value = arguments.numbers.get(parameter.name)
-        if source is not None:
-            signature[parameter.name] = _TYPES[tensors[source].dtype]
-            attributes[i,] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr:
-            signature[parameter.name], constants[i,] = "constexpr", value
-        else:
-            signature[parameter.name] = described(value, (i,), constants, attributes)
-    source_of = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
+    source_of = source(kernel, {**given, **arguments.numbers})
     options = {} if arguments.tile is None else arguments.tile.launch_options
     compiled = compile_kernel(source_of, target=GPUTarget("cuda", 90, 32), options={**options, **FUSION})
     _, spilled = resources(compiled.asm["cubin"])

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile as compile_kernel
+from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.linear import triton_backward, triton_launch
 from attn_compiler.lowerings.shared.launching.launch import Arguments
 from attn_compiler.lowerings.shared.launching.recording import recording
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.linear import LinearForm
-from tests.lowerings.triton.kernels.compiling import described, resources
+from tests.lowerings.triton.kernels.compiling import resources, source
 
 MACHINES = (80, 90)
-_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +115,8 @@ def _given(case: LinearCase, length: int) -> tuple[list[torch.Tensor], str]:
 def compiled(name: str, launch: Launch, sm: int) -> Found:
     """One kernel for one machine."""
     kernel, tensors, arguments = launch
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for i, parameter in enumerate(kernel.params):
-        source = arguments.tensors.get(parameter.name)
-        value = arguments.numbers.get(parameter.name)
-        if source is not None:
-            signature[parameter.name] = _TYPES[tensors[source].dtype]
-            attributes[i,] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr:
-            signature[parameter.name], constants[i,] = "constexpr", value
-        else:
-            signature[parameter.name] = described(value, (i,), constants, attributes)
-    source_of = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
+    source_of = source(kernel, {**given, **arguments.numbers})
     options = {} if arguments.tile is None else arguments.tile.launch_options
     made = compile_kernel(source_of, target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
     registers, spilled = resources(made.asm["cubin"])

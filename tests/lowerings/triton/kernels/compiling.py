@@ -141,8 +141,10 @@ def _launch_of(problem: Problem, name: str) -> tuple[Any, dict[str, Any], dict[s
 
 POINTERS = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.bool: "*u8",
     torch.int64: "*i64",
