@@ -76,13 +76,16 @@ _BACKWARD_OF = {"hopper": {"sdpa_cudnn", "cudnn"}}
 
 
 class Asked(Protocol):
-    """What `prepare` takes: a name, a lowering that is forced ("": none), and how to make the case."""
+    """What `prepare` takes: a name, a lowering that is forced ("": none), options of our side, and how to make the case."""
 
     @property
     def words(self) -> str: ...
 
     @property
     def forced(self) -> str: ...
+
+    @property
+    def options(self) -> dict[str, Any] | None: ...
 
     def case(self, size: models.Size, device: str) -> Case: ...
 

@@ -65,6 +65,11 @@ class HeldOut:
     def names(self) -> dict[str, str]:
         return {"model": self.model, "call": self.call}
 
+    @property
+    def options(self) -> None:
+        """Of our side: none."""
+        return None
+
     def case(self, _size: models.Size, device: str) -> Case:
         """On a device, in bfloat16, at its only size. Raises tests.hf.packages.Unavailable where its package is missing."""
         model = MODEL[self.model]

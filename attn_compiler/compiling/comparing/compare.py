@@ -108,7 +108,7 @@ def comparer(
                 "options": {key: repr(x) for key, x in (options or {}).items()},
             },
             facts=doctor.machine_facts(),
-            sides=tuple(sides.compared(timed)),
+            sides=tuple(sides.compared(timed, inputs.padding)),
             drew_random_numbers=any(first.drew for first in timed),
             reports=Reports(reports),
         )

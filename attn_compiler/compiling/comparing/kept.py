@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler.reasons.errors import CannotCompare
 from attn_compiler.torch_private import tracing as torch_tracing
+from attn_compiler.verifying.comparing import is_plain
 from attn_compiler.verifying.copies import isolated
 
 #: what can hold other things, and be emptied and filled again; a class of its own may not let that happen
@@ -225,6 +226,15 @@ class Inputs:
     def words(self) -> list[str]:
         """Each input by its name, with dtype and shape of a tensor, the value of a number, and the class of anything else."""
         return [f"{name} {_described(x)}" for name, x in zip(self.names, self._leaves, strict=True) if x is not None]
+
+    @cached_property
+    def padding(self) -> torch.Tensor | None:
+        """Where tokens are padding: bool (batch, tokens), of an input `attention_mask` that has 0 there. None: there is no such input."""
+        mask = dict(zip(self.names, self._leaves, strict=True)).get("attention_mask")
+        if not is_plain(mask) or mask.dim() != 2 or mask.is_floating_point() or mask.is_complex():
+            return None
+        found = mask.detach().cpu() == 0
+        return found if found.any() else None
 
     def look(self) -> None:
         """After a call: whether it wrote to its inputs, so that the next ones need inputs of their own."""

@@ -122,9 +122,7 @@ def _notes(found: Measured) -> Iterator[str]:
     yield from _of_memory(found)
     for what in ("outputs", "gradients"):
         yield from _of_differences(found, what)
-    zeroed = [name for report in found.reports if report.unpad is not None for name in report.unpad.zeroed]
-    if zeroed:
-        yield f"unpad: {', '.join(zeroed)} is 0 at padding, and the difference there counts."
+    yield from _of_padding(found)
     if found.drew_random_numbers:
         yield (
             "The model drew random numbers, others in every compiler: the differences tell nothing. model.eval() switches "
@@ -138,6 +136,16 @@ def _of_memory(found: Measured) -> Iterator[str]:
         yield f"peak memory: of the GPU during a step; {decimal(min(held))} of it were held before one."
     else:
         yield "peak memory: not measured, since nothing is on a CUDA device."
+
+
+def _of_padding(found: Measured) -> Iterator[str]:
+    known = {side.name: side.outputs.at_padding for side in found.sides if side.outputs is not None}
+    there = [f"{far:.2g} ({name})" for name, far in known.items() if far is not None]
+    if there:
+        yield f"at padding, where attention_mask is 0: outputs are off by {', '.join(there)}. It does not count."
+    zeroed = [name for report in found.reports if report.unpad is not None for name in report.unpad.zeroed]
+    if zeroed:
+        yield f"unpad: {', '.join(zeroed)} is 0 at padding."
 
 
 def _of_differences(found: Measured, what: str) -> Iterator[str]:

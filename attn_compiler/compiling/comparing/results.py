@@ -27,12 +27,13 @@ class Results:
 class Distance:
     """largest: the largest absolute difference of any element; infinite where one of the two is not finite. where: the tensor that has it.
     beside: the largest magnitude of any element of the uncompiled model's. others: names of what only one of the two has, or has in
-    another shape."""
+    another shape. at_padding: the largest difference at positions that are padding, which is not in `largest`; None where nothing is."""
 
     largest: float
     where: str
     beside: float
     others: tuple[str, ...] = ()
+    at_padding: float | None = None
 
 
 def outputs_of(value: Any) -> dict[str, torch.Tensor]:
@@ -63,9 +64,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from getattr(value, "__dict__", {}).items()
 
 
-def loss_of(outputs: Mapping[str, torch.Tensor], noise: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def loss_of(
+    outputs: Mapping[str, torch.Tensor], noise: dict[str, torch.Tensor], padding: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """What a training step goes back from: the model's own loss, if it gives one; else the outputs' product with fixed noise, which counts
-    every element alike. None where no output needs a gradient. noise: what was drawn so far, by output."""
+    every element alike, and padding not at all. None where no output needs a gradient. noise: what was drawn so far, by output.
+    padding: as for `apart`."""
     trained = {name: x for name, x in outputs.items() if x.requires_grad}
     own = trained.get("loss")
     if own is not None and own.numel() == 1:
@@ -75,6 +79,8 @@ def loss_of(outputs: Mapping[str, torch.Tensor], noise: dict[str, torch.Tensor])
         if name not in noise:
             generator = torch.Generator().manual_seed(1)
             drawn = torch.randn(x.shape, generator=generator) / max(x.numel(), 1) ** 0.5
+            if padding is not None and x.shape[:2] == padding.shape:
+                drawn[padding] = 0
             noise[name] = drawn.to(x.device)
         real = torch.view_as_real(x)[..., 0] if x.is_complex() else x
         terms.append((real.float() * noise[name]).sum())
@@ -86,10 +92,18 @@ def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items() if is_plain(x)}
 
 
-def apart(new: Mapping[str, torch.Tensor | None], own: Mapping[str, torch.Tensor | None]) -> Distance:
-    """How far results are from the uncompiled model's. A gradient that is None is one of zeros."""
+def apart(
+    new: Mapping[str, torch.Tensor | None],
+    own: Mapping[str, torch.Tensor | None],
+    padding: torch.Tensor | None = None,
+) -> Distance:
+    """How far results are from the uncompiled model's. A gradient that is None is one of zeros.
+
+    padding: bool (batch, tokens), in the host's memory, where a token is padding: no model says what an output is there. None: nothing is.
+    """
     others = [name for name in dict.fromkeys((*new, *own)) if name not in new or name not in own]
     largest, where, beside = 0.0, "", 0.0
+    at_padding: float | None = None
     for name in (name for name in own if name in new):
         x, y = _wide(new[name]), _wide(own[name])
         if x is None or y is None:
@@ -99,13 +113,20 @@ def apart(new: Mapping[str, torch.Tensor | None], own: Mapping[str, torch.Tensor
         if x.shape != y.shape:
             others.append(name)
             continue
+        if padding is not None and y.shape[:2] == padding.shape:
+            at_padding = max(at_padding or 0.0, _largest(x[padding], y[padding]))
+            x, y = x[~padding], y[~padding]
         if not y.numel():
             continue
-        off = float(difference(x, y).max())
+        off = _largest(x, y)
         beside = max(beside, float(y.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()))
         if off > largest or not where:
             largest, where = max(off, largest), name
-    return Distance(largest=largest, where=where, beside=beside, others=tuple(others))
+    return Distance(largest=largest, where=where, beside=beside, others=tuple(others), at_padding=at_padding)
+
+
+def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
+    return float(difference(x, y).max()) if y.numel() else 0.0
 
 
 def _wide(x: torch.Tensor | None) -> torch.Tensor | None:

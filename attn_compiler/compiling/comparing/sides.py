@@ -72,7 +72,7 @@ class Task:
         if not self.training:
             return model(*args, **kwargs)
         found = model(*args, **kwargs)
-        loss = results.loss_of(results.outputs_of(found), self.noise)
+        loss = results.loss_of(results.outputs_of(found), self.noise, self.inputs.padding)
         if loss is None:
             raise CannotCompare(
                 call="compare",
@@ -219,14 +219,14 @@ def _timed(first: FirstStep, times: Mapping[str, Sequence[float]]) -> FirstStep:
     return dataclasses.replace(first, side=side)
 
 
-def compared(firsts: Sequence[FirstStep]) -> list[Side]:
-    """Every side, with how far it is from the uncompiled model if that ran."""
+def compared(firsts: Sequence[FirstStep], padding: torch.Tensor | None = None) -> list[Side]:
+    """Every side, with how far it is from the uncompiled model if that ran. padding: where tokens are (`Inputs.padding`)."""
     eager = next((first.found for first in firsts if first.side.name == EAGER), None)
     sides = []
     for first in firsts:
         side = first.side
         if eager is not None and first.found is not None and side.name != EAGER:
-            side = dataclasses.replace(side, outputs=results.apart(first.found.outputs, eager.outputs))
+            side = dataclasses.replace(side, outputs=results.apart(first.found.outputs, eager.outputs, padding))
             if eager.gradients is not None and first.found.gradients is not None:
                 side = dataclasses.replace(side, gradients=results.apart(first.found.gradients, eager.gradients))
         sides.append(side)

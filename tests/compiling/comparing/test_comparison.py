@@ -72,5 +72,5 @@ def test_the_json_keeps_its_keys() -> None:
     assert set(found["sides"][0]) == {
         "name", "first_seconds", "rounds", "milliseconds", "ratio", "held_bytes", "peak_bytes", "outputs", "gradients", "failure",
     }  # fmt: skip
-    assert set(found["sides"][1]["outputs"]) == {"largest", "where", "beside", "others"}
+    assert set(found["sides"][1]["outputs"]) == {"largest", "where", "beside", "others", "at_padding"}
     assert found["reports"]["num_graphs"] == 1

@@ -173,3 +173,12 @@ def test_inputs_are_named() -> None:
 def test_an_input_that_cant_be_copied_is_said_to_be_one() -> None:
     with pytest.raises(CannotCompare, match=r"inputs that can't be copied \(lock: .*AC918"):
         Inputs([threading.Lock()], {})
+
+
+def test_padding_is_where_the_mask_of_tokens_is_zero() -> None:
+    mask = torch.tensor([[0, 1], [1, 1]])
+    assert Inputs([], {"attention_mask": mask}).padding.tolist() == [[True, False], [False, False]]  # type: ignore[union-attr]
+    assert Inputs([], {"attention_mask": torch.ones(2, 2)}).padding is None
+    assert Inputs([], {"attention_mask": torch.ones(2, 2, dtype=torch.int64)}).padding is None
+    assert Inputs([], {"attention_mask": mask[:, None, None, :]}).padding is None
+    assert Inputs([mask], {}).padding is None

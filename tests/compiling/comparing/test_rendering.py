@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from attn_compiler.compiling.comparing.results import Distance
 from attn_compiler.reporting import render
 from attn_compiler.reporting.facts import UnpadReport
 from attn_compiler.reporting.report import Report, Reports
@@ -55,5 +56,16 @@ def test_a_side_that_failed_has_its_reason_below_the_table() -> None:
 def test_padding_that_is_left_out_is_said_to_differ() -> None:
     report = Report(graph="0/0", target="cpu", unpad=UnpadReport(zeroed=("last_hidden_state",)))
     text = str(dataclasses.replace(made(), reports=Reports([report])))
-    assert "unpad: last_hidden_state is 0 at padding, and the difference there counts." in text
+    assert "unpad: last_hidden_state is 0 at padding." in text
     assert "unpad:" not in str(made())
+
+
+def test_what_differs_at_padding_alone_is_told_apart() -> None:
+    found = made()
+    far = Distance(largest=0.1, where="logits", beside=2.0, at_padding=7.5)
+    sides = tuple(
+        dataclasses.replace(side, outputs=far if side.name == "attn_compiler" else None) for side in found.sides
+    )
+    text = str(dataclasses.replace(found, sides=sides))
+    assert "at padding, where attention_mask is 0: outputs are off by 7.5 (attn_compiler)." in text
+    assert "at padding" not in str(found)

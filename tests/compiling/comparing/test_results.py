@@ -87,3 +87,25 @@ def test_no_gradient_is_one_of_zeros() -> None:
     found = results.apart({"a": None, "b": None}, {"a": torch.tensor([0.0, 0.5]), "b": None})
     assert found == results.Distance(largest=0.5, where="a", beside=0.5)
     assert results.apart({"a": torch.tensor([0.25])}, {"a": None}).largest == 0.25
+
+
+def test_padding_is_compared_apart_and_in_no_loss() -> None:
+    padding = torch.tensor([[True, False, False], [False, False, True]])
+    own = {"hidden": torch.zeros(2, 3, 4), "pooled": torch.zeros(2, 4)}
+    hidden = torch.zeros(2, 3, 4)
+    hidden[padding] = 5.0
+    hidden[1, 1, 2] = 0.25
+    far = results.apart({"hidden": hidden, "pooled": torch.full((2, 4), 0.125)}, own, padding)
+    assert (far.largest, far.where, far.at_padding) == (0.25, "hidden", 5.0)
+    assert results.apart({"pooled": torch.ones(2, 4)}, {"pooled": own["pooled"]}, padding).at_padding is None
+    hidden.requires_grad_()
+    loss = results.loss_of({"hidden": hidden}, {}, padding)
+    assert loss is not None
+    (grad,) = torch.autograd.grad(loss, hidden)
+    assert not grad[padding].any()
+    assert grad[~padding].all()
+
+
+def test_all_of_a_tensor_may_be_padding() -> None:
+    far = results.apart({"x": torch.ones(1, 2)}, {"x": torch.zeros(1, 2)}, torch.ones(1, 2, dtype=torch.bool))
+    assert (far.largest, far.at_padding) == (0.0, 1.0)
