@@ -231,9 +231,15 @@ class Inputs:
     def padding(self) -> torch.Tensor | None:
         """Where tokens are padding: bool (batch, tokens), of an input `attention_mask` that has 0 there. None: there is no such input."""
         mask = dict(zip(self.names, self._leaves, strict=True)).get("attention_mask")
-        if not is_plain(mask) or mask.dim() != 2 or mask.is_floating_point() or mask.is_complex():
+        if (
+            not isinstance(mask, torch.Tensor)
+            or not is_plain(mask)
+            or mask.dim() != 2
+            or mask.is_floating_point()
+            or mask.is_complex()
+        ):
             return None
-        found = mask.detach().cpu() == 0
+        found: torch.Tensor = mask.detach().cpu() == 0
         return found if found.any() else None
 
     def look(self) -> None:
