@@ -16,6 +16,9 @@ from tests.lowerings import any_length, kernel_problems
 from tests.lowerings.hopper import problems
 from tests.lowerings.kernel_cases import Case
 
+# A kernel that does not run is no result, though another family serves in its place.
+pytestmark = pytest.mark.filterwarnings("error::attn_compiler.AttnCompilerWarning")
+
 _CAUSAL: Any = {"band": Band(right=0)}
 _WIDE: Any = {"head_dim": 264, "seqlen_q": 200, "seqlen_kv": 200}
 
@@ -65,8 +68,7 @@ def test_any_number_of_programs_shares_the_blocks(programs: int, keys: str | Non
     "blocks",
     [
         pytest.param({"tile": 64, "stages": 5}, id="as they are"),
-        # Programs that wait for each other's places take a minute each.
-        pytest.param({"stages": 3, "stages_v": 1}, id="few places", marks=pytest.mark.slow),
+        pytest.param({"stages": 3, "stages_v": 3}, id="few places"),
         pytest.param({"part": 64, "stages": 9, "stages_v": 4}, id="half as wide"),
     ],
 )

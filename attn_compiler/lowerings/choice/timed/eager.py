@@ -57,6 +57,12 @@ class EagerEmitter:
             self._shared[key] = make()
         return self._shared[key]
 
+    def let_go(self) -> None:
+        """Hold no tensor any more. A graph and its nodes hold each other, so what they hold would stay until Python looks for such."""
+        self._shared.clear()
+        for node in self.graph.nodes:
+            node.meta.clear()
+
     def forget(self) -> None:
         """Erase all that was computed, but for operands and what sites share."""
         kept = set(self._shared.values())

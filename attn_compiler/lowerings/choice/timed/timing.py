@@ -37,6 +37,7 @@ def microseconds(
     """
     if torch.cuda.is_current_stream_capturing():
         raise NoValues("a CUDA graph is being recorded")
+    emitters = {lowering.name: EagerEmitter(target) for lowering in lowerings}
     with torch.cuda.device(device), torch.autocast("cuda", enabled=False), torch.inference_mode(False):
         try:
             if _SHARE * which.bytes_of(spec) > _free(device):
@@ -44,19 +45,20 @@ def microseconds(
             tensors = values.real(spec, fakes, device)
             ready: dict[str, Callable[[], object]] = {}
             for lowering in lowerings:
-                computation = _computation(spec, target, lowering, tensors)
+                computation = _computation(spec, target, lowering, tensors, emitters[lowering.name])
                 if computation is not None:
                     ready[lowering.name] = computation
             return clock.microseconds(ready, device)
         finally:
             torch.cuda.synchronize(device)
+            for emitter in emitters.values():
+                emitter.let_go()
 
 
 def _computation(
-    spec: AttentionSpec, target: Target, lowering: Lowering, tensors: RealTensors
+    spec: AttentionSpec, target: Target, lowering: Lowering, tensors: RealTensors, emitter: EagerEmitter
 ) -> Callable[[], object] | None:
     """What a call runs, which has run twice; None where it fails. What layers of a model share is made before."""
-    emitter = EagerEmitter(target)
     try:
         operands, leaves = _operands(emitter, tensors)
         run = functools.partial(_run, spec, target, lowering, emitter, operands, leaves)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -36,6 +39,20 @@ def test_what_was_computed_is_forgotten_but_for_operands_and_what_sites_share() 
     emitter.forget()
     assert [node.name for node in emitter.graph.nodes] == ["x", "add", "mul"]
     assert emitter.value(shared).tolist() == [2, 4, 6]
+
+
+def test_tensors_that_are_let_go_need_no_collector() -> None:
+    emitter = EagerEmitter(Target.fake(device="cpu"))
+    x = emitter.given("x", torch.arange(3.0))
+    shared = emitter.once("shared", lambda: emitter.call(torch.mul, x, 2))
+    held = [weakref.ref(emitter.value(node)) for node in (x, shared, emitter.call(torch.neg, shared))]
+    gc.disable()
+    try:
+        assert all(ref() is not None for ref in held)
+        emitter.let_go()
+        assert all(ref() is None for ref in held)
+    finally:
+        gc.enable()
 
 
 def test_nothing_lives_from_call_to_call() -> None:

@@ -11,6 +11,7 @@ import torch
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.lowerings.choice.timed import clock, timing, values, which
+from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.lowerings.choice.timed.values import NoValues, SiteTensors
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.masks import MaskSpec
@@ -48,7 +49,7 @@ def test_gradients_of_all_that_wants_one_are_computed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.autograd, "grad", seen)
     spec = spec_of(with_bias=True)
     tensors = values.real(spec, SiteTensors(mask=torch.empty(1, 2, 8, 8, device="meta")), CPU)
-    run = timing._computation(spec, TARGET, by_name("math"), tensors)
+    run = timing._computation(spec, TARGET, by_name("math"), tensors, EagerEmitter(TARGET))
     assert run is not None
     assert asked == [4, 4]
     with torch.no_grad():
@@ -65,7 +66,7 @@ def test_a_lowering_that_needs_other_strides_reads_a_copy(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: copies.append(x) or contiguous(x))
     lowering = by_name("sdpa_cpu_flash")
     assert lowering.demand(spec).broken_by(spec.q)
-    assert timing._computation(spec, TARGET, lowering, tensors) is not None
+    assert timing._computation(spec, TARGET, lowering, tensors, EagerEmitter(TARGET)) is not None
     assert len([x for x in copies if x.shape == (2, 2, 8, 16)]) >= 6
 
 
@@ -76,7 +77,8 @@ def test_a_lowering_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     lowering = by_name("math")
     monkeypatch.setattr(type(lowering), "emit", broken)
     spec = spec_of()
-    assert timing._computation(spec, TARGET, lowering, values.real(spec, SiteTensors(), CPU)) is None
+    tensors = values.real(spec, SiteTensors(), CPU)
+    assert timing._computation(spec, TARGET, lowering, tensors, EagerEmitter(TARGET)) is None
 
 
 @pytest.mark.gpu
