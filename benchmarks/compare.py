@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import attn_compiler
 from attn_compiler.reporting.report import Report
@@ -130,7 +131,7 @@ def numerics(case: Case, ours: Step) -> dict[str, str]:
     eager = harness.make_step(plain, case.inputs, training=case.training, valid=case.valid)
     values = {"error": results(case, case.model, ours), "error_eager": results(case, plain, eager)}
     precise = copy.deepcopy(plain).float()
-    inputs = {name: v.float() if _is_floating(v) else v for name, v in case.inputs.items()}
+    inputs = pytree.tree_map(lambda v: v.float() if _is_floating(v) else v, dict(case.inputs))
     reference = results(case, precise, harness.make_step(precise, inputs, training=case.training, valid=case.valid))
     errors = {name: relative_error(value, reference) for name, value in values.items()}
     allowed = (3 if case.softcap else 2) * errors["error_eager"] + ROUNDING_NOISE

@@ -34,6 +34,20 @@ def test_numerics_compares_only_valid_positions() -> None:
     assert compare.numerics(Case(model=model, inputs=inputs), ours)["numerics"] == "WRONG"
 
 
+def test_tensors_in_a_list_are_in_float32_too() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            return sum((self.linear(x) for x in xs), torch.zeros((), dtype=self.linear.weight.dtype))
+
+    model, inputs = Sum(), {"xs": [torch.randn(2, 4, dtype=torch.bfloat16) for _ in range(2)]}
+    case = Case(model=model, inputs=inputs)
+    assert compare.numerics(case, harness.make_step(model, inputs, training=False))["numerics"] == "ok"
+
+
 def test_numerics_of_a_training_step_compares_gradients() -> None:
     model = nn.Linear(4, 4)
     inputs = {"input": torch.randn(2, 4)}
