@@ -51,9 +51,13 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def beside(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Another graph over the same parameters."""
+    """Another graph over the same parameters. AOTAutograd knows which inputs keep their address: CUDA graphs copy the others."""
     twin = copy.copy(gm)
     twin.graph = graph
+    sources = getattr(gm, "_param_name_to_source", None)
+    if sources is not None:
+        # A copy, since buffers of one of them are added to it.
+        vars(twin)["_param_name_to_source"] = dict(sources)
     return twin
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import compile_fx
 
 from attn_compiler.compiling import unpadded
+from attn_compiler.compiling.attempts import StepFailed
 from attn_compiler.compiling.inner import Inner
 from attn_compiler.torch_private import batches_before
 from tests.passes.unpad.encoder import LENGTH, MASK, WIDTH, Decoder, Encoder, check, compiled, ids_of, mask_of, report
@@ -90,3 +92,31 @@ def test_full_batches_run_padded_with_its_kernels(monkeypatch: pytest.MonkeyPatc
     failed = [batches_before.MUCH_PADDING in step.failed for step in report().last]
     assert failed == [False, False, True, True, False]
     assert len(made) == 1  # what is asked before each call
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_the_graph_beside_knows_which_inputs_keep_their_address(
+    has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA graphs would copy each parameter at each call: on an H200 BERT took 9.96 ms so, and 7.97 ms in Inductor's own."""
+    known: list[tuple[int, ...]] = []
+    own = compile_fx._compile_fx_inner
+
+    def noted(gm: Any, inputs: Any, **given: Any) -> Any:
+        known.append(tuple(given["static_input_idxs"]))
+        return own(gm, inputs, **given)
+
+    def fail(*_: Any) -> None:
+        raise StepFailed("compile the padded graph", RuntimeError("no kernels"))
+
+    monkeypatch.setattr(compile_fx, "_compile_fx_inner", noted)
+    model = Encoder()
+    function = compiled(model, inner="inductor")
+    with torch.no_grad():
+        function(ids_of(MASK), MASK)
+        if not has_kernels:
+            monkeypatch.setattr(Inner, "compile_rewritten", fail)
+        none = torch.zeros_like(MASK)
+        function(ids_of(none), none)  # Fewer than two tokens are real.
+    assert report().last[-1].failed != ()
+    assert [len(static) for static in known] == [len(list(model.parameters()))] * 2

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attn_compiler.torch_private import packed as torch_packed
+from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
 from attn_compiler.torch_private.packed import Compilation, GuardedError
 
 
@@ -75,6 +76,15 @@ def test_a_copy_of_a_graph_shares_parameters_and_no_node() -> None:
     twin = torch_packed.copied(gm)
     assert twin.weight is gm.weight
     assert not set(twin.graph.nodes) & set(gm.graph.nodes)
+
+
+def test_a_copy_of_dynamos_graph_says_where_parameters_are_from() -> None:
+    gm = fx.symbolic_trace(torch.nn.Linear(2, 2))
+    gm._param_name_to_source = {"weight": ConstantSource("weight")}
+    twin = torch_packed.copied(gm)
+    torch_compat.add_buffer(twin, "kept", torch.zeros(1))
+    assert set(twin._param_name_to_source) == {"weight", "kept"}
+    assert set(gm._param_name_to_source) == {"weight"}
 
 
 def test_outside_of_a_compilation_nothing_is_entered() -> None:

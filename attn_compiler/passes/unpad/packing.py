@@ -156,7 +156,7 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     counted = [fact for fact in asked if may_count and fact.counts is not None]
     asked = [*(fact for fact in asked if fact not in counted), *([exits.LEADS] if counted else [])]
     before = run_time_facts.graph(unit.graph_module, mirror, padding, asked, counted)
-    original = fx.GraphModule(unit.graph_module, torch_compat.copied_graph(unit.graph))
+    original = torch_packed.copied(unit.graph_module)
     dropout, given_back = drawing.is_drawn(maker.made, maker.analysis, maker.mirror), _places(unit, maker, replaced)
     packed = Packed(
         facts=tuple(fact.words for fact in asked),
