@@ -14,8 +14,8 @@ from attn_compiler.lowerings.linear.triton_sizes import empty, state_strides, st
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
 
-#: of the kernels with most accumulators
-_WARPS = 8
+#: of the kernels with most accumulators, and columns of v that those take at once: of more, numbers are spilled
+_WARPS, _COLUMNS = 8, 16
 
 
 def backward(
@@ -80,7 +80,7 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
     named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
     if skip is not None:
         named["part_skip"] = empty((sizes.batch, sizes.heads, sizes.chunks), named["q"])
-    call.run(kernels.head_gradients, sizes.rows * sizes.chunks, _WARPS, 1)
+    call.run(kernels.head_gradients, sizes.rows * sizes.chunks, _WARPS, 1, BV=_COLUMNS)
     for name in ("q", "k"):
         _rows(call, name)
     return None if skip is None else named["part_skip"].sum((0, 2)).to(skip.dtype)
@@ -96,8 +96,8 @@ def _channel_gradients(call: LinearTensors) -> None:
     named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty(parts[:3], q))
     named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
     programs = sizes.rows * sizes.chunks
-    call.run(channel_backward.channel_gradients, programs, _WARPS, 1)
-    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK))
+    call.run(channel_backward.channel_gradients, programs, _WARPS, 1, BV=_COLUMNS)
+    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK), _WARPS)
     call.run(channel_backward.decay_gradients, programs)
     for name in ("q", "k"):
         _rows(call, name)

@@ -90,6 +90,7 @@ class LinearTensors:
             "DELTA": self.is_delta,
             "CHANNEL": form.channel,
             "NORM": form.eps is not None,
+            "OF_OUT": self.sizes.parts if form.out_dtype == "float32" else self.sizes.fewer,
         }
 
     def arguments(self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, **more: Any) -> Arguments:
@@ -146,7 +147,7 @@ def chunks(call: LinearTensors) -> None:
     if call.is_delta:
         named["inverse"] = sizes.in_parts((*many, sizes.chunk, sizes.chunk), q)
     if not call.form.channel:
-        named["sums"] = empty((*many, sizes.chunk), q)
+        named["sums"] = empty((*many, 2, sizes.chunk), q)
         call.run(kernels.head_chunks, sizes.rows * sizes.chunks)
         return
     rows = (*many, sizes.chunk, wide(sizes.dim_k))
@@ -154,7 +155,7 @@ def chunks(call: LinearTensors) -> None:
     named.update({name: sizes.in_parts(rows, q) for name in ("queries", "early", "later")})
     named["lower"] = empty((*many, sizes.chunk, sizes.chunk), q)
     call.run(channel.channel_sums, sizes.rows * sizes.chunks, 8)
-    call.run(channel.channel_pairs, sizes.rows * sizes.chunks * (sizes.chunk // BLOCK))
+    call.run(channel.channel_pairs, sizes.rows * sizes.chunks * (sizes.chunk // BLOCK), 8)
     call.run(channel.channel_inverse, sizes.rows * sizes.chunks)
 
 

@@ -22,8 +22,8 @@ _LEAST = 16
 _CHUNK, _SHORT, _USUAL = 64, 32, 128
 #: columns of v that a program has: usually, and where heads of q and k are wider
 _COLUMNS, _FEW = 32, 16
-#: numbers in half precision that one in float32 is taken as
-PARTS = 2
+#: numbers in bfloat16 that one in float32 is taken as: where the result is in float32, and where it is in bfloat16
+PARTS, FEWER = 3, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,11 @@ class LinearSizes:
         )
 
     @property
+    def fewer(self) -> int:
+        """As `parts`, of products that nothing has but what is in bfloat16."""
+        return min(self.parts, FEWER)
+
+    @property
     def chunks(self) -> int:
         """Of a sequence."""
         return -(-self.length // self.chunk)
@@ -92,6 +97,7 @@ class LinearSizes:
             "BV": self.columns,
             "PARTS": self.parts,
             "PLANES": max(self.parts, 1),
+            "OF_ROWS": self.fewer,
         }
 
     def in_parts(self, shape: Sequence[int], like: Tensor) -> Tensor:

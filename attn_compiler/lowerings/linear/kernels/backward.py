@@ -23,11 +23,13 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     norm_factor,
     numbers,
     of_state,
+    pairs_of,
     product,
     rows,
     store_rows,
     store_state,
     stored_product,
+    sums_of,
 )
 
 
@@ -63,7 +65,7 @@ def reverse_pass(
             before = stored_product(Queries, of_keys, of_all, do, True, PARTS, before)
         else:
             q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
-            c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+            c, end, rest = sums_of(Sums + at * 2 * C, i, C)
             before = after * tl.exp(end)
             before = product(tl.trans(q), do.to(tl.float32) * (tl.exp(c) * b)[:, None], PARTS, before)
         if DELTA:
@@ -73,7 +75,7 @@ def reverse_pass(
                 du = stored_product(Later, of_keys, of_all, after, False, PARTS, du)
             else:
                 k, a = rows(K, token, length, k_s, d, DK, WK), tl.load(Norms + at * 2 * C + C + i)
-                du += product(k, after, PARTS) * (tl.exp(end - c) * a)[:, None]
+                du += product(k, after, PARTS) * (tl.exp(rest) * a)[:, None]
             dx = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
             store_rows(Grad_values + at * C * DV, dx, i, C, DV, e, DV, WV)
             dx *= numbers(Beta, token, length, beta_s)[:, None]
@@ -94,10 +96,11 @@ def head_gradients(
     heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of a decay a head. Grid: (chunks B H,). Part_q, Part_k: of b q and a k, (B, S, H, DK) in float32. Grad_v: (B, S, H, DV). Grad_g,
-    Grad_beta: (B, S, H). Part_skip: (B, H, chunks). All contiguous. Others: as in `reverse_pass`."""
+    Grad_beta: (B, S, H). Part_skip: (B, H, chunks). All contiguous. OF_ROWS: as PARTS, of products that nothing but the gradients of q and
+    k have. Others: as in `reverse_pass`."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
@@ -107,10 +110,10 @@ def head_gradients(
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
-    c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+    c, end, rest = sums_of(Sums + at * 2 * C, i, C)
     b, a = tl.load(Norms + at * 2 * C + i), tl.load(Norms + at * 2 * C + C + i)
     beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
-    early, late = tl.exp(c), tl.exp(end - c)
+    early, late = tl.exp(c), tl.exp(rest)
     of_q, of_u, of_dy = tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32)
     dp, dl = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     dbeta, dend, dskip = tl.zeros([C], tl.float32), 0.0, 0.0
@@ -148,30 +151,30 @@ def head_gradients(
         dbeta -= lost
         dk = of_u * late[:, None] - of_dy * (early * beta)[:, None]
         kept = tl.sum(k.to(tl.float32) * of_u, 1) * (late * a)
-        dc = -kept - lost * beta
+        dc = -lost * beta
     else:
         dp *= beta[None, :]
         dk = of_u * (late * beta)[:, None]
         kept = tl.sum(k.to(tl.float32) * dk, 1) * a
-        dc = -kept
-    dend = dend * tl.exp(end) + tl.sum(kept, 0)
+        dc = tl.zeros([C], tl.float32)
     dq = of_q * early[:, None]
     dc += tl.sum(q.to(tl.float32) * dq, 1) * b
-    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0)
-    both = tl.where(is_seen, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0)
+    less = tl.load(Sums + at * 2 * C + C + i)
+    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0)
+    both = tl.where(is_before, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0)
     dp *= decay
-    dq = product(dp * a[None, :], k, PARTS, dq)
-    dk = product(tl.trans(dp * b[:, None]), q, PARTS, dk)
+    dq = product(dp * a[None, :], k, OF_ROWS, dq)
+    dk = product(tl.trans(dp * b[:, None]), q, OF_ROWS, dk)
     if DELTA:
         dl = tl.where(is_before, -dl * decay, 0.0)
         of_lower = dl * product(k, tl.trans(k), PARTS) * (a[:, None] * a[None, :])
         dbeta += tl.sum(of_lower, 1)
         both += of_lower * beta[:, None]
         dl *= beta[:, None]
-        dk = product((dl + tl.trans(dl)) * a[None, :], k, PARTS, dk)
-    dc += tl.sum(both, 1) - tl.sum(both, 0)
-    # From the end: what a decay does to all that comes after it in the chunk.
-    dg = tl.cumsum(dc, 0, reverse=True) + dend
+        dk = product((dl + tl.trans(dl)) * a[None, :], k, OF_ROWS, dk)
+    # A decay is between all tokens before it and all others of the chunk. Nothing is added that would be subtracted again.
+    between = tl.cumsum(both, 0, reverse=True) + kept[None, :]
+    dg = tl.cumsum(dc, 0, reverse=True) + tl.sum(tl.where(is_before, between, 0.0), 1) + dend * tl.exp(end)
     to_number = (batch * length + token) * heads + head
     tl.store(Grad_g + to_number, dg.to(Grad_g.dtype.element_ty), mask=token < length)
     tl.store(Grad_beta + to_number, dbeta.to(Grad_beta.dtype.element_ty), mask=token < length)

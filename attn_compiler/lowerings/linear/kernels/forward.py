@@ -15,16 +15,19 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import (
+    exact_sums,
     inverse,
     norm_factor,
     numbers,
     of_state,
+    pairs_of,
     product,
     rows,
     store_parts,
     store_rows,
     store_state,
     stored_product,
+    sums_of,
 )
 
 
@@ -37,21 +40,22 @@ def head_chunks(
     PLANES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). G, Beta: (B, S, H). Inverse (only of DELTA), Pairs: T and P, (B, H, chunks, C, C).
-    Sums: c, (B, H, chunks, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
+    Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
     i, d = tl.arange(0, C), tl.arange(0, WK)
     token = chunk * C + i
-    c = tl.cumsum(numbers(G + batch * g_b + head * g_h, token, length, g_s), 0)
-    tl.store(Sums + at * C + i, c)
+    c, less = exact_sums(numbers(G + batch * g_b + head * g_h, token, length, g_s))
+    tl.store(Sums + at * 2 * C + i, c)
+    tl.store(Sums + at * 2 * C + C + i, less)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
     a, b = norm_factor(k, eps, NORM), norm_factor(q, eps, NORM) * scale
     tl.store(Norms + at * 2 * C + i, b)
     tl.store(Norms + at * 2 * C + C + i, a)
     is_seen = i[:, None] >= i[None, :]
-    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0) * a[None, :]
+    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0) * a[None, :]
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
     store_parts(Pairs, of_pairs, plane, product(q, tl.trans(k), PARTS) * decay * b[:, None], PARTS)
     if DELTA:
@@ -67,12 +71,12 @@ def state_pass(
     heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, last_k, last_v,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_OUT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (WV / BV B H,). V: (B, S, H, DV). Out: the same, contiguous, or None. Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how
     much of v is added to the result, or None. First: the state, or None. Last: (B, H, ...), contiguous, or None. States: the state before
     each chunk, (B, H, chunks, DK, DV) in float32, or None. Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early,
-    Later: of CHANNEL, as in channel.py. Others: as in `head_chunks`."""
+    Later: of CHANNEL, as in channel.py. OF_OUT: as PARTS, of products that nothing but the result has. Others: as in `head_chunks`."""
     columns: tl.constexpr = WV // BV
     row = (tl.program_id(0) // columns).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -100,7 +104,7 @@ def state_pass(
         else:
             k = rows(K, token, length, k_s, d, DK, WK)
             a = tl.load(Norms + at * 2 * C + C + i)
-            c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+            c, end, rest = sums_of(Sums + at * 2 * C, i, C)
             kept = state * tl.exp(end)
             u = v.to(tl.float32)
             if DELTA:
@@ -112,11 +116,11 @@ def state_pass(
                 store_rows(Values + at * C * DV, u, i, C, DV, e, DV, WV)
         if Out is not None:
             if CHANNEL:
-                out = stored_product(Queries, of_keys, of_all, state, False, PARTS)
+                out = stored_product(Queries, of_keys, of_all, state, False, OF_OUT)
             else:
                 q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
-                out = product(q, state, PARTS) * (tl.exp(c) * b)[:, None]
-            out = stored_product(Pairs, of_pairs, plane, u, False, PARTS, out)
+                out = product(q, state, OF_OUT) * (tl.exp(c) * b)[:, None]
+            out = stored_product(Pairs, of_pairs, plane, u, False, OF_OUT, out)
             if Skip is not None:
                 out += v.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
             to_out = batch * length * heads * DV + head * DV
@@ -124,7 +128,7 @@ def state_pass(
         if CHANNEL:
             state = stored_product(Later, of_keys, of_all, u, True, PARTS, kept)
         else:
-            state = product(tl.trans(k), u * (tl.exp(end - c) * a)[:, None], PARTS, kept)
+            state = product(tl.trans(k), u * (tl.exp(rest) * a)[:, None], PARTS, kept)
     if Last is not None:
         store_state(Last + row * DK * DV, state, d, e, last_k, last_v, DK, WK, DV, WV)
 
