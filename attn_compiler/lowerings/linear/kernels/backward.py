@@ -33,31 +33,38 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@triton.jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def reverse_pass(
-    Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Queries, Early, Later, Grad_last, Afters, Grad_values, Grad_first,
-    heads, group, length, chunks,
-    q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h, last_b, last_h, last_k, last_v, first_b, first_h, first_k, first_v,
+    Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Queries, Early, Later, Grad_last, Afters, Grad_values, Grad_first, Locals,
+    heads, group, length, chunks, pieces, of_piece,
+    q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h, last_b, last_h, last_k, last_v, last_p, first_b, first_h, first_k, first_v,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (WV / BV B H,). Grad: of o, (B, S, H, DV), contiguous. Grad_last: of the last state. Afters: D of each chunk,
-    (B, H, chunks, DK, DV) in float32. Grad_values: dy with DELTA, (B, H, chunks, C, DV) in float32. Grad_first: of the first state, or
-    None. Others: as in forward.py."""
+    """Grid: (WV / BV pieces B H,). Grad: of o, (B, S, H, DV), contiguous. Grad_last: of the state after each piece. Afters: D of each
+    chunk, (B, H, chunks, DK, DV) in float32. Grad_values: dy with DELTA, (B, H, chunks, C, DV) in float32. Grad_first: of the first state,
+    or None. Locals: None, or of each piece by itself the gradient of its first state, (B, H, pieces, WK, WV); then nothing else is stored.
+    Others: as in forward.py."""
     columns: tl.constexpr = WV // BV
-    row = (tl.program_id(0) // columns).to(tl.int64)
+    row, piece = (tl.program_id(0) // columns // pieces).to(tl.int64), tl.program_id(0) // columns % pieces
     batch, head = row // heads, row % heads
     i, d, e = tl.arange(0, C), tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
     Q += batch * q_b + head // group * q_h
     K += batch * k_b + head // group * k_h
     Beta += batch * beta_b + head * beta_h
     Grad += batch * length * heads * DV + head * DV
-    after = of_state(Grad_last + batch * last_b + head * last_h, d, e, last_k, last_v, DK, WK, DV, WV)
-    for step in tl.range(0, chunks):
-        chunk = chunks - 1 - step
+    if Locals is not None:
+        after = tl.zeros([WK, BV], tl.float32)
+    else:
+        at_last = Grad_last + batch * last_b + head * last_h + piece * last_p
+        after = of_state(at_last, d, e, last_k, last_v, DK, WK, DV, WV)
+    end_chunk = tl.minimum(piece * of_piece + of_piece, chunks)
+    for step in tl.range(0, end_chunk - piece * of_piece):
+        chunk = end_chunk - 1 - step
         at = row * chunks + chunk
         token = chunk * C + i
-        store_state(Afters + at * DK * DV, after, d, e, DV, 1, DK, WK, DV, WV)
+        if Locals is None:
+            store_state(Afters + at * DK * DV, after, d, e, DV, 1, DK, WK, DV, WV)
         of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
         do = rows(Grad, token, length, heads * DV, e, DV, WV)
         if CHANNEL:
@@ -77,14 +84,17 @@ def reverse_pass(
                 k, a = rows(K, token, length, k_s, d, DK, WK), tl.load(Norms + at * 2 * C + C + i)
                 du += product(k, after, PARTS) * (tl.exp(rest) * a)[:, None]
             dx = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
-            store_rows(Grad_values + at * C * DV, dx, i, C, DV, e, DV, WV)
+            if Locals is None:
+                store_rows(Grad_values + at * C * DV, dx, i, C, DV, e, DV, WV)
             dx *= numbers(Beta, token, length, beta_s)[:, None]
             if CHANNEL:
                 before -= stored_product(Early, of_keys, of_all, dx, True, PARTS)
             else:
                 before -= product(tl.trans(k), dx * (tl.exp(c) * a)[:, None], PARTS)
         after = before
-    if Grad_first is not None:
+    if Locals is not None:
+        store_state(Locals + (row * pieces + piece) * WK * WV, after, d, e, WV, 1, WK, WK, WV, WV)
+    if Grad_first is not None and piece == 0:
         at_first = Grad_first + batch * first_b + head * first_h
         store_state(at_first, after, d, e, first_k, first_v, DK, WK, DV, WV)
 

@@ -65,38 +65,44 @@ def head_chunks(
         store_parts(Inverse, of_pairs, plane, found, PARTS)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@triton.jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def state_pass(
-    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States, Values,
-    heads, group, length, chunks,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, last_k, last_v,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
+    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States, Values, Locals,
+    heads, group, length, chunks, pieces, of_piece,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, first_p,
+    last_k, last_v,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (WV / BV B H,). V: (B, S, H, DV). Out: the same, contiguous, or None. Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how
-    much of v is added to the result, or None. First: the state, or None. Last: (B, H, ...), contiguous, or None. States: the state before
-    each chunk, (B, H, chunks, DK, DV) in float32, or None. Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early,
-    Later: of CHANNEL, as in channel.py. OF_OUT: as PARTS, of products that nothing but the result has. Others: as in `head_chunks`."""
-    columns: tl.constexpr = WV // BV
-    row = (tl.program_id(0) // columns).to(tl.int64)
+    """Grid: (WIDE / BV pieces B H,); a sequence has `pieces` of `of_piece` chunks. V: (B, S, H, DV). Out: the same, contiguous, or None.
+    Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how much of v is added to the result, or None. First: the state before each piece,
+    or None. Last: (B, H, ...), contiguous, or None. States: the state before each chunk, (B, H, chunks, DK, DV) in float32, or None.
+    Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early, Later: of CHANNEL, as in channel.py. Locals: what
+    pieces.py joins, or None: (B, H, pieces, WK, WIDE), of each piece by itself the last state, and in columns from WV on what it makes of
+    the identity. OF_OUT: as PARTS, of products that nothing but the result has. Others: as in `head_chunks`."""
+    columns: tl.constexpr = WIDE // BV
+    row, piece = (tl.program_id(0) // columns // pieces).to(tl.int64), tl.program_id(0) // columns % pieces
     batch, head = row // heads, row % heads
     i, d, e = tl.arange(0, C), tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
     Q += batch * q_b + head // group * q_h
     K += batch * k_b + head // group * k_h
     V += batch * v_b + head * v_h
     Beta += batch * beta_b + head * beta_h
-    if First is not None:
-        state = of_state(First + batch * first_b + head * first_h, d, e, first_k, first_v, DK, WK, DV, WV)
+    if Locals is not None:
+        state = tl.where(d[:, None] == e[None, :] - WV, 1.0, 0.0)
+    elif First is not None:
+        at_first = First + batch * first_b + head * first_h + piece * first_p
+        state = of_state(at_first, d, e, first_k, first_v, DK, WK, DV, WV)
     else:
         state = tl.zeros([WK, BV], tl.float32)
-    for chunk in tl.range(0, chunks):
+    for chunk in tl.range(piece * of_piece, tl.minimum(piece * of_piece + of_piece, chunks)):
         at = row * chunks + chunk
         token = chunk * C + i
         if States is not None:
             store_state(States + at * DK * DV, state, d, e, DV, 1, DK, WK, DV, WV)
         of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
         of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
-        v = rows(V, token, length, v_s, e, DV, WV)
+        v = rows(V, token, length, v_s, e, DV, WIDE)
         beta = numbers(Beta, token, length, beta_s)
         if CHANNEL:
             kept = state * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
@@ -129,7 +135,9 @@ def state_pass(
             state = stored_product(Later, of_keys, of_all, u, True, PARTS, kept)
         else:
             state = product(tl.trans(k), u * (tl.exp(rest) * a)[:, None], PARTS, kept)
-    if Last is not None:
+    if Locals is not None:
+        store_state(Locals + (row * pieces + piece) * WK * WIDE, state, d, e, WIDE, 1, WK, WK, WIDE, WIDE)
+    if Last is not None and piece == pieces - 1:
         store_state(Last + row * DK * DV, state, d, e, last_k, last_v, DK, WK, DV, WV)
 
 
