@@ -22,6 +22,8 @@ _LEAST = 16
 _CHUNK, _SHORT, _USUAL = 64, 32, 128
 #: columns of v that a program has: usually, and where heads of q and k are wider
 _COLUMNS, _FEW = 32, 16
+#: channels of k that a kernel of gradients has
+_SHARE = 64
 #: numbers in bfloat16 that one in float32 is taken as: where the result is in float32, and where it is in bfloat16
 PARTS, FEWER = 3, 2
 
@@ -81,6 +83,11 @@ class LinearSizes:
         """Of columns of v."""
         return wide(self.dim_v) // self.columns
 
+    @property
+    def shares(self) -> int:
+        """Of channels of k, each of a program of the kernels with most accumulators: more than 64 have no room in registers."""
+        return max(wide(self.dim_k) // _SHARE, 1)
+
     @functools.cached_property
     def numbers(self) -> dict[str, Any]:
         """What kernels have of them."""
@@ -98,6 +105,8 @@ class LinearSizes:
             "PARTS": self.parts,
             "PLANES": max(self.parts, 1),
             "OF_ROWS": self.fewer,
+            "DS": wide(self.dim_k) // self.shares,
+            "shares_g": self.batch * self.length * self.heads,
         }
 
     def in_parts(self, shape: Sequence[int], like: Tensor) -> Tensor:

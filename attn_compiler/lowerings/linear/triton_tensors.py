@@ -33,6 +33,7 @@ _OPTIONAL = (
     "Later",
     "Grad_first",
     "Part_skip",
+    "Part_beta",
     "Locals",
     "Wholes",
     "Edge",

@@ -100,23 +100,66 @@ def reverse_pass(
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
-def head_gradients(
-    Q, K, V, Beta, Skip, Grad, Pairs, Sums, Norms, States, Afters, Values, Grad_values,
-    Part_q, Part_k, Grad_v, Grad_g, Grad_beta, Part_skip,
-    heads, group, length, chunks,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
+def value_gradients(
+    K, V, Beta, Skip, Grad, Pairs, Sums, Norms, Afters, Grad_v, Grad_beta, Part_skip,
+    heads, group, length, chunks, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Of a decay a head. Grid: (chunks B H,). Part_q, Part_k: of b q and a k, (B, S, H, DK) in float32. Grad_v: (B, S, H, DV). Grad_g,
-    Grad_beta: (B, S, H). Part_skip: (B, H, chunks). All contiguous. OF_ROWS: as PARTS, of products that nothing but the gradients of q and
-    k have. Others: as in `reverse_pass`."""
+    """Without the delta rule, of v, of beta and of the skip. Grid: (chunks B H,). Grad_v: (B, S, H, DV). Grad_beta: (B, S, H). Part_skip:
+    (B, H, chunks). All contiguous. Others: as in `reverse_pass`."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
     i, d = tl.arange(0, C), tl.arange(0, WK)
     token = chunk * C + i
+    k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
+    of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+    _, _, rest = sums_of(Sums + at * 2 * C, i, C)
+    late = tl.exp(rest) * tl.load(Norms + at * 2 * C + C + i)
+    beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
+    dbeta, dskip = tl.zeros([C], tl.float32), 0.0
+    to_v = batch * length * heads * DV + head * DV
+    for column in tl.range(0, WV, BV):
+        e = column + tl.arange(0, BV)
+        after = of_state(Afters + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
+        do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
+        v = rows(V + batch * v_b + head * v_h, token, length, v_s, e, DV, WV).to(tl.float32)
+        dy = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
+        dy += product(k, after, PARTS) * late[:, None]
+        dbeta += tl.sum(dy * v, 1)
+        dv = dy * beta[:, None]
+        if Skip is not None:
+            dskip += tl.sum(tl.sum(do.to(tl.float32) * v, 1), 0)
+            dv += do.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
+        store_rows(Grad_v + to_v, dv, token, length, heads * DV, e, DV, WV)
+    to_number = (batch * length + token) * heads + head
+    tl.store(Grad_beta + to_number, dbeta.to(Grad_beta.dtype.element_ty), mask=token < length)
+    if Skip is not None:
+        tl.store(Part_skip + at, dskip)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def head_gradients(
+    Q, K, V, Beta, Grad, Pairs, Sums, Norms, States, Afters, Values, Grad_values, Part_q, Part_k, Grad_v, Part_g, Part_beta,
+    heads, group, length, chunks, shares_g,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, DS: tl.constexpr,
+    DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of a decay a head, of DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k: of b q and a k, (B, S, H, DK) in float32. With
+    DELTA, Grad_v: (B, S, H, DV), and Part_beta: as Part_g. Part_g: sums over DS channels, (WK / DS, B, S, H), each `shares_g` numbers after
+    the one before. All contiguous. OF_ROWS: as PARTS, of products that nothing but the gradients of q and k have. Others: as in
+    `reverse_pass`."""
+    share = tl.program_id(0) % (WK // DS)
+    at = (tl.program_id(0) // (WK // DS)).to(tl.int64)
+    row, chunk = at // chunks, (at % chunks).to(tl.int32)
+    batch, head = row // heads, row % heads
+    i, d = tl.arange(0, C), share * DS + tl.arange(0, DS)
+    token = chunk * C + i
     is_seen, is_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
+    # What is no sum over channels is of the first share.
+    once = tl.where(share == 0, 1.0, 0.0)
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
@@ -124,9 +167,9 @@ def head_gradients(
     b, a = tl.load(Norms + at * 2 * C + i), tl.load(Norms + at * 2 * C + C + i)
     beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
     early, late = tl.exp(c), tl.exp(rest)
-    of_q, of_u, of_dy = tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32)
+    of_q, of_u, of_dy = tl.zeros([C, DS], tl.float32), tl.zeros([C, DS], tl.float32), tl.zeros([C, DS], tl.float32)
     dp, dl = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    dbeta, dend, dskip = tl.zeros([C], tl.float32), 0.0, 0.0
+    dbeta, dend = tl.zeros([C], tl.float32), 0.0
     to_v = batch * length * heads * DV + head * DV
     for column in tl.range(0, WV, BV):
         e = column + tl.arange(0, BV)
@@ -143,18 +186,12 @@ def head_gradients(
             dp = product(do, tl.trans(u), PARTS, dp)
             of_u = product(u, tl.trans(after), PARTS, of_u)
             of_dy = product(dy, tl.trans(state), PARTS, of_dy)
+            dbeta += tl.sum(dy * v.to(tl.float32), 1) * once
+            if share == 0:
+                store_rows(Grad_v + to_v, dy * beta[:, None], token, length, heads * DV, e, DV, WV)
         else:
-            dy = product(k, after, PARTS) * (late * a)[:, None] + stored_product(
-                Pairs, of_pairs, plane, do, True, PARTS
-            )
             dp = product(do, tl.trans(v), PARTS, dp)
             of_u = product(v, tl.trans(after), PARTS, of_u)
-        dbeta += tl.sum(dy * v.to(tl.float32), 1)
-        dv = dy * beta[:, None]
-        if Skip is not None:
-            dskip += tl.sum(tl.sum(do.to(tl.float32) * v.to(tl.float32), 1), 0)
-            dv += do.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
-        store_rows(Grad_v + to_v, dv, token, length, heads * DV, e, DV, WV)
     if DELTA:
         # dy (e a k S), which beta's gradient lacks so far.
         lost = tl.sum(k.to(tl.float32) * of_dy, 1) * (early * a)
@@ -171,7 +208,7 @@ def head_gradients(
     dc += tl.sum(q.to(tl.float32) * dq, 1) * b
     less = tl.load(Sums + at * 2 * C + C + i)
     decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0)
-    both = tl.where(is_before, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0)
+    both = tl.where(is_before, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0) * once
     dp *= decay
     dq = product(dp * a[None, :], k, OF_ROWS, dq)
     dk = product(tl.trans(dp * b[:, None]), q, OF_ROWS, dk)
@@ -185,11 +222,10 @@ def head_gradients(
     # A decay is between all tokens before it and all others of the chunk. Nothing is added that would be subtracted again.
     between = tl.cumsum(both, 0, reverse=True) + kept[None, :]
     dg = tl.cumsum(dc, 0, reverse=True) + tl.sum(tl.where(is_before, between, 0.0), 1) + dend * tl.exp(end)
-    to_number = (batch * length + token) * heads + head
-    tl.store(Grad_g + to_number, dg.to(Grad_g.dtype.element_ty), mask=token < length)
-    tl.store(Grad_beta + to_number, dbeta.to(Grad_beta.dtype.element_ty), mask=token < length)
-    if Skip is not None:
-        tl.store(Part_skip + at, dskip)
+    to_number = share * shares_g + (batch * length + token) * heads + head
+    tl.store(Part_g + to_number, dg.to(Part_g.dtype.element_ty), mask=token < length)
+    if DELTA:
+        tl.store(Part_beta + to_number, dbeta.to(Part_beta.dtype.element_ty), mask=token < length)
     to_part = batch * length * heads * DK + head * DK
     store_rows(Part_q + to_part, dq, token, length, heads * DK, d, DK, WK)
     store_rows(Part_k + to_part, dk, token, length, heads * DK, d, DK, WK)
