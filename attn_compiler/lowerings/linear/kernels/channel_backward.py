@@ -25,8 +25,8 @@ def channel_gradients(
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """What states have to do with, of DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k, Part_late: of b q, of a k as the
-    later, as the earlier of a pair, (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL, (B, H, chunks, C,
-    C). Part_beta: as Part_g in backward.py. All in float32. Grad_v: (B, S, H, DV)."""
+    later, as the earlier of a pair, (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL, (B, H,
+    chunks, C, C). Part_beta: as Part_g in backward.py. All in float32. Grad_v: (B, S, H, DV)."""
     share = tl.program_id(0) % (WK // DS)
     at = (tl.program_id(0) // (WK // DS)).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
