@@ -34,7 +34,7 @@ from torch._inductor.utils import fresh_cache
 import attn_compiler
 from attn_compiler.lowerings.linear.reference import run as by_chunks
 from attn_compiler.spec.linear import LinearForm
-from benchmarks import harness
+from benchmarks import harness, linear_groups
 from benchmarks.linear_peers import PEERS
 
 RESULTS = Path(__file__).parent / "results" / "linear_gpu.csv"
@@ -119,6 +119,7 @@ class LinearLayer(nn.Module):
         self.case, heads = case, case.heads
         module = importlib.import_module(f"transformers.models.{heads.module}.modeling_{heads.module}")
         self.run: Callable[..., Any] = getattr(module, heads.one if case.scenario == "decode" else heads.many)
+        self.has_groups = linear_groups.has_groups(self.run)
         self.given = nn.ParameterDict({name: nn.Parameter(x) for name, x in _operands(case).items()})
         state = (heads.dim_v, heads.dim_k) if case.is_ssd else (heads.dim_k, heads.dim_v)
         self.register_buffer("state", torch.zeros(case.batch, heads.heads, *state, device="cuda"))
@@ -132,7 +133,10 @@ class LinearLayer(nn.Module):
             "output_final_state": self.case.scenario != "training",
         }
         named = {"g": x["g"], "beta": x["beta"]}
-        out, last = self.run(x["q"], x["k"], x["v"], **named, use_qk_l2norm_in_kernel=True, **state)
+        heads = {name: x[name] for name in ("q", "k", "v")}
+        if not self.has_groups:
+            heads |= linear_groups.for_each_head(heads)
+        out, last = self.run(heads["q"], heads["k"], heads["v"], **named, use_qk_l2norm_in_kernel=True, **state)
         if last is not None:
             self.state.copy_(last)
         return out  # type: ignore[no-any-return]

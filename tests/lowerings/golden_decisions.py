@@ -16,14 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from attn_compiler.lowerings.linear import table as linear_table
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing.select import decide
+from attn_compiler.reasons.decisions import Decision
 from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
 from attn_compiler.spec.scores import DenseBias
 from attn_compiler.spec.target import Target
 from benchmarks import bench_mla, decode_cases, kernel_cases, select_cases
 from tests import cases
+from tests.lowerings.linear import decided_specs
 
 PATH = Path(__file__).with_name("golden_decisions.csv")
 
@@ -102,7 +105,10 @@ def specs() -> Iterator[tuple[str, AttentionSpec]]:
 
 def decided(spec: AttentionSpec, target: Target) -> str:
     """The lowering, and a digest of all that was refused and why."""
-    decision = decide(dataclasses.replace(spec, device=target.device), target, Options())
+    return _said(decide(dataclasses.replace(spec, device=target.device), target, Options()))
+
+
+def _said(decision: Decision) -> str:
     said = repr([(refusal.lowering, refusal.reasons) for refusal in decision.refusals])
     return f"{decision.lowering} {hashlib.sha256(said.encode()).hexdigest()[:_DIGITS]}"
 
@@ -112,6 +118,9 @@ def write(file: TextIO) -> None:
     table.writerow(["spec", *TARGETS])
     for name, spec in specs():
         table.writerow([name, *(decided(spec, target) for target in TARGETS.values())])
+    for name, linear, asked in decided_specs.specs():
+        on_each = [(dataclasses.replace(linear, device=target.device), target) for target in TARGETS.values()]
+        table.writerow([name, *(_said(linear_table.decide(spec, target, asked)) for spec, target in on_each)])
 
 
 def read() -> dict[tuple[str, str, str], str]:

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
-from attn_compiler.lowerings.linear.triton_launch import BLOCK, LinearTensors, chunks, stages_of, states
-from attn_compiler.lowerings.linear.triton_sizes import empty, state_strides, strides, tile, wide
+from attn_compiler.lowerings.linear.triton_launch import BLOCK, chunks
+from attn_compiler.lowerings.linear.triton_passes import reverse, states
+from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
+from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
 
-#: of the kernels with most accumulators
-_WARPS = 8
+#: columns of v that the kernels with most accumulators take at once: of more, numbers are spilled
+_COLUMNS = 16
 
 
 def backward(
@@ -59,15 +61,11 @@ def _states(call: LinearTensors) -> None:
     named["states"] = empty(shape, named["q"])
     if call.is_delta:
         named["values"] = empty(values, named["q"])
-    states(call)
+    pieces = states(call)
     named["afters"] = empty(shape, named["q"])
     if call.is_delta:
         named["grad_values"] = empty(values, named["q"])
-    of_states = (
-        state_strides(call.form, named["grad_last"], "last"),
-        state_strides(call.form, named.get("grad_first"), "first"),
-    )
-    call.run(kernels.reverse_pass, sizes.rows * sizes.blocks, 4, stages_of(call), **of_states[0], **of_states[1])
+    reverse(call, pieces)
 
 
 def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
@@ -80,9 +78,18 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
     named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
     if skip is not None:
         named["part_skip"] = empty((sizes.batch, sizes.heads, sizes.chunks), named["q"])
-    call.run(kernels.head_gradients, sizes.rows * sizes.chunks, _WARPS, 1)
+    if not call.is_delta:
+        call.run(kernels.value_gradients, sizes.rows * sizes.chunks, stages=1)
+    summed = ("g", "beta") if call.is_delta else ("g",)
+    shares = (sizes.shares, sizes.batch, sizes.length, sizes.heads)
+    for name in summed:
+        named[f"part_{name}"] = named[f"grad_{name}"] if sizes.shares == 1 else empty(shares, named["q"])
+    call.run(kernels.head_gradients, sizes.rows * sizes.chunks * sizes.shares, stages=1, BV=_COLUMNS)
     for name in ("q", "k"):
         _rows(call, name)
+    if sizes.shares > 1:
+        for name in summed:
+            named[f"grad_{name}"].copy_(named[f"part_{name}"].sum(0))
     return None if skip is None else named["part_skip"].sum((0, 2)).to(skip.dtype)
 
 
@@ -93,11 +100,11 @@ def _channel_gradients(call: LinearTensors) -> None:
     parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
     named.update({name: empty(parts, q) for name in ("part_q", "part_k", "part_late")})
     named.update({name: empty((*many, sizes.chunk, sizes.chunk), q) for name in ("grad_pairs", "grad_lower")})
-    named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty(parts[:3], q))
+    named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty((sizes.shares, *parts[:3]), q))
     named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
     programs = sizes.rows * sizes.chunks
-    call.run(channel_backward.channel_gradients, programs, _WARPS, 1)
-    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK))
+    call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=_COLUMNS)
+    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK), 8)
     call.run(channel_backward.decay_gradients, programs)
     for name in ("q", "k"):
         _rows(call, name)

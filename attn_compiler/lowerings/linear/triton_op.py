@@ -1,4 +1,4 @@
-"""`linear_triton`: the recurrence by chunks in our Triton kernels, in products of bfloat16 that hold 16 bits.
+"""`linear_triton`: the recurrence by chunks in our Triton kernels, in products of bfloat16 that hold as many bits as their results.
 
 `attn_compiler::linear_triton` is made of a leaf op and of what the state space does to dt, which the inner compiler fuses.
 """

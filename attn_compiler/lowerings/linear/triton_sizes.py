@@ -22,8 +22,10 @@ _LEAST = 16
 _CHUNK, _SHORT, _USUAL = 64, 32, 128
 #: columns of v that a program has: usually, and where heads of q and k are wider
 _COLUMNS, _FEW = 32, 16
-#: numbers in half precision that one in float32 is taken as
-PARTS = 2
+#: channels of k that a kernel of gradients has
+_SHARE = 64
+#: numbers in bfloat16 that one in float32 is taken as: where the result is in float32, and where it is in bfloat16
+PARTS, FEWER = 3, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,11 @@ class LinearSizes:
         )
 
     @property
+    def fewer(self) -> int:
+        """As `parts`, of products that nothing has but what is in bfloat16."""
+        return min(self.parts, FEWER)
+
+    @property
     def chunks(self) -> int:
         """Of a sequence."""
         return -(-self.length // self.chunk)
@@ -75,6 +82,11 @@ class LinearSizes:
     def blocks(self) -> int:
         """Of columns of v."""
         return wide(self.dim_v) // self.columns
+
+    @property
+    def shares(self) -> int:
+        """Of channels of k, each of a program of the kernels with most accumulators: more than 64 have no room in registers."""
+        return max(wide(self.dim_k) // _SHARE, 1)
 
     @functools.cached_property
     def numbers(self) -> dict[str, Any]:
@@ -92,6 +104,9 @@ class LinearSizes:
             "BV": self.columns,
             "PARTS": self.parts,
             "PLANES": max(self.parts, 1),
+            "OF_ROWS": self.fewer,
+            "DS": wide(self.dim_k) // self.shares,
+            "shares_g": self.batch * self.length * self.heads,
         }
 
     def in_parts(self, shape: Sequence[int], like: Tensor) -> Tensor:

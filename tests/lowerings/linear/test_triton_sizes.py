@@ -39,9 +39,10 @@ def test_products_have_parts_where_all_is_bfloat16() -> None:
     assert triton_sizes.in_half(half, half)
     assert not triton_sizes.in_half(half, single)
     assert not triton_sizes.in_half(half.half())
-    assert _sizes().in_parts((3, 4, 5), single).shape == (3, 2, 4, 5)
+    assert _sizes().in_parts((3, 4, 5), single).shape == (3, 3, 4, 5)
     assert _sizes(is_half=False).in_parts((3, 4, 5), single).dtype == torch.float32
-    assert (_sizes().numbers["PLANES"], _sizes(is_half=False).numbers["PLANES"]) == (2, 1)
+    assert (_sizes().numbers["PLANES"], _sizes(is_half=False).numbers["PLANES"]) == (3, 1)
+    assert (_sizes().numbers["OF_ROWS"], _sizes(is_half=False).numbers["OF_ROWS"]) == (2, 0)
 
 
 def test_only_the_last_axis_has_to_lie_side_by_side() -> None:

@@ -23,39 +23,48 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     norm_factor,
     numbers,
     of_state,
+    pairs_of,
     product,
     rows,
     store_rows,
     store_state,
     stored_product,
+    sums_of,
 )
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@triton.jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def reverse_pass(
-    Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Queries, Early, Later, Grad_last, Afters, Grad_values, Grad_first,
-    heads, group, length, chunks,
-    q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h, last_b, last_h, last_k, last_v, first_b, first_h, first_k, first_v,
+    Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Queries, Early, Later, Grad_last, Afters, Grad_values, Grad_first, Locals,
+    heads, group, length, chunks, pieces, of_piece,
+    q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h, last_b, last_h, last_k, last_v, last_p, first_b, first_h, first_k, first_v,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (WV / BV B H,). Grad: of o, (B, S, H, DV), contiguous. Grad_last: of the last state. Afters: D of each chunk,
-    (B, H, chunks, DK, DV) in float32. Grad_values: dy with DELTA, (B, H, chunks, C, DV) in float32. Grad_first: of the first state, or
-    None. Others: as in forward.py."""
+    """Grid: (WV / BV pieces B H,). Grad: of o, (B, S, H, DV), contiguous. Grad_last: of the state after each piece. Afters: D of each
+    chunk, (B, H, chunks, DK, DV) in float32. Grad_values: dy with DELTA, (B, H, chunks, C, DV) in float32. Grad_first: of the first state,
+    or None. Locals: None, or of each piece by itself the gradient of its first state, (B, H, pieces, WK, WV); then nothing else is stored.
+    Others: as in forward.py."""
     columns: tl.constexpr = WV // BV
-    row = (tl.program_id(0) // columns).to(tl.int64)
+    row, piece = (tl.program_id(0) // columns // pieces).to(tl.int64), tl.program_id(0) // columns % pieces
     batch, head = row // heads, row % heads
     i, d, e = tl.arange(0, C), tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
     Q += batch * q_b + head // group * q_h
     K += batch * k_b + head // group * k_h
     Beta += batch * beta_b + head * beta_h
     Grad += batch * length * heads * DV + head * DV
-    after = of_state(Grad_last + batch * last_b + head * last_h, d, e, last_k, last_v, DK, WK, DV, WV)
-    for step in tl.range(0, chunks):
-        chunk = chunks - 1 - step
+    if Locals is not None:
+        after = tl.zeros([WK, BV], tl.float32)
+    else:
+        at_last = Grad_last + batch * last_b + head * last_h + piece * last_p
+        after = of_state(at_last, d, e, last_k, last_v, DK, WK, DV, WV)
+    end_chunk = tl.minimum(piece * of_piece + of_piece, chunks)
+    for step in tl.range(0, end_chunk - piece * of_piece):
+        chunk = end_chunk - 1 - step
         at = row * chunks + chunk
         token = chunk * C + i
-        store_state(Afters + at * DK * DV, after, d, e, DV, 1, DK, WK, DV, WV)
+        if Locals is None:
+            store_state(Afters + at * DK * DV, after, d, e, DV, 1, DK, WK, DV, WV)
         of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
         do = rows(Grad, token, length, heads * DV, e, DV, WV)
         if CHANNEL:
@@ -63,7 +72,7 @@ def reverse_pass(
             before = stored_product(Queries, of_keys, of_all, do, True, PARTS, before)
         else:
             q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
-            c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+            c, end, rest = sums_of(Sums + at * 2 * C, i, C)
             before = after * tl.exp(end)
             before = product(tl.trans(q), do.to(tl.float32) * (tl.exp(c) * b)[:, None], PARTS, before)
         if DELTA:
@@ -73,47 +82,94 @@ def reverse_pass(
                 du = stored_product(Later, of_keys, of_all, after, False, PARTS, du)
             else:
                 k, a = rows(K, token, length, k_s, d, DK, WK), tl.load(Norms + at * 2 * C + C + i)
-                du += product(k, after, PARTS) * (tl.exp(end - c) * a)[:, None]
+                du += product(k, after, PARTS) * (tl.exp(rest) * a)[:, None]
             dx = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
-            store_rows(Grad_values + at * C * DV, dx, i, C, DV, e, DV, WV)
+            if Locals is None:
+                store_rows(Grad_values + at * C * DV, dx, i, C, DV, e, DV, WV)
             dx *= numbers(Beta, token, length, beta_s)[:, None]
             if CHANNEL:
                 before -= stored_product(Early, of_keys, of_all, dx, True, PARTS)
             else:
                 before -= product(tl.trans(k), dx * (tl.exp(c) * a)[:, None], PARTS)
         after = before
-    if Grad_first is not None:
+    if Locals is not None:
+        store_state(Locals + (row * pieces + piece) * WK * WV, after, d, e, WV, 1, WK, WK, WV, WV)
+    if Grad_first is not None and piece == 0:
         at_first = Grad_first + batch * first_b + head * first_h
         store_state(at_first, after, d, e, first_k, first_v, DK, WK, DV, WV)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
-def head_gradients(
-    Q, K, V, Beta, Skip, Grad, Pairs, Sums, Norms, States, Afters, Values, Grad_values,
-    Part_q, Part_k, Grad_v, Grad_g, Grad_beta, Part_skip,
-    heads, group, length, chunks,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
+def value_gradients(
+    K, V, Beta, Skip, Grad, Pairs, Sums, Norms, Afters, Grad_v, Grad_beta, Part_skip,
+    heads, group, length, chunks, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Of a decay a head. Grid: (chunks B H,). Part_q, Part_k: of b q and a k, (B, S, H, DK) in float32. Grad_v: (B, S, H, DV). Grad_g,
-    Grad_beta: (B, S, H). Part_skip: (B, H, chunks). All contiguous. Others: as in `reverse_pass`."""
+    """Without the delta rule, of v, of beta and of the skip. Grid: (chunks B H,). Grad_v: (B, S, H, DV). Grad_beta: (B, S, H). Part_skip:
+    (B, H, chunks). All contiguous. Others: as in `reverse_pass`."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
     i, d = tl.arange(0, C), tl.arange(0, WK)
     token = chunk * C + i
+    k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
+    of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+    _, _, rest = sums_of(Sums + at * 2 * C, i, C)
+    late = tl.exp(rest) * tl.load(Norms + at * 2 * C + C + i)
+    beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
+    dbeta, dskip = tl.zeros([C], tl.float32), 0.0
+    to_v = batch * length * heads * DV + head * DV
+    for column in tl.range(0, WV, BV):
+        e = column + tl.arange(0, BV)
+        after = of_state(Afters + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
+        do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
+        v = rows(V + batch * v_b + head * v_h, token, length, v_s, e, DV, WV).to(tl.float32)
+        dy = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
+        dy += product(k, after, PARTS) * late[:, None]
+        dbeta += tl.sum(dy * v, 1)
+        dv = dy * beta[:, None]
+        if Skip is not None:
+            dskip += tl.sum(tl.sum(do.to(tl.float32) * v, 1), 0)
+            dv += do.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
+        store_rows(Grad_v + to_v, dv, token, length, heads * DV, e, DV, WV)
+    to_number = (batch * length + token) * heads + head
+    tl.store(Grad_beta + to_number, dbeta.to(Grad_beta.dtype.element_ty), mask=token < length)
+    if Skip is not None:
+        tl.store(Part_skip + at, dskip)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def head_gradients(
+    Q, K, V, Beta, Grad, Pairs, Sums, Norms, States, Afters, Values, Grad_values, Part_q, Part_k, Grad_v, Part_g, Part_beta,
+    heads, group, length, chunks, shares_g,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, DS: tl.constexpr,
+    DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of a decay a head, of DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k: of b q and a k, (B, S, H, DK) in float32. With
+    DELTA, Grad_v: (B, S, H, DV), and Part_beta: as Part_g. Part_g: sums over DS channels, (WK / DS, B, S, H), each `shares_g` numbers after
+    the one before. All contiguous. OF_ROWS: as PARTS, of products that nothing but the gradients of q and k have. Others: as in
+    `reverse_pass`."""
+    share = tl.program_id(0) % (WK // DS)
+    at = (tl.program_id(0) // (WK // DS)).to(tl.int64)
+    row, chunk = at // chunks, (at % chunks).to(tl.int32)
+    batch, head = row // heads, row % heads
+    i, d = tl.arange(0, C), share * DS + tl.arange(0, DS)
+    token = chunk * C + i
     is_seen, is_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
+    # What is no sum over channels is of the first share.
+    once = tl.where(share == 0, 1.0, 0.0)
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
-    c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+    c, end, rest = sums_of(Sums + at * 2 * C, i, C)
     b, a = tl.load(Norms + at * 2 * C + i), tl.load(Norms + at * 2 * C + C + i)
     beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
-    early, late = tl.exp(c), tl.exp(end - c)
-    of_q, of_u, of_dy = tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32)
+    early, late = tl.exp(c), tl.exp(rest)
+    of_q, of_u, of_dy = tl.zeros([C, DS], tl.float32), tl.zeros([C, DS], tl.float32), tl.zeros([C, DS], tl.float32)
     dp, dl = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    dbeta, dend, dskip = tl.zeros([C], tl.float32), 0.0, 0.0
+    dbeta, dend = tl.zeros([C], tl.float32), 0.0
     to_v = batch * length * heads * DV + head * DV
     for column in tl.range(0, WV, BV):
         e = column + tl.arange(0, BV)
@@ -130,53 +186,46 @@ def head_gradients(
             dp = product(do, tl.trans(u), PARTS, dp)
             of_u = product(u, tl.trans(after), PARTS, of_u)
             of_dy = product(dy, tl.trans(state), PARTS, of_dy)
+            dbeta += tl.sum(dy * v.to(tl.float32), 1) * once
+            if share == 0:
+                store_rows(Grad_v + to_v, dy * beta[:, None], token, length, heads * DV, e, DV, WV)
         else:
-            dy = product(k, after, PARTS) * (late * a)[:, None] + stored_product(
-                Pairs, of_pairs, plane, do, True, PARTS
-            )
             dp = product(do, tl.trans(v), PARTS, dp)
             of_u = product(v, tl.trans(after), PARTS, of_u)
-        dbeta += tl.sum(dy * v.to(tl.float32), 1)
-        dv = dy * beta[:, None]
-        if Skip is not None:
-            dskip += tl.sum(tl.sum(do.to(tl.float32) * v.to(tl.float32), 1), 0)
-            dv += do.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
-        store_rows(Grad_v + to_v, dv, token, length, heads * DV, e, DV, WV)
     if DELTA:
         # dy (e a k S), which beta's gradient lacks so far.
         lost = tl.sum(k.to(tl.float32) * of_dy, 1) * (early * a)
         dbeta -= lost
         dk = of_u * late[:, None] - of_dy * (early * beta)[:, None]
         kept = tl.sum(k.to(tl.float32) * of_u, 1) * (late * a)
-        dc = -kept - lost * beta
+        dc = -lost * beta
     else:
         dp *= beta[None, :]
         dk = of_u * (late * beta)[:, None]
         kept = tl.sum(k.to(tl.float32) * dk, 1) * a
-        dc = -kept
-    dend = dend * tl.exp(end) + tl.sum(kept, 0)
+        dc = tl.zeros([C], tl.float32)
     dq = of_q * early[:, None]
     dc += tl.sum(q.to(tl.float32) * dq, 1) * b
-    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0)
-    both = tl.where(is_seen, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0)
+    less = tl.load(Sums + at * 2 * C + C + i)
+    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0)
+    both = tl.where(is_before, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0) * once
     dp *= decay
-    dq = product(dp * a[None, :], k, PARTS, dq)
-    dk = product(tl.trans(dp * b[:, None]), q, PARTS, dk)
+    dq = product(dp * a[None, :], k, OF_ROWS, dq)
+    dk = product(tl.trans(dp * b[:, None]), q, OF_ROWS, dk)
     if DELTA:
         dl = tl.where(is_before, -dl * decay, 0.0)
         of_lower = dl * product(k, tl.trans(k), PARTS) * (a[:, None] * a[None, :])
         dbeta += tl.sum(of_lower, 1)
         both += of_lower * beta[:, None]
         dl *= beta[:, None]
-        dk = product((dl + tl.trans(dl)) * a[None, :], k, PARTS, dk)
-    dc += tl.sum(both, 1) - tl.sum(both, 0)
-    # From the end: what a decay does to all that comes after it in the chunk.
-    dg = tl.cumsum(dc, 0, reverse=True) + dend
-    to_number = (batch * length + token) * heads + head
-    tl.store(Grad_g + to_number, dg.to(Grad_g.dtype.element_ty), mask=token < length)
-    tl.store(Grad_beta + to_number, dbeta.to(Grad_beta.dtype.element_ty), mask=token < length)
-    if Skip is not None:
-        tl.store(Part_skip + at, dskip)
+        dk = product((dl + tl.trans(dl)) * a[None, :], k, OF_ROWS, dk)
+    # A decay is between all tokens before it and all others of the chunk. Nothing is added that would be subtracted again.
+    between = tl.cumsum(both, 0, reverse=True) + kept[None, :]
+    dg = tl.cumsum(dc, 0, reverse=True) + tl.sum(tl.where(is_before, between, 0.0), 1) + dend * tl.exp(end)
+    to_number = share * shares_g + (batch * length + token) * heads + head
+    tl.store(Part_g + to_number, dg.to(Part_g.dtype.element_ty), mask=token < length)
+    if DELTA:
+        tl.store(Part_beta + to_number, dbeta.to(Part_beta.dtype.element_ty), mask=token < length)
     to_part = batch * length * heads * DK + head * DK
     store_rows(Part_q + to_part, dq, token, length, heads * DK, d, DK, WK)
     store_rows(Part_k + to_part, dk, token, length, heads * DK, d, DK, WK)

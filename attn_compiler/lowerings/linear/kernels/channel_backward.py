@@ -20,26 +20,27 @@ from attn_compiler.lowerings.linear.kernels.tiles import numbers, of_state, prod
 def channel_gradients(
     K, V, Beta, Grad, Sums, Norms, States, Afters, Values, Grad_values,
     Part_q, Part_k, Part_late, Ends, Grad_pairs, Grad_lower, Grad_v, Part_beta,
-    heads, group, length, chunks, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
+    heads, group, length, chunks, shares_g, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, DS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What states have to do with. Grid: (chunks B H,). Part_q, Part_k, Part_late: of b q, of a k as the later, as the earlier of a pair,
-    (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL, (B, H, chunks, C, C). Part_beta: (B, S, H).
-    All in float32. Grad_v: (B, S, H, DV)."""
-    at = tl.program_id(0).to(tl.int64)
+    """What states have to do with, of DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k, Part_late: of b q, of a k as the
+    later, as the earlier of a pair, (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL, (B, H,
+    chunks, C, C). Part_beta: as Part_g in backward.py. All in float32. Grad_v: (B, S, H, DV)."""
+    share = tl.program_id(0) % (WK // DS)
+    at = (tl.program_id(0) // (WK // DS)).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
-    i, d = tl.arange(0, C), tl.arange(0, WK)
+    i, d = tl.arange(0, C), share * DS + tl.arange(0, DS)
     token = chunk * C + i
     K += batch * k_b + head // group * k_h
     V += batch * v_b + head * v_h
     of_sums = at * C * WK + i[:, None] * WK + d[None, :]
     end = tl.load(Sums + at * C * WK + (C - 1) * WK + d)
     beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
-    of_q, of_u, of_dy = tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32), tl.zeros([C, WK], tl.float32)
+    of_q, of_u, of_dy = tl.zeros([C, DS], tl.float32), tl.zeros([C, DS], tl.float32), tl.zeros([C, DS], tl.float32)
     dp, dl = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    dbeta, dend = tl.zeros([C], tl.float32), tl.zeros([WK], tl.float32)
+    dbeta, dend = tl.zeros([C], tl.float32), tl.zeros([DS], tl.float32)
     to_v = batch * length * heads * DV + head * DV
     for column in tl.range(0, WV, BV):
         e = column + tl.arange(0, BV)
@@ -48,11 +49,13 @@ def channel_gradients(
         do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
         u = rows(Values + at * C * DV, i, C, DV, e, DV, WV)
         dy = rows(Grad_values + at * C * DV, i, C, DV, e, DV, WV)
-        store_rows(Grad_v + to_v, dy * beta[:, None], token, length, heads * DV, e, DV, WV)
-        dbeta += tl.sum(dy * rows(V, token, length, v_s, e, DV, WV).to(tl.float32), 1)
         dend += tl.sum(after * state, 1)
-        dp = product(do, tl.trans(u), PARTS, dp)
-        dl = product(dy, tl.trans(u), PARTS, dl)
+        # What is no sum over channels is of the first share.
+        if share == 0:
+            store_rows(Grad_v + to_v, dy * beta[:, None], token, length, heads * DV, e, DV, WV)
+            dbeta += tl.sum(dy * rows(V, token, length, v_s, e, DV, WV).to(tl.float32), 1)
+            dp = product(do, tl.trans(u), PARTS, dp)
+            dl = product(dy, tl.trans(u), PARTS, dl)
         of_q = product(do, tl.trans(state), PARTS, of_q)
         of_dy = product(dy, tl.trans(state), PARTS, of_dy)
         of_u = product(u, tl.trans(after), PARTS, of_u)
@@ -68,16 +71,18 @@ def channel_gradients(
     store_rows(Part_k + to_part, later, token, length, heads * DK, d, DK, WK)
     store_rows(Part_late + to_part, earlier, token, length, heads * DK, d, DK, WK)
     of_pairs = at * C * C + i[:, None] * C + i[None, :]
-    tl.store(Grad_pairs + of_pairs, tl.where(i[:, None] >= i[None, :], dp, 0.0))
-    tl.store(Grad_lower + of_pairs, tl.where(i[:, None] > i[None, :], -dl, 0.0))
-    tl.store(Part_beta + (batch * length + token) * heads + head, dbeta, mask=token < length)
+    if share == 0:
+        tl.store(Grad_pairs + of_pairs, tl.where(i[:, None] >= i[None, :], dp, 0.0))
+        tl.store(Grad_lower + of_pairs, tl.where(i[:, None] > i[None, :], -dl, 0.0))
+    to_number = share * shares_g + (batch * length + token) * heads + head
+    tl.store(Part_beta + to_number, dbeta, mask=token < length)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def channel_pair_gradients(
     Q, K, Beta, Sums, Norms, Part_q, Part_k, Part_late, Grad_pairs, Grad_lower, Grad_sums, Grad_beta, Part_beta,
-    heads, group, length, chunks, q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr,
+    heads, group, length, chunks, shares_g, q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of 16 rows of a chunk. Grid: (C / 16 chunks B H,). Part_q, Part_k: become what is of b q and of a k in all. Grad_sums: dc but for the
     end, (B, H, chunks, C, WK). Grad_beta: (B, S, H). Others: as in `channel_gradients`."""
@@ -134,7 +139,9 @@ def channel_pair_gradients(
     q = rows(Q, token, length, q_s, d, DK, WK).to(tl.float32) * tl.load(Norms + own)[:, None]
     k = rows(K, token, length, k_s, d, DK, WK).to(tl.float32) * tl.load(Norms + C + own)[:, None]
     to_beta = (batch * length + token) * heads + head
-    dbeta = tl.load(Part_beta + to_beta, mask=token < length, other=0.0) + tl.sum(k * later, 1)
+    dbeta = tl.sum(k * later, 1)
+    for share in tl.static_range(WK // DS):
+        dbeta += tl.load(Part_beta + share * shares_g + to_beta, mask=token < length, other=0.0)
     tl.store(Grad_beta + to_beta, dbeta.to(Grad_beta.dtype.element_ty), mask=token < length)
     later *= numbers(Beta, token, length, beta_s)[:, None]
     to_part = batch * length * heads * DK + head * DK

@@ -15,16 +15,19 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import (
+    exact_sums,
     inverse,
     norm_factor,
     numbers,
     of_state,
+    pairs_of,
     product,
     rows,
     store_parts,
     store_rows,
     store_state,
     stored_product,
+    sums_of,
 )
 
 
@@ -37,21 +40,22 @@ def head_chunks(
     PLANES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). G, Beta: (B, S, H). Inverse (only of DELTA), Pairs: T and P, (B, H, chunks, C, C).
-    Sums: c, (B, H, chunks, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
+    Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
     i, d = tl.arange(0, C), tl.arange(0, WK)
     token = chunk * C + i
-    c = tl.cumsum(numbers(G + batch * g_b + head * g_h, token, length, g_s), 0)
-    tl.store(Sums + at * C + i, c)
+    c, less = exact_sums(numbers(G + batch * g_b + head * g_h, token, length, g_s))
+    tl.store(Sums + at * 2 * C + i, c)
+    tl.store(Sums + at * 2 * C + C + i, less)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
     a, b = norm_factor(k, eps, NORM), norm_factor(q, eps, NORM) * scale
     tl.store(Norms + at * 2 * C + i, b)
     tl.store(Norms + at * 2 * C + C + i, a)
     is_seen = i[:, None] >= i[None, :]
-    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, c[:, None] - c[None, :], 0.0)), 0.0) * a[None, :]
+    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0) * a[None, :]
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
     store_parts(Pairs, of_pairs, plane, product(q, tl.trans(k), PARTS) * decay * b[:, None], PARTS)
     if DELTA:
@@ -61,38 +65,44 @@ def head_chunks(
         store_parts(Inverse, of_pairs, plane, found, PARTS)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@triton.jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def state_pass(
-    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States, Values,
-    heads, group, length, chunks,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, last_k, last_v,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States, Values, Locals,
+    heads, group, length, chunks, pieces, of_piece,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, first_p,
+    last_k, last_v,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (WV / BV B H,). V: (B, S, H, DV). Out: the same, contiguous, or None. Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how
-    much of v is added to the result, or None. First: the state, or None. Last: (B, H, ...), contiguous, or None. States: the state before
-    each chunk, (B, H, chunks, DK, DV) in float32, or None. Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early,
-    Later: of CHANNEL, as in channel.py. Others: as in `head_chunks`."""
-    columns: tl.constexpr = WV // BV
-    row = (tl.program_id(0) // columns).to(tl.int64)
+    """Grid: (WIDE / BV pieces B H,); a sequence has `pieces` of `of_piece` chunks. V: (B, S, H, DV). Out: the same, contiguous, or None.
+    Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how much of v is added to the result, or None. First: the state before each piece,
+    or None. Last: (B, H, ...), contiguous, or None. States: the state before each chunk, (B, H, chunks, DK, DV) in float32, or None.
+    Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early, Later: of CHANNEL, as in channel.py. Locals: what
+    pieces.py joins, or None: (B, H, pieces, WK, WIDE), of each piece by itself the last state, and in columns from WV on what it makes of
+    the identity. OF_OUT: as PARTS, of products that nothing but the result has. Others: as in `head_chunks`."""
+    columns: tl.constexpr = WIDE // BV
+    row, piece = (tl.program_id(0) // columns // pieces).to(tl.int64), tl.program_id(0) // columns % pieces
     batch, head = row // heads, row % heads
     i, d, e = tl.arange(0, C), tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
     Q += batch * q_b + head // group * q_h
     K += batch * k_b + head // group * k_h
     V += batch * v_b + head * v_h
     Beta += batch * beta_b + head * beta_h
-    if First is not None:
-        state = of_state(First + batch * first_b + head * first_h, d, e, first_k, first_v, DK, WK, DV, WV)
+    if Locals is not None:
+        state = tl.where(d[:, None] == e[None, :] - WV, 1.0, 0.0)
+    elif First is not None:
+        at_first = First + batch * first_b + head * first_h + piece * first_p
+        state = of_state(at_first, d, e, first_k, first_v, DK, WK, DV, WV)
     else:
         state = tl.zeros([WK, BV], tl.float32)
-    for chunk in tl.range(0, chunks):
+    for chunk in tl.range(piece * of_piece, tl.minimum(piece * of_piece + of_piece, chunks)):
         at = row * chunks + chunk
         token = chunk * C + i
         if States is not None:
             store_state(States + at * DK * DV, state, d, e, DV, 1, DK, WK, DV, WV)
         of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
         of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
-        v = rows(V, token, length, v_s, e, DV, WV)
+        v = rows(V, token, length, v_s, e, DV, WIDE)
         beta = numbers(Beta, token, length, beta_s)
         if CHANNEL:
             kept = state * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
@@ -100,7 +110,7 @@ def state_pass(
         else:
             k = rows(K, token, length, k_s, d, DK, WK)
             a = tl.load(Norms + at * 2 * C + C + i)
-            c, end = tl.load(Sums + at * C + i), tl.load(Sums + at * C + C - 1)
+            c, end, rest = sums_of(Sums + at * 2 * C, i, C)
             kept = state * tl.exp(end)
             u = v.to(tl.float32)
             if DELTA:
@@ -112,11 +122,11 @@ def state_pass(
                 store_rows(Values + at * C * DV, u, i, C, DV, e, DV, WV)
         if Out is not None:
             if CHANNEL:
-                out = stored_product(Queries, of_keys, of_all, state, False, PARTS)
+                out = stored_product(Queries, of_keys, of_all, state, False, OF_OUT)
             else:
                 q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
-                out = product(q, state, PARTS) * (tl.exp(c) * b)[:, None]
-            out = stored_product(Pairs, of_pairs, plane, u, False, PARTS, out)
+                out = product(q, state, OF_OUT) * (tl.exp(c) * b)[:, None]
+            out = stored_product(Pairs, of_pairs, plane, u, False, OF_OUT, out)
             if Skip is not None:
                 out += v.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
             to_out = batch * length * heads * DV + head * DV
@@ -124,8 +134,10 @@ def state_pass(
         if CHANNEL:
             state = stored_product(Later, of_keys, of_all, u, True, PARTS, kept)
         else:
-            state = product(tl.trans(k), u * (tl.exp(end - c) * a)[:, None], PARTS, kept)
-    if Last is not None:
+            state = product(tl.trans(k), u * (tl.exp(rest) * a)[:, None], PARTS, kept)
+    if Locals is not None:
+        store_state(Locals + (row * pieces + piece) * WK * WIDE, state, d, e, WIDE, 1, WK, WK, WIDE, WIDE)
+    if Last is not None and piece == pieces - 1:
         store_state(Last + row * DK * DV, state, d, e, last_k, last_v, DK, WK, DV, WV)
 
 

@@ -1,7 +1,8 @@
-"""What the kernels of linear attention are made of: products that hold 16 bits, the inverse of a triangle, rows of tensors.
+"""What the kernels of linear attention are made of: products of parts, the inverse of a triangle, rows of tensors.
 
-A product of bfloat16 alone loses half of the bits that the models' own functions hold, which compute in float32. So a number in float32
-is taken as the sum of two in bfloat16. A number that is bfloat16 in memory is the first of the two.
+A product of bfloat16 alone loses two thirds of the bits that the models' own functions hold, which compute in float32. So a number in
+float32 is taken as the sum of some in bfloat16: of two, 16 bits, where the result is in bfloat16; of three, all 24, where it is in float32.
+A number that is bfloat16 in memory is the first of them.
 """
 
 from __future__ import annotations
@@ -12,68 +13,114 @@ import triton.language as tl
 
 @triton.jit
 def product(a, b, PARTS: tl.constexpr, to=None):
-    """a @ b in float32, added to `to` if there is one. PARTS: of each factor in float32, numbers in half precision; 0: by products of
-    float32 (three of TF32).
+    """a @ b in float32, added to `to` if there is one. PARTS: of each factor in float32, numbers in bfloat16; 0: by products of float32
+    (three of TF32).
 
-    Factors in half precision are taken as they are. All of those have one dtype.
+    Factors in bfloat16 are taken as they are.
     """
     if PARTS == 0:
         out = tl.dot(a.to(tl.float32), b.to(tl.float32), to, input_precision="tf32x3")
-    elif a.dtype == tl.float32 and b.dtype == tl.float32:
-        first, second = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        out = tl.dot(first, second, to)
-        if PARTS == 2:
-            out = tl.dot((a - first.to(tl.float32)).to(tl.bfloat16), second, out)
-            out = tl.dot(first, (b - second.to(tl.float32)).to(tl.bfloat16), out)
     elif a.dtype == tl.float32:
-        first = a.to(b.dtype)
-        out = tl.dot(first, b, to)
-        if PARTS == 2:
-            out = tl.dot((a - first.to(tl.float32)).to(b.dtype), b, out)
+        first, second, third = _parts(a)
+        out = _sum_of(first, second, third, b, PARTS, to)
     elif b.dtype == tl.float32:
-        second = b.to(a.dtype)
-        out = tl.dot(a, second, to)
-        if PARTS == 2:
-            out = tl.dot(a, (b - second.to(tl.float32)).to(a.dtype), out)
+        first, second, third = _parts(b)
+        out = _sum_with(a, first, second, third, PARTS, to)
     else:
         out = tl.dot(a, b, to)
     return out
 
 
 @triton.jit
+def _parts(x):
+    """A tile in float32 as the sum of three in bfloat16."""
+    first = x.to(tl.bfloat16)
+    rest = x - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _sum_of(first, second, third, b, PARTS: tl.constexpr, to):
+    """(first + second + third) @ b, added to `to`. b: in float32 or bfloat16.
+
+    Of three parts the smallest products are added up first, and `to` last: tensor cores cut off what a sum has no bits for, so each
+    product that is added to a large sum loses a bit of it.
+    """
+    if b.dtype == tl.float32:
+        whole, more, least = _parts(b)
+        if PARTS == 3:
+            out = tl.dot(first, least)
+            out = tl.dot(third, whole, out)
+            out = tl.dot(second, more, out)
+            out = tl.dot(first, more, out)
+            out = _added(tl.dot(first, whole, tl.dot(second, whole, out)), to)
+        else:
+            out = tl.dot(first, more, tl.dot(second, whole, tl.dot(first, whole, to)))
+    elif PARTS == 3:
+        out = _added(tl.dot(first, b, tl.dot(second, b, tl.dot(third, b))), to)
+    else:
+        out = tl.dot(second, b, tl.dot(first, b, to))
+    return out
+
+
+@triton.jit
+def _sum_with(a, first, second, third, PARTS: tl.constexpr, to):
+    """As `_sum_of`: a @ (first + second + third), of a in bfloat16."""
+    if PARTS == 3:
+        out = _added(tl.dot(a, first, tl.dot(a, second, tl.dot(a, third))), to)
+    else:
+        out = tl.dot(a, second, tl.dot(a, first, to))
+    return out
+
+
+@triton.jit
+def _added(out, to):
+    return out if to is None else out + to
+
+
+@triton.jit
 def store_parts(X, at, plane, value, PARTS: tl.constexpr):
-    """What `load_parts` gives again: in float32, or in its parts in bfloat16, the second ones `plane` numbers further."""
+    """What `load_parts` gives again: in float32, or in its parts in bfloat16, each `plane` numbers after the one before."""
     if PARTS == 0:
         tl.store(X + at, value)
     else:
-        first = value.to(tl.bfloat16)
+        first, second, third = _parts(value)
         tl.store(X + at, first)
-        tl.store(X + plane + at, (value - first.to(tl.float32)).to(tl.bfloat16))
+        tl.store(X + plane + at, second)
+        if PARTS == 3:
+            tl.store(X + 2 * plane + at, third)
 
 
 @triton.jit
 def load_parts(X, at, plane, PARTS: tl.constexpr):
     """A tile of what was stored in parts, in float32."""
     value = tl.load(X + at).to(tl.float32)
-    if PARTS == 2:
+    if PARTS != 0:
         value += tl.load(X + plane + at).to(tl.float32)
+    if PARTS == 3:
+        value += tl.load(X + 2 * plane + at).to(tl.float32)
     return value
 
 
 @triton.jit
 def stored_product(X, at, plane, other, TURNED: tl.constexpr, PARTS: tl.constexpr, to=None):
-    """x @ other, or xᵀ @ other where TURNED, of a tile x that was stored in parts: those go to the tensor cores as they are.
-    to: as of `product`."""
-    first = tl.load(X + at)
-    if TURNED:
-        first = tl.trans(first)
-    out = product(first, other, PARTS, to)
-    if PARTS == 2:
-        second = tl.load(X + plane + at)
-        if TURNED:
-            second = tl.trans(second)
-        out = tl.dot(second, other.to(tl.bfloat16), out)
+    """x @ other, or xᵀ @ other where TURNED, of a tile x that was stored in at least as many parts: those go to the tensor cores as they
+    are. to: as of `product`."""
+    first = _stored(X + at, TURNED)
+    if PARTS == 0:
+        out = product(first, other, PARTS, to)
+    else:
+        second = _stored(X + plane + at, TURNED)
+        third = _stored(X + 2 * plane + at, TURNED) if PARTS == 3 else second
+        out = _sum_of(first, second, third, other, PARTS, to)
     return out
+
+
+@triton.jit
+def _stored(at, TURNED: tl.constexpr):
+    x = tl.load(at)
+    return tl.trans(x) if TURNED else x
 
 
 @triton.jit
@@ -135,6 +182,27 @@ def store_rows(X, value, token, length, stride, d, DIM: tl.constexpr, WIDTH: tl.
 def numbers(X, token, length, stride):
     """A number for each token, in float32; zeros from `length` on."""
     return tl.load(X + token.to(tl.int64) * stride, mask=token < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def exact_sums(g):
+    """The sum of g (C,) up to each token, and what float32 has no bits for of it: sums may be large where their differences are small."""
+    sums = tl.cumsum(g.to(tl.float64), 0)
+    c = sums.to(tl.float32)
+    return c, (sums - c.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def pairs_of(c, less):
+    """The sum of g from each token to each other one, (C, C), of what `exact_sums` gives."""
+    return (c[:, None] - c[None, :]) + (less[:, None] - less[None, :])
+
+
+@triton.jit
+def sums_of(Sums, i, C: tl.constexpr):
+    """Of a chunk: the sum of g up to each token, to the chunk's end, and from each token to the end. Sums: (2, C), of `exact_sums`."""
+    c, end = tl.load(Sums + i), tl.load(Sums + C - 1)
+    return c, end, (end - c) + (tl.load(Sums + 2 * C - 1) - tl.load(Sums + C + i))
 
 
 @triton.jit

@@ -14,6 +14,8 @@ from attn_compiler.spec.linear import LinearSpec
 #: numbers as models have them; tiny q and k, where what is added to a norm counts, and long memory; numbers outside of what models have
 SORTS = ("ordinary", "tiny", "unusual")
 _SMALL = (4, 6)
+#: heads of v for one of k, where there are many: a text may branch on whether heads are grouped, and not on how many are
+_GROUPED = 2
 #: numbers of the largest tensor of a proof
 _MOST = 1 << 24
 
@@ -38,7 +40,7 @@ class DrawSizes:
 
 def sizes(spec: LinearSpec) -> Iterator[DrawSizes]:
     """What to run a function at, the smallest first."""
-    ratio = spec.num_heads_v // spec.num_heads_k
+    ratio = min(spec.num_heads_v // spec.num_heads_k, _GROUPED)
 
     def small(length: int, sort: str) -> DrawSizes:
         heads = {"heads_k": 2, "heads_v": 2 * ratio}
@@ -68,7 +70,9 @@ def _as_they_are(spec: LinearSpec, ratio: int) -> DrawSizes:
     """Batch, heads and their sizes as in the model, at few tokens; of fewer heads where that would take long."""
     length = 1 if _is_one_token(spec) else spec.form.chunk + 1
     batch = spec.batch if isinstance(spec.batch, int) else 1
-    pairs = spec.form.chunk**2 * (spec.head_dim_k if spec.form.channel else 1)
+    # Functions may hold a number for each pair of a chunk's tokens and each channel.
+    is_by_channel = spec.form.channel or spec.form.recurrence == "ssd"
+    pairs = spec.form.chunk**2 * (spec.head_dim_k if is_by_channel else 1)
     one_head = 2 * max(pairs, spec.form.chunk * (spec.head_dim_k + spec.head_dim_v), spec.head_dim_k * spec.head_dim_v)
     fits = batch * spec.num_heads_v * one_head <= _MOST
     return DrawSizes(

@@ -31,9 +31,11 @@ from attn_compiler.torch_private.store import Store
 
 #: of float64, beside numbers of about 1
 _NEAR = 1e-9
-#: tokens that the recurrence is run one by one for; of more, by chunks
-_ONE_BY_ONE = 70
+#: tokens that the recurrence is run one by one for, and numbers of all states; of more, by chunks
+_ONE_BY_ONE, _FEW = 70, 1 << 12
 _SEED = 20261127
+#: tokens of a run: a proof takes seconds, and of 32768 tokens minutes
+_LONGEST = 8192
 #: in place of a length that nothing depends on
 _ANY = "any"
 
@@ -57,10 +59,12 @@ def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
     if proposed.why_not is not None:
         return proposed.why_not
     if proposed.name.rpartition("#")[2] in known_texts.READ:
-        # One proof for all lengths. A run at 32768 tokens with its gradients takes minutes.
+        # One proof for all lengths.
         spec = dataclasses.replace(spec, length=_ANY)
     elif not isinstance(spec.length, int):
         return "the length is not known, and a test says nothing of lengths that it does not run at"
+    elif spec.length > _LONGEST:
+        return f"{spec.length} tokens take too long to run, and no person read the text: at most {_LONGEST} are run"
     key = _key(spec)
     if key in _PROVED:
         return _PROVED[key]
@@ -113,7 +117,8 @@ def _of_numbers(proposed: Proposed, spec: LinearSpec) -> str | None:
 
 
 def _recurrence(form: LinearForm, given: Sequence[Tensor], at: DrawSizes) -> tuple[Tensor, Tensor]:
-    if at.length <= _ONE_BY_ONE:
+    states = at.batch * at.heads_v * at.dim_k * at.dim_v
+    if at.length == 1 or (at.length <= _ONE_BY_ONE and states <= _FEW):
         return definition(form, given)
     out, last = lowerings.by_chunks(given, form.text)
     return out, last

@@ -1,4 +1,4 @@
-"""Products of parts hold 16 bits, and the inverse of a triangle all of them, however alike its rows are."""
+"""Products of parts hold the bits that they are to hold, and so does the inverse of a triangle, however alike its rows are."""
 
 from __future__ import annotations
 
@@ -40,13 +40,24 @@ def _made(half: bool) -> torch.Tensor:
     return x.bfloat16() if half else x
 
 
+@triton.jit
+def _sums(G, Pairs, Ends, C: tl.constexpr):
+    i = tl.arange(0, C)
+    c, less = tiles.exact_sums(tl.load(G + i))
+    tl.store(Pairs + i[:, None] * C + i[None, :], tiles.pairs_of(c, less))
+    tl.store(Ends + i, c)
+    tl.store(Ends + C + i, less)
+    _, _, rest = tiles.sums_of(Ends, i, C)
+    tl.store(Ends + 2 * C + i, rest)
+
+
 def _far(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("halves", [(False, False), (True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize(("parts", "within"), [(0, 1e-6), (2, 1e-5)])
-def test_a_product_holds_16_bits(halves: tuple[bool, bool], parts: int, within: float) -> None:
+@pytest.mark.parametrize(("parts", "within"), [(0, 1e-6), (2, 1e-5), (3, 2e-7)])
+def test_a_product_holds_16_bits_or_24(halves: tuple[bool, bool], parts: int, within: float) -> None:
     torch.manual_seed(0)
     x, y = (_made(half) for half in halves)
     out = torch.empty(32, 32, device=DEVICE)
@@ -59,11 +70,11 @@ def test_a_product_holds_16_bits(halves: tuple[bool, bool], parts: int, within: 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("parts", "within"), [(0, 1e-6), (2, 1e-5)])
+@pytest.mark.parametrize(("parts", "within"), [(0, 1e-6), (2, 1e-5), (3, 2e-7)])
 def test_what_is_stored_in_parts_is_kept_and_multiplied(turned: bool, half: bool, parts: int, within: float) -> None:
     torch.manual_seed(0)
     x, y = _made(False), _made(half)
-    stored = torch.empty(2, 32, 32, device=DEVICE, dtype=torch.bfloat16 if parts else torch.float32)
+    stored = torch.empty(max(parts, 1), 32, 32, device=DEVICE, dtype=torch.bfloat16 if parts else torch.float32)
     out, kept = torch.empty(32, 32, device=DEVICE), torch.empty(32, 32, device=DEVICE)
     with with_bfloat16():
         _stored[(1,)](x, stored, y, out, kept, 32, turned, parts)
@@ -73,7 +84,7 @@ def test_what_is_stored_in_parts_is_kept_and_multiplied(turned: bool, half: bool
 
 @pytest.mark.parametrize("size", [16, 32, 64])
 @pytest.mark.parametrize("kind", ["random", "equal"])
-@pytest.mark.parametrize(("parts", "within"), [(0, 2e-6), (2, 2e-5)])
+@pytest.mark.parametrize(("parts", "within"), [(0, 2e-6), (2, 2e-5), (3, 2e-6)])
 def test_the_inverse_of_a_triangle(size: int, kind: str, parts: int, within: float) -> None:
     """Of equal keys each entry is 1, and powers of the triangle reach 10^17."""
     torch.manual_seed(0)
@@ -84,3 +95,18 @@ def test_the_inverse_of_a_triangle(size: int, kind: str, parts: int, within: flo
         _inverse[(1,)](x, out, size, parts)
     wanted: Any = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + x.double().cpu())
     assert _far(out.cpu(), wanted) < within
+
+
+def test_differences_of_large_sums_are_exact() -> None:
+    """Between neighbours lies one number, however large the sums up to them are."""
+    torch.manual_seed(0)
+    g = -torch.rand(64, device=DEVICE) * 1e-3
+    g[0] = -1e4
+    pairs, ends = torch.empty(64, 64, device=DEVICE), torch.empty(3, 64, device=DEVICE)
+    _sums[(1,)](g, pairs, ends, 64)
+    wide = g.double().cumsum(0)
+    wanted = wide[:, None] - wide[None, :]
+    assert float(((pairs.double() - wanted) / (wanted.abs() + 1e-30)).abs().max()) < 1e-5
+    assert _far(ends[2], wide[-1] - wide) < 1e-6
+    single = g.cumsum(0)
+    assert _far((single[1:] - single[:-1]), g[1:].double()) > 1e-2

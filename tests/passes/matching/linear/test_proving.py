@@ -121,3 +121,12 @@ def test_a_text_that_was_read_is_proved_once_for_all_lengths(monkeypatch: pytest
     assert proving.why_not(counted, spec, None) is None
     assert len(calls) > made
     assert proving.why_not(counted, dataclasses.replace(spec, length="s0"), None) is not None
+
+
+def test_a_run_that_would_take_minutes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving.known_texts, "READ", {})
+    counted, calls = _counted(_call()[0])
+    reason = proving.why_not(counted, dataclasses.replace(_call()[1], length=proving._LONGEST + 1), None)
+    assert reason is not None
+    assert "at most 8192 are run" in reason.observed
+    assert calls == []

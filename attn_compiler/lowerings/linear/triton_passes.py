@@ -1,0 +1,138 @@
+"""The passes over states, forwards and backwards. Imports triton, so it comes late.
+
+A pass goes from chunk to chunk, so it has a program for each head and some columns of v. Where those are few beside the GPU's processors, a
+long sequence is cut in pieces: each goes by itself first, the states between them are joined, and then all of them go at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_compiler.lowerings.linear.kernels import backward as backward_kernels, forward as kernels, pieces as joining
+from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, state_strides, wide
+from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+
+#: processors that are assumed where there is no GPU: those of an H100
+_PROCESSORS = 132
+#: fewest pieces: each chunk is gone over twice, so fewer gain nothing
+_FEWEST = 4
+#: fewest chunks of a piece, and most channels of k, whose states are joined by one product
+_SHORTEST, _WIDEST = 8, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """Of each sequence. many: how many. chunks: of one, but perhaps the last."""
+
+    many: int
+    chunks: int
+
+    @staticmethod
+    def of(sizes: LinearSizes, processors: int, *, is_delta: bool) -> Pieces:
+        """As many as keep all processors at work, or one."""
+        programs = max(sizes.rows * (_columns(sizes, is_delta=is_delta) // sizes.columns), 1)
+        many = min(processors // programs, sizes.chunks // _SHORTEST)
+        if many < _FEWEST or wide(sizes.dim_k) > _WIDEST:
+            return Pieces(many=1, chunks=sizes.chunks)
+        chunks = -(-sizes.chunks // many)
+        return Pieces(many=-(-sizes.chunks // chunks), chunks=chunks)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What kernels have of them."""
+        return {"pieces": self.many, "of_piece": self.chunks}
+
+
+def states(call: LinearTensors) -> Pieces:
+    """Go over the states; in pieces, `wholes` is left among the call's tensors."""
+    sizes = call.sizes
+    pieces = Pieces.of(sizes, _processors(call.same.device), is_delta=call.is_delta)
+    if pieces.many == 1:
+        call.run(kernels.state_pass, sizes.rows * sizes.blocks, 4, stages_of(call), **of_states(call))
+        return pieces
+    columns = _columns(sizes, is_delta=call.is_delta)
+    many = (sizes.batch, sizes.heads, pieces.many)
+    call.named["wholes"] = empty((*many, wide(sizes.dim_k), columns), call.named["q"])
+    alone = call.without("out", "last", "states", "values", "skip").having(locals=call.named["wholes"])
+    programs = sizes.rows * pieces.many * (columns // sizes.columns)
+    alone.run(
+        kernels.state_pass,
+        programs,
+        4,
+        stages_of(call),
+        part="alone",
+        WIDE=columns,
+        **pieces.numbers,
+        **of_states(call),
+    )
+    between = empty((*many, sizes.dim_k, sizes.dim_v), call.named["q"])
+    edge = call.named.get("first")
+    joined = call.having(locals=call.named["wholes"], between=between, **({} if edge is None else {"edge": edge}))
+    order = state_strides(call.form, edge, "edge")
+    _join(joined, pieces, columns, is_reversed=False, columns=columns, order=order)
+    after = call.having(first=between)
+    numbers = {**of_states(call), **_lying(between, "first"), **pieces.numbers}
+    after.run(kernels.state_pass, sizes.rows * pieces.many * sizes.blocks, 4, stages_of(call), part="pieces", **numbers)
+    return pieces
+
+
+def reverse(call: LinearTensors, pieces: Pieces) -> None:
+    """Go backwards over the gradients of states, in the pieces of `states`."""
+    sizes, last = call.sizes, call.named["grad_last"]
+    strides: dict[str, Any] = state_strides(call.form, last, "last") | state_strides(
+        call.form, call.named.get("grad_first"), "first"
+    )
+    kernel, programs = backward_kernels.reverse_pass, sizes.rows * pieces.many * sizes.blocks
+    if pieces.many == 1:
+        call.run(kernel, programs, 4, stages_of(call), **strides)
+        return
+    many, width = (sizes.batch, sizes.heads, pieces.many), wide(sizes.dim_v)
+    part = empty((*many, wide(sizes.dim_k), width), last)
+    alone = call.without("grad_first", "afters", "grad_values").having(locals=part)
+    alone.run(kernel, programs, 4, stages_of(call), part="alone", **strides, **pieces.numbers)
+    between = empty((*many, sizes.dim_k, sizes.dim_v), last)
+    joined = call.having(locals=part, between=between, edge=last)
+    columns = call.named["wholes"].shape[-1]
+    order = state_strides(call.form, last, "edge")
+    _join(joined, pieces, width, is_reversed=True, columns=columns, order=order)
+    numbers = {**strides, **_lying(between, "last"), **pieces.numbers}
+    call.having(grad_last=between).run(kernel, programs, 4, stages_of(call), part="pieces", **numbers)
+
+
+def _columns(sizes: LinearSizes, *, is_delta: bool) -> int:
+    """Of v, and with the delta rule of the identity, which a piece makes a matrix of."""
+    columns = wide(sizes.dim_v) + (wide(sizes.dim_k) if is_delta else 0)
+    return -(-columns // sizes.columns) * sizes.columns
+
+
+def _join(
+    call: LinearTensors, pieces: Pieces, local: int, *, is_reversed: bool, columns: int, order: dict[str, int]
+) -> None:
+    """local, columns: of `locals` and of `wholes`. order: strides of `edge`."""
+    sizes = call.sizes
+    numbers = {"LOCAL": local, "WIDE": columns, "REVERSED": is_reversed, **pieces.numbers, **order}
+    part = "reversed" if is_reversed else "forwards"
+    call.run(joining.join_pieces, sizes.rows * sizes.blocks, stages=1, part=part, **numbers)
+
+
+def _lying(between: torch.Tensor, name: str) -> dict[str, int]:
+    """Strides of states (B, H, pieces, K, V)."""
+    return {f"{name}_{letter}": between.stride(at) for at, letter in enumerate("bhpkv")}
+
+
+def stages_of(call: LinearTensors) -> int:
+    """Of a pass over states: tiles of the next chunk are fetched ahead where shared memory has room for two chunks."""
+    return 1 if call.form.channel or not call.sizes.parts else 2
+
+
+def of_states(call: LinearTensors) -> dict[str, Any]:
+    """Strides of the first and of the last state."""
+    named, form = call.named, call.form
+    return {**state_strides(form, named.get("first"), "first"), **state_strides(form, named.get("last"), "last")}
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _PROCESSORS

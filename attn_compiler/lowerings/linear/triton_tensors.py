@@ -1,0 +1,116 @@
+"""A call's tensors as kernels of linear attention read them, and their launches. Imports triton, so it comes late."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, in_half, readable, strides, tile
+from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
+from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
+from attn_compiler.spec.linear import LinearForm
+
+#: axes of operands, for the names of their strides
+AXES = {"q": "bsh", "k": "bsh", "v": "bsh", "g": "bsh", "beta": "bsh"}
+
+#: tensors of kernels that may be absent
+_OPTIONAL = (
+    "Skip",
+    "First",
+    "Out",
+    "Last",
+    "States",
+    "Values",
+    "Afters",
+    "Grad_values",
+    "Inverse",
+    "Queries",
+    "Early",
+    "Later",
+    "Grad_first",
+    "Part_skip",
+    "Part_beta",
+    "Locals",
+    "Wholes",
+    "Edge",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearTensors:
+    """A call's tensors as kernels read them, by name, and what follows from its form.
+
+    named: q, k, v, g, beta, and perhaps skip and state; later what kernels make of them.
+    """
+
+    form: LinearForm
+    sizes: LinearSizes
+    named: dict[str, Tensor]
+    same: Alike
+
+    @staticmethod
+    def of(op: str, given: dict[str, Tensor | None], text: str, *more: Tensor) -> LinearTensors:
+        """more: further tensors that tell calls apart."""
+        form = LinearForm.of_text(text)
+        named = {
+            name: readable(x, last=name in ("q", "k", "v") or (name == "g" and form.channel))
+            for name, x in given.items()
+            if x is not None
+        }
+        sizes = LinearSizes.of(named["q"], named["v"], is_half=in_half(named["q"], named["k"], named["v"]))
+        same = alike(op, f"{text} {list(named)}", [*named.values(), *more])
+        return LinearTensors(form=form, sizes=sizes, named=named, same=same)
+
+    @property
+    def is_delta(self) -> bool:
+        return self.form.recurrence == "delta"
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What kernels have of all calls alike."""
+        form = self.form
+        scale = self.sizes.dim_k**-0.5 if self.is_delta else 1.0
+        return {
+            **self.sizes.numbers,
+            **strides(self.named, AXES),
+            "scale": scale,
+            "eps": form.eps or 0.0,
+            "DELTA": self.is_delta,
+            "CHANNEL": form.channel,
+            "NORM": form.eps is not None,
+            "pieces": 1,
+            "of_piece": self.sizes.chunks,
+            "first_p": 0,
+            "last_p": 0,
+            "WIDE": self.sizes.numbers["WV"],
+            "OF_OUT": self.sizes.parts if form.out_dtype == "float32" else self.sizes.fewer,
+        }
+
+    def arguments(self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, **more: Any) -> Arguments:
+        """Of a kernel whose tensors are called as in `named`, but for capitals."""
+        tensors = {name: name.lower() for name in kernel.arg_names if name[0].isupper() and name.lower() in self.named}
+        absent = {name: None for name in _OPTIONAL if name in kernel.arg_names}
+        numbers = {**self.numbers, **more}
+        return Arguments(
+            grid=(programs, 1, 1),
+            tensors={**absent, **tensors},
+            numbers={name: value for name, value in numbers.items() if name in kernel.arg_names},
+            tile=tile(self.sizes, warps, stages),
+        )
+
+    def run(self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, *, part: str = "", **more: Any) -> None:
+        """Launch a kernel. part: tells launches of one kernel in one call apart."""
+        arguments = functools.partial(self.arguments, kernel, programs, warps, stages, **more)
+        launch(kernel, self.same, self.named, arguments, part)
+
+    def having(self, **named: Tensor) -> LinearTensors:
+        """The same call with these tensors in the place of others."""
+        return dataclasses.replace(self, named={**self.named, **named})
+
+    def without(self, *names: str) -> LinearTensors:
+        """The same call as if it had no such tensors."""
+        return dataclasses.replace(self, named={name: x for name, x in self.named.items() if name not in names})
