@@ -15,6 +15,8 @@ from attn_compiler.index_expr.reach import is_known, reach
 
 #: characters of a formula in the words of a kind
 _MOST = 80
+#: the lowest number of float16, from which down a number that is added is read as one that masks
+_MASKS_BELOW = -65504.0
 
 
 def _times(weight: float) -> str:
@@ -220,6 +222,11 @@ class BiasFormula:
     def summand(self) -> Expr:
         """What is added to the score of (b, h, q, k)."""
         return self.value
+
+    @property
+    def may_shut_out(self) -> bool:
+        """Whether run time may make it as low as numbers that mask: (1 - mask) · lowest."""
+        return bool(ix.loads(self.value)) and reach(self.value, {}).low <= _MASKS_BELOW
 
 
 def _is_plain(index: Expr) -> bool:

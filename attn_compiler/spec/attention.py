@@ -182,10 +182,12 @@ class AttentionSpec:
 
     @property
     def adds_unread(self) -> bool:
-        """Whether numbers are added that nobody could read: a query may get nothing but low ones, and then has no keys. Of a mask that was
-        read in part it is known which numbers mask, and passes complete its rows."""
+        """Whether numbers are added that only run time knows: a query may get nothing but low ones, and then has no keys. Of a mask that
+        was read in part it is known which numbers mask, and passes complete its rows."""
         tensor = self.mask.dense or self.score.bias
-        is_unread = self.mask.reason is not None and not self.mask.is_partial
+        formulas = [] if self.score.by_highest else self.score.proved
+        is_low = any(isinstance(kind, added_scores.BiasFormula) and kind.may_shut_out for kind in formulas)
+        is_unread = is_low or (self.mask.reason is not None and not self.mask.is_partial)
         return is_unread and tensor is not None and tensor.dtype != "bool"
 
     def to_text(self) -> str:

@@ -85,6 +85,37 @@ def test_forward_and_backward(mask: str, form: str) -> None:
     assert run.site.decision.lowering == "triton"
 
 
+def _lowest(mask: Tensor) -> Tensor:
+    return (1 - mask.to(torch.float32)) * torch.finfo(torch.float32).min
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("lowering", ["triton", "decode", "rows", "sdpa_cpu_flash", "math", "reference"])
+@pytest.mark.parametrize("mask", ["0 and 1", "other whole numbers", "below 0", "twice and infinite"])
+def test_a_lowest_number(mask: str, lowering: str) -> None:
+    """No score counts beside it: a row without a 0 is the softmax over the numbers, and NaN where one is infinite."""
+    assert torch.isinf(_lowest(torch.tensor(3)))
+    attend, queries = _attention(_lowest), 4 if lowering == "decode" else S
+    run = compiled(attend, lowering=lowering)
+
+    def given() -> list[Tensor]:
+        q, k, v, found = _given("other whole numbers" if mask not in MASKS else mask, torch.float32, grad=False)
+        twice = torch.tensor([[1] * S, [1] * 20 + [2] * (S - 20), [0] * 9 + [2] + [1] * (S - 10), [0, 3] * 17 + [1]])
+        return [q[:, :, :queries], k, v, found if mask in MASKS else twice]
+
+    torch.testing.assert_close(run(*given()), _in_float64(attend, given()), atol=2e-5, rtol=2e-5, equal_nan=True)
+    assert run.site.spec.score.by_highest
+    assert run.site.decision.lowering == lowering
+
+
+def _in_float64(attend: Callable[..., Tensor], given: list[Tensor]) -> Tensor:
+    """In float64, with the numbers that float32 holds. PyTorch gives 0 where all of them are -inf."""
+    q, k, v, mask = given
+    scores = q.double() @ k.double().mT * D**-0.5
+    masked = (scores.float() + _lowest(mask)[:, None, None]).double()
+    return (torch.ops.aten._safe_softmax.default(masked, -1) @ v.double()).float()
+
+
 def test_gradients_in_float32_are_left_to_the_model() -> None:
     """PyTorch's kernels would add the numbers, and make the weights anew from an lse beside them."""
     run = compiled(_attention(_diffusers), lowering="sdpa_cpu_flash")

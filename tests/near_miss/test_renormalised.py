@@ -92,11 +92,75 @@ def divided_and_masked_after_that(q: Tensor, k: Tensor, v: Tensor, kept: Tensor)
     return (normalised(weigh(q, k)) * kept[:, None, None, :]) @ v
 
 
-@CASES.near_miss(missed(AFTER), inputs=padded)
+@CASES.near_miss(missed(FOLLOWED, "sum to any number below 1"), inputs=padded)
 def a_number_is_added_to_the_sum(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     """Of weights that nearly all were masked it is not small."""
     weights = weigh(q, k) * kept[:, None, None, :]
     return (weights / (weights.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "sum to any number below 1"), inputs=padded)
+def a_sum_that_is_clamped(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = weigh(q, k) * kept[:, None, None, :]
+    return (weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "sum to any number below 1"), inputs=padded)
+def another_mask_than_that_of_the_scores(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = q.mul(0.3).matmul(k.mT).masked_fill(~kept.flip(1)[:, None, None, :], -1e9).softmax(-1)
+    return F.normalize(weights * kept[:, None, None, :], p=1, dim=-1) @ v
+
+
+EMPTY = PADDING & torch.tensor([[True], [False]])
+
+
+@CASES.near_miss(described("key padding"), inputs=lambda: qkv(EMPTY))
+def one_mask_twice_and_a_number_in_the_sum(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """A row without keys is 0."""
+    kept = kept[:, None, None, :]
+    weights = (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1) * kept
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@CASES.near_miss(described("key padding"), inputs=lambda: qkv(EMPTY))
+def one_mask_twice_and_a_clamped_sum(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    kept = kept[:, None, None, :]
+    weights = (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1).masked_fill(~kept, 0.0)
+    return (weights / weights.sum(-1, keepdim=True).clamp_min(1e-6)) @ v
+
+
+@CASES.near_miss(described("key padding"), inputs=lambda: qkv(EMPTY))
+def one_mask_twice_and_a_norm(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    kept = kept[:, None, None, :]
+    return F.normalize((q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1) * kept, p=1, dim=-1) @ v
+
+
+@CASES.near_miss(described("scale 0.3"))
+def a_norm_of_all_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.normalize(weigh(q, k), p=1, dim=-1) @ v
+
+
+@CASES.near_miss(missed(AFTER))
+def a_norm_of_squares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.normalize(weigh(q, k), p=2, dim=-1) @ v
+
+
+@CASES.near_miss(missed(AFTER))
+def a_number_that_the_sum_sees(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = weigh(q, k)
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-3)) @ v
+
+
+@CASES.near_miss(missed(AFTER))
+def a_sum_that_is_clamped_from_above(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = weigh(q, k)
+    return (weights / weights.sum(-1, keepdim=True).clamp(min=1e-9, max=0.5)) @ v
+
+
+@CASES.near_miss(missed(AFTER))
+def a_sum_that_is_clamped_at_two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = weigh(q, k)
+    return (weights / weights.sum(-1, keepdim=True).clamp(min=2.0)) @ v
 
 
 @CASES.near_miss(missed(AFTER), inputs=padded)

@@ -24,6 +24,16 @@ def target_name(node: fx.Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
+def is_pytorchs(node: fx.Node) -> bool:
+    """Whether a node calls a method, or a function of PyTorch's or Python's own: nobody else's of the same name."""
+    if node.op != "call_function":
+        return node.op == "call_method"
+    module = getattr(node.target, "__module__", None) or ""
+    # torch.exp and its like belong to no module.
+    is_builtin = getattr(torch, getattr(node.target, "__name__", ""), None) is node.target
+    return is_builtin or module.split(".")[0] in ("torch", "_operator")
+
+
 #: what passes that rewrite calls one by one work on each in: it may catch what that raises
 Trying = Callable[[fx.Node], contextlib.AbstractContextManager[object]]
 

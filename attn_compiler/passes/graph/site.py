@@ -316,6 +316,7 @@ class Keyless:
     highest: the highest number that masks.
     through: the scores have a gradient there, since the number was added to them. partly: some of them, since it replaced others.
     own: why only the model's own numbers, added as they are, say what the row is; None if the above does.
+    by_tensor: a row has keys where the highest number of the site's tensor is 0. Any other row is the softmax over that tensor.
 
     Ranks that share a sequence leave such a row 0, and say so: the mean would be one over all ranks.
     """
@@ -326,6 +327,7 @@ class Keyless:
     through: bool = False
     partly: bool = False
     own: str | None = None
+    by_tensor: bool = False
 
 
 @dataclass(kw_only=True, eq=False)

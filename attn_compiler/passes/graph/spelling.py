@@ -11,6 +11,8 @@ from attn_compiler.reasons.decisions import Reason
 
 #: the pattern of a FlexAttention call
 FLEX = "flex attention"
+#: the pattern of scores of several sets of keys under one softmax
+JOINED = "joined keys"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,9 +27,9 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spelled:
-    """One call that was spelled out: FlexAttention's, or that of a library's kernel (library_calls.py).
+    """What was spelled out: a call of FlexAttention, of a library's kernel (library_calls.py), or joined scores (joined_keys.py).
 
-    call: the call. It stays in the graph for as long as it is not known whether a kernel takes its place.
+    call: the call; of joined scores the node that joins them. It stays in the graph until it is known whether a kernel takes its place.
     own: the call's output in the model.
     product: the attention, spelled out. It is erased where a kernel took its place.
     out: the same with the strides that the call gives it.
@@ -36,6 +38,9 @@ class Spelled:
     blocks: what its block mask says beside mask_mod; of a library's call None.
     pattern: the name of the match.
     kernel: of a library's call that an autograd.Function makes, the node in the body.
+    decomposed: as in AttentionSpec.
+    replaced: nodes of the model, in their order, that are no attention of their own: what is spelled out stands for them.
+    note: what the report says of it.
     """
 
     call: fx.Node
@@ -47,6 +52,9 @@ class Spelled:
     blocks: Blocks | None = None
     pattern: str = FLEX
     kernel: fx.Node | None = None
+    decomposed: bool = False
+    replaced: tuple[fx.Node, ...] = ()
+    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

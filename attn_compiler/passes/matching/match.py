@@ -30,6 +30,7 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
             untried.setdefault(node, _closed(node))
     scopes = regions.of(unit.graph)
     spelled_out = {node: one for one in spelling.calls for node in one.nodes}
+    replaced = frozenset(node for one in spelling.calls for node in one.replaced)
     written = _Written(unit.graph)
     sites: list[Site] = []
     misses: list[Miss] = []
@@ -39,6 +40,8 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
         spelled = None if owner is None else spelled_out.get(owner)
         if not patterns or not written.may_be(mirror, anchor) or (spelled is not None and spelled.call in untried):
             continue
+        if owner in replaced:
+            continue
         found: Site | Miss | None = None
         with faults.confined(unit.log, "match", _module(mirror, anchor)) as attempt:
             found = _match(mirror, anchor, patterns, scopes)
@@ -47,7 +50,8 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
             found = Miss(anchor=anchor, nearest=names, stopped_at=anchor, reason=attempt.reason)
         if isinstance(found, Site):
             if spelled is not None:
-                found.match = dataclasses.replace(found.match, pattern=spelled.pattern, decomposed=False)
+                found.match = dataclasses.replace(found.match, pattern=spelled.pattern, decomposed=spelled.decomposed)
+                found.notes += [] if spelled.note is None else [spelled.note]
             if owner is not None and owner in spelling.local:
                 found.notes.append(spelling.local[owner])
             sites.append(found)

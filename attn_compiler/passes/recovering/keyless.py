@@ -107,7 +107,7 @@ def _outcomes(steps: Sequence[MaskStep], dtype: torch.dtype, low: float) -> set[
             number, is_added = _outcome(masking, dtype)
             found.add((max(number, low), is_added))
     for number, is_added in found:
-        if is_added and math.isfinite(number) and _half_step(number, dtype) < _SCORES:
+        if is_added and math.isfinite(number) and not loses_scores(number, dtype):
             return f"a score is not lost beside {number:g} in {dtype}"
     apart = sorted({number for number, _ in found if math.isfinite(number)})
     if any(high - low < _APART for low, high in itertools.pairwise(apart)):
@@ -121,6 +121,11 @@ def _outcome(masking: Iterable[tuple[MaskStep, float]], dtype: torch.dtype) -> t
         total = fill if step.replaces else number + fill
         number, is_added = float(torch.tensor(total, dtype=torch.float64).to(dtype)), is_added and not step.replaces
     return number, is_added
+
+
+def loses_scores(number: float, dtype: torch.dtype) -> bool:
+    """Whether nothing is left of a score of that dtype which a finite number is added to."""
+    return _half_step(number, dtype) >= _SCORES
 
 
 def _half_step(number: float, dtype: torch.dtype) -> float:

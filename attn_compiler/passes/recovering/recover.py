@@ -8,6 +8,7 @@ to be, or why it could not be read.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from typing import Literal
 
@@ -146,8 +147,15 @@ def _describe(
     match.reads = dataclasses.replace(match.reads, latent=latents.find(match))
     tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
-    if (mask.reason or mask.added) and score.bias is None and highest.leaves_keys(mirror, match, reader):
-        mask, score = dataclasses.replace(mask, reason=None, added=None), dataclasses.replace(score, by_highest=True)
+    if (mask.reason or mask.added) and score.bias is None:
+        by_zero = not needs_grad and highest.leaves_zeros(mirror, match, reader)
+        if by_zero or highest.leaves_keys(mirror, match, reader):
+            mask, score = (
+                dataclasses.replace(mask, reason=None, added=None),
+                dataclasses.replace(score, by_highest=True),
+            )
+        if by_zero:
+            site.keyless = Keyless(allowed=None, highest=-math.inf, through=True, by_tensor=True)
     spec = AttentionSpec(
         q=_tensor_spec(tensors.q, emit.example(mirror, match.q.root)),
         k=_tensor_spec(tensors.k, emit.example(mirror, match.k.root)),

@@ -80,7 +80,7 @@ def give_back(graph_module: fx.GraphModule, spelled: Sequence[Spelled]) -> None:
             one.out.replace_all_uses_with(one.own)
         else:
             _erase_with_readers(graph, one.call)
-        for node in reversed(one.nodes):
+        for node in reversed((*one.replaced, *one.nodes)):
             if not torch_snapshots.is_erased(node) and not node.users:
                 graph.erase_node(node)
     graph_module.recompile()

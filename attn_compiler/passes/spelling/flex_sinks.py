@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import relevance
-from attn_compiler.passes.graph.calls import argument, target_name
+from attn_compiler.passes.graph.calls import argument, is_pytorchs, target_name
 from attn_compiler.spec.dtypes import EVERY
 from attn_compiler.torch_private import symbols as torch_symbols
 
@@ -173,13 +173,7 @@ def _calls(node: fx.Node, name: str) -> bool:
     """Whether a node makes a new tensor by PyTorch's function of that name, and is told by name at most along which axis."""
     if target_name(node) != name or _value(node) is None or not node.kwargs.keys() <= _ALONG:
         return False
-    module = getattr(node.target, "__module__", None) or ""
-    return node.op == "call_method" or module.split(".")[0] in ("torch", "_operator") or _is_builtin(node.target)
-
-
-def _is_builtin(target: object) -> bool:
-    """torch.exp and its like belong to no module."""
-    return getattr(torch, getattr(target, "__name__", ""), None) is target
+    return is_pytorchs(node)
 
 
 def _first(node: fx.Node | None) -> fx.Node | None:

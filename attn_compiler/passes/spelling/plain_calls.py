@@ -14,7 +14,7 @@ from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.calls import Trying
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.unit import Unit, module_path
-from attn_compiler.passes.spelling import dtensors, expand, flex, keys_last, library_calls
+from attn_compiler.passes.spelling import dtensors, expand, flex, joined_keys, keys_last, library_calls
 
 
 def expanded(unit: Unit, spelling: Spelling) -> Spelling:
@@ -41,8 +41,10 @@ def of_libraries(unit: Unit, spelling: Spelling) -> Spelling:
 
 
 def with_keys_last(unit: Unit, spelling: Spelling) -> Spelling:
-    """Softmaxes run over the last axis."""
-    return replace(spelling, moved=tuple(keys_last.put_keys_last(unit.graph_module, unit.mode, _trying(unit))))
+    """Softmaxes run over the last axis. Beside one over joined scores stands an attention over joined keys."""
+    moved = tuple(keys_last.put_keys_last(unit.graph_module, unit.mode, _trying(unit)))
+    joined = joined_keys.spell_joined(unit.graph_module, _trying(unit))
+    return replace(spelling, moved=moved, calls=(*spelling.calls, *joined))
 
 
 def given_back(unit: Unit, spelling: Spelling) -> None:

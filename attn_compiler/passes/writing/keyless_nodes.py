@@ -68,12 +68,36 @@ def _is_through(spec: AttentionSpec, keyless: Keyless) -> bool:
 
 def completed(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Operands, out: fx.Node) -> fx.Node:
     """The kernel's output (B, Hq, Sq, Dv), with the model's own rows where a query has no key."""
+    if keyless.by_tensor:
+        return _completed_by_tensor(emitter, spec, operands, out)
     has_keys = _shared(emitter, spec, keyless, operands)
     tell(emitter, spec, keyless)
     rows = _mean(emitter, spec, keyless, operands, out) if keyless.numbers is None else _weighed(
         emitter, spec, keyless.numbers, operands, out
     )  # fmt: skip
     return emitter.call(torch.where, has_keys, out, rows)
+
+
+def _completed_by_tensor(emitter: Emitter, spec: AttentionSpec, operands: Operands, out: fx.Node) -> fx.Node:
+    """The same where the numbers that are added say which rows these are, and what they get."""
+    mask = operands.mask
+    if mask is None:
+        raise ValueError("numbers that mask are a tensor of their own")
+    dtype = emitter.value(out).dtype
+    numbers = _as_four(emitter, mask)
+
+    def keys() -> fx.Node:
+        return emitter.call(torch.eq, emitter.call(torch.amax, numbers, -1, True), 0)
+
+    def rows() -> fx.Node:
+        found = emitter.call(aten._safe_softmax.default, _cast(emitter, numbers, computed_in(dtype)), -1)
+        return _cast(emitter, found, dtype)
+
+    has_keys = emitter.once(("has keys by numbers", mask), keys)
+    weights = emitter.once(("weights by numbers", mask, dtype), rows)
+    emitter.note(NOTE_NUMBERS)
+    v = _for_each_head(emitter, spec, _cast(emitter, operands.v, dtype))
+    return emitter.call(torch.where, has_keys, out, emitter.call(torch.matmul, weights, v))
 
 
 # ---- which rows ---------------------------------------------------------------------------------------------------
@@ -96,9 +120,13 @@ def _by_tensor(emitter: Emitter, keyless: Keyless, operands: Operands) -> fx.Nod
         raise ValueError("a mask that was not read is a tensor of its own")
     if emitter.value(mask).dtype != torch.bool:
         mask = emitter.call(torch.gt, mask, keyless.highest / 2)
-    for _ in range(4 - emitter.value(mask).dim()):
-        mask = emitter.call(torch.unsqueeze, mask, 0)
-    return emitter.call(torch.any, mask, -1, True)
+    return emitter.call(torch.any, _as_four(emitter, mask), -1, True)
+
+
+def _as_four(emitter: Emitter, x: fx.Node) -> fx.Node:
+    """With four axes, of which the new ones are the first."""
+    missing = range(4 - emitter.value(x).dim())
+    return functools.reduce(lambda y, _: emitter.call(torch.unsqueeze, y, 0), missing, x)
 
 
 def _by_condition(emitter: Emitter, spec: AttentionSpec, allowed: Expr, operands: Operands) -> fx.Node:
@@ -165,10 +193,10 @@ class _Places:
         self._indices: dict[str, fx.Node] = {}
 
     def truth(self, x: Expr) -> fx.Node:
-        return self._four(on_nodes.emit(self._emitter, ix.as_bool(x), self._names(x)))
+        return _as_four(self._emitter, on_nodes.emit(self._emitter, ix.as_bool(x), self._names(x)))
 
     def number(self, x: Expr, real: torch.dtype = torch.float64) -> fx.Node:
-        return self._four(on_nodes.emit(self._emitter, x, self._names(x), real=real))
+        return _as_four(self._emitter, on_nodes.emit(self._emitter, x, self._names(x), real=real))
 
     def index(self, name: str) -> fx.Node:
         if name not in self._indices:
@@ -176,10 +204,6 @@ class _Places:
             shape = tuple(-1 if axis == _AXES[name] else 1 for axis in range(4))
             self._indices[name] = self._emitter.call(torch.Tensor.view, count, shape)
         return self._indices[name]
-
-    def _four(self, x: fx.Node) -> fx.Node:
-        missing = 4 - self._emitter.value(x).dim()
-        return functools.reduce(lambda y, _: self._emitter.call(torch.unsqueeze, y, 0), range(missing), x)
 
     def _size(self, axis: int) -> int | fx.Node:
         return size_of(self._emitter, *self._sized(axis))

@@ -140,7 +140,7 @@ def _lower(
             out, *lse = _emitted(site, spec, target, builder, operands)
         if spec.mask.means:
             keyless_nodes.tell(builder, spec, site.keyless)
-        elif (site.keyless is not None or spec.adds_unread) and site.decision.lowering in OF_CACHE:
+        elif site.decision.lowering in OF_CACHE and (spec.adds_unread or _leaves_no_key(site)):
             note(keyless_nodes.NOTE_OF_CACHE)
         elif site.keyless is not None and not _has_own_rows(site, site.spec):
             with builder.without_autocast():
@@ -152,6 +152,11 @@ def _lower(
         finished = [_finish_lse(mirror, site, builder, x) for x in lse]
     site.notes.extend(site.match.notes)
     return [new, *finished], held
+
+
+def _leaves_no_key(site: Site) -> bool:
+    """Whether a query may have no key, for which a kernel gives 0."""
+    return site.keyless is not None and not site.keyless.by_tensor
 
 
 def _has_own_rows(site: Site, spec: AttentionSpec) -> bool:

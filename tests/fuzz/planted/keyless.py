@@ -25,8 +25,8 @@ passes/writing/keyless_nodes.py _by_condition; rows without keys: what a conditi
 
 any pair decides for all queries
 passes/writing/keyless_nodes.py _by_tensor; rows without keys: another axis is asked for keys
-- return emitter.call(torch.any, mask, -1, True)
-+ return emitter.call(torch.any, mask, -2, True)
+- return emitter.call(torch.any, _as_four(emitter, mask), -1, True)
++ return emitter.call(torch.any, _as_four(emitter, mask), -2, True)
 
 the mean is a sum
 passes/writing/keyless_nodes.py _mean; rows without keys: keys are added up

@@ -58,7 +58,7 @@ PROVED: dict[str, Make] = {
 
 NEAR_MISSES: dict[str, Make] = {
     "too near to zero": lambda m: (1 - _of_keys(m).float()) * -5000.0,
-    "so low that scores are lost": lambda m: (1 - _of_keys(m).float()) * -1e9,
+    "so low that scores are half lost": lambda m: (1 - _of_keys(m).float()) * -1e6,
     "a mask of fractions": lambda m: (1 - _of_keys(m) * 0.5) * -10000.0,
     "divided": lambda m: _of_keys(m) / 3 * 10000.0,
     "for pairs": lambda m: (1 - (_of_keys(m) * m[:, None, :, None]).float()) * -10000.0,
@@ -111,3 +111,67 @@ def _written(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", OTHERS)
 def test_other_attentions(form: str) -> None:
     assert not site_of(PROVED["diffusers'"], attend=OTHERS[form]).spec.score.by_highest
+
+
+# ---- numbers beside which no score counts ---------------------------------------------------------------------------
+
+LOWEST = torch.finfo(torch.float32).min
+#: lengths, and numbers that a mask is not made of: twice its number is the largest there is, three times infinite
+WHOLE = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [0] * 6, [0, 1, 2, 1, 0, 1], [0, -1, -1, 0, -2, 0]])
+
+AT_LOWEST: dict[str, Make] = {
+    "BERT's": lambda m: (1.0 - _of_keys(m)) * LOWEST,
+    "of whole numbers": lambda m: (1 - _of_keys(m)) * LOWEST,
+    "cast first": lambda m: (1.0 - _of_keys(m).float()) * LOWEST,
+    "at -1e9": lambda m: (1.0 - _of_keys(m)) * -1e9,
+    "of half precision": lambda m: ((1.0 - _of_keys(m).bfloat16()) * torch.finfo(torch.bfloat16).min).float(),
+    "a lowest number that half precision rounds": lambda m: ((1.0 - _of_keys(m)) * LOWEST).bfloat16().float(),
+    "sums of masks": lambda m: (2 - _of_keys(m) - _of_keys(m.flip(1))) * LOWEST,
+}
+#: of these a row may be -inf as a whole, which a softmax that is written out makes no number of, and kernels 0
+INFINITE = ("a lowest number that half precision rounds", "sums of masks")
+NOT_AT_LOWEST: dict[str, Make] = {
+    "a score counts beside it": lambda m: (1.0 - _of_keys(m)) * -1e6,
+    "the lowest number of float16": lambda m: ((1.0 - _of_keys(m).half()) * -65504.0).float(),
+    "for pairs": lambda m: (1.0 - _of_keys(m) * m[:, None, :, None]) * LOWEST,
+    "halves": lambda m: (1.0 - _of_keys(m) * 0.5) * LOWEST,
+    "beside a bias": lambda m: (1.0 - _of_keys(m)) * LOWEST + torch.arange(S) * 0.5,
+    "twice": lambda m: (1.0 - _of_keys(m)) * -1e30 + (1.0 - _of_keys(m.flip(1))) * -1e30,
+    "wrapped around": lambda m: ((1 - _of_keys(m)) * torch.iinfo(torch.int64).min).float(),
+}
+
+
+def _at_lowest(make: Make, *, is_call: bool, grad: bool = False, dtype: torch.dtype = torch.float32) -> SiteReport:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        added = make(mask).to(dtype)
+        return _called(q, k, v, added) if is_call else (_scores(q, k) + added).softmax(-1) @ v
+
+    def inputs() -> list[Tensor]:
+        return [*(normal(len(WHOLE), H, S, D, seed=i, grad=grad, dtype=dtype) for i in range(3)), WHOLE.clone()]
+
+    assert_same(attend, inputs)
+    ((site,),) = (report.sites for report in attn_compiler.reports())
+    return site
+
+
+@pytest.mark.parametrize(
+    ("form", "is_call"),
+    [(form, is_call) for form in AT_LOWEST for is_call in (True, False) if is_call or form not in INFINITE],
+)
+def test_numbers_beside_which_no_score_counts(form: str, is_call: bool) -> None:
+    site = _at_lowest(AT_LOWEST[form], is_call=is_call)
+    assert site.spec.score.by_highest
+    assert site.spec.mask.added is None
+
+
+@pytest.mark.parametrize("is_call", [True, False])
+@pytest.mark.parametrize("form", NOT_AT_LOWEST)
+def test_near_to_such_numbers(form: str, is_call: bool) -> None:
+    assert not _at_lowest(NOT_AT_LOWEST[form], is_call=is_call).spec.score.by_highest
+
+
+def test_in_training_they_are_added() -> None:
+    """q and k get a gradient from rows without a 0."""
+    site = _at_lowest(AT_LOWEST["BERT's"], is_call=False, grad=True)
+    assert not site.spec.score.by_highest
+    assert "holds whole numbers" in str(site.spec.mask.added)

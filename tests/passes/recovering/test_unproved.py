@@ -19,15 +19,17 @@ KEPT = torch.tensor([[1] * S, [1] * (S - 2) + [0] * 2])
 Make = Callable[[Tensor], Tensor]
 
 
-def mask_of(make: Make, kept: Tensor, *, called: bool) -> tuple[MaskSpec, str]:
+def mask_of(make: Make, kept: Tensor, *, called: bool, grad: bool = True) -> tuple[MaskSpec, str]:
+    """In training, where rows without keys have gradients."""
+
     def function(q: Tensor, k: Tensor, kept: Tensor) -> Tensor:
         added = make(kept[:, None, None, :])
         if called:
             return F.scaled_dot_product_attention(q, k, k, attn_mask=added.expand(B, 1, S, S).contiguous())
         return F.softmax(q @ k.mT + added, -1) @ k
 
-    q, k = torch.randn(B, 1, S, D), torch.randn(B, 1, S, D)
-    run = compiled(function)
+    q, k = (torch.randn(B, 1, S, D, requires_grad=grad) for _ in range(2))
+    run = compiled(function, lowerings=["sdpa_cpu_flash", "math"])
     torch.testing.assert_close(run(q, k, kept), function(q, k, kept))
     return run.site.spec.mask, str(run.report)
 
@@ -60,6 +62,13 @@ def test_whole_numbers_may_be_others_than_0_and_1(name: str, called: bool) -> No
     assert why is not None
     assert "kept" in why
     assert "unproved  " in report
+
+
+@pytest.mark.parametrize("name", ["BERT", "BERT in integers", "BERT, cast", "-1e9", "taken off"])
+def test_without_gradients_they_are_proved(name: str) -> None:
+    mask, report = mask_of(OF_INTEGERS[name], KEPT, called=False, grad=False)
+    assert wording.unproved(mask) is None
+    assert "highest number masks the others (proved)" in " ".join(report.split())
 
 
 @pytest.mark.parametrize("name", ["BERT", "BERT in integers", "-1e9", "less one", "taken off"])

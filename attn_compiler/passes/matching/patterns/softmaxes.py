@@ -25,6 +25,12 @@ WRITTEN_OUT = frozenset({aten.exp.default})
 _LOG_SOFTMAX = frozenset({aten.log_softmax.int, aten._log_softmax.default, aten.special_log_softmax.default})
 _DIVISIONS = frozenset({aten.div.Tensor, aten.true_divide.Tensor})
 
+#: what adds weights up, none of which is below 0
+SUM, NORM = aten.sum.dim_IntList, aten.linalg_vector_norm.default
+_CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default})
+#: a sum that is 1, but for rounding in half precision, is never below this
+_MOST_CLAMPED = 0.5
+
 #: what is added to a sum of at least 1 without a trace in float32, which sums in half precision are made in
 _MOST_ADDED = 2.0**-24
 
@@ -79,7 +85,7 @@ def _over_sum(mirror: Mirror, exp: fx.Node) -> Softmax | None:
         divisor, reader = _divisor(weights, exp)
         if divisor is None or (reader is not weights and not _is_read_by(mirror, reader, {weights})):
             continue
-        path = _row(mirror, divisor, reader, aten.sum.dim_IntList, exp)
+        path = _row(mirror, divisor, reader, SUM, exp)
         if path is None or value(weights).dtype != value(exp).dtype:
             continue
         if _is_read_by(mirror, exp, {weights, path.nodes[-1]}):
@@ -88,14 +94,49 @@ def _over_sum(mirror: Mirror, exp: fx.Node) -> Softmax | None:
     return None
 
 
-def normalised(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, int] | None:
-    """(weights, axis) where a node divides weights by their sum along one axis, and adds nothing to it."""
+@dataclass(frozen=True, kw_only=True)
+class Normalised:
+    """Weights divided by their sum along one axis. floored: the sum is kept from 0 by what changes no sum of 1."""
+
+    weights: fx.Node
+    dim: int
+    floored: bool = False
+
+
+def normalised(mirror: Mirror, node: fx.Node) -> Normalised | None:
+    """How a node divides weights by their sum along one axis, if it does."""
     weights = node.args[0] if node.args else None
     if not isinstance(weights, fx.Node) or node.target not in _DIVISIONS:
         return None
     divisor, reader = _divisor(node, weights)
-    path = None if divisor is None else _row(mirror, divisor, reader, aten.sum.dim_IntList, weights)
-    return None if path is None else (weights, path.dim)
+    if divisor is None:
+        return None
+    path = _row(mirror, divisor, reader, SUM, weights)
+    if path is not None:
+        return Normalised(weights=weights, dim=path.dim)
+    path = _floored(mirror, divisor, reader, weights)
+    return None if path is None else Normalised(weights=weights, dim=path.dim, floored=True)
+
+
+def _floored(mirror: Mirror, node: fx.Node, reader: fx.Node, weights: fx.Node) -> _Row | None:
+    """The sum of weights, with a number added that a sum of 1 does not see, or clamped below 1; also as F.normalize(p=1) has it."""
+    if node.target in (aten.expand_as.default, aten.expand.default) and _is_read_by(mirror, node, {reader}):
+        node, reader = views.source(node), node
+    if not _is_read_by(mirror, node, {reader}) or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target is aten.add.Tensor:
+        number = constants.number(mirror, node.args[1]) if argument(node, "alpha") == 1 else None
+        is_idle = number is not None and 0 <= number <= _unseen(node)
+    elif node.target in _CLAMPS and argument(node, "max", None) is None:
+        number = constants.number(mirror, argument(node, "min"))
+        is_idle = number is not None and number <= _MOST_CLAMPED
+    else:
+        return None
+    total = node.args[0]
+    op = NORM if total.target is NORM else SUM
+    if not is_idle or (op is NORM and argument(total, "ord") != 1):
+        return None
+    return _row(mirror, total, node, op, weights)
 
 
 def _divisor(weights: fx.Node, exp: fx.Node) -> tuple[fx.Node | None, fx.Node]:
@@ -152,7 +193,12 @@ def _adds_nothing(mirror: Mirror, node: fx.Node, exp: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or argument(node, "alpha") != 1 or not isinstance(node.args[0], fx.Node):
         return False
     number = constants.number(mirror, node.args[1])
-    return number is not None and 0 <= number <= min(_MOST_ADDED, torch.finfo(value(node).dtype).eps / 2)
+    return number is not None and 0 <= number <= _unseen(node)
+
+
+def _unseen(node: fx.Node) -> float:
+    """What may be added to a number from 1 on without a trace."""
+    return min(_MOST_ADDED, torch.finfo(value(node).dtype).eps / 2)
 
 
 def _is_read_by(mirror: Mirror, node: fx.Node, readers: set[fx.Node]) -> bool:

@@ -30,6 +30,7 @@ _CASTS = (*views.CASTS, aten.type_as.default)
 _SPLITS = frozenset({aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default})
 _SLICES = frozenset({aten.slice.Tensor, aten.narrow.default})
 _NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
+_SCALE_VALUES = "multiply the output by the number, and not the weights"
 _MASK_SCORES = "mask the scores before the softmax: scores.masked_fill(~mask, float('-inf'))"
 
 
@@ -79,15 +80,22 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
         observed=f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}",
         at=furthest,
         progress=3,
-        remedy=_MASK_SCORES
-        if any(user.target in (aten.mul.Tensor, aten.mul_.Tensor) for user in furthest.users)
-        else None,
+        remedy=_remedy(mirror, furthest),
     )
 
 
+def _remedy(mirror: Mirror, weights: fx.Node) -> str | None:
+    """What to write instead of a product of the weights with something else than v."""
+    products = [user for user in weights.users if user.target in (aten.mul.Tensor, aten.mul_.Tensor)]
+    if any(operands.scale_of(mirror, product) is not None for product in products):
+        return _SCALE_VALUES
+    return _MASK_SCORES if products else None
+
+
 def _after_sums(mirror: Mirror, nodes: list[fx.Node]) -> list[fx.Node]:
-    """Those after the last division by a sum of weights."""
-    last = max((i for i, node in enumerate(nodes) if softmaxes.normalised(mirror, node) is not None), default=-1)
+    """Those after the last division by a sum of weights, which leaves a row of zeros no number."""
+    found = ((i, softmaxes.normalised(mirror, node)) for i, node in enumerate(nodes))
+    last = max((i for i, division in found if division is not None and not division.floored), default=-1)
     return nodes[last + 1 :]
 
 
@@ -105,7 +113,8 @@ def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) ->
 def _sums(mirror: Mirror, user: fx.Node, weights: fx.Node, path: list[fx.Node]) -> bool:
     """Whether a node makes the sum that the next of the path divides these weights by."""
     found = (softmaxes.normalised(mirror, node) for node in path)
-    return user.target is aten.sum.dim_IntList and any(one is not None and one[0] is weights for one in found)
+    is_sum = user.target in (softmaxes.SUM, softmaxes.NORM)
+    return is_sum and any(one is not None and one.weights is weights for one in found)
 
 
 def carries_weights(mirror: Mirror, node: fx.Node, anchor: fx.Node) -> bool:
@@ -133,7 +142,7 @@ def _carried(mirror: Mirror, node: fx.Node) -> fx.Node | None:
         return cleared
     normalised = softmaxes.normalised(mirror, node)
     if normalised is not None:
-        return normalised[0]
+        return normalised.weights
     zeroed = _zeroed(mirror, node)
     return zeroed.weights if zeroed is not None else None
 
@@ -170,7 +179,10 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) 
                 raise AxisError(f"{node.name} masks the weights before the sink column is dropped")
             pending.append((node, zeroed, dims))
         elif normalised is not None:
-            _check_sum(node, axes.resolve(dims[normalised[1]]), key, way.nodes[:i], scores)
+            _check_sum(node, axes.resolve(dims[normalised.dim]), key, way.nodes[:i], scores)
+            if normalised.floored:
+                _check_sums_to_one(mirror, node, pending, scores)
+                continue
             scores.keeps += [_kept(*one) for one in pending]
             pending = []
     for one in pending:
@@ -197,6 +209,21 @@ def _check_sum(node: fx.Node, along: Dim, key: Dim, before: Iterable[fx.Node], s
         raise AxisError(f"{node.name} divides the weights beside a sink by their sum")
     if any(n.target is aten.dropout.default and views.dropout_probability(n) for n in before):
         raise AxisError(f"{node.name} divides the weights that dropout left by their sum")
+
+
+def _check_sums_to_one(
+    mirror: Mirror, node: fx.Node, pending: list[tuple[fx.Node, Zeroed, Dims]], scores: Scores
+) -> None:
+    """Weights still sum to 1 where a key is left, so that what keeps their sum from 0 changes none. Raises Refused."""
+    if not all(_is_masked_before(mirror, *one, scores) for one in pending):
+        raise Refused(
+            code=Code.AXES,
+            rule="every axis and every step of the scores can be followed",
+            observed=f"{node.name} divides by a sum that is kept from 0, of weights that are masked and sum to any number below 1",
+            at=node,
+            progress=4,
+            remedy=_MASK_SCORES,
+        )
 
 
 def _kept(node: fx.Node, zeroed: Zeroed, dims: Dims) -> Joined:
@@ -322,11 +349,8 @@ def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Di
 
     A row in which every key is masked gets nothing from the model then, as from every kernel.
     """
-    wanted = _bare(mirror, zeroed.condition, zeroed.inverted, node)
-    for kept in scores.keeps:
-        is_it = _is_same(mirror, _bare(mirror, kept.node, kept.inverted, kept.used), wanted)
-        if is_it and _resolved(kept.dims) == _resolved(dims):
-            return
+    if _is_masked_before(mirror, node, zeroed, dims, scores):
+        return
     raise Refused(
         code=Code.AXES,
         rule="every axis and every step of the scores can be followed",
@@ -334,6 +358,15 @@ def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Di
         at=node,
         progress=4,
         remedy=_MASK_SCORES,
+    )
+
+
+def _is_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores) -> bool:
+    wanted = _bare(mirror, zeroed.condition, zeroed.inverted, node)
+    return any(
+        _is_same(mirror, _bare(mirror, kept.node, kept.inverted, kept.used), wanted)
+        and _resolved(kept.dims) == _resolved(dims)
+        for kept in scores.keeps
     )
 
 

@@ -123,3 +123,19 @@ def test_another_reader_of_the_weights_is_told() -> None:
     mirror = mirror_of(function, torch.randn(SCORES), torch.randn(V))
     (anchor,) = (n for n in mirror.graph.nodes if n.target is torch.ops.aten.softmax.int)
     assert weights_chain.to_values(mirror, anchor).is_read
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda w: w * 2.0, "multiply the output"),
+        (lambda w: w * w, "mask the scores"),
+        (lambda w: w + 1.0, None),
+    ],
+    ids=["a number", "a tensor", "a sum"],
+)
+def test_what_to_write_instead(change: Callable[..., Tensor], remedy: str | None) -> None:
+    with pytest.raises(Refused) as refused:
+        _way(change)
+    told = refused.value.reason.remedy
+    assert told is None if remedy is None else remedy in str(told)

@@ -1,0 +1,402 @@
+"""One softmax over the scores of several sets of keys, as of a memory beside a window: one attention over all keys, spelled out beside.
+
+A model multiplies q with each set, joins the scores, and multiplies the weights with the joined values, or each part of them with its own
+values. Beside that stands the same over joined keys and values, where the mask of a set has zeros for the others. A kernel takes the place
+of both, or what was written beside is erased again.
+
+Keys and values are copied where they are joined: 8 bytes for each number of a key in half precision. The model's own scores cost it some 12
+bytes for each query and key. So fewer queries than a head has numbers are left to the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import bodies, closed, regions, strides
+from attn_compiler.passes.graph.calls import Trying, argument, is_pytorchs, target_name, untried
+from attn_compiler.passes.graph.spelling import JOINED, Spelled
+from attn_compiler.passes.spelling import expand
+from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing
+
+_JOINS = frozenset({"cat", "concat", "concatenate"})
+_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
+_SCALES = frozenset({"mul", "truediv", "div"})
+_FILLS = frozenset({"masked_fill", "masked_fill_"})
+_SUMS = frozenset({"add", "iadd", "add_"})
+_SPLITS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
+_SOFTMAXES = frozenset({"softmax"})
+#: more nodes than these stand nowhere between a product and a softmax, or between that and the next product
+_FARTHEST = 24
+
+
+class _NotJoined(Exception):
+    """What looked like joined scores is something else."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Mask:
+    """A mask of one set's scores: `node` is added (fill None), or says where `fill` stands in their place."""
+
+    node: fx.Node
+    fill: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Set:
+    """One set of keys. product: q kᵀ. scales: (name, number) of what its scores are multiplied with, before masks."""
+
+    product: fx.Node
+    scales: tuple[tuple[str, Any], ...]
+    masks: tuple[_Mask, ...]
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def q(self) -> Any:
+        return self.product.args[0]
+
+    @property
+    def keys(self) -> Any:
+        """(..., D, K)"""
+        return self.product.args[1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Joined:
+    """way: from the joined scores to the weights, without `cat`. values: (..., K, D) of each set, or of all. own: the attention."""
+
+    cat: fx.Node
+    sets: tuple[_Set, ...]
+    way: tuple[fx.Node, ...]
+    values: tuple[fx.Node, ...]
+    own: fx.Node
+    nodes: frozenset[fx.Node]
+
+
+def spell_joined(graph_module: fx.GraphModule, trying: Trying = untried) -> tuple[Spelled, ...]:
+    """Spell out every attention of one graph module whose scores are joined."""
+    graph = graph_module.graph
+    cats = [node for node in graph.nodes if _calls(node, _JOINS) and not closed.is_closed(node)]
+    found = [joined for cat in cats if (joined := _find(cat)) is not None]
+    if not found:
+        return ()
+    where = regions.of(graph)
+    spelled: list[Spelled] = []
+    for joined in found:
+        region = where[joined.own]
+        if region.transforms or any(where[node] != region for node in joined.nodes):
+            continue
+        with trying(joined.cat), region.active():
+            one = _spell_out(graph_module, joined)
+            spelled += [] if one is None else [one]
+    graph_module.recompile()
+    return tuple(spelled)
+
+
+def _find(cat: fx.Node) -> _Joined | None:
+    try:
+        joined = _read(cat)
+        _check_shapes(joined)
+        _check_untouched(joined)
+    except _NotJoined:
+        return None
+    return joined
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def _read(cat: fx.Node) -> _Joined:
+    parts: Any = argument(cat, 0, "tensors")
+    if not isinstance(parts, (list, tuple)) or len(parts) < 2 or len(set(parts)) != len(parts):
+        raise _NotJoined
+    if argument(cat, 1, "dim") not in (-1, _rank(cat) - 1):
+        raise _NotJoined
+    sets = tuple(_read_set(part) for part in parts)
+    if len({(one.q, one.scales) for one in sets}) != 1:
+        raise _NotJoined
+    way = [cat]
+    while len(way) < _FARTHEST:
+        readers = list(way[-1].users)
+        if any(_calls(node, _SOFTMAXES) for node in way) and (ends := _ends(way[-1], sets)) is not None:
+            values, own, inside = ends
+            nodes = {*way, own, *inside, *(node for one in sets for node in one.nodes)}
+            return _Joined(cat=cat, sets=sets, way=tuple(way[1:]), values=values, own=own, nodes=frozenset(nodes))
+        if len(readers) != 1 or not _is_tensor(readers[0]) or readers[0].op not in ("call_function", "call_method"):
+            raise _NotJoined
+        way.append(readers[0])
+    raise _NotJoined
+
+
+def _read_set(part: fx.Node) -> _Set:
+    """Up from a part of the scores to its product, through masks and then scales alone. Nothing else reads these nodes."""
+    scales: list[tuple[str, object]] = []
+    masks: list[_Mask] = []
+    nodes: list[fx.Node] = []
+    node = part
+    while len(nodes) < _FARTHEST:
+        if not isinstance(node, fx.Node) or not _is_tensor(node) or len(node.users) != 1:
+            raise _NotJoined
+        nodes.append(node)
+        if _calls(node, _PRODUCTS) and len(node.args) == 2 and not node.kwargs:
+            return _Set(product=node, scales=tuple(scales[::-1]), masks=tuple(masks[::-1]), nodes=tuple(nodes))
+        if node.kwargs or len(node.args) < 2:
+            raise _NotJoined
+        mask = _mask(node)
+        if mask is not None and not scales:
+            masks.append(mask)
+        elif _calls(node, _SCALES) and len(node.args) == 2 and not _is_tensor(node.args[1]):
+            scales.append((target_name(node), node.args[1]))
+        else:
+            raise _NotJoined
+        node = node.args[0]  # type: ignore[assignment]
+    raise _NotJoined
+
+
+def _mask(node: fx.Node) -> _Mask | None:
+    other = node.args[1]
+    if not isinstance(other, fx.Node) or not _is_tensor(other):
+        return None
+    if _calls(node, {"masked_fill"}) and len(node.args) == 3 and not isinstance(node.args[2], fx.Node):
+        return _Mask(node=other, fill=node.args[2])
+    is_added = _calls(node, {"add"}) and len(node.args) == 2 and _value(other).dtype == _value(node).dtype
+    return _Mask(node=other) if is_added else None
+
+
+def _ends(weights: fx.Node, sets: Sequence[_Set]) -> tuple[tuple[fx.Node, ...], fx.Node, list[fx.Node]] | None:
+    """(values, the attention, the nodes before it) if weights are multiplied with values here: as a whole, or set by set."""
+    readers = list(weights.users)
+    if len(readers) == 1 and _is_product_of(readers[0], weights):
+        return (readers[0].args[1],), readers[0], []  # type: ignore[return-value]
+    parts = _parts(weights, sets)
+    if parts is None:
+        return None
+    products = []
+    for part in parts:
+        users = list(part.users)
+        if len(users) != 1 or not _is_product_of(users[0], part):
+            return None
+        products.append(users[0])
+    own, sums = _sum_of(products)
+    values: tuple[Any, ...] = tuple(product.args[1] for product in products)
+    return None if own is None else (values, own, [*readers, *parts, *products, *sums])
+
+
+def _is_product_of(node: fx.Node, weights: fx.Node) -> bool:
+    is_product = _calls(node, _PRODUCTS) and len(node.args) == 2 and not node.kwargs
+    return is_product and node.args[0] is weights and _is_tensor(node.args[1]) and node.args[1] is not weights
+
+
+def _parts(weights: fx.Node, sets: Sequence[_Set]) -> list[fx.Node] | None:
+    """The part of each set, in their order: a slice of the last axis for each, or a split into them."""
+    readers = list(weights.users)
+    if len(readers) == 1 and _calls(readers[0], _SPLITS):
+        items = {user.args[1]: user for user in readers[0].users if target_name(user) == "getitem"}
+        if len(items) != len(readers[0].users) or sorted(map(str, items)) != sorted(map(str, range(len(sets)))):
+            return None
+        parts = [items[i] for i in range(len(sets))]
+        starts = list(itertools.accumulate((_value(part).shape[-1] for part in parts), initial=0))
+    else:
+        found = {node: _start(node, weights) for node in readers}
+        if len(found) != len(sets) or any(start is None for start in found.values()):
+            return None
+        parts, starts = [], []
+        begin: Any = 0
+        for one in sets:
+            at = [node for node, start in found.items() if torch_symbols.statically_known(start == begin)]
+            if len(at) != 1:
+                return None
+            parts.append(at[0])
+            starts.append(begin)
+            begin = begin + _value(one.product).shape[-1]
+    fits = all(_same(_value(part).shape, _value(one.product).shape) for part, one in zip(parts, sets, strict=True))
+    return parts if fits else None
+
+
+def _start(node: fx.Node, weights: fx.Node) -> Any:
+    """Where a slice of the last axis begins; None if it is no such slice."""
+    if target_name(node) != "getitem" or node.args[0] is not weights or not isinstance(node.args[1], tuple):
+        return None
+    *before, last = node.args[1]
+    if not isinstance(last, slice) or last.step not in (None, 1):
+        return None
+    rank = _rank(weights)
+    is_last = before == [Ellipsis] or (len(before) == rank - 1 and all(x == slice(None) for x in before))
+    start = last.start.meta["example_value"] if isinstance(last.start, fx.Node) else last.start
+    if not is_last:
+        return None
+    start = 0 if start is None else start
+    if not isinstance(start, (int, torch.SymInt)):
+        return None
+    if torch_symbols.statically_known(start >= 0):
+        return start
+    return start + _value(weights).shape[-1] if torch_symbols.statically_known(start < 0) else None
+
+
+def _sum_of(products: Sequence[fx.Node]) -> tuple[fx.Node | None, list[fx.Node]]:
+    """(the sum of all products, the sums within it), each of which the next alone reads."""
+    waiting = set(products)
+    sums: list[fx.Node] = []
+    while len(waiting) > 1:
+        one = next(
+            (
+                user
+                for node in waiting
+                for user in node.users
+                if _calls(user, _SUMS) and len(user.args) == 2 and not user.kwargs and waiting.issuperset(user.args)
+            ),
+            None,
+        )
+        if one is None or one.args[0] is one.args[1] or any(len(x.users) != 1 for x in one.all_input_nodes):
+            return None, []
+        waiting -= set(one.all_input_nodes)
+        waiting.add(one)
+        sums.append(one)
+    return sums[-1], sums[:-1]
+
+
+# ---- whether it is one attention ------------------------------------------------------------------------------------
+
+
+def _check_shapes(joined: _Joined) -> None:
+    """Keys and values differ in how many there are alone, and there are enough queries. Raises _NotJoined."""
+    first = joined.sets[0]
+    *batch, queries, _ = _value(first.product).shape
+    head_dim = _value(first.q).shape[-1]
+    if len(batch) == 0 or torch_symbols.statically_known(queries < head_dim):
+        raise _NotJoined
+    for one in joined.sets:
+        keys = _value(one.keys)
+        if not _same((*keys.shape[:-1], 0), (*_value(first.keys).shape[:-1], 0)) or keys.dim() != len(batch) + 2:
+            raise _NotJoined
+        if keys.dtype != _value(first.keys).dtype or _value(one.product).dtype != _value(first.product).dtype:
+            raise _NotJoined
+    shapes = [_value(node).shape for node in joined.values]
+    if any(not _same((*a[:-2], a[-1]), (*shapes[0][:-2], shapes[0][-1])) for a in shapes):
+        raise _NotJoined
+    if len({_value(node).dtype for node in joined.values}) != 1:
+        raise _NotJoined
+
+
+def _check_untouched(joined: _Joined) -> None:
+    """No grad mode changes from the first product to the attention, and nothing is written to but what is made there. Raises _NotJoined."""
+    for node in _between(joined):
+        is_own = node in joined.nodes and set(bodies.writes(node)) <= joined.nodes
+        if not is_own and (bodies.writes(node) or (node.op == "call_function" and not _gives(node))):
+            raise _NotJoined
+
+
+def _between(joined: _Joined) -> Iterator[fx.Node]:
+    node = next(node for node in joined.cat.graph.nodes if node in joined.nodes)
+    while node is not joined.own:
+        yield node
+        node = node.next
+    yield node
+
+
+def _gives(node: fx.Node) -> bool:
+    """Whether a call gives something; one that switches something on or off does not."""
+    return node.meta.get("example_value") is not None
+
+
+# ---- spelling it out ------------------------------------------------------------------------------------------------
+
+
+def _spell_out(graph_module: fx.GraphModule, joined: _Joined) -> Spelled | None:
+    outside = [x for node in joined.way for x in node.all_input_nodes if x not in joined.nodes]
+    masks = [mask.node for one in joined.sets for mask in one.masks]
+    scales = [number for _, number in joined.sets[0].scales if isinstance(number, fx.Node)]
+    keys = [one.keys for one in joined.sets]
+    inputs = list(dict.fromkeys([joined.sets[0].q, *keys, *joined.values, *masks, *scales, *outside]))
+
+    def function(*given: Any) -> Any:
+        values = dict(zip(inputs, given, strict=True))
+        values[joined.cat] = _scores(joined, values)
+        for node in joined.way:
+            values[node] = _run(node, values)
+        weights = values[joined.way[-1]]
+        found = [values[node] for node in joined.values]
+        return weights @ (found[0] if len(found) == 1 else torch.cat(found, -2))
+
+    traced = torch_tracing.trace_pre_dispatch(function, [node.meta["example_value"] for node in inputs])
+    own = joined.own
+    before = set(graph_module.graph.nodes)
+    with torch_snapshots.taken_back_on_error(graph_module):
+        product = expand.inline(graph_module.graph, own, traced.graph, inputs)
+    made = tuple(node for node in graph_module.graph.nodes if node not in before)
+    value, wanted = product.meta["example_value"], own.meta["example_value"]
+    if value.dtype != wanted.dtype or not strides.same(value, wanted):
+        for node in reversed(made):
+            graph_module.graph.erase_node(node)
+        return None
+    own.replace_all_uses_with(product)
+    return Spelled(
+        call=joined.cat,
+        own=own,
+        product=product,
+        out=product,
+        nodes=made,
+        pattern=JOINED,
+        decomposed=True,
+        replaced=tuple(node for node in _between(joined) if node in joined.nodes),
+        note=f"the keys and values of {len(keys)} parts are joined, which copies them",
+    )
+
+
+def _scores(joined: _Joined, values: Mapping[fx.Node, Any]) -> torch.Tensor:
+    keys = torch.cat([values[one.keys].transpose(-1, -2) for one in joined.sets], -2)
+    scores: torch.Tensor = values[joined.sets[0].q] @ keys.transpose(-1, -2)
+    for name, number in joined.sets[0].scales:
+        factor = values[number] if isinstance(number, fx.Node) else number
+        scores = scores * factor if name == "mul" else scores / factor
+    for place, one in enumerate(joined.sets):
+        for mask in one.masks:
+            whole = _among(values[mask.node], joined.sets, place, values)
+            scores = scores + whole if mask.fill is None else scores.masked_fill(whole, mask.fill)
+    return scores
+
+
+def _among(mask: torch.Tensor, sets: Sequence[_Set], place: int, values: Mapping[fx.Node, Any]) -> torch.Tensor:
+    """The mask of one set among zeros for the others."""
+    sizes = [values[one.keys].shape[-1] for one in sets]
+    zeros = [mask.new_zeros((*mask.shape[:-1], size)) for size in sizes]
+    zeros[place] = mask.expand(*mask.shape[:-1], sizes[place])
+    return torch.cat(zeros, -1)
+
+
+def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: values[x])
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+# ---- nodes ----------------------------------------------------------------------------------------------------------
+
+
+def _calls(node: object, names: frozenset[str] | set[str]) -> bool:
+    return isinstance(node, fx.Node) and target_name(node) in names and is_pytorchs(node)
+
+
+def _is_tensor(node: object) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _value(node: Any) -> torch.Tensor:
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        raise _NotJoined
+    return value
+
+
+def _rank(node: fx.Node) -> int:
+    return _value(node).dim()
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(torch_symbols.statically_known(x == y) for x, y in zip(a, b, strict=True))
