@@ -45,6 +45,7 @@ README: tuple[Line, ...] = (
     _of_h200("Llama", "training step, padded, 2 x 4096", model="llama", implementation="sdpa", scenario="train_padded"),
     _of_h200("Llama", "prefill, padded, 4 x 4096", model="llama", implementation="sdpa", scenario="prefill_padded"),
     _of_h200("Gemma 2", "prefill, padded, 4 x 4096", model="gemma2", implementation="sdpa", scenario="prefill_padded"),
+    _of_h200("Gemma 4", "training step, padded", model="gemma4", implementation="sdpa", scenario="train_padded"),
     _of_h200("gpt-oss", "prefill, padded, eager", model="gpt_oss", implementation="eager", scenario="prefill_padded"),
     _of_h200("T5", "training step, padded, 8 x 512", model="t5", implementation="sdpa", scenario="train_padded"),
     _of_h200("ViT", "training step", model="vit", implementation="sdpa", scenario="train"),
@@ -100,9 +101,10 @@ def _line(line: Line, row: Row) -> list[str]:
 
 def _peaks(line: Line) -> str:
     """Inductor's and ours, weights included, in GiB; "" where nobody measured them."""
-    if line.file != "h200":
+    found = [row for row in rows_of(_MEMORY) if all(row.get(key) == value for key, value in line.wanted.items())]
+    if line.file != "h200" or not found:
         return ""
-    row = row_of(_MEMORY, **line.wanted)
+    (row,) = found
     sides = (row[f"{side}_peak_mib"] for side in ("inductor", "attn_compiler"))
     both = " → ".join(f"{float(mib) / 1024:.1f}" for mib in sides if mib)
     return f"[{both} GiB](benchmarks/results/{_MEMORY}.csv)" if "→" in both else ""
@@ -120,19 +122,31 @@ def beside_flex() -> str:
 
 def summary() -> str:
     """Of h200.csv: how many cases, their geometric mean, and the slowest."""
-    ratios = [float(row["ratio"]) for row in rows_of("h200") if row["ratio"]]
-    return f"{len(ratios)} cases on an H200: geometric mean {statistics.geometric_mean(ratios):.2f}x, the slowest {min(ratios):.2f}x"
+    return _summed_up("h200", "on an H200")
+
+
+def held_out() -> str:
+    """The same of models that nothing was tuned for."""
+    return _summed_up("held_out_h200", "that nothing was tuned for")
+
+
+def _summed_up(name: str, what: str) -> str:
+    ratios = [float(row["ratio"]) for row in rows_of(name) if row["ratio"]]
+    mean = statistics.geometric_mean(ratios)
+    return f"{len(ratios)} cases {what}: geometric mean {mean:.2f}x, the slowest {min(ratios):.2f}x"
 
 
 MODELS = {
     "llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma 2", "gpt2": "GPT-2", "bert": "BERT", "vit": "ViT",
-    "whisper": "Whisper", "t5": "T5", "bloom": "Bloom", "gpt_oss": "gpt-oss",
+    "whisper": "Whisper", "t5": "T5", "bloom": "Bloom", "gpt_oss": "gpt-oss", "gemma4": "Gemma 4", "sam": "SAM",
+    "qwen3_vl_vision": "Qwen3-VL's tower",
 }  # fmt: skip
 CALLS = {
     "prefill": "inference",
     "prefill_padded": "inference, padded",
     "train": "training",
     "train_padded": "training, padded",
+    "train_checkpointed": "training, checkpoints",
 }
 
 

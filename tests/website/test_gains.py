@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_readmes_table_is_made_from_the_rows() -> None:
     assert "\n".join(gains.readme()) in README
     assert gains.summary() in README
+    assert gains.held_out() in README
     assert gains.beside_flex() in README
 
 
@@ -47,7 +48,7 @@ def test_the_picture_is_what_its_command_prints() -> None:
 
 
 def test_peak_memory_is_said_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    llama, modern = gains.README[0], gains.README[7]
+    llama, modern = gains.README[0], gains.README[8]
     row = {**llama.wanted, "inductor_peak_mib": "2048", "attn_compiler_peak_mib": "512"}
     monkeypatch.setattr(gains, "rows_of", lambda name: [row] if name == "memory_h200" else [])
     assert gains._peaks(llama) == "[2.0 → 0.5 GiB](benchmarks/results/memory_h200.csv)"
