@@ -74,6 +74,11 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def has_gain(row: Row) -> bool:
+    """Whether it was timed, and what it gave was right: a wrong result has no gain."""
+    return bool(row["ratio"]) and row.get("numerics") != "WRONG"
+
+
 def row_of(name: str, **wanted: str) -> Row:
     """The one row of a CSV that has these values. Raises ValueError where there is none, or several."""
     found = [row for row in rows_of(name) if all(row[key] == value for key, value in wanted.items())]
@@ -131,7 +136,7 @@ def held_out() -> str:
 
 
 def _summed_up(name: str, what: str) -> str:
-    ratios = [float(row["ratio"]) for row in rows_of(name) if row["ratio"]]
+    ratios = [float(row["ratio"]) for row in rows_of(name) if has_gain(row)]
     mean = statistics.geometric_mean(ratios)
     return f"{len(ratios)} cases {what}: geometric mean {mean:.2f}x, the slowest {min(ratios):.2f}x"
 
@@ -157,7 +162,7 @@ def measured(implementation: str) -> Iterator[str]:
     yield "|---|" + "---|" * len(CALLS)
     for name, words in MODELS.items():
         found = {
-            row["scenario"]: f"{float(row['ratio']):.2f}x" for row in rows if row["model"] == name and row["ratio"]
+            row["scenario"]: f"{float(row['ratio']):.2f}x" for row in rows if row["model"] == name and has_gain(row)
         }
         if found:
             yield f"| {words} | {' | '.join(found.get(call, '') for call in CALLS)} |"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from website import gains
-from website.gains import CALLS, MODELS, RESULTS, Row, rows_of
+from website.gains import CALLS, MODELS, RESULTS, Row, has_gain, rows_of
 
 _HEAD = """# Benchmarks
 
@@ -54,9 +54,9 @@ class Group:
         return f"| {self.words} | {self.where} | {link} | {mean:.2f}x | {min(found):.2f}x |"
 
 
-def _ratios(file: str, column: str = "ratio", **wanted: str) -> list[float]:
+def _ratios(file: str, **wanted: str) -> list[float]:
     rows = rows_of(file)
-    return [float(row[column]) for row in rows if row[column] and all(row[key] == x for key, x in wanted.items())]
+    return [float(row["ratio"]) for row in rows if has_gain(row) and all(row[key] == x for key, x in wanted.items())]
 
 
 def _of(implementation: str) -> Callable[[str], Sequence[float]]:
@@ -114,7 +114,7 @@ def _table(rows: Sequence[Row], call: Callable[[Row], str]) -> Iterator[str]:
 
 
 def _of_h200(implementation: str) -> Iterator[str]:
-    rows = [row for row in rows_of("h200") if row["implementation"] == implementation and row["ratio"]]
+    rows = [row for row in rows_of("h200") if row["implementation"] == implementation and has_gain(row)]
     order = list(MODELS)
     return _table(
         sorted(rows, key=lambda row: (order.index(row["model"]), list(CALLS).index(row["scenario"]))),
@@ -128,13 +128,16 @@ def _held_out() -> Iterator[str]:
         return
     with path.open(newline="", encoding="utf-8") as file:
         rows: list[Mapping[str, str]] = list(csv.DictReader(file))
-    measured = sorted((row for row in rows if row["ratio"]), key=lambda row: -float(row["ratio"]))
+    measured = sorted((row for row in rows if has_gain(row)), key=lambda row: -float(row["ratio"]))
     yield _HELD_OUT
     yield f"[Rows](../benchmarks/results/{path.name}), {measured[0]['date']}:\n"
     yield from _table(measured, lambda row: row["call"].replace("prefill padded", "prefill, padded"))
     failed = [row for row in rows if not row["ratio"]]
     if failed:
         yield f"\nWithout a figure, with the reason in the CSV: {', '.join(_case(row) for row in failed)}."
+    wrong = [row for row in rows if row["ratio"] and not has_gain(row)]
+    if wrong:
+        yield f"\nWrong, so without a gain: {', '.join(_case(row) for row in wrong)}."
     yield ""
 
 

@@ -67,3 +67,10 @@ def test_a_dense_mask_costs_what_the_rows_say() -> None:
 
 def _is_causal_256(row: gains.Row) -> bool:
     return (row["case"], row["pass"]) == ("causal_d256_s2048", "forward") and row["p50_us"] != ""
+
+
+def test_a_wrong_result_has_no_gain() -> None:
+    assert gains.has_gain({"ratio": "1.2", "numerics": "ok"})
+    assert gains.has_gain({"ratio": "1.2"})
+    assert not gains.has_gain({"ratio": "1.2", "numerics": "WRONG"})
+    assert not gains.has_gain({"ratio": "", "numerics": ""})
