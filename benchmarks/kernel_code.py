@@ -260,9 +260,9 @@ def _cases() -> dict[str, Callable[[], None]]:
         found[f"fp8 {name} {recipe}"] = _bound(_fp8, fp8_compiling.CASES[name], recipe, triton_launch.forward)
     for case, recipe in _HOPPER:
         found[f"hopper {case.name} {recipe}"] = _bound(_fp8, case, recipe, hopper_launch.forward)
-    for case in hopper_compiling.CASES:
+    for case in (*hopper_compiling.CASES, *hopper_compiling.WIDE):
         found[f"hopper half {case.name}"] = _bound(_half, case)
-    for case in compiling_backward.CASES:
+    for case in (*compiling_backward.CASES, *compiling_backward.WIDE):
         found[f"hopper half {case.name}"] = _bound(_half_backward, case)
     for head_dim in (64, 128):
         for rotated in (False, True):
