@@ -59,7 +59,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model of Hugging Face. config: its fields. shape: rows and positions of its batches."""
+    """A model of Hugging Face. config: its fields. shape: rows and positions of its batches. loss_alone: no logits are given back."""
 
     name: str
     model: str
@@ -67,6 +67,7 @@ class Case:
     shape: tuple[int, int]
     sizes: Mapping[str, Any]
     training: bool = False
+    loss_alone: bool = False
 
 
 def padding(batch: int, length: int, fill: float) -> torch.Tensor:
@@ -91,6 +92,7 @@ XLM_R = {"max_position_embeddings": 514, "pad_token_id": 1, "vocab_size": 250002
 CASES: tuple[Case, ...] = (
     Case("BERT", "BertModel", "BertConfig", (32, 512), {}),
     Case(name="BERT", model="BertForMaskedLM", config="BertConfig", shape=(32, 512), sizes=NO_DROPOUT, training=True),
+    Case("BERT's loss", "BertForMaskedLM", "BertConfig", (32, 512), NO_DROPOUT, training=True, loss_alone=True),
     Case("Llama", "LlamaForCausalLM", "LlamaConfig", (8, 2048), LLAMA, training=True),
     Case("ModernBERT", "ModernBertModel", "ModernBertConfig", (16, 2048), {}),
     Case("T5 encoder", "T5EncoderModel", "T5Config", (32, 512), T5),
@@ -129,10 +131,21 @@ def step_of(model: nn.Module, function: Any, batch: Batch, *, training: bool) ->
         for parameter in parameters:
             parameter.grad = None
         output = function(**batch)
-        output.loss.backward()
-        return harness.main_output(output.loss.detach())
+        loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+        loss.backward()
+        return loss.detach()
 
     return forward_backward
+
+
+def loss_of(model: nn.Module) -> Callable[..., torch.Tensor]:
+    """The model's loss, and nothing else that a graph would have to give back."""
+
+    def loss(**batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(**batch).loss
+        return found
+
+    return loss
 
 
 def apart(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> float:
@@ -168,7 +181,8 @@ def measure(
     for side in sides:
         backend, given = SIDES[side]
         recorded = RECORDED if mode == "reduce-overhead" else {}
-        compiled[side] = torch.compile(model, dynamic=False, backend=backend, options={**given, **recorded})
+        function = loss_of(model) if case.loss_alone else model
+        compiled[side] = torch.compile(function, dynamic=False, backend=backend, options={**given, **recorded})
     for fill in FILLS:
         start = time.perf_counter()
         own = batch_of((3, 24) if dry else case.shape, fill, labels=case.training)

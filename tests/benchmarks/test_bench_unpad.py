@@ -31,8 +31,9 @@ def rows(monkeypatch: pytest.MonkeyPatch, path: Path, *arguments: str) -> list[d
 
 
 @pytest.mark.further
-def test_a_row_for_each_fill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = rows(monkeypatch, tmp_path / "rows.csv", "--cases", "T5", "--sides", "inductor", "unpad")
+@pytest.mark.parametrize("name", ["T5", "loss"])
+def test_a_row_for_each_fill(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = rows(monkeypatch, tmp_path / "rows.csv", "--cases", name, "--sides", "inductor", "unpad")
     assert [row["fill"][:3] for row in found] == ["0.5", "0.7", "1.0"]
     assert all(row["kept"] == row["failure"] == row["padded_p50_ms"] == "" for row in found)
     assert all(float(row["error"]) < 1e-5 and float(row["over_inductor"]) > 0 for row in found)
