@@ -136,10 +136,12 @@ def _made(program: ExportedProgram, read: Readable, rewritten: Rewritten, mode: 
     put_back(read)
     renamed = {}
     for unit in rewritten.units:
+        # What was spelled out stood for a value of the program.
+        spelled = {one.product: one.own for one in unit.spelling.calls if one.out is one.product}
         for site in unit.found.sites:
             old, new = unit.mirrored.dynamo_node(site.match.out), site.new_out
             if old is not None and new is not None:
-                renamed[old.name] = replaced.get(new, new).name
+                renamed[spelled.get(old, old).name] = replaced.get(new, new).name
     for module in torch_compat.graph_modules(read.graph_module):
         module.recompile()
     return torch_export.with_graph(program, read.graph_module, renamed)

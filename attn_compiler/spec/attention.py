@@ -120,6 +120,7 @@ class AttentionSpec:
     no_latent: why k and v are not, where they are nearly.
     lse: the logarithm of each query's sum of exponentiated scores, (B, Hq, Sq), is read besides the output, and has a gradient.
     ranges: of symbolic lengths, where guards say more than the name does. Ask `dims.range_of`.
+    of_bfloat16: q, k, v and the gradient of the output are numbers of bfloat16, which a model that trains holds in float32.
     """
 
     q: TensorSpec
@@ -138,6 +139,7 @@ class AttentionSpec:
     no_latent: Reason | None = None
     lse: LseUse = field(default="unread", metadata=UNSAID)
     ranges: tuple[SizeRange, ...] = field(default=(), metadata=UNSAID)
+    of_bfloat16: bool = field(default=False, metadata=UNSAID)
 
     @property
     def batch(self) -> Dim:

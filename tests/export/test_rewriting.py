@@ -433,3 +433,22 @@ def test_a_package_for_a_gpu(tmp_path: Path) -> None:
         own = (model(args).double() - expected).abs().max()
         for run in (program.module(), torch._inductor.aoti_load_package(str(package))):
             assert (run(args).double() - expected).abs().max() <= 2 * own + 0.01
+
+
+class _KeysInSets(nn.Module):
+    """One softmax over the scores of a memory and of the sequence."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, memory: Tensor) -> Tensor:
+        weights = torch.cat([q @ memory.mT * 0.3, q @ k.mT * 0.3], -1).softmax(-1)
+        of_memory, own = weights.split([memory.shape[2], k.shape[2]], -1)
+        return of_memory @ memory + own @ v
+
+
+def test_keys_in_several_sets() -> None:
+    """What was spelled out took the place of an output of the program."""
+    tensors = tuple(torch.randn(2, 3, n, 8) for n in (9, 9, 9, 5))
+    program = torch.export.export(_KeysInSets(), tensors)
+    rewritten = attn_compiler.rewrite(program, PACKAGED)
+    assert _site().pattern == "joined keys"
+    assert FLASH in _targets(rewritten)
+    torch.testing.assert_close(rewritten.module()(*tensors), program.module()(*tensors))

@@ -101,6 +101,29 @@ def three_sets_scaled_together(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: 
     return a @ v + (b @ mv + c @ k)
 
 
+@near_miss(described("none", "scale 0.3"))
+def products_by_name(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor) -> Tensor:
+    of_memory, own = (torch.einsum("bhid,bhjd->bhij", q, x) * 0.3 for x in (mk, k))
+    w = torch.cat((of_memory, own), dim=-1).softmax(dim=-1)
+    a, b = w[..., :MEMORY], w[..., MEMORY:]
+    return torch.einsum("bhij,bhjd->bhid", a, mv) + torch.einsum("bhij,bhjd->bhid", b, v)
+
+
+@near_miss(described("none", "scale 0.3"))
+def products_by_name_of_positions_first(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor) -> Tensor:
+    q, k, v, mk, mv = (x.transpose(1, 2) for x in (q * 0.3, k, v, mk, mv))
+    parts = [torch.einsum("bihd,bjhd->bhij", q, x) for x in (k, mk)]
+    w = F.softmax(torch.cat(parts, -1), dim=-1)
+    return torch.einsum("bhij,bjhd->bihd", w, torch.cat([v, mv], 1))
+
+
+@near_miss(described("none", "scale 0.3", sites=2))
+def a_layer_after_another(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor) -> Tensor:
+    for _ in range(2):
+        q = weigh(q, k, mk) @ torch.cat([mv, v], 2)
+    return q
+
+
 # ---- none, or not read as one ---------------------------------------------------------------------------------------
 
 
@@ -115,6 +138,26 @@ def parts_that_meet_one_another(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv:
 def one_part_is_read_twice(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor) -> Tensor:
     w = torch.cat([scores(q, k), scores(q, mk)], -1).softmax(-1)
     return w[..., :S] @ v + w[..., :S] @ k
+
+
+@near_miss(missed(JOINED))
+def products_by_other_names(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor) -> Tensor:
+    own = torch.einsum("bhid,bhjd->bhij", q, k)
+    return torch.cat([own, torch.einsum("bhjd,bhid->bhji", q, mk)], -1).softmax(-1) @ torch.cat([v, mv], 2)
+
+
+@near_miss(missed(JOINED))
+def a_memory_of_each_query(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor) -> Tensor:
+    """Each query has keys of its own."""
+    memory = mk[:, :, None] * q[..., None, :]
+    both = torch.cat([scores(q, k), torch.einsum("bhid,bhijd->bhij", q, memory)], -1)
+    return both.softmax(-1) @ torch.cat([v, mv], 2)
+
+
+@near_miss(missed(JOINED))
+def values_that_the_queries_are_summed_over(q: Tensor, k: Tensor, v: Tensor, mk: Tensor, mv: Tensor) -> Tensor:
+    w = weigh(q, k, mk)
+    return torch.einsum("bhij,bhid->bhjd", w, v)
 
 
 @near_miss(missed(JOINED))

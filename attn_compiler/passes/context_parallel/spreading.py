@@ -235,7 +235,9 @@ def _check_found(unit: Unit, found: FoundSites, others: list[Miss]) -> None:
         raise CannotShard(rule, f"{call.name}: {reason}", at=None)
     if unit.spelling.calls:
         raise CannotShard(
-            rule, "FlexAttention or a library's kernel", remedy='load the model with attn_implementation="sdpa"'
+            rule,
+            "FlexAttention, a library's kernel or keys in several sets",
+            remedy='load the model with attn_implementation="sdpa"',
         )
     if unit.is_body or unit.place.callees:
         raise CannotShard(

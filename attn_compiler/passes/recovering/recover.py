@@ -173,6 +173,7 @@ def _describe(
         latent=_latent_spec(match, tensors),
         no_latent=match.reads.latent if isinstance(match.reads.latent, Reason) else None,
         lse=_lse_use(mirror, match),
+        of_bfloat16=needs_grad and upcasts.holds_bfloat16(mirror, match),
         ranges=_ranges(tensors.q.shape[2], tensors.k.shape[2]),
     )
     site.spec = _with_own_rows(match, spec, site.keyless)

@@ -4,6 +4,9 @@ A product of two bfloat16 or float16 numbers is exact in float32, which is what 
 in float32 in a kernel. So q and k are read above their cast, where the model casts its weights back for the product with v. A model that
 trains keeps the casts: a kernel rounds the gradients of the scores, which the model keeps in float32. So does a CPU, where a kernel for
 half precision is not faster.
+
+Of bfloat16, a kernel for training may make its products in tf32, which has all digits of q, k, v and of the output's gradient. Only weights
+and the gradients of scores are cut, to 11 digits, where the model rounds its weights and their gradients to 8.
 """
 
 from __future__ import annotations
@@ -23,13 +26,8 @@ NOTE = "q and k are read before the model casts them to float32, which a kernel 
 
 def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
     """The half-precision dtype that the site's operands have, if its kernel may go without the casts of q and k; q and k lose them then."""
-    narrow = _dtype(match.out)
-    if (
-        _is_on_cpu(match.out)
-        or narrow not in HALVES
-        or _dtype(match.first) != torch.float32
-        or match.scores.softmax_dtype != "float32"
-    ):
+    narrow = _upcast(match)
+    if narrow is None:
         return None
     # q is multiplied by a factor that is a tensor, and the result is rounded to q's dtype. A bias is cast to that dtype, too.
     if match.scores.factors or any(
@@ -50,6 +48,25 @@ def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
     match.q, match.k = with_casts
     _settle(match)
     return None
+
+
+def holds_bfloat16(mirror: Mirror, match: Match) -> bool:
+    """Whether q and k, as a kernel reads them, are bfloat16 numbers that the model holds in float32, and so are v and the weights there."""
+    if _upcast(match) != torch.bfloat16 or match.scores.factors or _dtype(match.v.root) != torch.bfloat16:
+        return False
+    try:
+        found = [_above_cast(mirror, match, operand) for operand in (match.q, match.k)]
+    except AxisError:
+        return False
+    return all(_dtype(operand.root) == torch.bfloat16 and factor == 1.0 for operand, factor in found)
+
+
+def _upcast(match: Match) -> torch.dtype | None:
+    """The half-precision dtype that a site gives its output in, and weighs v in, where its scores are float32."""
+    narrow = _dtype(match.out)
+    if _is_on_cpu(match.out) or narrow not in HALVES or _dtype(match.first) != torch.float32:
+        return None
+    return narrow if match.scores.softmax_dtype == "float32" else None
 
 
 def _settle(match: Match) -> None:

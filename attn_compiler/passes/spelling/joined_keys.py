@@ -21,14 +21,12 @@ from torch import fx
 from attn_compiler.passes.graph import bodies, closed, regions, strides
 from attn_compiler.passes.graph.calls import Trying, argument, is_pytorchs, target_name, untried
 from attn_compiler.passes.graph.spelling import JOINED, Spelled
-from attn_compiler.passes.spelling import expand
+from attn_compiler.passes.spelling import expand, products
+from attn_compiler.passes.spelling.products import Product
 from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing
 
 _JOINS = frozenset({"cat", "concat", "concatenate"})
-_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
 _SCALES = frozenset({"mul", "truediv", "div"})
-_FILLS = frozenset({"masked_fill", "masked_fill_"})
-_SUMS = frozenset({"add", "iadd", "add_"})
 _SPLITS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
 _SOFTMAXES = frozenset({"softmax"})
 #: more nodes than these stand nowhere between a product and a softmax, or between that and the next product
@@ -51,29 +49,28 @@ class _Mask:
 class _Set:
     """One set of keys. product: q kᵀ. scales: (name, number) of what its scores are multiplied with, before masks."""
 
-    product: fx.Node
+    product: Product
     scales: tuple[tuple[str, Any], ...]
     masks: tuple[_Mask, ...]
     nodes: tuple[fx.Node, ...]
 
     @property
-    def q(self) -> Any:
-        return self.product.args[0]
+    def q(self) -> fx.Node:
+        return self.product.left
 
     @property
-    def keys(self) -> Any:
-        """(..., D, K)"""
-        return self.product.args[1]
+    def keys(self) -> fx.Node:
+        return self.product.right
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Joined:
-    """way: from the joined scores to the weights, without `cat`. values: (..., K, D) of each set, or of all. own: the attention."""
+    """way: from the joined scores to the weights, without `cat`. weighted: weights · values, of all or of each set. own: the attention."""
 
     cat: fx.Node
     sets: tuple[_Set, ...]
     way: tuple[fx.Node, ...]
-    values: tuple[fx.Node, ...]
+    weighted: tuple[Product, ...]
     own: fx.Node
     nodes: frozenset[fx.Node]
 
@@ -82,19 +79,22 @@ def spell_joined(graph_module: fx.GraphModule, trying: Trying = untried) -> tupl
     """Spell out every attention of one graph module whose scores are joined."""
     graph = graph_module.graph
     cats = [node for node in graph.nodes if _calls(node, _JOINS) and not closed.is_closed(node)]
-    found = [joined for cat in cats if (joined := _find(cat)) is not None]
-    if not found:
-        return ()
-    where = regions.of(graph)
+    where: dict[fx.Node, regions.Region] = {}
     spelled: list[Spelled] = []
-    for joined in found:
+    for cat in cats:
+        # Read one by one: what a layer gives is another node once the layer is spelled out.
+        joined = _find(cat)
+        if joined is None:
+            continue
+        where = where or regions.of(graph)
         region = where[joined.own]
         if region.transforms or any(where[node] != region for node in joined.nodes):
             continue
         with trying(joined.cat), region.active():
             one = _spell_out(graph_module, joined)
             spelled += [] if one is None else [one]
-    graph_module.recompile()
+    if spelled:
+        graph_module.recompile()
     return tuple(spelled)
 
 
@@ -118,15 +118,15 @@ def _read(cat: fx.Node) -> _Joined:
     if argument(cat, 1, "dim") not in (-1, _rank(cat) - 1):
         raise _NotJoined
     sets = tuple(_read_set(part) for part in parts)
-    if len({(one.q, one.scales) for one in sets}) != 1:
+    if len({(one.q, one.product.equation, one.scales) for one in sets}) != 1 or sets[0].product.free is None:
         raise _NotJoined
     way = [cat]
     while len(way) < _FARTHEST:
         readers = list(way[-1].users)
         if any(_calls(node, _SOFTMAXES) for node in way) and (ends := _ends(way[-1], sets)) is not None:
-            values, own, inside = ends
+            weighted, own, inside = ends
             nodes = {*way, own, *inside, *(node for one in sets for node in one.nodes)}
-            return _Joined(cat=cat, sets=sets, way=tuple(way[1:]), values=values, own=own, nodes=frozenset(nodes))
+            return _Joined(cat=cat, sets=sets, way=tuple(way[1:]), weighted=weighted, own=own, nodes=frozenset(nodes))
         if len(readers) != 1 or not _is_tensor(readers[0]) or readers[0].op not in ("call_function", "call_method"):
             raise _NotJoined
         way.append(readers[0])
@@ -143,8 +143,9 @@ def _read_set(part: fx.Node) -> _Set:
         if not isinstance(node, fx.Node) or not _is_tensor(node) or len(node.users) != 1:
             raise _NotJoined
         nodes.append(node)
-        if _calls(node, _PRODUCTS) and len(node.args) == 2 and not node.kwargs:
-            return _Set(product=node, scales=tuple(scales[::-1]), masks=tuple(masks[::-1]), nodes=tuple(nodes))
+        product = products.read(node)
+        if product is not None:
+            return _Set(product=product, scales=tuple(scales[::-1]), masks=tuple(masks[::-1]), nodes=tuple(nodes))
         if node.kwargs or len(node.args) < 2:
             raise _NotJoined
         mask = _mask(node)
@@ -168,28 +169,27 @@ def _mask(node: fx.Node) -> _Mask | None:
     return _Mask(node=other) if is_added else None
 
 
-def _ends(weights: fx.Node, sets: Sequence[_Set]) -> tuple[tuple[fx.Node, ...], fx.Node, list[fx.Node]] | None:
-    """(values, the attention, the nodes before it) if weights are multiplied with values here: as a whole, or set by set."""
+def _ends(weights: fx.Node, sets: Sequence[_Set]) -> tuple[tuple[Product, ...], fx.Node, list[fx.Node]] | None:
+    """(products, the attention, the nodes before it) if weights are multiplied with values here: as a whole, or set by set."""
     readers = list(weights.users)
-    if len(readers) == 1 and _is_product_of(readers[0], weights):
-        return (readers[0].args[1],), readers[0], []  # type: ignore[return-value]
+    whole = _product_of(readers[0], weights) if len(readers) == 1 else None
+    if whole is not None:
+        return (whole,), whole.node, []
     parts = _parts(weights, sets)
     if parts is None:
         return None
-    products = []
-    for part in parts:
-        users = list(part.users)
-        if len(users) != 1 or not _is_product_of(users[0], part):
-            return None
-        products.append(users[0])
-    own, sums = _sum_of(products)
-    values: tuple[Any, ...] = tuple(product.args[1] for product in products)
-    return None if own is None else (values, own, [*readers, *parts, *products, *sums])
+    found = [_product_of(next(iter(part.users)), part) if len(part.users) == 1 else None for part in parts]
+    weighted = tuple(product for product in found if product is not None)
+    if len(weighted) != len(parts) or len({product.equation for product in weighted}) != 1:
+        return None
+    own, sums = products.summed_up([product.node for product in weighted])
+    return None if own is None else (weighted, own, [*readers, *parts, *(x.node for x in weighted), *sums])
 
 
-def _is_product_of(node: fx.Node, weights: fx.Node) -> bool:
-    is_product = _calls(node, _PRODUCTS) and len(node.args) == 2 and not node.kwargs
-    return is_product and node.args[0] is weights and _is_tensor(node.args[1]) and node.args[1] is not weights
+def _product_of(node: fx.Node, weights: fx.Node) -> Product | None:
+    """The product that sums over the last axis of the weights, if the node is one."""
+    product = products.read(node)
+    return product if product is not None and product.left is weights and product.summed is not None else None
 
 
 def _parts(weights: fx.Node, sets: Sequence[_Set]) -> list[fx.Node] | None:
@@ -213,8 +213,8 @@ def _parts(weights: fx.Node, sets: Sequence[_Set]) -> list[fx.Node] | None:
                 return None
             parts.append(at[0])
             starts.append(begin)
-            begin = begin + _value(one.product).shape[-1]
-    fits = all(_same(_value(part).shape, _value(one.product).shape) for part, one in zip(parts, sets, strict=True))
+            begin = begin + _value(one.product.node).shape[-1]
+    fits = all(_same(_value(part).shape, _value(one.product.node).shape) for part, one in zip(parts, sets, strict=True))
     return parts if fits else None
 
 
@@ -238,49 +238,30 @@ def _start(node: fx.Node, weights: fx.Node) -> Any:
     return start + _value(weights).shape[-1] if torch_symbols.statically_known(start < 0) else None
 
 
-def _sum_of(products: Sequence[fx.Node]) -> tuple[fx.Node | None, list[fx.Node]]:
-    """(the sum of all products, the sums within it), each of which the next alone reads."""
-    waiting = set(products)
-    sums: list[fx.Node] = []
-    while len(waiting) > 1:
-        one = next(
-            (
-                user
-                for node in waiting
-                for user in node.users
-                if _calls(user, _SUMS) and len(user.args) == 2 and not user.kwargs and waiting.issuperset(user.args)
-            ),
-            None,
-        )
-        if one is None or one.args[0] is one.args[1] or any(len(x.users) != 1 for x in one.all_input_nodes):
-            return None, []
-        waiting -= set(one.all_input_nodes)
-        waiting.add(one)
-        sums.append(one)
-    return sums[-1], sums[:-1]
-
-
 # ---- whether it is one attention ------------------------------------------------------------------------------------
 
 
 def _check_shapes(joined: _Joined) -> None:
     """Keys and values differ in how many there are alone, and there are enough queries. Raises _NotJoined."""
-    first = joined.sets[0]
-    *batch, queries, _ = _value(first.product).shape
-    head_dim = _value(first.q).shape[-1]
-    if len(batch) == 0 or torch_symbols.statically_known(queries < head_dim):
+    first = joined.sets[0].product
+    scores, q = _value(first.node), _value(first.left)
+    if first.left_summed is None or torch_symbols.statically_known(scores.shape[-2] < q.shape[first.left_summed]):
         raise _NotJoined
-    for one in joined.sets:
-        keys = _value(one.keys)
-        if not _same((*keys.shape[:-1], 0), (*_value(first.keys).shape[:-1], 0)) or keys.dim() != len(batch) + 2:
+    if any(_value(one.product.node).dtype != scores.dtype for one in joined.sets):
+        raise _NotJoined
+    _check_alike([one.keys for one in joined.sets], first.free)
+    _check_alike([product.right for product in joined.weighted], joined.weighted[0].summed)
+
+
+def _check_alike(nodes: Sequence[fx.Node], axis: int | None) -> None:
+    """All are of one dtype and of one shape, but for an axis. Raises _NotJoined."""
+    values = [_value(node) for node in nodes]
+    for value in values:
+        shapes = [
+            tuple(1 if i - x.dim() == axis else size for i, size in enumerate(x.shape)) for x in (value, values[0])
+        ]
+        if value.dtype != values[0].dtype or not _same(*shapes):
             raise _NotJoined
-        if keys.dtype != _value(first.keys).dtype or _value(one.product).dtype != _value(first.product).dtype:
-            raise _NotJoined
-    shapes = [_value(node).shape for node in joined.values]
-    if any(not _same((*a[:-2], a[-1]), (*shapes[0][:-2], shapes[0][-1])) for a in shapes):
-        raise _NotJoined
-    if len({_value(node).dtype for node in joined.values}) != 1:
-        raise _NotJoined
 
 
 def _check_untouched(joined: _Joined) -> None:
@@ -312,16 +293,15 @@ def _spell_out(graph_module: fx.GraphModule, joined: _Joined) -> Spelled | None:
     masks = [mask.node for one in joined.sets for mask in one.masks]
     scales = [number for _, number in joined.sets[0].scales if isinstance(number, fx.Node)]
     keys = [one.keys for one in joined.sets]
-    inputs = list(dict.fromkeys([joined.sets[0].q, *keys, *joined.values, *masks, *scales, *outside]))
+    weighted = joined.weighted
+    inputs = list(dict.fromkeys([joined.sets[0].q, *keys, *(x.right for x in weighted), *masks, *scales, *outside]))
 
     def function(*given: Any) -> Any:
         values = dict(zip(inputs, given, strict=True))
         values[joined.cat] = _scores(joined, values)
         for node in joined.way:
             values[node] = _run(node, values)
-        weights = values[joined.way[-1]]
-        found = [values[node] for node in joined.values]
-        return weights @ (found[0] if len(found) == 1 else torch.cat(found, -2))
+        return weighted[0].of(values[joined.way[-1]], _joined([values[x.right] for x in weighted], weighted[0].summed))
 
     traced = torch_tracing.trace_pre_dispatch(function, [node.meta["example_value"] for node in inputs])
     own = joined.own
@@ -349,8 +329,8 @@ def _spell_out(graph_module: fx.GraphModule, joined: _Joined) -> Spelled | None:
 
 
 def _scores(joined: _Joined, values: Mapping[fx.Node, Any]) -> torch.Tensor:
-    keys = torch.cat([values[one.keys].transpose(-1, -2) for one in joined.sets], -2)
-    scores: torch.Tensor = values[joined.sets[0].q] @ keys.transpose(-1, -2)
+    product = joined.sets[0].product
+    scores = product.of(values[product.left], _joined([values[one.keys] for one in joined.sets], product.free))
     for name, number in joined.sets[0].scales:
         factor = values[number] if isinstance(number, fx.Node) else number
         scores = scores * factor if name == "mul" else scores / factor
@@ -361,9 +341,16 @@ def _scores(joined: _Joined, values: Mapping[fx.Node, Any]) -> torch.Tensor:
     return scores
 
 
+def _joined(tensors: Sequence[torch.Tensor], axis: int | None) -> torch.Tensor:
+    """Along an axis, which is the last but one in memory where it is the last of a transposed tensor."""
+    if axis is None or len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([x.mT for x in tensors], -2).mT if axis == -1 else torch.cat(list(tensors), axis)
+
+
 def _among(mask: torch.Tensor, sets: Sequence[_Set], place: int, values: Mapping[fx.Node, Any]) -> torch.Tensor:
     """The mask of one set among zeros for the others."""
-    sizes = [values[one.keys].shape[-1] for one in sets]
+    sizes = [values[one.keys].shape[one.product.free] for one in sets]
     zeros = [mask.new_zeros((*mask.shape[:-1], size)) for size in sizes]
     zeros[place] = mask.expand(*mask.shape[:-1], sizes[place])
     return torch.cat(zeros, -1)

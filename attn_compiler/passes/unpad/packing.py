@@ -114,7 +114,9 @@ def _check_graph(unit: Unit) -> None:
         remedy = "use no checkpoint within a checkpoint"
         raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, f"attention is in the body {names}", remedy=remedy)
     if unit.spelling.calls or unit.spelling.local:
-        raise KeepsPadding(Code.PADDING_OTHER_CALLS, rule, "FlexAttention, a library's kernel or DTensors")
+        raise KeepsPadding(
+            Code.PADDING_OTHER_CALLS, rule, "FlexAttention, a library's kernel, keys in several sets or DTensors"
+        )
     if unit.options.fp8_recipe is not None:
         raise KeepsPadding(
             Code.PADDING_OTHER_CALLS, "attention runs in the model's own dtype", "an fp8_recipe is given"

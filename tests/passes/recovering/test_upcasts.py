@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_compiler.lowerings.shared.calls.arguments import kernel_constants
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.matching import operands
 from attn_compiler.passes.recovering import upcasts
@@ -167,6 +168,113 @@ def test_axes_that_can_not_be_followed_keep_the_casts(monkeypatch: pytest.Monkey
 
 def test_training_keeps_the_casts() -> None:
     assert not is_narrow(run(gptj, *inputs(grad=True), lowering="math"))
+
+
+# ---- training: products in tf32 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", [gptj, cast_above_views])
+def test_training_holds_numbers_of_bfloat16(attention: Attention) -> None:
+    site = run(attention, *inputs(grad=True), lowering="math").site
+    assert site.spec.of_bfloat16
+    assert kernel_constants(site.spec, added=False)["PRECISION"] == "tf32"
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As CodeGen has it where its tables of positions are float32."""
+    return ((q.float() * 1.1 + 0.3) @ k.float().mT).softmax(-1).to(v.dtype) @ v
+
+
+def _of_float32_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q.float() @ k.float().mT).softmax(-1) @ (v.float() * v.float())
+
+
+def _factor_of_run_time(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q.float() @ k.float().mT * v.float().mean()).softmax(-1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        (gptj, torch.float16),
+        (gptj, torch.float32),
+        (_widened, torch.bfloat16),
+        (_of_float32_values, torch.bfloat16),
+        (_factor_of_run_time, torch.bfloat16),
+    ],
+)
+def test_training_on_other_numbers_keeps_float32(attention: Attention, dtype: torch.dtype) -> None:
+    """tf32 has not all digits of float32, and cuts weights of float16 where the model rounds them."""
+    site = run(attention, *inputs(dtype, grad=True), lowering="math").site
+    assert not site.spec.of_bfloat16
+    assert kernel_constants(site.spec, added=False)["PRECISION"] == "ieee"
+
+
+def test_inference_has_no_such_site() -> None:
+    assert not run(gptj, *inputs(), lowering="math").site.spec.of_bfloat16
+
+
+@pytest.mark.parametrize("size", [0.3, 1.0, 4.0, 12.0])
+@pytest.mark.parametrize("mean", [0.0, 3.0])
+def test_weights_and_gradients_that_are_cut_to_tf32_are_as_accurate(size: float, mean: float) -> None:
+    """The kernels' own formulas, with each product in tf32: beside float64, at most 1.1 times as far as the model's own."""
+    q, k, v = (x.detach() for x in inputs(size=size))
+    v = (v.float() + mean).to(v.dtype)
+    upstream = torch.randn(v.shape, generator=torch.Generator().manual_seed(5)).to(v.dtype)
+    exact, own = (
+        _with_gradients([x.to(kind) for x in (q, k, v)], upstream.to(kind)) for kind in (torch.float64, q.dtype)
+    )
+    for mine, usual, right in zip(_in_tf32(q, k, v, upstream), own, exact, strict=True):
+        ours, theirs = ((x.double() - right).square().mean().sqrt() for x in (mine, usual))
+        assert ours <= 1.1 * theirs
+
+
+def _with_gradients(given: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    given = [x.requires_grad_() for x in given]
+    out = gptj(*given)
+    return [out, *torch.autograd.grad(out, given, upstream)]
+
+
+def _in_tf32(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> list[Tensor]:
+    dtype, (q, k, v, upstream) = q.dtype, (x.float() for x in (q, k, v, upstream))
+    scores = (q @ k.mT / 4.0).masked_fill(~mask(), -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    out = _cut(weights) @ v / weights.sum(-1, keepdim=True)
+    weights = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+    grad = _cut(weights * (upstream @ v.mT - (upstream * out).sum(-1, keepdim=True)))
+    found = [out, grad @ k / 4.0, grad.mT @ q / 4.0, _cut(weights).mT @ upstream]
+    return [x.to(dtype) for x in found]
+
+
+def _cut(x: Tensor) -> Tensor:
+    """As tensor cores read float32: without the last 13 bits."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1.0, 4.0])
+def test_training_on_a_gpu(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    given = [x.detach().cuda().requires_grad_() for x in inputs(size=size)]
+    upstream = torch.randn(given[2].shape, generator=torch.Generator().manual_seed(5)).cuda().bfloat16()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(q.shape[2], device=q.device)
+        scores = (q.float() @ k.float().mT).where(at <= at[:, None], torch.finfo(torch.float32).min) / 4.0
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    def results(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        out = function(*tensors)
+        return [out, *torch.autograd.grad(out, tensors, upstream.to(out.dtype))]
+
+    exact = results(attention, [x.detach().double().requires_grad_() for x in given])
+    own = results(attention, given)
+    function = compiled(attention, strict=True, lowering="triton", inner="aot_eager")
+    found = results(function, given)
+    assert function.site.spec.of_bfloat16
+    for mine, usual, right in zip(found, own, exact, strict=True):
+        ours, theirs = ((x.double() - right).square().mean().sqrt() for x in (mine, usual))
+        assert ours <= 1.1 * theirs
 
 
 def test_a_cpu_keeps_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,8 @@ def kernel_constants(spec: AttentionSpec, *, added: bool) -> dict[str, Any]:
         "CHANGE": score_changes.name(change),
         "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
         "PLAIN": change is None and not added and spec.score.scale > 0,
-        "PRECISION": "ieee",
+        # tf32 has all digits of a bfloat16 number. What else products read, a model has rounded to bfloat16 (recovering/upcasts.py).
+        "PRECISION": "tf32" if spec.of_bfloat16 else "ieee",
     }
 
 
