@@ -288,6 +288,11 @@ def _count(outcome: Outcome) -> None:
         outcome.missed += report.num_misses
         if report.unpad is not None:
             outcome.proved["padding stays" if report.unpad.kept else "padding is left out"] += 1
+        for call in report.linear:
+            if call.decision.lowering == "untouched":
+                outcome.untouched += 1
+            else:
+                outcome.lowered[call.decision.lowering] += 1
         for site in report.sites:
             times = len(site.modules)
             if site.decision.lowering == "untouched":

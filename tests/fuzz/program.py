@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tests.fuzz import linear_functions
+
 Size = int | str
 _PROBE = re.compile(r"# probe: (.*)$", re.MULTILINE)
 
@@ -152,6 +154,7 @@ class Program:
             "checkpoint": torch.utils.checkpoint.checkpoint,
             "probe": probe,
             "apart": apart,
+            **linear_functions.called_in(self.source, exact=exact),
         }
         text = self.source if probe is None else _PROBE.sub(r"probe(\1)", self.source)
         # Under a file's name, without which torch 2.11 does not trace it.

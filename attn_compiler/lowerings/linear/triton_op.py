@@ -24,6 +24,7 @@ from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 _NAME = "linear_triton"
 _DTYPES = (*HALF, "float32")
 _MACHINES = (80, 90)
+_HOPPER = 90
 #: largest size of a head
 _WIDEST = 256
 
@@ -36,7 +37,7 @@ class LinearTriton:
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """The reasons of a machine that can't run the kernels stand alone."""
         machine = check_machine(target) or _check_architecture(target)
-        return machine or [*_check_dtypes(spec, target), *_check_sizes(spec)]
+        return machine or [*_check_dtypes(spec, target), *_check_sizes(spec), *_check_gradients(spec, target)]
 
     @property
     def op(self) -> torch._ops.OpOverload:
@@ -51,6 +52,23 @@ def _check_architecture(target: Target) -> list[Reason]:
         return []
     rule = f"kernels of linear attention were compiled for {' and '.join(f'sm{sm}' for sm in _MACHINES)}"
     return [Reason(code=Code.ARCHITECTURE, rule=rule, observed=f"sm{target.sm}")]
+
+
+def _check_gradients(spec: LinearSpec, target: Target) -> list[Reason]:
+    """Ptxas 12.8, which Triton 3.6 and 3.7 bring for Hopper, compiles some kernels of several products wrongly: they read shared memory
+    that is not theirs (https://github.com/triton-lang/triton/issues/11366). The gated delta rule's ran right at all sizes."""
+    is_right = spec.form.recurrence == "delta" and not spec.form.channel
+    if target.triton_interpreted or target.sm != _HOPPER or not spec.needs_grad or is_right:
+        return []
+    decay = "a decay for each channel" if spec.form.channel else spec.form.name
+    return [
+        Reason(
+            code=Code.ARCHITECTURE,
+            rule="kernels of gradients ran without faults on Hopper",
+            observed=f"{decay}: at some sizes illegal reads on an H200, with Triton 3.6 and its ptxas 12.8",
+            remedy="options={'lowering': 'linear_reference'}",
+        )
+    ]
 
 
 def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests.fuzz.grammar import keyless_rules, mask_rules, operand_rules, padded_rules, region_rules, score_rules
+from tests.fuzz.grammar import (
+    keyless_rules,
+    linear_rules,
+    mask_rules,
+    operand_rules,
+    padded_rules,
+    region_rules,
+    score_rules,
+)
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.program import Program
 
@@ -100,6 +108,7 @@ RULES: dict[str, Rule] = {
     "cross": operand_rules.cross,
     "near misses": score_rules.near_misses,
     "boundaries": operand_rules.boundaries,
+    "linear attention": linear_rules.linear_attention,
 }
 
 
@@ -142,8 +151,10 @@ def programs(
     possible = lowerings[-1:] if rule in TILES else lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings
     if rule == "padded batches" and len(lowerings) > 1:
         possible = PADDED_LOWERINGS
+    if rule == "linear attention" and len(lowerings) > 1:
+        possible = linear_rules.LINEAR_LOWERINGS
     chosen = draw(st.sampled_from(possible))
-    is_interpreted = device == "cpu" and chosen is not None and chosen[0] == "triton"
+    is_interpreted = device == "cpu" and chosen is not None and chosen[0] in ("triton", "linear_triton")
     sizes = _sizes(draw, rule, large=large, is_interpreted=is_interpreted)
     draft = Draft(draw=draw, sizes=sizes, grads=draw(st.booleans()), writes=draw(st.integers(0, 2)) == 2)
     draft.dtype = draw(

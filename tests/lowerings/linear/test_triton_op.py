@@ -55,6 +55,15 @@ def test_what_it_can_not_do_is_refused_by_name() -> None:
     assert _codes(_INTERPRETED) == []
 
 
+@pytest.mark.parametrize("name", list(FORMS))
+def test_gradients_that_are_compiled_wrongly_for_hopper_are_refused(name: str) -> None:
+    wrong = [] if name == "delta" else [Code.ARCHITECTURE]
+    assert _codes(_GPU, FORMS[name], dtype="bfloat16", needs_grad=True) == wrong
+    assert _codes(_GPU, FORMS[name], dtype="bfloat16") == []
+    assert _codes(Target.fake(sm=80), FORMS[name], needs_grad=True) == []
+    assert _codes(_INTERPRETED, FORMS[name], needs_grad=True) == []
+
+
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 def test_the_inner_compiler_sees_a_leaf_op(form: LinearForm) -> None:
     op = LinearTriton().op

@@ -1,0 +1,92 @@
+"""Linear attention: calls of models' own functions, with heads that share one of k, states, padding, and lengths around those of chunks."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.fuzz.grammar.draft import Draft
+
+#: what such programs are compiled with
+LINEAR_LOWERINGS: tuple[tuple[str, ...] | None, ...] = (
+    ("linear_reference",),
+    ("linear_triton", "linear_reference"),
+    ("linear_triton", "linear_reference"),
+    None,
+)
+_LENGTHS = (1, 2, 5, 15, 16, 17, 33, 63, 64, 65, 70, 130)
+_CHUNKS = (16, 64)
+#: of functions that go token by token, where Dynamo may trace each
+_FEW = (1, 2, 5)
+
+
+def linear_attention(draft: Draft) -> None:
+    """One call, and perhaps a second one that goes on from its state."""
+    kind = draft.pick("delta_rule", "delta_rule", "kimi_delta", "state_space", "delta_rule_by_token")
+    if draft.dtype == torch.float64:
+        # The functions compute in float32 all the same, and a result in float64 has no roundings of its own.
+        draft.dtype = torch.float32
+    draft.sizes["q"] = draft.pick(*(_FEW if kind.endswith("by_token") else _LENGTHS))
+    draft.sizes["k"] = draft.sizes["q"]
+    if kind == "state_space":
+        _state_space(draft)
+    else:
+        _delta(draft, kind)
+
+
+def _delta(draft: Draft, kind: str) -> None:
+    heads = "h" if kind == "kimi_delta" else "kv"
+    q, k = draft.new("q", ("b", "q", heads, "d")), draft.new("k", ("b", "q", heads, "d"))
+    v, beta = draft.new("v", ("b", "q", "h", "e")), draft.new("c", ("b", "q", "h"))
+    decay = draft.new("g", ("b", "q", "h", "d") if kind == "kimi_delta" else ("b", "q", "h"))
+    _pad(draft, (q, k, v))
+    is_normal = draft.maybe()
+    if not is_normal:
+        # A key that is longer than 1 makes the delta rule grow.
+        draft.lines.append(f"{k} = F.normalize({k}, dim=-1)")
+    draft.lines.append(f"{decay} = -F.softplus({decay}.to(W){draft.pick('', ' - 3', ' * 3')})")
+    settings = [f"g={decay}", f"beta={beta}.sigmoid()", f"use_qk_l2norm_in_kernel={is_normal}"]
+    if not kind.endswith("by_token"):
+        settings.append(f"chunk_size={draft.pick(*_CHUNKS)}")
+    _call(draft, kind, (q, k, v), settings, ("initial_state", "output_final_state"), ("b", "h", "d", "e"))
+
+
+def _state_space(draft: Draft) -> None:
+    x, dt = draft.new("x", ("b", "q", "h", "e")), draft.new("t", ("b", "q", "h"))
+    rate, skip, bias = (draft.new(name, ("h",)) for name in ("a", "w", "r"))
+    k, q = draft.new("k", ("b", "q", "kv", "d")), draft.new("q", ("b", "q", "kv", "d"))
+    _pad(draft, (x, k, q))
+    draft.lines.append(f"{rate} = -{rate}.to(W).exp()")
+    settings = [f"chunk_size={draft.pick(*_CHUNKS)}", "dt_softplus=True", "dt_limit=(0.0, inf)"]
+    settings += [f"D={skip}"] * draft.maybe() + [f"dt_bias={bias}"] * draft.maybe()
+    names = ("initial_states", "return_final_states")
+    _call(draft, "state_space", (x, dt, rate, k, q), settings, names, ("b", "h", "e", "d"))
+
+
+def _pad(draft: Draft, names: tuple[str, ...]) -> None:
+    """As transformers does it: what is of padding is 0 before the call, and its decay is not 1."""
+    if draft.maybe(3):
+        real = draft.new("p", ("b", "q"), draft.pick("padding", "filled"))
+        draft.lines += [f"{x} = {x} * {real}[:, :, None, None].to({x}.dtype)" for x in names]
+
+
+def _call(
+    draft: Draft,
+    kind: str,
+    operands: tuple[str, ...],
+    settings: list[str],
+    names: tuple[str, str],
+    state: tuple[str, ...],
+) -> None:
+    """names: of the first state and of whether the last one is given."""
+    first, wants_last = names
+    has_last = draft.maybe()
+    if draft.maybe():
+        settings.append(f"{first}={draft.new('s', state)}.to(W)")
+    called = f"{kind}({', '.join((*operands, *settings))}, {wants_last}={{}})"
+    if not has_last:
+        # The state space gives its result alone then.
+        draft.lines.append(f"o = {called.format(False)}" + ("" if kind == "state_space" else "[0]"))
+        draft.outputs.append("o")
+        return
+    draft.lines.append(f"o, last = {called.format(True)}")
+    draft.outputs += ["o", "last"]
