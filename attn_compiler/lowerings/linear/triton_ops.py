@@ -23,6 +23,8 @@ _BACKWARD = (
     f"(Tensor grad_out, Tensor grad_last, {_OPERANDS}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_g, "
     "Tensor grad_beta, Tensor grad_skip, Tensor grad_state)"
 )
+#: of the operands, those that the last state is made of: all but q and the skip
+_OF_LAST = (1, 2, 3, 4, 6)
 _ROOM = "attn_compiler.lowerings.linear"
 
 
@@ -43,6 +45,8 @@ def _fake_backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Te
 def _setup(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     *tensors, ctx.text = inputs
     ctx.save_for_backward(*tensors)
+    if not any(ctx.needs_input_grad[at] for at in _OF_LAST):
+        ctx.mark_non_differentiable(output[1])
 
 
 def _formula(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:

@@ -45,3 +45,15 @@ def test_the_fake_of_the_gradient_is_what_it_gives(name: str) -> None:
     fakes = triton_ops._fake_backward(out, last, *operands)
     for one, fake in zip(found, fakes, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+@_FORMS
+def test_a_state_that_q_alone_wants_gradients_of_has_none(name: str) -> None:
+    """As in eager mode: the last state is made of all operands but q and the skip."""
+    given = [x.detach() if isinstance(x, Tensor) else x for x in _given(name, 20, with_state=True)]
+    for at, wants in ((0, False), (1, True)):
+        mine = [x.clone().requires_grad_(i == at) if isinstance(x, Tensor) else x for i, x in enumerate(given)]
+        out, last = _OPS.linear_chunks(*mine)
+        assert (out.requires_grad, last.requires_grad) == (True, wants)
+        (found,) = torch.autograd.grad(out.float().sum(), [mine[at]])
+        assert bool(found.any())
