@@ -134,10 +134,10 @@ def _held_out() -> Iterator[str]:
     yield from _table(measured, lambda row: row["call"].replace("prefill padded", "prefill, padded"))
     failed = [row for row in rows if not row["ratio"]]
     if failed:
-        yield f"\nWithout a figure, with the reason in the CSV: {', '.join(_case(row) for row in failed)}."
+        yield f"\nWithout a figure ([why](measuring.md#held-out-models-without-a-gain)): {', '.join(_case(row) for row in failed)}."
     wrong = [row for row in rows if row["ratio"] and not has_gain(row)]
     if wrong:
-        yield f"\nWrong, so without a gain: {', '.join(_case(row) for row in wrong)}."
+        yield f"\nWrong, so without a gain ([why](measuring.md#held-out-models-without-a-gain)): {', '.join(_case(row) for row in wrong)}."
     yield ""
 
 
