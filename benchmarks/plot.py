@@ -27,6 +27,7 @@ _WORDS = {
     "prefill_cache": "inference, with a cache",
     "train": "training",
     "train_padded": "training, padded",
+    "train_checkpointed": "training, checkpoints",
 }
 
 

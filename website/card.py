@@ -85,8 +85,8 @@ def _mask(site: SiteReport, x: float, place: int) -> Iterator[Markup]:
     yield Markup(placed)
     words, padding = site.spec.mask.words.partition(" (proved)")[0].rsplit(" ∧ ", 1)
     yield _text(x, 456, f"{layers}: {words} ∧")
-    yield _text(x, 475, f"{padding}, proved")
-    yield _text(x, 494, f"{share(grid)} of the pairs take part", "quiet")
+    yield _text(x, 475, padding)
+    yield _text(x, 494, f"proved; {share(grid)} of the pairs take part", "quiet")
     drawn_with = next(words for words in example.made_up if words.startswith("attention_mask"))
     yield _text(x, 513, "where " + drawn_with, "quiet small")
 
