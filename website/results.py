@@ -91,6 +91,7 @@ GROUPS = (
     Group(words="models that nothing was tuned for", where="H200", file="held_out_h200", of=_ratios),
     Group(words="models that call FlexAttention", where="H200", file="flex_h200", of=_ratios),
     Group(words="attentions that a seed drew", where="H200", file="sites_h200", of=_sites),
+    Group(words="others, with `time_kernels`", where="H200", file="sites_timed_h200", of=_sites),
     Group(words="decoding steps, static cache", where="H200", file="decode_models_h200", of=_decoded),
     Group(words="padded batches with `unpad`", where="H200", file="unpad_h200", of=_unpadded),
     Group(words="padded batches with `unpad`", where=_CPU, file="unpad_cpu", of=_unpadded),
