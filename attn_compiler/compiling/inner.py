@@ -31,7 +31,7 @@ class Inner:
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
         # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
         from attn_compiler.context_parallel import collectives, halo_ops, merge_ops  # noqa: F401
-        from attn_compiler.lowerings.graph_ops import kept, no_gradients, rotary_tables
+        from attn_compiler.lowerings.graph_ops import kept, rotary_tables
         from attn_compiler.lowerings.shared.ops.leaf_ops import without_autograd
 
         def joint_pass(graph: fx.Graph) -> None:
@@ -45,11 +45,6 @@ class Inner:
                     rotary_tables.keep_tables(graph)
             except StepFailed as failed:
                 failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
-            try:
-                with step("share zeros among backwards"):
-                    no_gradients.share_zeros(graph)
-            except StepFailed as failed:
-                failed.told(self.options, torch_compat.graph_name(), "each backward has its own")
             self._compile_ahead(graph)
 
         return self._compile(gm, example_inputs, key, joint_pass, self._last_pass())
