@@ -309,10 +309,10 @@ def _softcap_mod_backward(cap: float) -> Any:
 
 
 def _empty(shape: Shape, like: Tensor) -> Tensor:
-    """For logical BHSD, BSHD in memory, on the current device."""
-    batch, heads, length, width = shape
-    strides = (heads * length * width, width, heads * width, 1)
-    return torch_compat.empty_strided((batch, heads, length, width), strides, like.dtype, like.device.type)
+    """Contiguous, on the current device."""
+    batch, rows, columns, width = shape
+    strides = (rows * columns * width, columns * width, width, 1)
+    return torch_compat.empty_strided((batch, rows, columns, width), strides, like.dtype, like.device.type)
 
 
 def _sinks(operands: Sequence[Tensor]) -> Named:

@@ -11,13 +11,7 @@ import torch
 
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments, Gradients
-from attn_compiler.lowerings.shared.ops.leaf_ops import (
-    Tensors,
-    empty_gradient,
-    empty_input_gradient,
-    empty_outputs,
-    register_family,
-)
+from attn_compiler.lowerings.shared.ops.leaf_ops import Tensors, empty_gradient, empty_outputs, register_family
 from attn_compiler.spec.attention import AttentionSpec
 
 
@@ -40,7 +34,7 @@ def _reference_backward(*arguments: Any) -> Gradients:
     *exact, exact_operands = reference.backward(grad_out, grad_lse, q, k, v, operands, parsed)
     wanted = reference.differentiable(operands, parsed)
     targets = [tensor for tensor, is_wanted in zip(operands, wanted, strict=True) if is_wanted]
-    grad_q, grad_k, grad_v = (empty_input_gradient(t).copy_(grad) for t, grad in zip((q, k, v), exact, strict=True))
+    grad_q, grad_k, grad_v = (empty_gradient(t).copy_(grad) for t, grad in zip((q, k, v), exact, strict=True))
     grads = [empty_gradient(t).copy_(grad) for t, grad in zip(targets, exact_operands, strict=True)]
     return grad_q, grad_k, grad_v, grads
 

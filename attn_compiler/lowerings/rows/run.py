@@ -10,7 +10,7 @@ import torch
 from attn_compiler.lowerings.rows.piece_scores import PieceScores
 from attn_compiler.lowerings.rows.pieces import Piece, cut, operand_names
 from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments, Gradients
-from attn_compiler.lowerings.shared.ops.leaf_ops import empty_input_gradient, empty_outputs
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
 from attn_compiler.spec.attention import AttentionSpec
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def backward(*arguments: Any) -> Gradients:
     """Gradients of q, k and v. Nothing reads the lse, so it has none."""
     grad_out, _, q, k, v, operands, out, lse, spec = BackwardArguments(*arguments)
     parsed = AttentionSpec.from_text(spec)
-    grads = [empty_input_gradient(x).zero_() for x in (q, k, v)]
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     named = _named(parsed, operands)
     added = PieceScores.of(named, q.shape[2])
     for piece in cut(parsed, q, k, named):

@@ -29,7 +29,7 @@ from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readabl
 from attn_compiler.lowerings.shared.launching.launch import ReadyKernel
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
-from attn_compiler.lowerings.shared.ops.leaf_ops import empty_input_gradient
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient
 
 #: names of a backward's inputs, before those of the operands
 _INPUTS = ("GradOut", "GradLse", "Q", "K", "V", "Out", "Lse")
@@ -91,7 +91,7 @@ class BackwardByKernels(BackwardBody):
         rows_together = self.rows_together(prepared)
         tensors["RowStats"] = same.empty("RowStats", lambda: _empty_row_stats(lse, rows_together))
         for name in ("Q", "K", "V"):
-            tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_input_gradient, tensors[name]))
+            tensors[f"Grad{name}"] = same.empty(f"Grad{name}", functools.partial(empty_gradient, tensors[name]))
         shared = Backward(prepared=prepared, same=same, tensors=tensors, start=self.start)
         self.make_room(shared)
         return shared

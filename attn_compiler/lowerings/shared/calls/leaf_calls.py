@@ -21,7 +21,7 @@ from attn_compiler.lowerings.shared.launching.noting import noter
 from attn_compiler.lowerings.shared.launching.on_device import new_lse, on
 from attn_compiler.lowerings.shared.launching.recording import recorder
 from attn_compiler.lowerings.shared.launching.replaying import BETWEEN, Alike, Replay, alike
-from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient, empty_input_gradient, empty_outputs
+from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient, empty_outputs
 
 Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class BackwardBody(abc.ABC):
 
     def unfilled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Room for the gradient of q, k or v."""
-        return empty_input_gradient(tensor)
+        return empty_gradient(tensor)
 
     def instead(self, given: BackwardArguments) -> Gradients:
         """As `ForwardBody.instead`."""

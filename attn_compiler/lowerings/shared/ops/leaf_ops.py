@@ -9,8 +9,7 @@
 q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
 contiguous, float32 (float64 for float64), natural logarithm.
 operands: what masks and score changes load, in the family's own order. The backward's list holds the gradients of those that
-want one, in the same order. Those are contiguous. Gradients of q, k and v lie as out does, BSHD in memory: models took these three from
-a matmul over positions, which is what comes next. (Contiguous ones were three more kernels a layer.) A family may give others.
+want one, in the same order. Gradients are contiguous; a family may give those of q, k and v other strides.
 spec: the spec's text, and whatever else was decided: the choice is spelled in the graph, and so in every cache key. Sizes and
 strides in it are those that were decided on; the op itself goes by its tensors.
 
@@ -52,14 +51,8 @@ def late(module: str, function: str, *, site: str | None = None, notes: bool = F
 
 
 def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of an operand, unfilled."""
+    """A gradient of `tensor`, unfilled, in the strides that families give it unless they say otherwise."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def empty_input_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of q, k or v, unfilled, in the strides that families give it unless they say otherwise."""
-    batch, heads, seqlen, head_dim = tensor.shape
-    return torch.empty((batch, seqlen, heads, head_dim), dtype=tensor.dtype, device=tensor.device).transpose(1, 2)
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +83,7 @@ def register_family(
     backward: Backward,
     differentiable: Differentiable,
     dispatch_key: str,
-    gradient: OfTensor = empty_input_gradient,
+    gradient: OfTensor = empty_gradient,
     prepare_grad_out: OfTensor = as_it_is,
     in_graph: InGraph = _nothing,
 ) -> None:
@@ -150,7 +143,7 @@ def register_backward(
     backward: Backward,
     differentiable: Differentiable,
     dispatch_key: str,
-    gradient: OfTensor = empty_input_gradient,
+    gradient: OfTensor = empty_gradient,
 ) -> None:
     """Define the backward of a family, or of what has no leaf op of its own (given_ops.py). As `register_family`."""
     op = f"{name}_backward"

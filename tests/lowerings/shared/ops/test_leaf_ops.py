@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.compilers import nop
 from torch._inductor.codegen import custom_extern_kernel_codegen
 
 from attn_compiler.lowerings.plain import ops as reference_ops
@@ -144,48 +142,6 @@ def test_out_is_bshd_in_memory_and_lse_contiguous() -> None:
     assert out.transpose(1, 2).is_contiguous()
     assert (lse.shape, lse.dtype) == ((2, 4, 73), torch.float32)
     assert lse.is_contiguous()
-
-
-@pytest.mark.parametrize("name", ["layout_bshd", "gqa"])
-def test_gradients_of_inputs_lie_as_out_does(name: str) -> None:
-    """However the inputs lie."""
-    inputs = cases.build(BY_NAME[name])
-    gradients: list[tuple[int, ...]] = []
-
-    def noted(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-        (call,) = (n for n in gm.graph.nodes if "reference_backward" in str(n.target))
-        gradients.extend(x.stride() for x in call.meta["val"][:3])
-        return nop(gm, given)
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.attn_compiler.reference(q, k, v, operands(inputs), inputs.spec.to_text())[0]
-        return out
-
-    leaves = (inputs.q, inputs.k, inputs.v)
-    found = torch.autograd.grad(aot_function(run, nop, noted)(*leaves).sum(), leaves)
-    assert all(x.transpose(1, 2).is_contiguous() for x in found)
-    assert gradients == [x.stride() for x in found]
-
-
-def test_what_comes_before_reads_the_gradients_as_they_lie() -> None:
-    """A matmul over positions made q, k and v: three clones of each layer otherwise."""
-    inputs = cases.build(BY_NAME["layout_bshd"])
-    batch, heads, length, width = inputs.q.shape
-    targets: list[str] = []
-
-    def noted(gm: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-        targets.extend(str(node.target) for node in gm.graph.nodes)
-        return nop(gm, given)
-
-    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        q, k, v = ((x @ w).view(batch, length, heads, width).transpose(1, 2) for w in weight)
-        out: torch.Tensor = torch.ops.attn_compiler.reference(q, k, v, operands(inputs), inputs.spec.to_text())[0]
-        return out.transpose(1, 2).reshape(batch, length, heads * width)
-
-    given = torch.randn(batch, length, 8, requires_grad=True), torch.randn(3, 8, heads * width, requires_grad=True)
-    aot_function(run, nop, noted)(*given).sum().backward()
-    assert "attn_compiler.reference_backward.default" in targets
-    assert "aten.clone.default" not in targets
 
 
 def test_lse_is_the_natural_logarithm_of_the_denominator_and_has_a_gradient() -> None:
