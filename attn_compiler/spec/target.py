@@ -6,9 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
+import re
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 #: Triton reads this when a kernel is defined: kernels are then interpreted, on the CPU too
@@ -17,6 +21,8 @@ TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
 CUDNN_FRONTEND_DISTRIBUTION = "nvidia-cudnn-frontend"
+#: the major number of its compute capability
+_HOPPER = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +34,8 @@ class Target:
     torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
     flash_attn_4, cudnn_frontend: their versions, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
     processors: multiprocessors of the GPU, 0 on CPU.
+    ptxas: the version of the assembler that Triton takes for Hopper, "12.8"; "" on other machines, or where it can't be asked.
+    without_wgmma: Triton is told not to use wgmma (DISABLE_MMA_V3).
     packaged: what is decided on goes into an exported program, and runs where this package is not imported.
     """
 
@@ -43,6 +51,8 @@ class Target:
     flash_attn_4: str = ""
     mixed_gpus: bool = False
     processors: int = 0
+    ptxas: str = ""
+    without_wgmma: bool = False
     packaged: bool = False
 
     @staticmethod
@@ -69,6 +79,8 @@ class Target:
             flash_attn_4=_version(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
             mixed_gpus=has_gpu and _has_mixed_gpus(),
             processors=torch_module.cuda.get_device_properties(parsed).multi_processor_count if has_gpu else 0,
+            ptxas=_ptxas_version() if major == _HOPPER else "",
+            without_wgmma=has_gpu and os.environ.get("DISABLE_MMA_V3", "").lower() in ("1", "on", "true"),
         )
 
     @staticmethod
@@ -86,10 +98,16 @@ class Target:
         flash_attn_4: str = "",
         mixed_gpus: bool = False,
         processors: int | None = None,
+        ptxas: str | None = None,
+        without_wgmma: bool = False,
         packaged: bool = False,
     ) -> Target:
-        """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0."""
+        """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0.
+
+        ptxas: by default that of CUDA 12.8, which Triton 3.6 and 3.7 bring, where there is Hopper.
+        """
         on_gpu = device == "cuda"
+        is_hopper = on_gpu and sm in (None, 90)
         return Target(
             device=device,
             sm=(90 if on_gpu else 0) if sm is None else sm,
@@ -103,6 +121,8 @@ class Target:
             flash_attn_4=flash_attn_4,
             mixed_gpus=mixed_gpus,
             processors=(132 if on_gpu else 0) if processors is None else processors,
+            ptxas=("12.8" if is_hopper else "") if ptxas is None else ptxas,
+            without_wgmma=without_wgmma,
             packaged=packaged,
         )
 
@@ -121,6 +141,7 @@ class Target:
         notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic
         notes += ["triton interpreted"] * self.triton_interpreted
         notes += ["GPUs of several architectures"] * self.mixed_gpus
+        notes += ["no wgmma"] * self.without_wgmma
         notes += ["for an exported program"] * self.packaged
         return ", ".join(parts) + "".join(f"; {note}" for note in notes)
 
@@ -163,6 +184,22 @@ def _has_mixed_gpus() -> bool:
     import torch
 
     return len({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}) > 1
+
+
+@functools.cache
+def _ptxas_version() -> str:
+    """Of the program that Triton takes: the one that TRITON_PTXAS_PATH names, or its own. Triton is not imported."""
+    package = importlib.util.find_spec("triton")
+    own = (
+        [] if package is None or package.origin is None else [Path(package.origin).parent / "backends/nvidia/bin/ptxas"]
+    )
+    named = os.environ.get("TRITON_PTXAS_PATH")
+    found = next((path for path in ([Path(named)] if named else []) + own if path.is_file()), None)
+    if found is None:
+        return ""
+    said = subprocess.run([str(found), "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+\.\d+)", said)
+    return "" if release is None else release[1]
 
 
 def _triton_version() -> str:

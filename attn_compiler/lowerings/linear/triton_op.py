@@ -14,6 +14,7 @@ from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
 from attn_compiler.lowerings.graph_ops.linear_recurrence import steps
 from attn_compiler.lowerings.linear import triton_ops  # noqa: F401 (the ops are registered by the import)
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
+from attn_compiler.lowerings.shared.limits.triton_releases import RIGHT_PTXAS
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.dtypes import HALF
@@ -37,7 +38,7 @@ class LinearTriton:
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """The reasons of a machine that can't run the kernels stand alone."""
         machine = check_machine(target) or _check_architecture(target)
-        return machine or [*_check_dtypes(spec, target), *_check_sizes(spec), *_check_gradients(spec, target)]
+        return machine or [*_check_dtypes(spec, target), *_check_sizes(spec), *_check_assembler(spec, target)]
 
     @property
     def op(self) -> torch._ops.OpOverload:
@@ -55,19 +56,22 @@ def _check_architecture(target: Target) -> list[Reason]:
     return [Reason(code=Code.ARCHITECTURE, rule=rule, observed=f"sm{target.sm}")]
 
 
-def _check_gradients(spec: LinearSpec, target: Target) -> list[Reason]:
-    """Ptxas 12.8, which Triton 3.6 and 3.7 bring for Hopper, compiles some kernels of several products wrongly: they read shared memory
-    that is not theirs (https://github.com/triton-lang/triton/issues/11366). The gated delta rule's ran right at all sizes."""
-    is_right = spec.form.recurrence == "delta" and not spec.form.channel
-    if target.triton_interpreted or target.sm != _HOPPER or not spec.needs_grad or is_right:
+def _check_assembler(spec: LinearSpec, target: Target) -> list[Reason]:
+    """On an H200 with ptxas 12.8 the state space's gradients faulted, and Kimi's results were wrong without a fault. With ptxas 13.1, and
+    without wgmma, all was right. One token has no products."""
+    is_one_token = spec.length == 1 and not spec.needs_grad
+    if target.triton_interpreted or target.sm != _HOPPER or target.without_wgmma or is_one_token:
         return []
-    decay = "a decay for each channel" if spec.form.channel else spec.form.name
+    found = tuple(int(part) for part in target.ptxas.split(".")) if target.ptxas else (0, 0)
+    if found >= RIGHT_PTXAS:
+        return []
+    newest = ".".join(map(str, RIGHT_PTXAS))
     return [
         Reason(
-            code=Code.ARCHITECTURE,
-            rule="kernels of gradients ran without faults on Hopper",
-            observed=f"{decay}: at some sizes illegal reads on an H200, with Triton 3.6 and its ptxas 12.8",
-            remedy="options={'lowering': 'linear_reference'}",
+            code=Code.KNOWN_BUG,
+            rule=f"on Hopper, kernels of several products are assembled by ptxas {newest} or newer, or have no wgmma",
+            observed=f"ptxas {target.ptxas}" if target.ptxas else "a ptxas whose version is not known",
+            remedy=f"set TRITON_PTXAS_PATH to a ptxas of CUDA {newest} or newer, or DISABLE_MMA_V3=1, before Triton is imported",
         )
     ]
 

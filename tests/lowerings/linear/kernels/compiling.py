@@ -47,7 +47,8 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """registers, spilled: of a thread; spilled in bytes. shared: bytes of a program. products: instructions of tensor cores."""
+    """registers, spilled: of a thread; spilled in bytes. shared: bytes of a program. products: instructions of tensor cores; wgmma: those
+    of Hopper among them, which are asynchronous."""
 
     case: str
     kernel: str
@@ -56,6 +57,7 @@ class Found:
     spilled: int
     shared: int
     products: int
+    wgmma: int
 
 
 Launch = tuple[Any, dict[str, torch.Tensor], Arguments]
@@ -128,6 +130,7 @@ def compiled(name: str, launch: Launch, sm: int) -> Found:
         registers=registers,
         spilled=spilled,
         shared=made.metadata.shared,
+        wgmma=ptx.count("wgmma.mma_async"),
         products=sum(ptx.count(one) for one in ("mma.sync", "wgmma.mma_async", "tcgen05.mma")),
     )
 

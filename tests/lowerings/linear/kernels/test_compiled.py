@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.lowerings.linear.kernels import compiling
 from tests.lowerings.linear.kernels.compiling import Found, jobs
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
-from tests.thinned import in_full
+from tests.thinned import further, in_full
 
 #: bytes that a block may have, of Nvidia's tuning guides
 _SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -21,11 +21,29 @@ _SPILLED = {
     "channel_pairs": 80,
     "state_pass": 280,
     "reverse_pass": 600,
+    "value_gradients": 100,
+    "channel_pair_gradients": 80,
 }
-_SPILLED_80 = {"state_pass": 340, "reverse_pass": 840}
+_SPILLED_80 = {
+    "state_pass": 340,
+    "reverse_pass": 840,
+    "head_gradients": 1840,
+    "value_gradients": 760,
+    "channel_gradients": 400,
+}
 #: of float32, and of heads of 256
 _SPILLED_ELSEWHERE = 12288
 _MODELS = ("qwen3_next", "kimi", "bamba")
+
+
+@of_a_known_compiler
+@pytest.mark.parametrize("job", further(["bamba-90", "qwen3_next-90", "kimi-90"], daily=["bamba-90"]))
+def test_without_wgmma_there_is_none(job: str) -> None:
+    """Triton reads the variable when it compiles, and has it in the keys of its cache."""
+    found = [Found(**each) for each in printed_by(compiling, job, DISABLE_MMA_V3="1")]
+    assert all(one.wgmma == 0 for one in found)
+    assert any(one.products > 0 for one in found)
+    assert any(Found(**each).wgmma for each in printed_by(compiling, job))
 
 
 @pytest.mark.parametrize("job", in_full(jobs(), daily=["bamba-90"]))
