@@ -31,7 +31,7 @@ _BETA = "v_beta = value * beta"
 _SOFTPLUS = "        dt = F.softplus(dt)\n    dt = torch.clamp"
 
 
-def said(folder: Path, name: str, edits: Mapping[str, str], *, length: Any = 50, heads: int = 4) -> str:
+def said(folder: Path, name: str, edits: Mapping[str, str], *, length: Any = 50, heads: int = 4, batch: int = 2) -> str:
     """ "" where the function is taken."""
     function = linear_variants.variant(folder, name, edits)
     proposed = substitutes.proposal(function)
@@ -43,10 +43,10 @@ def said(folder: Path, name: str, edits: Mapping[str, str], *, length: Any = 50,
         "dt_limit": (0.0, float("inf")),
     }
     form = running.form_of(proposed, _ROLES[name], given, channel=name == CHANNEL)
-    grouped = heads if name == CHANNEL else heads // 2
+    grouped = heads if name == CHANNEL else max(heads // 4, 2)
     spec = LinearSpec(
         form=form,
-        batch=2,
+        batch=batch,
         length=1 if name == UPDATE else length,
         num_heads_k=grouped,
         num_heads_v=heads,
@@ -137,6 +137,24 @@ NEAR_MISSES: tuple[tuple[str, str, dict[str, str], str], ...] = (
 def test_what_is_nearly_a_recurrence_is_not_taken(tmp_path: Path, case: tuple[str, str, dict[str, str], str]) -> None:
     _, name, edits, why = case
     assert why in said(tmp_path, name, edits)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {_SCALED: "query = torch.cat([query[:, :7], -query[:, 7:]], 1) * scaling\n\n    # Pad"},
+        {
+            f"{x}.repeat_interleave(num_v_heads // num_k_heads, dim=2)": f"torch.cat([{x}.repeat_interleave(2, dim=2)] * "
+            "(num_v_heads // num_k_heads // 2), 2)"
+            for x in ("query", "key")
+        },
+    ],
+    ids=["the eighth head", "groups of four"],
+)
+def test_heads_that_few_heads_do_not_stand_for_are_told_at_any_batch(tmp_path: Path, edits: dict[str, str]) -> None:
+    for batch in (2, 1 << 20):
+        assert "from the recurrence's" in said(tmp_path, DELTA, edits, heads=16, batch=batch)
+        assert said(tmp_path, DELTA, {}, heads=16, batch=batch) == ""
 
 
 def test_a_text_that_nobody_read_is_not_taken_for_every_length(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import torch
 from attn_compiler.verifying.comparing import is_plain
 from attn_compiler.verifying.numbers import difference, exact_dtype
 
+#: axes of an output with numbers for each token, and how outputs of an encoder beside a decoder are named
+_RANK, _ENCODERS = 3, "encoder_"
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
 
 
@@ -79,7 +81,7 @@ def loss_of(
         if name not in noise:
             generator = torch.Generator().manual_seed(1)
             drawn = torch.randn(x.shape, generator=generator) / max(x.numel(), 1) ** 0.5
-            if padding is not None and x.shape[:2] == padding.shape:
+            if padding is not None and _is_padded(name, x, padding, outputs):
                 drawn[padding] = 0
             noise[name] = drawn.to(x.device)
         real = torch.view_as_real(x)[..., 0] if x.is_complex() else x
@@ -99,7 +101,8 @@ def apart(
 ) -> Distance:
     """How far results are from the uncompiled model's. A gradient that is None is one of zeros.
 
-    padding: bool (batch, tokens), in the host's memory, where a token is padding: no model says what an output is there. None: nothing is.
+    padding: bool (batch, tokens), in the host's memory, where a token is padding: no model says what an output (batch, tokens, numbers) is
+    there. None: nothing is.
     """
     others = [name for name in dict.fromkeys((*new, *own)) if name not in new or name not in own]
     largest, where, beside = 0.0, "", 0.0
@@ -113,7 +116,7 @@ def apart(
         if x.shape != y.shape:
             others.append(name)
             continue
-        if padding is not None and y.shape[:2] == padding.shape:
+        if padding is not None and _is_padded(name, y, padding, own):
             at_padding = max(at_padding or 0.0, _largest(x[padding], y[padding]))
             x, y = x[~padding], y[~padding]
         if not y.numel():
@@ -123,6 +126,15 @@ def apart(
         if off > largest or not where:
             largest, where = max(off, largest), name
     return Distance(largest=largest, where=where, beside=beside, others=tuple(others), at_padding=at_padding)
+
+
+def _is_padded(name: str, x: torch.Tensor, padding: torch.Tensor, all_of_them: Mapping[str, Any]) -> bool:
+    """Whether an output of that name holds numbers for each token that `padding` tells of: (batch, tokens, numbers).
+
+    Of two axes, the second may be classes, of four, heads. Beside an encoder's outputs, those of a decoder are of other tokens.
+    """
+    has_encoder = any(one.startswith(_ENCODERS) for one in all_of_them)
+    return x.dim() == _RANK and x.shape[:2] == padding.shape and (name.startswith(_ENCODERS) or not has_encoder)
 
 
 def _largest(x: torch.Tensor, y: torch.Tensor) -> float:

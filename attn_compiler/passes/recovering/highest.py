@@ -43,7 +43,8 @@ def leaves_zeros(mirror: Mirror, match: Match, reader: Reader) -> bool:
     """
     added = _added(mirror, match, reader)
     factor = None if added is None else _lowest_step(added)
-    if factor is None or not match.scores.additive:
+    # One number for all keys of a row chooses none of them, and its tensor has no axis of keys.
+    if added is None or factor is None or not ix.mentions(added, Index("k")):
         return False
     (term,) = match.scores.additive
     values = [node.meta["val"] for node in (match.first, term.operand.used)]

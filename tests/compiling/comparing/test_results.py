@@ -107,5 +107,29 @@ def test_padding_is_compared_apart_and_in_no_loss() -> None:
 
 
 def test_all_of_a_tensor_may_be_padding() -> None:
-    far = results.apart({"x": torch.ones(1, 2)}, {"x": torch.zeros(1, 2)}, torch.ones(1, 2, dtype=torch.bool))
+    far = results.apart({"x": torch.ones(1, 2, 1)}, {"x": torch.zeros(1, 2, 1)}, torch.ones(1, 2, dtype=torch.bool))
     assert (far.largest, far.at_padding) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4, 4)])
+def test_classes_and_heads_may_be_as_many_as_tokens(shape: tuple[int, ...]) -> None:
+    padding = torch.tensor([[True, False, False], [False, False, True]])
+    new = torch.zeros(shape)
+    new[padding] = 5.0
+    far = results.apart({"x": new}, {"x": torch.zeros(shape)}, padding)
+    assert (far.largest, far.at_padding) == (5.0, None)
+    new.requires_grad_()
+    loss = results.loss_of({"x": new}, {}, padding)
+    assert loss is not None
+    assert torch.autograd.grad(loss, new)[0].all()
+
+
+def test_padding_of_an_encoder_is_not_a_decoders() -> None:
+    padding = torch.tensor([[True, False, False], [False, False, True]])
+    wrong = torch.zeros(2, 3, 4)
+    wrong[padding] = 5.0
+    own = {"logits": torch.zeros(2, 3, 4), "encoder_last_hidden_state": torch.zeros(2, 3, 4)}
+    far = results.apart({"logits": wrong, "encoder_last_hidden_state": own["logits"]}, own, padding)
+    assert (far.largest, far.where, far.at_padding) == (5.0, "logits", 0.0)
+    far = results.apart({"logits": own["logits"], "encoder_last_hidden_state": wrong}, own, padding)
+    assert (far.largest, far.at_padding) == (0.0, 5.0)

@@ -137,6 +137,7 @@ NOT_AT_LOWEST: dict[str, Make] = {
     "halves": lambda m: (1.0 - _of_keys(m) * 0.5) * LOWEST,
     "beside a bias": lambda m: (1.0 - _of_keys(m)) * LOWEST + torch.arange(S) * 0.5,
     "twice": lambda m: (1.0 - _of_keys(m)) * -1e30 + (1.0 - _of_keys(m.flip(1))) * -1e30,
+    "one number for all keys": lambda m: (1.0 - _of_keys(m)[..., :1]) * LOWEST,
     "wrapped around": lambda m: ((1 - _of_keys(m)) * torch.iinfo(torch.int64).min).float(),
 }
 

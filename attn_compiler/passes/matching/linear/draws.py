@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ from attn_compiler.spec.linear import LinearSpec
 #: numbers as models have them; tiny q and k, where what is added to a norm counts, and long memory; numbers outside of what models have
 SORTS = ("ordinary", "tiny", "unusual")
 _SMALL = (4, 6)
-#: heads of v for one of k, where there are many: a text may branch on whether heads are grouped, and not on how many are
+#: of a run with all heads of the model
+_SMALLEST = (2, 3)
+#: heads of v for one of k in most runs, where there are many
 _GROUPED = 2
 #: numbers of the largest tensor of a proof
 _MOST = 1 << 24
@@ -51,6 +54,14 @@ def sizes(spec: LinearSpec) -> Iterator[DrawSizes]:
         yield from (small(length, sort) for length in lengths)
     if isinstance(spec.length, int) and spec.length not in lengths and not _is_one_token(spec):
         yield small(spec.length, SORTS[0])
+    # A text may treat its tenth head, or groups of four, in another way than a second head and groups of two.
+    yield dataclasses.replace(
+        small(lengths[min(1, len(lengths) - 1)], SORTS[0]),
+        heads_k=spec.num_heads_k,
+        heads_v=spec.num_heads_v,
+        dim_k=_SMALLEST[0],
+        dim_v=_SMALLEST[1],
+    )
     yield _as_they_are(spec, ratio)
 
 

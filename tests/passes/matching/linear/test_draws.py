@@ -29,12 +29,13 @@ def test_what_would_take_long_is_made_smaller() -> None:
     assert (last.batch, last.heads_v, last.dim_k) == (1, 1, 128)
 
 
-def test_few_heads_stand_for_many_that_share_one() -> None:
-    """A state space of 128 heads and one of k took half a minute."""
+def test_many_heads_are_run_at_small_sizes_alone() -> None:
+    """A state space of 128 heads of their own sizes took half a minute."""
     found = list(
         draws.sizes(linear_forms.spec(linear_forms.STATE_SPACE, num_heads_k=1, num_heads_v=128, head_dim_k=128))
     )
-    assert {(one.heads_k, one.heads_v) for one in found} == {(2, 4), (1, 2)}
+    assert {(one.heads_k, one.heads_v) for one in found} == {(2, 4), (1, 2), (1, 128)}
+    assert [(one.length, one.dim_k, one.dim_v) for one in found if one.heads_v == 128] == [(2, 2, 3)]
 
 
 def test_operands_have_the_shapes_of_their_roles() -> None:
