@@ -143,7 +143,7 @@ def test_verify_holds_a_lowering_against_the_function(monkeypatch: pytest.Monkey
     by_token = linear_variants.own("torch_recurrent_gated_delta_rule")
     given = {name: x.requires_grad_() for name, x in _given(6).items()}
     real = chunks.by_chunks
-    monkeypatch.setattr(reference, "by_chunks", lambda prepared: tuple(x * factor for x in real(prepared)))
+    monkeypatch.setattr(reference, "by_chunks", lambda *given: tuple(x * factor for x in real(*given)))
     options = {**_OPTIONS, "verify": True, "cache_rewrites": False}
     run = torch.compile(_called(by_token), backend="attn_compiler", options=options, fullgraph=True)
     if factor > 1:
