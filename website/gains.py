@@ -81,10 +81,14 @@ def has_gain(row: Row) -> bool:
 
 def row_of(name: str, **wanted: str) -> Row:
     """The one row of a CSV that has these values. Raises ValueError where there is none, or several."""
-    found = [row for row in rows_of(name) if all(row[key] == value for key, value in wanted.items())]
+    found = _matching(name, wanted)
     if len(found) != 1:
         raise ValueError(f"{name}.csv has {len(found)} rows with {wanted}")
     return found[0]
+
+
+def _matching(name: str, wanted: Mapping[str, str]) -> list[dict[str, str]]:
+    return [row for row in rows_of(name) if all(row[key] == value for key, value in wanted.items())]
 
 
 def readme() -> Iterator[str]:
@@ -106,10 +110,9 @@ def _line(line: Line, row: Row) -> list[str]:
 
 def _peaks(line: Line) -> str:
     """Inductor's and ours, weights included, in GiB; "" where nobody measured them."""
-    found = [row for row in rows_of(_MEMORY) if all(row.get(key) == value for key, value in line.wanted.items())]
-    if line.file != "h200" or not found:
+    if line.file != "h200" or not _matching(_MEMORY, line.wanted):
         return ""
-    (row,) = found
+    row = row_of(_MEMORY, **line.wanted)
     sides = (row[f"{side}_peak_mib"] for side in ("inductor", "attn_compiler"))
     both = " → ".join(f"{float(mib) / 1024:.1f}" for mib in sides if mib)
     return f"[{both} GiB](benchmarks/results/{_MEMORY}.csv)" if "→" in both else ""

@@ -71,6 +71,24 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=positions <= positions[:, None])
 
 
+class Layer(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal(q, k, v)
+
+
+class Layers(torch.nn.Module):
+    """Two layers, whose sites are named by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for layer in self.layers:
+            q = layer(q, k, v) + q
+        return q
+
+
 def masked(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
     """Key padding, as an additive mask."""
     mask = torch.zeros(attention_mask.shape).masked_fill(attention_mask == 0, torch.finfo(torch.float32).min)

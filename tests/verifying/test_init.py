@@ -27,7 +27,7 @@ from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting import verifications as results
 from attn_compiler.verifying import Verification
 from tests.passes.compiling import Compiled, compiled, mark
-from tests.verifying.planning import LENGTH, SHAPE, Tensor, causal, planned, qkv
+from tests.verifying.planning import LENGTH, SHAPE, Layers, Tensor, causal, planned, qkv
 from tests.verifying.training import assert_verified, checkpointed, found
 
 pytestmark = pytest.mark.usefixtures("nothing_kept")
@@ -397,22 +397,8 @@ def test_bias_that_is_off_by_a_position(monkeypatch: pytest.MonkeyPatch, functio
 
 @pytest.mark.usefixtures("less_or_equal_is_less")
 def test_site_is_named_and_the_other_sites_too() -> None:
-    class Layer(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return causal(q, k, v)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Layer(), Layer()])
-
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for layer in self.layers:
-                q = layer(q, k, v) + q
-            return q
-
     with pytest.raises(VerificationMismatch) as caught:
-        run(Model(), *qkv())
+        run(Layers(), *qkv())
     assert caught.value.site == "layers.0"
     assert "layers.0" in str(caught.value)
     assert any("layers.1" in note for note in caught.value.__notes__)

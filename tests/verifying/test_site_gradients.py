@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from attn_compiler.reasons.errors import VerificationMismatch
 from tests.passes.compiling import compiled
+from tests.verifying.planning import Layers
 from tests.verifying.training import (
     DTYPES,
     LENGTH,
@@ -60,22 +60,6 @@ def test_a_backward_that_is_off_by_a_factor(
     assert caught.value.what.startswith(f"gradient of sdpa_cpu_flash with respect to {wrong_backward} (")
     assert found("gradient") == []
     assert_verified("output", "graph outputs")
-
-
-class Layer(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal(q, k, v) + q
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for layer in self.layers:
-            q = layer(q, k, v)
-        return q
 
 
 def test_a_wrong_backward_is_located_in_its_layer(wrong_backward: str) -> None:

@@ -1,7 +1,8 @@
 """What the kernels of linear attention are made of: products of parts, the inverse of a triangle, rows of tensors.
 
 A product of bfloat16 alone loses two thirds of the bits that the models' own functions hold, which compute in float32. So a number in
-float32 is taken as the sum of some in bfloat16: of two, 16 bits, where the result is in bfloat16; of three, all 24, where it is in float32.
+float32 is taken as a sum of numbers in bfloat16. Two numbers hold 16 bits: enough where the result is in bfloat16. Three hold all 24 bits,
+for results in float32.
 A number that is bfloat16 in memory is the first of them.
 """
 

@@ -216,14 +216,8 @@ def _check_sums_to_one(
 ) -> None:
     """Weights still sum to 1 where a key is left, so that what keeps their sum from 0 changes none. Raises Refused."""
     if not all(_is_masked_before(mirror, *one, scores) for one in pending):
-        raise Refused(
-            code=Code.AXES,
-            rule="every axis and every step of the scores can be followed",
-            observed=f"{node.name} divides by a sum that is kept from 0, of weights that are masked and sum to any number below 1",
-            at=node,
-            progress=4,
-            remedy=_MASK_SCORES,
-        )
+        what = "divides by a sum that is kept from 0, of weights that are masked and sum to any number below 1"
+        raise _other_mask(node, what)
 
 
 def _kept(node: fx.Node, zeroed: Zeroed, dims: Dims) -> Joined:
@@ -351,10 +345,15 @@ def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Di
     """
     if _is_masked_before(mirror, node, zeroed, dims, scores):
         return
-    raise Refused(
+    raise _other_mask(node, "sets weights to zero by another mask than that of the scores")
+
+
+def _other_mask(node: fx.Node, what: str) -> Refused:
+    """Weights are masked in another way than their scores. what: a node does, of which that is seen."""
+    return Refused(
         code=Code.AXES,
         rule="every axis and every step of the scores can be followed",
-        observed=f"{node.name} sets weights to zero by another mask than that of the scores",
+        observed=f"{node.name} {what}",
         at=node,
         progress=4,
         remedy=_MASK_SCORES,
