@@ -6,14 +6,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
-import re
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from attn_compiler.spec.assemblers import hopper_assembler
 
 #: Triton reads this when a kernel is defined: kernels are then interpreted, on the CPU too
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,7 +32,8 @@ class Target:
     torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
     flash_attn_4, cudnn_frontend: their versions, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
     processors: multiprocessors of the GPU, 0 on CPU.
-    ptxas: the version of the assembler that Triton takes for Hopper, "12.8"; "" on other machines, or where it can't be asked.
+    ptxas: the version of the assembler of our kernels with wgmma by Triton (spec/assemblers.py), "13.1"; "" on other machines than Hopper,
+    or where it can't be asked.
     without_wgmma: Triton is told not to use wgmma (DISABLE_MMA_V3).
     packaged: what is decided on goes into an exported program, and runs where this package is not imported.
     """
@@ -66,12 +65,13 @@ class Target:
         parsed = torch_module.device(device)
         has_gpu = parsed.type == "cuda" and torch_module.cuda.is_available()
         major, minor = torch_module.cuda.get_device_capability(parsed) if has_gpu else (0, 0)
+        triton = _triton_version()
         return Target(
             device=parsed.type,
             sm=major * 10 + minor,
             cudnn=cudnn_version() if has_gpu else 0,
             torch=str(torch_module.__version__),
-            triton=_triton_version(),
+            triton=triton,
             cudnn_frontend=_version(CUDNN_FRONTEND_DISTRIBUTION) if has_gpu else "",
             disabled=_disabled_kernels(),
             deterministic=torch_module.are_deterministic_algorithms_enabled(),
@@ -79,7 +79,7 @@ class Target:
             flash_attn_4=_version(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
             mixed_gpus=has_gpu and _has_mixed_gpus(),
             processors=torch_module.cuda.get_device_properties(parsed).multi_processor_count if has_gpu else 0,
-            ptxas=_ptxas_version() if major == _HOPPER else "",
+            ptxas=hopper_assembler(triton).version if major == _HOPPER else "",
             without_wgmma=has_gpu and os.environ.get("DISABLE_MMA_V3", "").lower() in ("1", "on", "true"),
         )
 
@@ -184,22 +184,6 @@ def _has_mixed_gpus() -> bool:
     import torch
 
     return len({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}) > 1
-
-
-@functools.cache
-def _ptxas_version() -> str:
-    """Of the program that Triton takes: the one that TRITON_PTXAS_PATH names, or its own. Triton is not imported."""
-    package = importlib.util.find_spec("triton")
-    own = (
-        [] if package is None or package.origin is None else [Path(package.origin).parent / "backends/nvidia/bin/ptxas"]
-    )
-    named = os.environ.get("TRITON_PTXAS_PATH")
-    found = next((path for path in ([Path(named)] if named else []) + own if path.is_file()), None)
-    if found is None:
-        return ""
-    said = subprocess.run([str(found), "--version"], capture_output=True, text=True, check=False).stdout
-    release = re.search(r"release (\d+\.\d+)", said)
-    return "" if release is None else release[1]
 
 
 def _triton_version() -> str:
