@@ -104,7 +104,7 @@ class Target:
     ) -> Target:
         """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0.
 
-        ptxas: by default that of CUDA 12.8, which Triton 3.6 and 3.7 bring, where there is Hopper.
+        ptxas: by default that of our kernels with Triton 3.7 and a driver of CUDA 13, where there is Hopper.
         """
         on_gpu = device == "cuda"
         is_hopper = on_gpu and sm in (None, 90)
@@ -121,7 +121,7 @@ class Target:
             flash_attn_4=flash_attn_4,
             mixed_gpus=mixed_gpus,
             processors=(132 if on_gpu else 0) if processors is None else processors,
-            ptxas=("12.8" if is_hopper else "") if ptxas is None else ptxas,
+            ptxas=("13.1" if is_hopper else "") if ptxas is None else ptxas,
             without_wgmma=without_wgmma,
             packaged=packaged,
         )
