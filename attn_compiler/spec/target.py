@@ -19,6 +19,8 @@ TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
 CUDNN_FRONTEND_DISTRIBUTION = "nvidia-cudnn-frontend"
+#: what flash-linear-attention has its kernels in
+FLA_DISTRIBUTION = "fla-core"
 #: the major number of its compute capability
 _HOPPER = 9
 
@@ -30,7 +32,8 @@ class Target:
     torch, triton: version strings, "" if absent. disabled: SDPA kernels that the user switched off ("flash",
     "efficient", "cudnn", "math"), read once when a graph is compiled. deterministic:
     torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
-    flash_attn_4, cudnn_frontend: their versions, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
+    flash_attn_4, cudnn_frontend, fla: their versions, "" if absent or without a GPU.
+    mixed_gpus: the process sees GPUs of several architectures.
     processors: multiprocessors of the GPU, 0 on CPU.
     ptxas: the version of the assembler of our kernels with wgmma by Triton (spec/assemblers.py), "13.1"; "" on other machines than Hopper,
     or where it can't be asked.
@@ -48,6 +51,7 @@ class Target:
     deterministic: bool = False
     triton_interpreted: bool = False
     flash_attn_4: str = ""
+    fla: str = ""
     mixed_gpus: bool = False
     processors: int = 0
     ptxas: str = ""
@@ -77,6 +81,7 @@ class Target:
             deterministic=torch_module.are_deterministic_algorithms_enabled(),
             triton_interpreted=TRITON_INTERPRETED,
             flash_attn_4=_version(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
+            fla=_version(FLA_DISTRIBUTION) if has_gpu else "",
             mixed_gpus=has_gpu and _has_mixed_gpus(),
             processors=torch_module.cuda.get_device_properties(parsed).multi_processor_count if has_gpu else 0,
             ptxas=hopper_assembler(triton).version if major == _HOPPER else "",
@@ -96,6 +101,7 @@ class Target:
         deterministic: bool = False,
         triton_interpreted: bool = False,
         flash_attn_4: str = "",
+        fla: str = "",
         mixed_gpus: bool = False,
         processors: int | None = None,
         ptxas: str | None = None,
@@ -119,6 +125,7 @@ class Target:
             deterministic=deterministic,
             triton_interpreted=triton_interpreted,
             flash_attn_4=flash_attn_4,
+            fla=fla,
             mixed_gpus=mixed_gpus,
             processors=(132 if on_gpu else 0) if processors is None else processors,
             ptxas=("13.1" if is_hopper else "") if ptxas is None else ptxas,
@@ -136,6 +143,7 @@ class Target:
             ("triton", self.triton),
             (FLASH_ATTN_4_DISTRIBUTION, self.flash_attn_4),
             (CUDNN_FRONTEND_DISTRIBUTION, self.cudnn_frontend),
+            (FLA_DISTRIBUTION, self.fla),
         )
         parts += [f"{name} {version}" for name, version in versions if version]
         notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic

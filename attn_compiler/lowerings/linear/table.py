@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import UNTOUCHED
+from attn_compiler.lowerings.linear.fla_op import LinearFla
 from attn_compiler.lowerings.linear.reference import LinearReference
 from attn_compiler.lowerings.linear.triton_op import LinearTriton
 from attn_compiler.reasons.codes import Code
@@ -16,7 +17,11 @@ from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.spec.target import Target
 
-LINEAR_LOWERINGS: tuple[LinearReference | LinearTriton, ...] = (LinearReference(), LinearTriton())
+LINEAR_LOWERINGS: tuple[LinearReference | LinearTriton | LinearFla, ...] = (
+    LinearReference(),
+    LinearTriton(),
+    LinearFla(),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
