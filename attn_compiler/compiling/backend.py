@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from attn_compiler.lowerings.shared.launching.ahead import Ahead, NotCompiled
     from attn_compiler.passes import Rewritten
     from attn_compiler.passes.graph.unit import Unit
+    from attn_compiler.reporting.facts import LinearReport
     from attn_compiler.spec.attention import AttentionSpec
+    from attn_compiler.spec.linear import LinearSpec
     from attn_compiler.verifying.plan import CheckPlan
 
 log = logging.getLogger(__name__)
@@ -180,12 +182,21 @@ def _tell_of(failed: Sequence[NotCompiled]) -> bool:
     return any(concerned for _, concerned in found)
 
 
-_Called = tuple[tuple[str, ...], str, "AttentionSpec"]
+_Called = tuple[tuple[str, ...], str, "AttentionSpec | LinearSpec"]
 
 
 def _called_in(report: Report) -> list[_Called]:
     """Of each site that calls leaf ops their texts, its lowering and its spec."""
-    return [(site.texts, site.decision.lowering, site.spec) for site in report.sites if site.texts]
+    linear = [(_texts_of(row), row.decision.lowering, row.spec) for row in report.linear]
+    return [*((site.texts, site.decision.lowering, site.spec) for site in report.sites if site.texts), *linear]
+
+
+def _texts_of(row: LinearReport) -> tuple[str, ...]:
+    """What failures of its kernels are told by: at a launch by the form, ahead of it by the op."""
+    from attn_compiler.lowerings import linear_table
+
+    leaves = {one.name: one.leaves for one in linear_table.LINEAR_LOWERINGS}
+    return (row.spec.form.text, *leaves.get(row.decision.lowering, ()))
 
 
 def _called_beside(padded: Unit | None) -> list[_Called]:

@@ -42,6 +42,7 @@ from attn_compiler.lowerings.triton.fp8 import TritonFp8
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.spec.target import Target
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "estimate",
     "evidence",
     "faster",
+    "has_failed",
     "linear_table",
     "names",
     "order",
@@ -112,7 +114,12 @@ def names() -> tuple[str, ...]:
 
 def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:
     """What only building a lowering's kernels tells against a spec: that they failed before, or the lowering's own word."""
-    return FAILURES.reasons(name, spec) or untried.reasons(name, target) or by_name(name).cannot_build(spec, target)
+    return has_failed(name, spec, target) or by_name(name).cannot_build(spec, target)
+
+
+def has_failed(name: str, spec: AttentionSpec | LinearSpec, target: Target) -> list[Reason]:
+    """That a lowering's kernels failed before, for such a spec or on such a machine."""
+    return FAILURES.reasons(name, spec) or untried.reasons(name, target)
 
 
 def packaged_twin(op: Any) -> Any:

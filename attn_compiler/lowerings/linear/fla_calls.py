@@ -13,6 +13,7 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gat
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from torch import Tensor
 
+from attn_compiler.lowerings.linear.plain_calls import gradients
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.spec.linear import LinearForm
 
@@ -29,15 +30,12 @@ def forward(
 def backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, g, beta, skip and state; empty where there is none."""
     *operands, text = given
-    with on(grad_out.device), torch.enable_grad():
-        wanted = [None if x is None else x.detach().requires_grad_() for x in operands]
-        q, k, v, g, beta, _, state = wanted
-        outs = _called(_function(LinearForm.of_text(text), is_one=False), q, k, v, g, beta, state)
-        found = torch.autograd.grad(
-            outs, [x for x in wanted if x is not None], [grad_out, grad_last], materialize_grads=True
-        )
-    grads = iter(found)
-    return tuple(grad_out.new_empty(0) if x is None else next(grads).to(x.dtype).contiguous() for x in operands)
+    function = _function(LinearForm.of_text(text), is_one=False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, _: Any, state: Any) -> tuple[Tensor, Tensor]:
+        return _called(function, q, k, v, g, beta, state)
+
+    return gradients(run, grad_out, grad_last, operands)
 
 
 def _function(form: LinearForm, *, is_one: bool) -> Any:

@@ -37,6 +37,8 @@ class LinearFla:
     """Takes the delta rule in half precision, where flash-linear-attention is installed."""
 
     name = _NAME
+    #: the ops of its kernels
+    leaves: tuple[str, ...] = ("fla_chunks", "fla_chunks_backward")
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """The reasons of a machine that can't run it stand alone."""

@@ -25,6 +25,8 @@ class LinearReference:
     """Takes every spec."""
 
     name = _NAME
+    #: the ops of its kernels
+    leaves: tuple[str, ...] = ()
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """Nothing is refused: these are PyTorch's ops."""

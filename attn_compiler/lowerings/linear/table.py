@@ -5,7 +5,7 @@ A call that no row speaks for keeps the model's own function, which the inner co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import UNTOUCHED
@@ -211,8 +211,11 @@ def row_of(spec: LinearSpec, target: Target) -> LinearRow | None:
     return next((row for row in ROWS if row.fits(spec, target)), None)
 
 
-def decide(spec: LinearSpec, target: Target, asked: Sequence[str] | None) -> Decision:
-    """The lowering of a call on a machine. asked: what the user named, in order; None: whatever is first.
+def decide(
+    spec: LinearSpec, target: Target, asked: Sequence[str] | None, failed: Callable[[str], list[Reason]] = lambda _: []
+) -> Decision:
+    """The lowering of a call on a machine. asked: what the user named, in order; None: whatever is first. failed: what is known of a
+    lowering's kernels that failed in this process.
 
     Reads nothing else: no environment, no tensor values, no globals.
     """
@@ -223,7 +226,7 @@ def decide(spec: LinearSpec, target: Target, asked: Sequence[str] | None) -> Dec
     for name in order:
         if name == UNTOUCHED:
             return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
-        reasons = by_name[name].why_not(spec, target)
+        reasons = by_name[name].why_not(spec, target) or failed(name)
         if not reasons:
             return Decision(lowering=name, refusals=tuple(refusals))
         refusals.append(Refusal(lowering=name, reasons=tuple(reasons)))

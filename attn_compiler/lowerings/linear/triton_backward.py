@@ -5,14 +5,19 @@ What the forward made of a chunk is made again: only operands are kept from the 
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
 from attn_compiler.lowerings.linear.triton_launch import BLOCK, chunks
 from attn_compiler.lowerings.linear.triton_passes import reverse, states
 from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
 
@@ -20,7 +25,14 @@ from attn_compiler.lowerings.shared.launching.on_device import on
 _COLUMNS = 16
 
 
-def backward(
+def backward(*given: Any) -> tuple[Tensor, ...]:
+    """As `linear_chunks_backward`: the gradients of the operands, contiguous; of one that is absent a tensor without numbers. By plain ops
+    where a kernel can't be compiled or started."""
+    launch_all, instead = functools.partial(_launched, *given), functools.partial(plain_calls.backward, *given)
+    return or_else("linear_chunks_backward", given[-1], launch_all, instead)
+
+
+def _launched(
     grad_out: Tensor,
     grad_last: Tensor,
     q: Tensor,
@@ -32,7 +44,6 @@ def backward(
     state: Tensor | None,
     text: str,
 ) -> tuple[Tensor, ...]:
-    """As `linear_chunks_backward`: the gradients of the operands, contiguous; of one that is absent a tensor without numbers."""
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "skip": skip, "first": state}
     grad_out = grad_out.contiguous()
     call = LinearTensors.of("linear_chunks_backward", given, text, grad_out, grad_last)

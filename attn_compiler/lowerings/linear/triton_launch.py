@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import channel, forward as kernels
 from attn_compiler.lowerings.linear.triton_passes import of_states, states
 from attn_compiler.lowerings.linear.triton_sizes import empty, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.spec.linear import LinearForm
 
@@ -19,7 +23,15 @@ BLOCK = 16
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_chunks`."""
+    """As `linear_chunks`; by plain ops where a kernel can't be compiled or started."""
+    given = (q, k, v, g, beta, skip, state, text)
+    launch_all, instead = functools.partial(_launched, *given), functools.partial(plain_calls.forward, *given)
+    return or_else("linear_chunks", text, launch_all, instead)
+
+
+def _launched(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
+) -> tuple[Tensor, Tensor]:
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "skip": skip, "first": state}
     call = LinearTensors.of("linear_chunks", given, text)
     with on(v.device):

@@ -34,6 +34,8 @@ class LinearTriton:
     """Takes what our kernels can do, on an A100, an H100 or one of its kind, or in Triton's interpreter."""
 
     name = _NAME
+    #: the ops of its kernels
+    leaves: tuple[str, ...] = ("linear_chunks", "linear_chunks_backward")
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """The reasons of a machine that can't run the kernels stand alone."""

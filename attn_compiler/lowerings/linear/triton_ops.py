@@ -60,13 +60,13 @@ def _formula(backward: str, ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tu
 _OPS: Any = getattr(torch.ops, NAMESPACE)
 
 
-def register_chunks(name: str, forward: Late, backward: Late) -> None:
-    """Define `name` and `name`_backward, with these bodies."""
-    register_helper(f"{name}_backward", _BACKWARD, function=backward, fake=_fake_backward)
+def register_chunks(name: str, forward: Late, backward: Late, *, notes: bool = False) -> None:
+    """Define `name` and `name`_backward, with these bodies. notes: as in register_helper."""
+    register_helper(f"{name}_backward", _BACKWARD, function=backward, fake=_fake_backward, notes=notes)
     formula = functools.partial(_formula, f"{name}_backward")
-    register_helper(name, _CHUNKS, function=forward, fake=_fake, differentiated=(_setup, formula))
+    register_helper(name, _CHUNKS, function=forward, fake=_fake, notes=notes, differentiated=(_setup, formula))
 
 
 register_chunks(
-    "linear_chunks", Late(f"{_ROOM}.triton_launch", "forward"), Late(f"{_ROOM}.triton_backward", "backward")
+    "linear_chunks", Late(f"{_ROOM}.triton_launch", "forward"), Late(f"{_ROOM}.triton_backward", "backward"), notes=True
 )

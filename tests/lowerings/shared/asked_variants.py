@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from attn_compiler.lowerings.decode import latent_launch, launch as decode_launch
 from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.hopper import fp8_launch as hopper_launch
+from attn_compiler.lowerings.linear import triton_backward, triton_launch as linear_launch
 from attn_compiler.lowerings.shared.calls import listing_launch
 from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
 from attn_compiler.lowerings.shared.launching.noting import noter
@@ -32,6 +33,7 @@ from attn_compiler.lowerings.triton import fp8_launch as triton_launch, launch
 from benchmarks import kernel_code
 from tests.lowerings.kernel_cases import BY_NAME
 from tests.lowerings.kernel_problems import build, planned
+from tests.lowerings.linear.triton_problems import FORMS, problem
 
 BODIES = (
     (launch, "forward"),
@@ -44,6 +46,8 @@ BODIES = (
     (rounding_launch, "largest_fp8"),
     (rounding_launch, "round_fp8"),
     (listing_launch, "lists"),
+    (linear_launch, "forward"),
+    (triton_backward, "backward"),
 )
 CASES = (
     "triton plain_64",
@@ -70,6 +74,7 @@ CASES = (
     "round 128",
     "lists",
     "any size",
+    "linear",
 )
 
 
@@ -172,7 +177,19 @@ def _keys(kernel: Any, positional: Any, named: Any) -> list[str]:
     return [f"{kernel.fn.__name__} {asked.key}" for asked in compiling.variants(kernel, positional, named)]
 
 
-OWN = {"lists": _lists, "any size": _any_size}
+def _linear() -> None:
+    """Many tokens with gradients, few heads in pieces, and one token, of each recurrence."""
+    for name, form in FORMS.items():
+        for sizes in ((130, 2, 4, 64, 32), (2100, 1, 1, 16, 16), (1, 2, 4, 64, 32)):
+            x = dict(zip(form.roles, (x.detach() for x in problem(form, sizes, batch=1)), strict=True))
+            heads, half = (("C", "B", "x") if name == "ssd" else ("q", "k", "v")), torch.bfloat16
+            steps = (x["dt"], x["dt"]) if name == "ssd" else (x["g"], x["beta"])
+            given = (*(x[role].to(half) for role in heads), *steps, x.get("D"), x.get("state"), form.text)
+            out, last = linear_launch.forward(*given)
+            triton_backward.backward(out, last, *given)
+
+
+OWN = {"lists": _lists, "any size": _any_size, "linear": _linear}
 
 
 def main() -> None:

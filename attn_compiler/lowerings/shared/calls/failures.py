@@ -17,6 +17,7 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import REPRODUCE, AttnCompilerWarning, KernelFailed, described
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.linear import LinearSpec
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Caller:
     """
 
     lowering: str
-    spec: AttentionSpec
+    spec: AttentionSpec | LinearSpec
     strict: bool = False
     start_over: Callable[[], None] | None = None
 
@@ -47,7 +48,7 @@ class Failures:
 
     callers: dict[str, list[Caller]] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
-    decided: dict[tuple[str, AttentionSpec], str] = field(default_factory=dict)
+    decided: dict[tuple[str, AttentionSpec | LinearSpec], str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def watch(self, texts: Iterable[str], caller: Caller) -> None:
@@ -66,7 +67,7 @@ class Failures:
             self.decided.update({(caller.lowering, caller.spec): cause for caller in found})
         return found
 
-    def reasons(self, lowering: str, spec: AttentionSpec) -> list[Reason]:
+    def reasons(self, lowering: str, spec: AttentionSpec | LinearSpec) -> list[Reason]:
         """Why a lowering is not chosen again for a spec."""
         cause = self.decided.get((lowering, spec))
         if cause is None:

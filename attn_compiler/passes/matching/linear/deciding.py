@@ -102,7 +102,10 @@ def _taken(
 
 def chosen(spec: LinearSpec, options: Options) -> Decision:
     """The lowering of a call on its machine."""
-    return lowerings.linear_table.decide(spec, Target.current(spec.device), _asked(options))
+    target = Target.current(spec.device)
+    return lowerings.linear_table.decide(
+        spec, target, _asked(options), lambda name: lowerings.has_failed(name, spec, target)
+    )
 
 
 def _asked(options: Options) -> tuple[str, ...] | None:
