@@ -172,7 +172,7 @@ def _operands(case: GpuCase) -> dict[str, Tensor]:
     return made | {"g": -F.softplus(decay - 2), "beta": normal(*tokens, heads.heads).sigmoid().to(half)}
 
 
-def cases(layers: Sequence[str], *, smoke: bool) -> Iterator[GpuCase]:
+def cases(layers: Sequence[str], scenarios: Sequence[str], *, smoke: bool) -> Iterator[GpuCase]:
     """What is measured, the most telling first."""
     sizes = [("training", 4, 2048), ("prefill", 1, 2048), ("decode", 64, 1)]
     further = [
@@ -182,7 +182,8 @@ def cases(layers: Sequence[str], *, smoke: bool) -> Iterator[GpuCase]:
         ("training", 1, 32768),
         ("prefill", 1, 8192),
     ]
-    for scenario, batch, length in sizes if smoke else sizes + further:
+    wanted = [size for size in (sizes if smoke else sizes + further) if size[0] in scenarios]
+    for scenario, batch, length in wanted:
         for layer in layers:
             yield GpuCase(layer=layer, scenario=scenario, batch=batch, length=length)
 
@@ -302,7 +303,7 @@ def sides(case: GpuCase, unrolled: int) -> Iterator[str]:
 
 def jobs(options: argparse.Namespace) -> list[tuple[GpuCase, str]]:
     """Our kernels on all cases, then fla, the others case by case."""
-    found = list(cases(options.layers.split(","), smoke=options.smoke))
+    found = list(cases(options.layers.split(","), options.scenarios.split(","), smoke=options.smoke))
     every = [(case, side) for case in found for side in sides(case, options.unrolled)]
     wanted = options.sides.split(",") if options.sides else ["linear_triton", "fla", "linear_reference", "inductor"]
     first = [job for job in every if job[1] in ("linear_triton", "fla")]
@@ -324,6 +325,7 @@ def main() -> int:
         help="seconds after the budget, when what runs is ended (default %(default)s)",
     )
     parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--scenarios", default="training,prefill,decode")
     parser.add_argument("--sides", default="", help="of linear_triton, linear_reference, inductor, fla, eager")
     parser.add_argument(
         "--unrolled", type=int, default=2048, help="tokens that Inductor unrolls at most (default %(default)s)"
