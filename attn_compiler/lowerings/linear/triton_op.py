@@ -101,15 +101,32 @@ def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """What the function computes."""
     form = LinearForm.of_text(text)
     given = dict(zip(form.roles, operands, strict=True))
-    chunks = getattr(torch.ops, NAMESPACE).linear_chunks.default
-    state = given.get("state")
     if form.recurrence == "delta":
-        found: tuple[Tensor, Tensor] = chunks(*(given[x] for x in ("q", "k", "v", "g", "beta")), None, state, text)
-        return found
+        return _recurrence(form, [*(given[x] for x in ("q", "k", "v", "g", "beta")), None], given.get("state"), text)
     dt = steps(form, given).to(torch.float32)
     decay = given["A"].to(torch.float32) * dt
-    found = chunks(given["C"], given["B"], given["x"], decay, dt, given.get("D"), state, text)
-    return found
+    return _recurrence(form, [given["C"], given["B"], given["x"], decay, dt, given.get("D")], given.get("state"), text)
+
+
+def _recurrence(
+    form: LinearForm, operands: list[Tensor | None], state: Tensor | None, text: str
+) -> tuple[Tensor, Tensor]:
+    """operands: of the leaf ops, up to the state."""
+    ops = getattr(torch.ops, NAMESPACE)
+    if not _is_step(operands, state):
+        found: tuple[Tensor, Tensor] = ops.linear_chunks.default(*operands, state, text)
+        return found
+    # Inductor leaves the copy out where the new state is written over the old one afterwards, as caches do.
+    last = state.to(getattr(torch, form.state_dtype)).clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+    return ops.linear_one_token.default(*operands, last, text), last
+
+
+def _is_step(operands: Sequence[Tensor | None], state: Tensor | None) -> bool:
+    """Whether it is a step of decoding: one token after a state, without gradients. A symbolic length is not asked."""
+    v = operands[2]
+    if state is None or v is None or not isinstance(v.shape[1], int) or v.shape[1] != 1:
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)))
 
 
 if not hasattr(getattr(torch.ops, NAMESPACE), _NAME):

@@ -1,0 +1,52 @@
+"""A step of decoding: one kernel reads a state and writes the new one over it. Imports triton, so it comes late.
+
+A further call whose tensors lie alike is replayed: at one token the host takes longer than the GPU (replaying.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings.linear.kernels import forward as kernels
+from attn_compiler.lowerings.linear.triton_passes import of_states
+from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+from attn_compiler.lowerings.shared.launching.on_device import on
+from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
+
+_OP = "linear_one_token"
+_NAMES = ("q", "k", "v", "g", "beta", "skip", "first")
+
+
+def one_token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
+) -> Tensor:
+    """As `attn_compiler::linear_one_token`."""
+    inputs = [q, k, v, g, beta, state] if skip is None else [q, k, v, g, beta, skip, state]
+    same = alike(_OP, text, inputs)
+    if same.replay is not None:
+        out: Tensor = same.replay.run(inputs)[0]
+        return out
+    return _first(dict(zip(_NAMES, (q, k, v, g, beta, skip, state), strict=True)), text, same)
+
+
+def _first(given: dict[str, Tensor | None], text: str, same: Alike) -> Tensor:
+    """The first call of those that lie alike. It is not replayed where an operand has to be copied."""
+    call = LinearTensors.of(_OP, given, text)
+    names = [name for name, x in given.items() if x is not None]
+    with on(same.device):
+        call.named["last"] = call.named["first"]
+        call.named["out"] = same.empty("out", lambda: _room(call))
+        ready = call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **of_states(call))
+    if ready is not None and all(call.named[name] is given[name] for name in names):
+        # The state has two names in the launch, of which a replay knows one.
+        where = tuple((at, "first" if name == "last" else name) for at, name in ready.where)
+        same.keep([dataclasses.replace(ready, where=where)], inputs=names, returned=("out", None))
+    return call.named["out"]
+
+
+def _room(call: LinearTensors) -> Tensor:
+    v = call.named["v"]
+    return torch.empty(v.shape, dtype=getattr(torch, call.form.out_dtype), device=v.device)
