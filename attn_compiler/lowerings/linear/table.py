@@ -16,7 +16,8 @@ from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.spec.target import Target
 
-LINEAR_LOWERINGS: tuple[LinearReference | LinearTriton, ...] = (LinearReference(), LinearTriton())
+LinearLowering = LinearReference | LinearTriton
+LINEAR_LOWERINGS: tuple[LinearLowering, ...] = (LinearReference(), LinearTriton())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 
-_NAME = "linear_triton"
+_NAME, _STEP = "linear_triton", "linear_triton_step"
 _DTYPES = (*HALF, "float32")
 _MACHINES = (80, 90)
 _HOPPER = 90
@@ -43,7 +44,13 @@ class LinearTriton:
     @property
     def op(self) -> torch._ops.OpOverload:
         """What takes the place of `linear_call`, with its operands and its text."""
-        found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).linear_triton.default
+        found: torch._ops.OpOverload = _OPS.linear_triton.default
+        return found
+
+    @property
+    def step_op(self) -> torch._ops.OpOverload:
+        """A step of decoding that writes the new state over the old one: out = op(operands without the state, state, text)."""
+        found: torch._ops.OpOverload = _OPS.linear_triton_step.default
         return found
 
 
@@ -101,34 +108,29 @@ def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """What the function computes."""
     form = LinearForm.of_text(text)
     given = dict(zip(form.roles, operands, strict=True))
+    found: tuple[Tensor, Tensor] = _OPS.linear_chunks.default(*_recurrence(form, given), given.get("state"), text)
+    return found
+
+
+def run_step(operands: Sequence[Tensor], state: Tensor, text: str) -> Tensor:
+    """The result of one token. state: as `linear_one_token` has it; operands: the others, in order."""
+    form = LinearForm.of_text(text)
+    given = dict(zip((role for role in form.roles if role != "state"), operands, strict=True))
+    found: Tensor = _OPS.linear_one_token.default(*_recurrence(form, given), state, text)
+    return found
+
+
+def _recurrence(form: LinearForm, given: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """Operands of the leaf ops, up to the state."""
     if form.recurrence == "delta":
-        return _recurrence(form, [*(given[x] for x in ("q", "k", "v", "g", "beta")), None], given.get("state"), text)
+        return (*(given[x] for x in ("q", "k", "v", "g", "beta")), None)
     dt = steps(form, given).to(torch.float32)
-    decay = given["A"].to(torch.float32) * dt
-    return _recurrence(form, [given["C"], given["B"], given["x"], decay, dt, given.get("D")], given.get("state"), text)
+    return given["C"], given["B"], given["x"], given["A"].to(torch.float32) * dt, dt, given.get("D")
 
 
-def _recurrence(
-    form: LinearForm, operands: list[Tensor | None], state: Tensor | None, text: str
-) -> tuple[Tensor, Tensor]:
-    """operands: of the leaf ops, up to the state."""
-    ops = getattr(torch.ops, NAMESPACE)
-    if not _is_step(operands, state):
-        found: tuple[Tensor, Tensor] = ops.linear_chunks.default(*operands, state, text)
-        return found
-    # Inductor leaves the copy out where the new state is written over the old one afterwards, as caches do.
-    last = state.to(getattr(torch, form.state_dtype)).clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
-    return ops.linear_one_token.default(*operands, last, text), last
-
-
-def _is_step(operands: Sequence[Tensor | None], state: Tensor | None) -> bool:
-    """Whether it is a step of decoding: one token after a state, without gradients. A symbolic length is not asked."""
-    v = operands[2]
-    if state is None or v is None or not isinstance(v.shape[1], int) or v.shape[1] != 1:
-        return False
-    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, state)))
-
-
+_OPS: Any = getattr(torch.ops, NAMESPACE)
 if not hasattr(getattr(torch.ops, NAMESPACE), _NAME):
     LIBRARY.define(_NAME + SCHEMA)
     LIBRARY.impl(_NAME, run, "CompositeImplicitAutograd")
+    LIBRARY.define(_STEP + "(Tensor[] operands, Tensor(a!) state, str text) -> Tensor")
+    LIBRARY.impl(_STEP, run_step, "CompositeImplicitAutograd")

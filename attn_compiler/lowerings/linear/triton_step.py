@@ -24,26 +24,33 @@ def one_token(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
 ) -> Tensor:
     """As `attn_compiler::linear_one_token`."""
-    inputs = [q, k, v, g, beta, state] if skip is None else [q, k, v, g, beta, skip, state]
+    operands = _apart([q, k, v, g, beta] if skip is None else [q, k, v, g, beta, skip], state)
+    inputs = [*operands, state]
     same = alike(_OP, text, inputs)
     if same.replay is not None:
         out: Tensor = same.replay.run(inputs)[0]
         return out
-    return _first(dict(zip(_NAMES, (q, k, v, g, beta, skip, state), strict=True)), text, same)
+    names = [name for name in _NAMES if skip is not None or name != "skip"]
+    return _first(dict(zip(names, inputs, strict=True)), text, same)
 
 
-def _first(given: dict[str, Tensor | None], text: str, same: Alike) -> Tensor:
+def _apart(operands: list[Tensor], state: Tensor) -> list[Tensor]:
+    """Programs read operands while others write the state. So one of the same memory is copied."""
+    memory = state.untyped_storage().data_ptr()
+    return [x.clone() if x.untyped_storage().data_ptr() == memory else x for x in operands]
+
+
+def _first(given: dict[str, Tensor], text: str, same: Alike) -> Tensor:
     """The first call of those that lie alike. It is not replayed where an operand has to be copied."""
-    call = LinearTensors.of(_OP, given, text)
-    names = [name for name, x in given.items() if x is not None]
+    call = LinearTensors.of(_OP, dict(given), text)
     with on(same.device):
         call.named["last"] = call.named["first"]
         call.named["out"] = same.empty("out", lambda: _room(call))
         ready = call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **of_states(call))
-    if ready is not None and all(call.named[name] is given[name] for name in names):
+    if ready is not None and all(call.named[name] is x for name, x in given.items()):
         # The state has two names in the launch, of which a replay knows one.
         where = tuple((at, "first" if name == "last" else name) for at, name in ready.where)
-        same.keep([dataclasses.replace(ready, where=where)], inputs=names, returned=("out", None))
+        same.keep([dataclasses.replace(ready, where=where)], inputs=list(given), returned=("out", None))
     return call.named["out"]
 
 

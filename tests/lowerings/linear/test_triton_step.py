@@ -1,9 +1,9 @@
-"""A step of decoding writes the new state over the old one, where the model does, and nowhere else."""
+"""A step of decoding is the recurrence, and writes the new state over the old one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
-from attn_compiler.lowerings.linear import triton_op, triton_step
+from attn_compiler.lowerings.linear import triton_step
 from attn_compiler.spec.linear import LinearForm
 from attn_compiler.torch_private.op_library import Late
 from tests.lowerings.linear.triton_problems import FORMS, problem
@@ -33,17 +33,8 @@ def _exact(form: LinearForm) -> LinearForm:
 
 
 def _step(form: LinearForm, given: list[Tensor], state: Tensor) -> Tensor:
-    """As a cache does: the new state takes the place of the old one."""
-    return _of_cache(form.text)(given, state)
-
-
-def _of_cache(text: str) -> Callable[[list[Tensor], Tensor], Tensor]:
-    def step(given: list[Tensor], state: Tensor) -> Tensor:
-        out, last = torch.ops.attn_compiler.linear_triton([*given[:-1], state], text)
-        state.copy_(last)
-        return out
-
-    return step
+    """The result of a token, whose state takes the place of the old one."""
+    return torch.ops.attn_compiler.linear_triton_step(given[:-1], state, form.text)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", list(_FORMS))
@@ -61,66 +52,39 @@ def test_steps_are_the_recurrence(name: str, sizes: tuple[int, ...]) -> None:
         torch.testing.assert_close(state, expected.float(), rtol=1e-4, atol=1e-5)
 
 
-class _Seen:
-    """What the op was given."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.states: list[int] = []
-        own = triton_step.one_token
-
-        def told(*given: Any) -> Tensor:
-            self.states.append(given[6].data_ptr())
-            return own(*given)
-
-        monkeypatch.setattr(triton_step, "one_token", told)
-        # The op keeps the function that it found first.
-        monkeypatch.setattr(
-            Late, "found", property(lambda late: getattr(__import__(late.module, fromlist=["_"]), late.function))
-        )
-
-
 @pytest.mark.parametrize("name", list(_FORMS))
-def test_a_cache_is_written_without_a_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, form = _Seen(monkeypatch), _FORMS[name]
+def test_compiled_it_writes_without_a_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    own = triton_step.one_token
+
+    def told(*given: Any) -> Tensor:
+        written.append(given[6].data_ptr())
+        return own(*given)
+
+    monkeypatch.setattr(triton_step, "one_token", told)
+    # An op keeps the function that it found first.
+    monkeypatch.setattr(Late, "found", property(lambda late: getattr(sys.modules[late.module], late.function)))
+    form, text = _FORMS[name], _FORMS[name].text
     given = _given(form, (1, 2, 4, 16, 16))
     state = given[-1].clone()
     expected = state.clone()
+    step = torch.ops.attn_compiler.linear_triton_step
     with torch.no_grad():
-        out = torch.compile(_of_cache(form.text), fullgraph=True)(given, state)
+        out = torch.compile(lambda given, state: step(given, state, text), fullgraph=True)(given[:-1], state)
         wanted = _step(form, given, expected)
-    assert seen.states[0] == state.data_ptr()
+    assert written == [state.data_ptr(), expected.data_ptr()]
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(state, expected)
 
 
-def test_a_state_that_is_read_afterwards_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, form, text = _Seen(monkeypatch), FORMS["delta"], FORMS["delta"].text
-    given = _given(form, (1, 2, 4, 16, 16))
-    state = given[-1]
-    before = state.clone()
-
-    def both(given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        out, last = torch.ops.attn_compiler.linear_triton(given, text)
-        return out, last, state * 2
-
-    with torch.no_grad():
-        found, wanted = torch.compile(both, fullgraph=True)(given), both(given)
-    assert state.data_ptr() not in seen.states
-    torch.testing.assert_close(state, before, rtol=0, atol=0)
-    torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("name", list(_FORMS))
-def test_a_step_with_gradients_is_the_recurrence(name: str) -> None:
-    form = _FORMS[name]
-    given = problem(form, (1, 2, 4, 16, 16))
-    out, last = triton_op.run(given, form.text)
-    grads = torch.autograd.grad([out.sum(), last.sum()], given)
-    exact = [x.detach().double().requires_grad_() for x in given]
-    wanted, state = definition(_exact(form), exact)
-    expected = torch.autograd.grad([wanted.sum(), state.sum()], exact)
-    for found, other in zip(grads, expected, strict=True):
-        torch.testing.assert_close(found.double(), other, rtol=1e-3, atol=1e-4)
+def test_an_operand_of_the_states_memory_is_read_before_it_is_written() -> None:
+    form = _FORMS["delta"]
+    given = _given(form, (1, 2, 2, 16, 16))
+    state = given[-1].clone()
+    apart, kept = state[:, None, :, 3].clone(), state.clone()
+    wanted = _step(form, [*given[:2], apart, *given[3:]], kept)
+    torch.testing.assert_close(_step(form, [*given[:2], state[:, None, :, 3], *given[3:]], state), wanted)
+    torch.testing.assert_close(state, kept)
 
 
 @pytest.mark.gpu
