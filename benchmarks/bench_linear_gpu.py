@@ -1,11 +1,12 @@
-"""Linear attention on a GPU: calls of models' own functions in bfloat16, with the heads of Qwen3-Next, Kimi-Linear and Bamba.
+"""Linear attention on a GPU: calls of models' own functions, with the heads of Qwen3-Next, OLMo-hybrid, Kimi-Linear and Bamba.
 
-    python -m benchmarks.bench_linear_gpu [--smoke] [--budget 150]
+    python -m benchmarks.bench_linear_gpu [--sizes smoke] [--dtype float16] [--budget 150]
 
 Sides: `inductor`, which compiles the model's own function; our lowerings; and flash-linear-attention, where it can be imported. Our kernels
 are measured first, on all cases; the others as long as the budget lasts. Inductor unrolls the loop over chunks of the delta rule, which
 takes minutes at 32k tokens: there it is measured up to `--unrolled` tokens. A row is written as soon as it is measured. `error` is the
-largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. Writes benchmarks/results/linear_gpu.csv.
+largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. `assembler` is that of `linear_triton`. Writes
+benchmarks/results/linear_gpu.csv.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from torch._inductor.utils import fresh_cache
 import attn_compiler
 from attn_compiler.lowerings.linear.reference import run as by_chunks
 from attn_compiler.spec.linear import LinearForm
+from attn_compiler.spec.target import Target
 from benchmarks import harness, linear_groups
 from benchmarks.linear_peers import PEERS
 
 RESULTS = Path(__file__).parent / "results" / "linear_gpu.csv"
-KEYS = ("layer", "scenario", "batch", "length", "side")
+KEYS = ("layer", "scenario", "batch", "length", "dtype", "side", "assembler")
 COLUMNS = ("p50_ms", "p20_ms", "first_step_s", "peak_gib", "error", "error_grads", "taken", "failure")
 OURS = ("linear_triton", "linear_reference")
 _COMPARED = 4096
@@ -69,6 +71,16 @@ LAYERS = {
         heads=32,
         dim_k=128,
         dim_v=128,
+    ),
+    "olmo_hybrid": Heads(
+        function="gated_delta",
+        module="olmo_hybrid",
+        many="torch_chunk_gated_delta_rule",
+        one="torch_recurrent_gated_delta_rule",
+        groups=30,
+        heads=30,
+        dim_k=96,
+        dim_v=192,
     ),
     "bamba": Heads(
         function="state_space",
@@ -101,6 +113,7 @@ class GpuCase:
     scenario: str
     batch: int
     length: int
+    dtype: str = "bfloat16"
 
     @property
     def heads(self) -> Heads:
@@ -112,7 +125,7 @@ class GpuCase:
 
 
 class LinearLayer(nn.Module):
-    """A call of a function, whose operands are parameters. Given as a model gives them: q, k and v in bfloat16, decays in float32."""
+    """A call of a function, whose operands are parameters. Given as a model gives them: q, k and v in its dtype, decays in float32."""
 
     def __init__(self, case: GpuCase) -> None:
         super().__init__()
@@ -154,7 +167,7 @@ class LinearLayer(nn.Module):
 
 def _operands(case: GpuCase) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    tokens, heads, half = (case.batch, case.length), case.heads, torch.bfloat16
+    tokens, heads, half = (case.batch, case.length), case.heads, getattr(torch, case.dtype)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda")
@@ -172,20 +185,25 @@ def _operands(case: GpuCase) -> dict[str, Tensor]:
     return made | {"g": -F.softplus(decay - 2), "beta": normal(*tokens, heads.heads).sigmoid().to(half)}
 
 
-def cases(layers: Sequence[str], scenarios: Sequence[str], *, smoke: bool) -> Iterator[GpuCase]:
-    """What is measured, the most telling first."""
-    sizes = [("training", 4, 2048), ("prefill", 1, 2048), ("decode", 64, 1)]
-    further = [
-        ("training", 1, 8192),
-        ("prefill", 1, 32768),
-        ("decode", 1, 1),
-        ("training", 1, 32768),
-        ("prefill", 1, 8192),
-    ]
-    wanted = [size for size in (sizes if smoke else sizes + further) if size[0] in scenarios]
-    for scenario, batch, length in wanted:
+_SMOKE = (("training", 4, 2048), ("prefill", 1, 2048), ("decode", 64, 1))
+_FURTHER = (
+    ("training", 1, 8192),
+    ("prefill", 1, 32768),
+    ("decode", 1, 1),
+    ("training", 1, 32768),
+    ("prefill", 1, 8192),
+)
+_SHORT = (("training", 4, 512), ("prefill", 1, 512), ("training", 4, 100), ("prefill", 1, 100), ("prefill", 1, 20))
+SIZES = {"smoke": _SMOKE, "usual": _SMOKE + _FURTHER, "short": _SHORT}
+
+
+def cases(layers: Sequence[str], scenarios: Sequence[str], sizes: str, dtype: str) -> Iterator[GpuCase]:
+    """What is measured, the most telling first. sizes: of SIZES."""
+    for scenario, batch, length in SIZES[sizes]:
+        if scenario not in scenarios:
+            continue
         for layer in layers:
-            yield GpuCase(layer=layer, scenario=scenario, batch=batch, length=length)
+            yield GpuCase(layer=layer, scenario=scenario, batch=batch, length=length, dtype=dtype)
 
 
 def step_of(case: GpuCase, layer: LinearLayer, side: str) -> Callable[[], list[Tensor]]:
@@ -297,13 +315,14 @@ def sides(case: GpuCase, unrolled: int) -> Iterator[str]:
     yield from OURS
     if case.is_ssd or case.scenario == "decode" or case.length <= unrolled:
         yield "inductor"
+    yield "eager"
     if PEERS:
         yield "fla"
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[GpuCase, str]]:
     """Our kernels on all cases, then fla, the others case by case."""
-    found = list(cases(options.layers.split(","), options.scenarios.split(","), smoke=options.smoke))
+    found = list(cases(options.layers.split(","), options.scenarios.split(","), options.sizes, options.dtype))
     every = [(case, side) for case in found for side in sides(case, options.unrolled)]
     wanted = options.sides.split(",") if options.sides else ["linear_triton", "fla", "linear_reference", "inductor"]
     first = [job for job in every if job[1] in ("linear_triton", "fla")]
@@ -311,10 +330,17 @@ def jobs(options: argparse.Namespace) -> list[tuple[GpuCase, str]]:
     return [job for job in (*sorted(first, key=lambda job: job[1] == "fla"), *rest) if job[1] in wanted]
 
 
+def assembler() -> str:
+    """Of our kernels: "ptxas 13.1", or "ptxas 12.8, no wgmma"."""
+    target = Target.current("cuda")
+    return f"ptxas {target.ptxas}" + ", no wgmma" * target.without_wgmma
+
+
 def main() -> int:
     """Measure as much as the budget allows; 0 where nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="the first three sizes of each layer alone")
+    parser.add_argument("--sizes", choices=list(SIZES), default="usual")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
         "--budget", type=float, default=150.0, help="seconds after which nothing new begins (default %(default)s)"
     )
@@ -342,6 +368,7 @@ def main() -> int:
             if time.perf_counter() - began > options.budget:
                 break
             names = {**{name: str(value) for name, value in dataclasses.asdict(case).items()}, "side": side}
+            names["assembler"] = assembler() if side == "linear_triton" else ""
             try:
                 row = measure(case, side)
             except Exception as error:  # noqa: BLE001 (a case that fails is a row)

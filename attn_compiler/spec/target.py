@@ -6,14 +6,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
-import re
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from attn_compiler.spec.assemblers import hopper_assembler
 
 #: Triton reads this when a kernel is defined: kernels are then interpreted, on the CPU too
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,6 +19,8 @@ TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
 CUDNN_FRONTEND_DISTRIBUTION = "nvidia-cudnn-frontend"
+#: what flash-linear-attention has its kernels in
+FLA_DISTRIBUTION = "fla-core"
 #: the major number of its compute capability
 _HOPPER = 9
 
@@ -32,9 +32,11 @@ class Target:
     torch, triton: version strings, "" if absent. disabled: SDPA kernels that the user switched off ("flash",
     "efficient", "cudnn", "math"), read once when a graph is compiled. deterministic:
     torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
-    flash_attn_4, cudnn_frontend: their versions, "" if absent or without a GPU. mixed_gpus: the process sees GPUs of several architectures.
+    flash_attn_4, cudnn_frontend, fla: their versions, "" if absent or without a GPU.
+    mixed_gpus: the process sees GPUs of several architectures.
     processors: multiprocessors of the GPU, 0 on CPU.
-    ptxas: the version of the assembler that Triton takes for Hopper, "12.8"; "" on other machines, or where it can't be asked.
+    ptxas: the version of the assembler of our kernels with wgmma by Triton (spec/assemblers.py), "13.1"; "" on other machines than Hopper,
+    or where it can't be asked.
     without_wgmma: Triton is told not to use wgmma (DISABLE_MMA_V3).
     packaged: what is decided on goes into an exported program, and runs where this package is not imported.
     """
@@ -49,6 +51,7 @@ class Target:
     deterministic: bool = False
     triton_interpreted: bool = False
     flash_attn_4: str = ""
+    fla: str = ""
     mixed_gpus: bool = False
     processors: int = 0
     ptxas: str = ""
@@ -66,20 +69,22 @@ class Target:
         parsed = torch_module.device(device)
         has_gpu = parsed.type == "cuda" and torch_module.cuda.is_available()
         major, minor = torch_module.cuda.get_device_capability(parsed) if has_gpu else (0, 0)
+        triton = _triton_version()
         return Target(
             device=parsed.type,
             sm=major * 10 + minor,
             cudnn=cudnn_version() if has_gpu else 0,
             torch=str(torch_module.__version__),
-            triton=_triton_version(),
+            triton=triton,
             cudnn_frontend=_version(CUDNN_FRONTEND_DISTRIBUTION) if has_gpu else "",
             disabled=_disabled_kernels(),
             deterministic=torch_module.are_deterministic_algorithms_enabled(),
             triton_interpreted=TRITON_INTERPRETED,
             flash_attn_4=_version(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
+            fla=_version(FLA_DISTRIBUTION) if has_gpu else "",
             mixed_gpus=has_gpu and _has_mixed_gpus(),
             processors=torch_module.cuda.get_device_properties(parsed).multi_processor_count if has_gpu else 0,
-            ptxas=_ptxas_version() if major == _HOPPER else "",
+            ptxas=hopper_assembler(triton).version if major == _HOPPER else "",
             without_wgmma=has_gpu and os.environ.get("DISABLE_MMA_V3", "").lower() in ("1", "on", "true"),
         )
 
@@ -96,6 +101,7 @@ class Target:
         deterministic: bool = False,
         triton_interpreted: bool = False,
         flash_attn_4: str = "",
+        fla: str = "",
         mixed_gpus: bool = False,
         processors: int | None = None,
         ptxas: str | None = None,
@@ -104,7 +110,7 @@ class Target:
     ) -> Target:
         """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0.
 
-        ptxas: by default that of CUDA 12.8, which Triton 3.6 and 3.7 bring, where there is Hopper.
+        ptxas: by default that of our kernels with Triton 3.7 and a driver of CUDA 13, where there is Hopper.
         """
         on_gpu = device == "cuda"
         is_hopper = on_gpu and sm in (None, 90)
@@ -119,9 +125,10 @@ class Target:
             deterministic=deterministic,
             triton_interpreted=triton_interpreted,
             flash_attn_4=flash_attn_4,
+            fla=fla,
             mixed_gpus=mixed_gpus,
             processors=(132 if on_gpu else 0) if processors is None else processors,
-            ptxas=("12.8" if is_hopper else "") if ptxas is None else ptxas,
+            ptxas=("13.1" if is_hopper else "") if ptxas is None else ptxas,
             without_wgmma=without_wgmma,
             packaged=packaged,
         )
@@ -136,6 +143,7 @@ class Target:
             ("triton", self.triton),
             (FLASH_ATTN_4_DISTRIBUTION, self.flash_attn_4),
             (CUDNN_FRONTEND_DISTRIBUTION, self.cudnn_frontend),
+            (FLA_DISTRIBUTION, self.fla),
         )
         parts += [f"{name} {version}" for name, version in versions if version]
         notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic
@@ -184,22 +192,6 @@ def _has_mixed_gpus() -> bool:
     import torch
 
     return len({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}) > 1
-
-
-@functools.cache
-def _ptxas_version() -> str:
-    """Of the program that Triton takes: the one that TRITON_PTXAS_PATH names, or its own. Triton is not imported."""
-    package = importlib.util.find_spec("triton")
-    own = (
-        [] if package is None or package.origin is None else [Path(package.origin).parent / "backends/nvidia/bin/ptxas"]
-    )
-    named = os.environ.get("TRITON_PTXAS_PATH")
-    found = next((path for path in ([Path(named)] if named else []) + own if path.is_file()), None)
-    if found is None:
-        return ""
-    said = subprocess.run([str(found), "--version"], capture_output=True, text=True, check=False).stdout
-    release = re.search(r"release (\d+\.\d+)", said)
-    return "" if release is None else release[1]
 
 
 def _triton_version() -> str:

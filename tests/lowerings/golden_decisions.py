@@ -40,7 +40,7 @@ TARGETS: dict[str, Target] = {
     "sm80": Target.fake(sm=80),
     "sm89": Target.fake(sm=89),
     "sm90": Target.fake(),
-    "sm90_torch_2.11": Target.fake(torch="2.11.0", triton="3.6.0"),
+    "sm90_torch_2.11": Target.fake(torch="2.11.0", triton="3.6.0", ptxas="12.8"),
     "sm90_cudnn_frontend": Target.fake(cudnn_frontend="1.23.0"),
     "sm90_fa4": Target.fake(flash_attn_4="4.0.0b36"),
     "sm100": Target.fake(sm=100, cudnn_frontend="1.23.0"),

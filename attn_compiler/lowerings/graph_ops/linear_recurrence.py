@@ -83,11 +83,15 @@ def _wide(form: LinearForm) -> torch.dtype:
     return torch.float64 if form.state_dtype == "float64" else torch.float32
 
 
+def normalised(x: Tensor, eps: float | None) -> Tensor:
+    """q or k by its norm, if the delta rule takes it so."""
+    return x if eps is None else x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
 def _of_delta(form: LinearForm, given: dict[str, Tensor]) -> LinearOperands:
     wide = {role: x.to(_wide(form)) for role, x in given.items()}
     q, k, v = wide["q"], wide["k"], wide["v"]
-    if form.eps is not None:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + form.eps) for x in (q, k))
+    q, k = (normalised(x, form.eps) for x in (q, k))
     q = q * k.shape[-1] ** -0.5
     q, k = _for_each_head(q, v), _for_each_head(k, v)
     return LinearOperands(q=q, k=k, v=v, g=wide["g"], beta=wide["beta"], state=wide.get("state"))

@@ -15,9 +15,9 @@ from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
 from attn_compiler.lowerings.graph_ops.linear_recurrence import steps
 from attn_compiler.lowerings.linear import triton_ops  # noqa: F401 (the ops are registered by the import)
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
-from attn_compiler.lowerings.shared.limits.triton_releases import RIGHT_PTXAS
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.assemblers import RIGHT_PTXAS
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
@@ -78,7 +78,10 @@ def _check_assembler(spec: LinearSpec, target: Target) -> list[Reason]:
             code=Code.KNOWN_BUG,
             rule=f"on Hopper, kernels of several products are assembled by ptxas {newest} or newer, or have no wgmma",
             observed=f"ptxas {target.ptxas}" if target.ptxas else "a ptxas whose version is not known",
-            remedy=f"set TRITON_PTXAS_PATH to a ptxas of CUDA {newest} or newer, or DISABLE_MMA_V3=1, before Triton is imported",
+            remedy=(
+                "install Triton 3.7 or newer and a driver of CUDA 13; or set, before Triton is imported, TRITON_PTXAS_PATH to a ptxas of "
+                f"CUDA {newest} or newer, or DISABLE_MMA_V3=1"
+            ),
         )
     ]
 

@@ -1,4 +1,5 @@
 """`attn_compiler::linear_chunks`: the recurrence by our kernels, a leaf op with a fake and a formula for its gradient. Needs no triton.
+`fla_chunks` is the same by those of flash-linear-attention.
 `linear_one_token`: a step of decoding, which writes the new state over the old one and has no gradient.
 
     out, last = linear_chunks(q, k, v, g, beta, skip, state, text);  text: of a LinearForm
@@ -10,6 +11,7 @@ what v is multiplied by. skip: (H,), how much of v is added to the result, or No
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,19 +59,24 @@ def _setup(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         ctx.mark_non_differentiable(output[1])
 
 
-def _formula(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+def _formula(backward: str, ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
     given = ctx.saved_tensors
-    grads = _OPS.linear_chunks_backward(grad_out, grad_last, *given, ctx.text)
+    grads = getattr(_OPS, backward)(grad_out, grad_last, *given, ctx.text)
     return *(None if x is None else grad for x, grad in zip(given, grads, strict=True)), None
 
 
 _OPS: Any = getattr(torch.ops, NAMESPACE)
 
-register_helper(
-    "linear_chunks_backward",
-    _BACKWARD,
-    function=Late(f"{_ROOM}.triton_backward", "backward"),
-    fake=_fake_backward,
+
+def register_chunks(name: str, forward: Late, backward: Late) -> None:
+    """Define `name` and `name`_backward, with these bodies."""
+    register_helper(f"{name}_backward", _BACKWARD, function=backward, fake=_fake_backward)
+    formula = functools.partial(_formula, f"{name}_backward")
+    register_helper(name, _CHUNKS, function=forward, fake=_fake, differentiated=(_setup, formula))
+
+
+register_chunks(
+    "linear_chunks", Late(f"{_ROOM}.triton_launch", "forward"), Late(f"{_ROOM}.triton_backward", "backward")
 )
 register_helper(
     "linear_one_token",
@@ -77,11 +84,4 @@ register_helper(
     function=Late(f"{_ROOM}.triton_step", "one_token"),
     fake=_fake_one,
     exact_strides=True,
-)
-register_helper(
-    "linear_chunks",
-    _CHUNKS,
-    function=Late(f"{_ROOM}.triton_launch", "forward"),
-    fake=_fake,
-    differentiated=(_setup, _formula),
 )

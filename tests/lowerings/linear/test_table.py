@@ -23,13 +23,46 @@ def test_a_row_names_lowerings_that_there_are() -> None:
     assert all(row.since.startswith("20") and row.why for row in ROWS)
 
 
-def test_nothing_is_chosen_where_nothing_was_measured() -> None:
-    decision = table.decide(linear_forms.spec(device="cuda"), _GPU, None)
+@pytest.mark.parametrize("target", [Target.fake(sm=80), Target.fake(sm=100), _GPU])
+def test_nothing_is_chosen_where_nothing_was_measured(target: Target) -> None:
+    decision = table.decide(linear_forms.spec(device="cuda"), target, None)
     (refusal,) = decision.refusals
     assert decision.lowering == UNTOUCHED
     assert refusal.reasons[0].code == Code.OWN_IS_FASTEST
     assert "GPU" in refusal.reasons[0].observed
     assert "linear_reference" in str(refusal.reasons[0].remedy)
+
+
+_LAYER: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "head_dim_k": 128, "head_dim_v": 128, "length": 2048}
+
+
+@pytest.mark.parametrize("form", [linear_forms.DELTA, linear_forms.CHANNEL])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_on_hopper_the_delta_rule_of_long_calls_is_our_kernels(form: LinearForm, needs_grad: bool) -> None:
+    spec = linear_forms.spec(form, **_LAYER, needs_grad=needs_grad)
+    assert table.decide(spec, _GPU, None).lowering == "linear_triton"
+    without = Target.fake(ptxas="12.8", without_wgmma=True)
+    assert table.decide(spec, without, None).lowering == "linear_triton"
+    old = table.decide(spec, Target.fake(ptxas="12.8"), None)
+    assert (old.lowering, old.refusals[0].reasons[0].code) == (UNTOUCHED, Code.KNOWN_BUG)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"length": 1},
+        {"length": 2047},
+        {"length": "s0"},
+        {"dtype": "float16"},
+        {"dtype": "float32"},
+        {"head_dim_v": 192},
+        {"head_dim_k": 256},
+    ],
+)
+def test_on_hopper_what_was_not_measured_to_be_faster_stays(changed: dict[str, Any]) -> None:
+    for form in (linear_forms.DELTA, linear_forms.CHANNEL):
+        assert table.decide(linear_forms.spec(form, **{**_LAYER, **changed}), _GPU, None).lowering == UNTOUCHED
+    assert table.decide(linear_forms.spec(linear_forms.STATE_SPACE, **_LAYER), _GPU, None).lowering == UNTOUCHED
 
 
 def test_what_the_user_names_is_taken_everywhere() -> None:

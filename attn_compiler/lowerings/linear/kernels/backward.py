@@ -15,7 +15,6 @@ Without the delta rule u = β v, dv = β du and dβ = rows(du v).
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import (
@@ -31,9 +30,10 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     stored_product,
     sums_of,
 )
+from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
+@assembled_jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def reverse_pass(
     Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Queries, Early, Later, Grad_last, Afters, Grad_values, Grad_first, Locals,
     heads, group, length, chunks, pieces, of_piece,
@@ -99,7 +99,7 @@ def reverse_pass(
         store_state(at_first, after, d, e, first_k, first_v, DK, WK, DV, WV)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def value_gradients(
     K, V, Beta, Skip, Grad, Pairs, Sums, Norms, Afters, Grad_v, Grad_beta, Part_skip,
     heads, group, length, chunks, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
@@ -139,7 +139,7 @@ def value_gradients(
         tl.store(Part_skip + at, dskip)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def head_gradients(
     Q, K, V, Beta, Grad, Pairs, Sums, Norms, States, Afters, Values, Grad_values, Part_q, Part_k, Grad_v, Part_g, Part_beta,
     heads, group, length, chunks, shares_g,
@@ -231,7 +231,7 @@ def head_gradients(
     store_rows(Part_k + to_part, dk, token, length, heads * DK, d, DK, WK)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def row_gradients(
     X, Part, Grad_x, groups, length, chunks, scale, eps, x_b, x_s, x_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, NORM: tl.constexpr, PIECES: tl.constexpr,

@@ -8,13 +8,13 @@ block's first row, whose exponents are none above 0. Within a block it goes key 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import inverse, norm_factor, numbers, product, rows, store_parts
+from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def channel_sums(
     Q, K, G, Sums, Norms, Queries, Early, Later, heads, group, length, chunks, scale, eps, q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
@@ -40,7 +40,7 @@ def channel_sums(
     store_parts(Later, of_keys, of_all, k.to(tl.float32) * a[:, None] * tl.exp(end[None, :] - c), PARTS)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def channel_pairs(
     Q, K, Beta, Lower, Pairs, Sums, Norms, heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
@@ -83,7 +83,7 @@ def channel_pairs(
     tl.store(Lower + at * C * C + of_pairs, tl.where(own[:, None] > i[None, :], lower, 0.0))
 
 
-@triton.jit
+@assembled_jit
 def channel_inverse(Lower, Inverse, C: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr):
     """T of L. Grid: (chunks B H,)."""
     at = tl.program_id(0).to(tl.int64)

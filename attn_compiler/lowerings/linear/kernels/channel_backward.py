@@ -10,13 +10,13 @@ Words as in backward.py; e, r and c are of each channel, and Σ is a sum over to
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import numbers, of_state, product, rows, store_rows
+from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def channel_gradients(
     K, V, Beta, Grad, Sums, Norms, States, Afters, Values, Grad_values,
     Part_q, Part_k, Part_late, Ends, Grad_pairs, Grad_lower, Grad_v, Part_beta,
@@ -78,7 +78,7 @@ def channel_gradients(
     tl.store(Part_beta + to_number, dbeta, mask=token < length)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def channel_pair_gradients(
     Q, K, Beta, Sums, Norms, Part_q, Part_k, Part_late, Grad_pairs, Grad_lower, Grad_sums, Grad_beta, Part_beta,
     heads, group, length, chunks, shares_g, q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
@@ -153,7 +153,7 @@ def channel_pair_gradients(
     tl.store(Grad_sums + at * C * WK + own[:, None] * WK + d[None, :], q * dq + k * (later - earlier))
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def decay_gradients(
     Grad_sums, Ends, Grad_g, heads, length, chunks, C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr,
 ):  # fmt: skip

@@ -11,7 +11,6 @@ W and U of the WY form do not go through memory. The state of each chunk goes to
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import (
@@ -29,9 +28,10 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     stored_product,
     sums_of,
 )
+from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
+@assembled_jit(do_not_specialize=["length", "chunks"])
 def head_chunks(
     Q, K, G, Beta, Inverse, Pairs, Sums, Norms,
     heads, group, length, chunks, scale, eps,
@@ -65,7 +65,7 @@ def head_chunks(
         store_parts(Inverse, of_pairs, plane, found, PARTS)
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
+@assembled_jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def state_pass(
     Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States, Values, Locals,
     heads, group, length, chunks, pieces, of_piece,
@@ -141,7 +141,7 @@ def state_pass(
         store_state(Last + row * DK * DV, state, d, e, last_k, last_v, DK, WK, DV, WV)
 
 
-@triton.jit
+@assembled_jit
 def one_token(
     Q, K, V, G, Beta, Skip, First, Out, Last,
     heads, group, scale, eps,

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import of_state, product, store_state
+from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
 
 
-@triton.jit(do_not_specialize=["chunks", "pieces", "of_piece"])
+@assembled_jit(do_not_specialize=["chunks", "pieces", "of_piece"])
 def join_pieces(
     Locals, Wholes, Sums, Edge, Between,
     heads, chunks, pieces, of_piece, edge_b, edge_h, edge_k, edge_v,

@@ -170,12 +170,15 @@ def variants(kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> l
 
 
 class _Asking(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Compiles nothing. To Triton that is a kernel that could not be compiled, of which it keeps nothing."""
+    """Compiles nothing. To Triton that is a kernel that could not be compiled, of which it keeps nothing. Triton 3.9 also hands over what
+    takes away what it keeps of one that fails."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
 
-    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> None:
+    def submit(
+        self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], cleanup_fn: Any = None
+    ) -> None:
         self.asked.append(Asked(key=key, compile=functools.partial(_ready_to_launch, compile_fn), finish=finalize_fn))
 
 

@@ -34,11 +34,6 @@ COMPILED: Mapping[str, tuple[Release, ...]] = MappingProxyType(
 WRONG_IN_FP8: tuple[Release, ...] = ((3, 9),)
 
 
-#: Of CUDA, the first assembler that is known to compile several products of wgmma with operands in registers rightly for Hopper. Those of
-#: 12.8 and 12.9 read shared memory that is not the kernel's, or reuse registers that are still read (triton #11366, PR 11781).
-RIGHT_PTXAS: Release = (13, 1)
-
-
 def words(releases: Sequence[Release]) -> str:
     """For people: "3.6, 3.7 or 3.8"."""
     *former, last = (f"{major}.{minor}" for major, minor in releases)

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.linear import triton_backward, triton_launch
+from attn_compiler.lowerings.shared.kernels.assembling_sm90 import by_newer
 from attn_compiler.lowerings.shared.launching.launch import Arguments
 from attn_compiler.lowerings.shared.launching.recording import recording
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
@@ -120,7 +121,9 @@ def compiled(name: str, launch: Launch, sm: int) -> Found:
     given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
     source_of = source(kernel, {**given, **arguments.numbers})
     options = {} if arguments.tile is None else arguments.tile.launch_options
-    made = compile_kernel(source_of, target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
+    # On Hopper the kernels are refused without the newer assembler.
+    make = by_newer if sm == 90 else compile_kernel
+    made = make(source_of, target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
     registers, spilled = resources(made.asm["cubin"])
     ptx = made.asm["ptx"]
     return Found(

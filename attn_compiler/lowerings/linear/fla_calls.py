@@ -1,0 +1,53 @@
+"""Calls flash-linear-attention's functions. Imports them, so it comes late.
+
+Only functions of its documentation are called. A backward lets the function run once more and asks autograd, so what it keeps between the
+two is its own affair, and operands alone are kept from the forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from fla.ops.kda import chunk_kda, fused_recurrent_kda
+from torch import Tensor
+
+from attn_compiler.lowerings.shared.launching.on_device import on
+from attn_compiler.spec.linear import LinearForm
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
+) -> tuple[Tensor, Tensor]:
+    """As `fla_chunks`: q and k are normalised. skip: always None."""
+    function = _function(LinearForm.of_text(text), is_one=v.shape[1] == 1)
+    with on(v.device), torch.no_grad():
+        return _called(function, q, k, v, g, beta, state)
+
+
+def backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, g, beta, skip and state; empty where there is none."""
+    *operands, text = given
+    with on(grad_out.device), torch.enable_grad():
+        wanted = [None if x is None else x.detach().requires_grad_() for x in operands]
+        q, k, v, g, beta, _, state = wanted
+        outs = _called(_function(LinearForm.of_text(text), is_one=False), q, k, v, g, beta, state)
+        found = torch.autograd.grad(
+            outs, [x for x in wanted if x is not None], [grad_out, grad_last], materialize_grads=True
+        )
+    grads = iter(found)
+    return tuple(grad_out.new_empty(0) if x is None else next(grads).to(x.dtype).contiguous() for x in operands)
+
+
+def _function(form: LinearForm, *, is_one: bool) -> Any:
+    """For one token that which has no backward."""
+    if is_one:
+        return fused_recurrent_kda if form.channel else fused_recurrent_gated_delta_rule
+    return chunk_kda if form.channel else chunk_gated_delta_rule
+
+
+def _called(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> tuple[Tensor, Tensor]:
+    """Its scale is what the delta rule has, one over the root of the channels of k."""
+    found: tuple[Tensor, Tensor] = function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+    return found[0], found[1]

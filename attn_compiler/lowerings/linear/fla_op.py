@@ -1,0 +1,137 @@
+"""`fla`: the delta rule by flash-linear-attention's functions, below a leaf op. Nothing chooses it by itself: its results are rounded more
+often than the model's own.
+
+`attn_compiler::fla` is made of that op and of what comes before it, which the inner compiler fuses: norms of q and k, and dtypes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
+from attn_compiler.lowerings.graph_ops.linear_recurrence import normalised
+from attn_compiler.lowerings.linear.triton_ops import register_chunks
+from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from attn_compiler.spec.dtypes import HALF
+from attn_compiler.spec.linear import LinearForm, LinearSpec
+from attn_compiler.spec.target import FLA_DISTRIBUTION, Target
+from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE, Late
+
+_NAME = "fla"
+#: the release whose functions fla_calls.py calls
+_RELEASE = "0.6."
+_INSTALL = "pip install 'attn_compiler[fla]'"
+_HOPPER = 90
+#: releases of Triton with which it refuses to train a decay a head on Hopper: from .. to, the last one excluded
+_WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
+_WIDEST = 256
+
+
+class LinearFla:
+    """Takes the delta rule in half precision, where flash-linear-attention is installed."""
+
+    name = _NAME
+
+    def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
+        """The reasons of a machine that can't run it stand alone."""
+        machine = check_machine(target) or _check_machine(target)
+        return machine or [*_check_form(spec), *_check_training(spec, target)]
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        """What takes the place of `linear_call`, with its operands and its text."""
+        found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).fla.default
+        return found
+
+    @property
+    def step_op(self) -> None:
+        """fla's kernel gives a new state."""
+        return None
+
+
+def _check_machine(target: Target) -> list[Reason]:
+    if target.triton_interpreted:
+        rule = "flash-linear-attention times its kernels on a GPU"
+        return [Reason(code=Code.INTERPRETER, rule=rule, observed="Triton's interpreter")]
+    if target.deterministic:
+        rule = "flash-linear-attention does not say that it gives the same in every run"
+        remedy = "torch.use_deterministic_algorithms(False)"
+        return [Reason(code=Code.DETERMINISTIC, rule=rule, observed="deterministic algorithms", remedy=remedy)]
+    if target.mixed_gpus:
+        rule, remedy = "all GPUs are of one architecture", "show the process GPUs of one kind (CUDA_VISIBLE_DEVICES)"
+        return [Reason(code=Code.SEVERAL_ARCHITECTURES, rule=rule, observed="several", remedy=remedy)]
+    if target.fla.startswith(_RELEASE):
+        return []
+    return [
+        Reason(
+            code=Code.LIBRARY_VERSION if target.fla else Code.LIBRARY_MISSING,
+            rule=f"{FLA_DISTRIBUTION} {_RELEASE}x is installed",
+            observed=target.fla or "none",
+            remedy=_INSTALL,
+        )
+    ]
+
+
+def _check_form(spec: LinearSpec) -> list[Reason]:
+    form, reasons = spec.form, []
+    kinds = (spec.dtype, form.out_dtype, form.state_dtype)
+    if form.recurrence != "delta":
+        rule = "results of flash-linear-attention's state space are of the dtype of x, where a model's are float32"
+        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=form.name))
+    elif spec.dtype not in HALF or kinds[1:] != (spec.dtype, "float32"):
+        rule = "q and the result are of one dtype of half precision, and the state is float32"
+        observed = f"q {kinds[0]}, result {kinds[1]}, state {kinds[2]}"
+        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=observed))
+    if max(spec.head_dim_k, spec.head_dim_v) > _WIDEST:
+        observed = f"{spec.head_dim_k} of k, {spec.head_dim_v} of v"
+        rule = f"a head of linear attention has at most {_WIDEST} channels"
+        reasons.append(Reason(code=Code.HEAD_DIM, rule=rule, observed=observed))
+    return reasons
+
+
+def _check_training(spec: LinearSpec, target: Target) -> list[Reason]:
+    """It raises an error itself, at the first backward: https://github.com/fla-org/flash-linear-attention/issues/640."""
+    first, right = _WRONG_TRITON
+    is_known = not spec.needs_grad or spec.form.channel or target.sm != _HOPPER
+    if is_known or not first <= _triple(target.triton) < right:
+        return []
+    newest = ".".join(map(str, right))
+    return [
+        Reason(
+            code=Code.KNOWN_BUG,
+            rule=f"on Hopper flash-linear-attention trains the gated delta rule with Triton {newest} or newer (fla #640)",
+            observed=f"Triton {target.triton}",
+            remedy=f"pip install 'triton>={newest}'",
+        )
+    ]
+
+
+def _triple(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
+    """What the function computes. q and k are normalised in float32, and then rounded to the dtype that products have."""
+    form = LinearForm.of_text(text)
+    given = dict(zip(form.roles, operands, strict=True))
+    dtype = given["q"].dtype
+    q, k = (normalised(given[x].to(torch.float32), form.eps).to(dtype) for x in ("q", "k"))
+    state = given.get("state")
+    first = None if state is None else state.to(torch.float32)
+    chunks = getattr(torch.ops, NAMESPACE).fla_chunks.default
+    found: tuple[Tensor, Tensor] = chunks(q, k, given["v"].to(dtype), given["g"], given["beta"], None, first, text)
+    return found
+
+
+_CALLS = "attn_compiler.lowerings.linear.fla_calls"
+
+register_chunks("fla_chunks", Late(_CALLS, "forward"), Late(_CALLS, "backward"))
+if not hasattr(getattr(torch.ops, NAMESPACE), _NAME):
+    LIBRARY.define(_NAME + SCHEMA)
+    LIBRARY.impl(_NAME, run, "CompositeImplicitAutograd")

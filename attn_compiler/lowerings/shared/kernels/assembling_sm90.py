@@ -1,0 +1,80 @@
+"""`assembled_jit`: kernels that Triton 3.6 to 3.8 assemble for Hopper by the newer of their two programs, if it is told to
+(spec/assemblers.py).
+
+Triton's own compiler compiles them, with a backend that differs in the last step. So the kernels of others are assembled as ever, in other
+threads at the same time, too. Nothing is done at a launch.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas_version
+from triton.compiler import compiler
+from triton.runtime.jit import JITFunction
+
+from attn_compiler.spec.assemblers import hopper_assembler
+
+#: Triton takes its newer assembler for such a machine.
+_BLACKWELL = GPUTarget("cuda", 100, 32)
+_HOPPER = 90
+
+
+class NewerAssembler(CUDABackend):  # type: ignore[misc]
+    """Triton's backend for Nvidia's GPUs, with the program that assembles for Blackwell. It assembles for the machine that it is told."""
+
+    def make_cubin(self, src: Any, metadata: Any, opt: Any, capability: Any) -> Any:
+        return CUDABackend(_BLACKWELL).make_cubin(src, metadata, opt, capability)
+
+    def hash(self) -> str:
+        """Part of the keys of Triton's caches, so that nothing is taken that another program assembled."""
+        return f"ptxas-blackwell {get_ptxas_version(_BLACKWELL.arch)}-{self.target.arch}"
+
+
+class AssembledKernel(JITFunction):  # type: ignore[misc,type-arg]
+    """A kernel that is assembled by the right program on any machine."""
+
+    def create_binder(self) -> Any:
+        """As Triton's, which says by what a kernel is compiled on a device."""
+        compiled, keys, target, backend, binder = super().create_binder()
+        self.compile = compile_kernel
+        return compiled, keys, target, NewerAssembler(target) if _is_told(target) else backend, binder
+
+
+def assembled_jit(function: Any = None, **options: Any) -> Any:
+    """As `triton.jit`, for a kernel that is launched. What it calls may be of `triton.jit`."""
+    if function is None:
+        return lambda function: assembled_jit(function, **options)
+    is_interpreted = triton.knobs.runtime.interpret
+    return triton.jit(function, **options) if is_interpreted else AssembledKernel(function, **options)
+
+
+def compile_kernel(src: Any, target: Any, options: Any = None, **more: Any) -> Any:
+    """As Triton's `compile`, by the right program."""
+    return (by_newer if _is_told(target) else compiler.compile)(src, target=target, options=options, **more)
+
+
+def by_newer(src: Any, target: Any, options: Any = None, **more: Any) -> Any:
+    """As Triton's `compile`, by the newer program. Raises RuntimeError if Triton's function has no such choice of a backend."""
+    chosen = []
+
+    def choose(target: Any) -> NewerAssembler:
+        chosen.append(backend := NewerAssembler(target))
+        return backend
+
+    own = compiler.compile
+    same: Callable[..., Any] = types.FunctionType(
+        own.__code__, {**own.__globals__, "make_backend": choose}, own.__name__, own.__defaults__, own.__closure__
+    )
+    made = same(src, target=target, options=options, **more)
+    if not chosen:
+        raise RuntimeError(f"Triton {triton.__version__} did not take the assembler that it was told to take")
+    return made
+
+
+def _is_told(target: Any) -> bool:
+    return (target.backend, target.arch) == ("cuda", _HOPPER) and hopper_assembler(triton.__version__).is_told

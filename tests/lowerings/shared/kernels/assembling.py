@@ -1,0 +1,80 @@
+"""Says what a kernel of linear attention is assembled by for Hopper, beside one of somebody else, where Triton is told to take its newer
+program and where it is not: python -m tests.lowerings.shared.kernels.assembling
+
+Both kernels are compiled in threads at once, with a cache on disk that both settings share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import triton
+import triton.language as tl
+
+from attn_compiler.lowerings.linear.kernels.channel import channel_inverse
+from attn_compiler.lowerings.shared.kernels import assembling_sm90
+from attn_compiler.lowerings.shared.launching import compiling
+from attn_compiler.spec.assemblers import Assembler, _release_of
+from benchmarks.kernel_code import _Driver
+
+_TENSORS = (triton.MockTensor(tl.float32),) * 2
+_NUMBERS = {"C": 64, "PARTS": 3, "PLANES": 3}
+
+
+@triton.jit
+def somebody_elses(Lower, Inverse, C: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr):
+    tl.store(Inverse + tl.arange(0, C), tl.load(Lower + tl.arange(0, C)))
+
+
+def _compiled(kernel: Any) -> tuple[str, Any]:
+    """By a launch that Triton is asked for ahead, in this thread."""
+    kernel.device_caches.clear()
+    (asked,) = compiling.variants(kernel, _TENSORS, _NUMBERS)
+    return asked.key, asked.compile()
+
+
+def _launched(kernel: Any) -> Any:
+    """By a launch itself."""
+    kernel.device_caches.clear()
+    return kernel.warmup(*_TENSORS, grid=(1,), **_NUMBERS)
+
+
+def _found(is_told: bool) -> dict[str, Any]:
+    chosen = Assembler(release=(13, 1), is_told=is_told)
+    with mock.patch.object(assembling_sm90, "hopper_assembler", return_value=chosen), ThreadPoolExecutor(4) as threads:
+        kernels = (channel_inverse, somebody_elses)
+        ours, others = threads.map(_compiled, kernels)
+        launched = _launched(channel_inverse)
+    return {
+        "ours": _maker(ours[1].asm["cubin"]),
+        "others": _maker(others[1].asm["cubin"]),
+        "launched": launched.hash == ours[1].hash,
+        "keys": [hashlib.sha256(key.encode()).hexdigest() for key, _ in (ours, others)],
+        "hashes": [kernel.hash for _, kernel in (ours, others)],
+    }
+
+
+def _maker(cubin: bytes) -> str:
+    """The release of CUDA that a cubin names; assemblers before 13.0 name none."""
+    found = re.search(rb"Cuda compilation tools, release ([\d.]+)", cubin)
+    return "" if found is None else found[1].decode()
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(_Driver())
+    programs = {name: ".".join(map(str, _release_of(name))) for name in ("ptxas", "ptxas-blackwell")}
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        found = [_found(is_told) for is_told in (False, True, False)]
+    json.dump([{"programs": programs}, *found], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

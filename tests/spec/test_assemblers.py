@@ -1,0 +1,107 @@
+"""Our kernels are assembled for Hopper by a program that is known to be right, where Triton has one that the driver knows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from attn_compiler.spec import assemblers
+from attn_compiler.spec.assemblers import Assembler, hopper_assembler
+
+Says = Callable[[str, str], None]
+
+
+@pytest.fixture
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
+    """Have a program of Triton's, named as variables name it, be of a release."""
+
+    def say(program: str, release: str) -> None:
+        file = tmp_path / program
+        file.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.80\n")
+        file.chmod(0o755)
+        monkeypatch.setenv(f"TRITON_{program}_PATH", str(file))
+
+    return say
+
+
+def found(triton: str, monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] = (13, 0)) -> Assembler:
+    monkeypatch.setattr(assemblers, "_driver", lambda: driver)
+    hopper_assembler.cache_clear()
+    return hopper_assembler(triton)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept() -> None:
+    hopper_assembler.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("triton", "older", "newer", "driver", "expected"),
+    [
+        ("3.7.1", "12.8", "13.1", (13, 0), Assembler(release=(13, 1), is_told=True)),
+        ("3.6.0+git12", "12.8", "13.1", (13, 2), Assembler(release=(13, 1), is_told=True)),
+        ("3.8.0", "12.9", "13.3", (14, 0), Assembler(release=(13, 3), is_told=True)),
+        # A driver of CUDA 12 knows nothing that an assembler of CUDA 13 makes.
+        ("3.7.1", "12.8", "13.1", (12, 9), Assembler(release=(12, 8))),
+        ("3.7.1", "12.8", "13.1", (0, 0), Assembler(release=(12, 8))),
+        ("3.7.1", "12.8", "14.0", (13, 0), Assembler(release=(12, 8))),
+        # What Triton 3.6 brings is wrong, too.
+        ("3.6.0", "12.8", "12.9", (13, 0), Assembler(release=(12, 8))),
+        ("3.7.1", "12.8", "13.0", (13, 0), Assembler(release=(12, 8))),
+        # Triton takes the right one by itself: the user named it, or it is 3.9.
+        ("3.7.1", "13.1", "13.3", (13, 0), Assembler(release=(13, 1))),
+        ("3.9.0", "12.9", "13.4", (12, 8), Assembler(release=(13, 4))),
+        ("3.9.0", "13.4", "12.9", (13, 0), Assembler(release=(12, 9))),
+        ("4.0.0", "12.9", "13.4", (13, 0), Assembler(release=(13, 4))),
+        # of others nothing is known
+        ("3.5.0", "12.8", "13.1", (13, 0), Assembler(release=(12, 8))),
+        ("", "12.8", "13.1", (13, 0), Assembler(release=(12, 8))),
+    ],
+)
+def test_which_it_is(
+    triton: str,
+    older: str,
+    newer: str,
+    driver: tuple[int, int],
+    expected: Assembler,
+    says: Says,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    says("PTXAS", older)
+    says("PTXAS_BLACKWELL", newer)
+    assert found(triton, monkeypatch, driver) == expected
+
+
+def test_a_program_that_is_not_there_leaves_tritons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    own = assemblers._release_of("ptxas")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "absent"))
+    assert assemblers._release_of("ptxas") == own
+    monkeypatch.setattr(assemblers.importlib.util, "find_spec", lambda name: None)
+    assert assemblers._release_of("ptxas") == (0, 0)
+
+
+def test_words() -> None:
+    assert (Assembler(release=(13, 1)).version, Assembler(release=(0, 0)).version) == ("13.1", "")
+
+
+@pytest.mark.parametrize(("version", "release"), [(13010, (13, 1)), (12080, (12, 8)), (13000, (13, 0))])
+def test_the_driver_is_asked(version: int, release: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(pointer: object) -> int:
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = version  # type: ignore[arg-type]
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=get))
+    assert assemblers._driver() == release
+
+
+def test_there_may_be_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert assemblers._driver() == (0, 0)
