@@ -5,8 +5,8 @@
 Sides: `inductor`, which compiles the model's own function; our lowerings; and flash-linear-attention, where it can be imported. Our kernels
 are measured first, on all cases; the others as long as the budget lasts. Inductor unrolls the loop over chunks of the delta rule, which
 takes minutes at 32k tokens: there it is measured up to `--unrolled` tokens. A row is written as soon as it is measured. `error` is the
-largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. `assembler` is that of `linear_triton`. Writes
-benchmarks/results/linear_gpu.csv.
+largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. `assembler` is that of `linear_triton`.
+`graph_ms` is of a step of decoding in a CUDA graph, as engines decode. Writes benchmarks/results/linear_gpu.csv.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ from benchmarks.linear_peers import PEERS
 
 RESULTS = Path(__file__).parent / "results" / "linear_gpu.csv"
 KEYS = ("layer", "scenario", "batch", "length", "dtype", "side", "assembler")
-COLUMNS = ("p50_ms", "p20_ms", "first_step_s", "peak_gib", "error", "error_grads", "taken", "failure")
+COLUMNS = ("p50_ms", "p20_ms", "graph_ms", "first_step_s", "peak_gib", "error", "error_grads", "taken", "failure")
 OURS = ("linear_triton", "linear_reference")
 _COMPARED = 4096
 _WARM, _ROUNDS, _SECONDS = 3, 40, 1.0
+#: steps in a CUDA graph
+_RECORDED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +199,11 @@ _SHORT = (("training", 4, 512), ("prefill", 1, 512), ("training", 4, 100), ("pre
 SIZES = {"smoke": _SMOKE, "usual": _SMOKE + _FURTHER, "short": _SHORT}
 
 
-def cases(layers: Sequence[str], sizes: str, dtype: str) -> Iterator[GpuCase]:
+def cases(layers: Sequence[str], scenarios: Sequence[str], sizes: str, dtype: str) -> Iterator[GpuCase]:
     """What is measured, the most telling first. sizes: of SIZES."""
     for scenario, batch, length in SIZES[sizes]:
+        if scenario not in scenarios:
+            continue
         for layer in layers:
             yield GpuCase(layer=layer, scenario=scenario, batch=batch, length=length, dtype=dtype)
 
@@ -280,6 +284,7 @@ def measure(case: GpuCase, side: str) -> dict[str, str]:
     times = sorted(timed(step))
     return {
         "p50_ms": f"{statistics.median(times):.4g}",
+        **(_recorded(step) if case.scenario == "decode" else {}),
         "p20_ms": f"{times[len(times) // 5]:.4g}",
         "first_step_s": f"{first:.3g}",
         "peak_gib": f"{peak:.3g}",
@@ -308,6 +313,22 @@ def timed(step: Callable[[], Any]) -> list[float]:
     return [one.elapsed_time(other) for one, other in itertools.pairwise(marks[: done + 1])]
 
 
+def _recorded(step: Callable[[], Any]) -> dict[str, str]:
+    """Of a step in a CUDA graph, in which the host's time does not count. The rest of the row stands where none can be recorded."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(_RECORDED):
+                step()
+    except RuntimeError as error:
+        return {"failure": f"CUDA graph: {str(error)[:200]}"}
+    return {"graph_ms": f"{statistics.median(timed(graph.replay)) / _RECORDED:.4g}"}
+
+
 def sides(case: GpuCase, unrolled: int) -> Iterator[str]:
     """What may be measured of a case."""
     yield from OURS
@@ -320,7 +341,7 @@ def sides(case: GpuCase, unrolled: int) -> Iterator[str]:
 
 def jobs(options: argparse.Namespace) -> list[tuple[GpuCase, str]]:
     """Our kernels on all cases, then fla, the others case by case."""
-    found = list(cases(options.layers.split(","), options.sizes, options.dtype))
+    found = list(cases(options.layers.split(","), options.scenarios.split(","), options.sizes, options.dtype))
     every = [(case, side) for case in found for side in sides(case, options.unrolled)]
     wanted = options.sides.split(",") if options.sides else ["linear_triton", "fla", "linear_reference", "inductor"]
     first = [job for job in every if job[1] in ("linear_triton", "fla")]
@@ -349,6 +370,7 @@ def main() -> int:
         help="seconds after the budget, when what runs is ended (default %(default)s)",
     )
     parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--scenarios", default="training,prefill,decode")
     parser.add_argument("--sides", default="", help="of linear_triton, linear_reference, inductor, fla, eager")
     parser.add_argument(
         "--unrolled", type=int, default=2048, help="tokens that Inductor unrolls at most (default %(default)s)"

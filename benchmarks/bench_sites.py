@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_sites --jobs 16 --wave-cases 32 --budget-seconds 260
 
-Each side is the whole compiled function of one call of attention (random_sites.py): the choice of `backend="attn_compiler"`, each lowering
-that takes the site (`lowering=`), and Inductor by itself. All sides of a site take turns in one process, in bfloat16; several calls make a
-CUDA graph, where one can be captured (`timed`), else events lie around a call. us_p50 is of a call: forward, or forward and backward.
+Each side is the whole compiled function of four attentions, as layers of a model have them (random_sites.py): the choice of
+`backend="attn_compiler"`, each lowering that takes the site (`lowering=`), and Inductor by itself. All sides of a site take turns in one
+process, in bfloat16; several calls make a CUDA graph, where one can be captured (`timed`), else events lie around a call. us_p50 is of a
+layer: forward, or forward and backward, with its share of the mask, which is made once for all `layers`.
 `error` is ‖x - Inductor's‖ / ‖Inductor's‖ of the output and gradients; `numerics` is WRONG where rounding does not explain it.
 
 A site that fails is a row with the reason. Rows are written as they come; what the budget leaves out is done by a run with --append.
@@ -32,22 +33,47 @@ from torch import Tensor
 import attn_compiler
 from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.spec.target import Target
-from benchmarks import bench_h200, bench_kernels, bench_select, compare, harness, random_sites, standing, waves
+from benchmarks import (
+    bench_h200,
+    bench_kernels,
+    bench_select,
+    built_sites,
+    compare,
+    harness,
+    random_sites,
+    standing,
+    waves,
+)
+from benchmarks.built_sites import Built
 from benchmarks.harness import BACKEND, BASELINE
-from benchmarks.random_sites import Built, Site
+from benchmarks.random_sites import Site
 from benchmarks.waves import Row
 
 RESULTS = Path(__file__).parent / "results" / "sites_h200.csv"
 #: what every process begins with, and which touches no GPU
 IMPORTS = ("torch._dynamo", "attn_compiler")
 _FIELDS = ("number", *Site.__dataclass_fields__)
-_MEASURED = ("side", "lowering", "chosen", "us_p50", "timed", "rounds", "error", "numerics", "compile_s", "failure")
+_MEASURED = (
+    "layers",
+    "side",
+    "lowering",
+    "chosen",
+    "us_p50",
+    "timed",
+    "rounds",
+    "error",
+    "numerics",
+    "compile_s",
+    "failure",
+)
 _WHERE = ("device", "torch", "triton", "cudnn", "date", "commit")
 COLUMNS = ("draw", *_FIELDS, *_MEASURED, *_WHERE)
 #: lowerings that are forced: the kernels of a GPU
 FORCED = tuple(low.name for low in LOWERINGS if low.name not in bench_select._LEFT_OUT and "fp8" not in low.name)
 # A graph is at least so long, so that its start is little of it, and has at most so many calls.
 _LONG_US, _MOST_CALLS = 300.0, 20
+#: attentions of a function
+_LAYERS = 4
 # Two results in 16 bits that are both right differ by less, gradients included.
 _MOST_ERROR: Mapping[torch.dtype, float] = {torch.bfloat16: 2e-2, torch.float32: 1e-3}
 
@@ -85,7 +111,7 @@ def prepare(task: Task, _lock: AbstractContextManager[Any]) -> waves.Finish:
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 64
     try:
-        built = random_sites.build(task.site, device=task.device, dtype=dtype)
+        built = built_sites.build(task.site, device=task.device, dtype=dtype, layers=_LAYERS)
         reference: list[Tensor] = []
         for side in (BASELINE, BACKEND):
             _side(task, built, side, rows, timed, reference, _MOST_ERROR[dtype])
@@ -127,7 +153,7 @@ def _side(
         found = _results(built, step())
         if side != BASELINE:
             found_sites = [site for report in attn_compiler.reports() for site in report.sites]
-            row["lowering"] = " ".join(site.decision.lowering for site in found_sites) or "none found"
+            row["lowering"] = " ".join(dict.fromkeys(site.decision.lowering for site in found_sites)) or "none found"
             if side != BACKEND and row["lowering"] != side:
                 return
         if not reference and side == BASELINE:
@@ -143,7 +169,7 @@ def _side(
 
 
 def _compiled(task: Task, built: Built, side: str) -> Callable[[], Sequence[Tensor]]:
-    """A call of a side: its output, and with gradients where the site trains."""
+    """A call of a side: the outputs, and gradients where the site trains."""
     attn_compiler.reset()
     if side == BASELINE:
         further: dict[str, Any] = {"backend": task.inner}
@@ -154,18 +180,20 @@ def _compiled(task: Task, built: Built, side: str) -> Callable[[], Sequence[Tens
 
     def step() -> Sequence[Tensor]:
         with torch.set_grad_enabled(task.site.training):
-            out = function(*built.operands)
+            outs = function(*built.operands)
         if not task.site.training:
-            return [out]
-        return [out.detach(), *torch.autograd.grad(out, built.leaves, built.grad_out)]
+            return list(outs)
+        grads = torch.autograd.grad(outs, built.leaves, [built.grad_out] * len(outs))
+        return [*(out.detach() for out in outs), *grads]
 
     return step
 
 
 def _results(built: Built, found: Sequence[Tensor]) -> list[Tensor]:
     """What is compared: not what queries without a key gave."""
-    out, *gradients = found
-    return [out if built.used is None else out.where(built.used, 0.0), *gradients]
+    if built.used is None:
+        return list(found)
+    return [*(out.where(built.used, 0.0) for out in found[:_LAYERS]), *found[_LAYERS:]]
 
 
 def _graphed(step: Callable[[], Sequence[Tensor]], device: str) -> Timed:
@@ -205,8 +233,8 @@ def _finish(task: Task, timed: dict[str, Timed], rows: dict[str, Row]) -> Row:
         steps = {side: one.step for side, one in timed.items()}
         times = harness.interleave(steps, task.device, seconds=task.seconds, min_rounds=7, warmup=2) if steps else {}
         for side, values in times.items():
-            took = statistics.median(values) / timed[side].calls * 1e3
-            rows[side] |= {"us_p50": f"{took:.2f}", "rounds": str(len(values))}
+            took = statistics.median(values) / (timed[side].calls * _LAYERS) * 1e3
+            rows[side] |= {"layers": str(_LAYERS), "us_p50": f"{took:.2f}", "rounds": str(len(values))}
     except Exception as error:  # noqa: BLE001 (as above)
         rows = {side: {"failure": bench_h200.failure(error), **row} for side, row in rows.items()}
     timed.clear()

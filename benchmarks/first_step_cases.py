@@ -103,11 +103,25 @@ def _decoder(name: str, config_class: str, heads: int, kv_heads: int, width: int
     )
 
 
+def _encoder(name: str, config_class: str, *, on_cpu: bool = False, **more: Any) -> Model:
+    """Of BERT's kind. Two positions more than tokens: RoBERTa's kind counts from there."""
+    return Model(
+        name=name,
+        kind="encoder",
+        config_class=config_class,
+        model_class=config_class.removesuffix("Config") + "Model",
+        config={"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "vocab_size": 1024}
+        | {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, **more},
+        wide=("hidden_size", "intermediate_size", "num_attention_heads"),
+        of_length=lambda length: {"max_position_embeddings": length + 2},
+        on_cpu=on_cpu,
+    )
+
+
 def _sides(**values: Any) -> dict[str, Any]:
     return {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in values.items()}
 
 
-_NO_DROPOUT_BERT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 MODELS: Mapping[str, Model] = {
@@ -153,17 +167,10 @@ MODELS: Mapping[str, Model] = {
             of_length=_positions("n_positions"),
             on_cpu=True,
         ),
-        Model(
-            name="bert",
-            kind="encoder",
-            config_class="BertConfig",
-            model_class="BertModel",
-            config={"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "vocab_size": 1024}
-            | _NO_DROPOUT_BERT,
-            wide=("hidden_size", "intermediate_size", "num_attention_heads"),
-            of_length=_positions("max_position_embeddings"),
-            on_cpu=True,
-        ),
+        _encoder("bert", "BertConfig", on_cpu=True),
+        _encoder("electra", "ElectraConfig", embedding_size=1024),
+        _encoder("nomic_bert", "NomicBertConfig"),
+        _encoder("data2vec_text", "Data2VecTextConfig", **_TOKENS),
         Model(
             name="modernbert",
             kind="encoder",
@@ -185,6 +192,23 @@ MODELS: Mapping[str, Model] = {
             per_layer=("num_layers",),
             call={"use_cache": False},
             on_cpu=True,
+        ),
+        Model(
+            name="m2m_100",
+            kind="text2text",
+            config_class="M2M100Config",
+            model_class="M2M100Model",
+            config={
+                "d_model": 1024,
+                **_sides(attention_heads=16, ffn_dim=4096, layerdrop=0.0),
+                "vocab_size": 1024,
+                **_TOKENS,
+            }
+            | {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "decoder_start_token_id": 2},
+            wide=("d_model", "encoder_attention_heads", "decoder_attention_heads"),
+            per_layer=("encoder_layers", "decoder_layers"),
+            of_length=_positions("max_position_embeddings"),
+            call={"use_cache": False},
         ),
         Model(
             name="whisper",

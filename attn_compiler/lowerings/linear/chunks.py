@@ -27,15 +27,20 @@ def by_chunks(given: LinearOperands, chunk: int = CHUNK) -> tuple[Tensor, Tensor
     if isinstance(length, int) and length == 1:
         return one_token(given)
     q, k, v, g = (_in_chunks(x, chunk) for x in (given.q, given.k, given.v, given.g))
+    beta = None if given.beta is None else _in_chunks(given.beta, chunk).unsqueeze(-1)
+    rows = [q] if beta is None else [q, k * beta]
+    # Before the sums: what stands between two products or sums is one kernel, whose compilation takes a second on a CPU.
+    dots = None if g.dim() == k.dim() else _dots(rows, k)
     sums = g.cumsum(2)
-    of_channels = sums if sums.dim() == k.dim() else sums.unsqueeze(-1)
+    of_channels = sums.unsqueeze(-1) if dots is not None else sums
     grown = of_channels.exp()
-    pairs = _pairs(q, k, sums)
+    if dots is None:
+        pairs, *lower = (_pairs_by_channel(x, k, sums) for x in rows)
+    else:
+        pairs, *lower = (dots * _decays(sums).unsqueeze(-3)).unbind(-3)
     w: Tensor | None = None
-    if given.beta is not None:
-        beta = _in_chunks(given.beta, chunk).unsqueeze(-1)
-        scaled = k * beta
-        solved = _solve(_pairs(scaled, k, sums), torch.cat([v * beta, scaled * grown], -1))
+    if beta is not None:
+        solved = _solve(lower[0], torch.cat([v * beta, rows[1] * grown], -1))
         v, w = solved[..., :dim_v], solved[..., dim_v:]
     kd, cd = k * (of_channels[..., -1:, :] - of_channels).exp(), grown[..., -1, :, None]
     if isinstance(length, int) and length <= chunk:
@@ -98,18 +103,24 @@ def _from_chunks(x: Tensor, batch: int, length: int, heads: int) -> Tensor:
     return x.flatten(1, 2)[:, :length]
 
 
-def _pairs(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """xᵢ · yⱼ with the decay from token j to token i, for j up to i; 0 after it."""
-    if sums.dim() == x.dim():
-        return _pairs_by_channel(x, y, sums)
-    size = x.shape[-2]
-    later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-    decay = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
-    return (x @ y.mT) * decay
+def _dots(rows: list[Tensor], y: Tensor) -> Tensor:
+    """xᵢ · yⱼ of each x of `rows`, in one product: (N, P, X, C, C), of X of them."""
+    stacked = rows[0] if len(rows) == 1 else torch.stack(rows, -3).flatten(-3, -2)
+    found = stacked @ y.mT
+    return found.view(*found.shape[:-2], len(rows), y.shape[-2], y.shape[-2])
+
+
+def _decays(sums: Tensor) -> Tensor:
+    """From token j to token i, for j up to i; 0 after it."""
+    later = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu(1)
+    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
 
 
 def _pairs_by_channel(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """By blocks of rows: what comes before a block is a product around the block's first row, whose exponents are none above 0."""
+    """xᵢ · yⱼ with the decay from token j to token i, for j up to i; 0 after it.
+
+    By blocks of rows: what comes before a block is a product around the block's first row, whose exponents are none above 0.
+    """
     size = x.shape[-2]
     later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
     rows = []

@@ -51,6 +51,11 @@ class LinearFla:
         found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).fla.default
         return found
 
+    @property
+    def step_op(self) -> None:
+        """fla's kernel gives a new state."""
+        return None
+
 
 def _check_machine(target: Target) -> list[Reason]:
     if target.triton_interpreted:

@@ -38,6 +38,11 @@ class LinearReference:
         found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).linear_reference.default
         return found
 
+    @property
+    def step_op(self) -> None:
+        """Inductor writes the state of plain ops in place by itself."""
+        return None
+
 
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """What the function computes, by chunks of no more tokens than its own: decays are differences of sums over a chunk."""

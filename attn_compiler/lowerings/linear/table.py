@@ -17,11 +17,8 @@ from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.spec.target import Target
 
-LINEAR_LOWERINGS: tuple[LinearReference | LinearTriton | LinearFla, ...] = (
-    LinearReference(),
-    LinearTriton(),
-    LinearFla(),
-)
+LinearLowering = LinearReference | LinearTriton | LinearFla
+LINEAR_LOWERINGS: tuple[LinearLowering, ...] = (LinearReference(), LinearTriton(), LinearFla())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

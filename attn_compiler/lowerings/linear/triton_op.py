@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 
-_NAME = "linear_triton"
+_NAME, _STEP = "linear_triton", "linear_triton_step"
 _DTYPES = (*HALF, "float32")
 _MACHINES = (80, 90)
 _HOPPER = 90
@@ -45,7 +46,13 @@ class LinearTriton:
     @property
     def op(self) -> torch._ops.OpOverload:
         """What takes the place of `linear_call`, with its operands and its text."""
-        found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).linear_triton.default
+        found: torch._ops.OpOverload = _OPS.linear_triton.default
+        return found
+
+    @property
+    def step_op(self) -> torch._ops.OpOverload:
+        """A step of decoding that writes the new state over the old one: out = op(operands without the state, state, text)."""
+        found: torch._ops.OpOverload = _OPS.linear_triton_step.default
         return found
 
 
@@ -106,17 +113,29 @@ def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """What the function computes."""
     form = LinearForm.of_text(text)
     given = dict(zip(form.roles, operands, strict=True))
-    chunks = getattr(torch.ops, NAMESPACE).linear_chunks.default
-    state = given.get("state")
-    if form.recurrence == "delta":
-        found: tuple[Tensor, Tensor] = chunks(*(given[x] for x in ("q", "k", "v", "g", "beta")), None, state, text)
-        return found
-    dt = steps(form, given).to(torch.float32)
-    decay = given["A"].to(torch.float32) * dt
-    found = chunks(given["C"], given["B"], given["x"], decay, dt, given.get("D"), state, text)
+    found: tuple[Tensor, Tensor] = _OPS.linear_chunks.default(*_recurrence(form, given), given.get("state"), text)
     return found
 
 
+def run_step(operands: Sequence[Tensor], state: Tensor, text: str) -> Tensor:
+    """The result of one token. state: as `linear_one_token` has it; operands: the others, in order."""
+    form = LinearForm.of_text(text)
+    given = dict(zip((role for role in form.roles if role != "state"), operands, strict=True))
+    found: Tensor = _OPS.linear_one_token.default(*_recurrence(form, given), state, text)
+    return found
+
+
+def _recurrence(form: LinearForm, given: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """Operands of the leaf ops, up to the state."""
+    if form.recurrence == "delta":
+        return (*(given[x] for x in ("q", "k", "v", "g", "beta")), None)
+    dt = steps(form, given).to(torch.float32)
+    return given["C"], given["B"], given["x"], given["A"].to(torch.float32) * dt, dt, given.get("D")
+
+
+_OPS: Any = getattr(torch.ops, NAMESPACE)
 if not hasattr(getattr(torch.ops, NAMESPACE), _NAME):
     LIBRARY.define(_NAME + SCHEMA)
     LIBRARY.impl(_NAME, run, "CompositeImplicitAutograd")
+    LIBRARY.define(_STEP + "(Tensor[] operands, Tensor(a!) state, str text) -> Tensor")
+    LIBRARY.impl(_STEP, run_step, "CompositeImplicitAutograd")

@@ -1,7 +1,9 @@
 """`attn_compiler::linear_chunks`: the recurrence by our kernels, a leaf op with a fake and a formula for its gradient. Needs no triton.
 `fla_chunks` is the same by those of flash-linear-attention.
+`linear_one_token`: a step of decoding, which writes the new state over the old one and has no gradient.
 
     out, last = linear_chunks(q, k, v, g, beta, skip, state, text);  text: of a LinearForm
+    out = linear_one_token(q, k, v, g, beta, skip, state, text);  state: contiguous, in the dtype of the form's states
 
 q, k: (B, S, Hk, K), before they are normalised. v: (B, S, H, V). g: (B, S, H), or (B, S, H, K). beta: (B, S, H); without the delta rule
 what v is multiplied by. skip: (H,), how much of v is added to the result, or None. state: in the order of the function, as `last`.
@@ -44,6 +46,12 @@ def _fake_backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Te
     return tuple(grad_out.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[:-1])
 
 
+def _fake_one(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
+) -> Tensor:
+    return v.new_empty(v.shape, dtype=getattr(torch, LinearForm.of_text(text).out_dtype))
+
+
 def _setup(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     *tensors, ctx.text = inputs
     ctx.save_for_backward(*tensors)
@@ -69,4 +77,11 @@ def register_chunks(name: str, forward: Late, backward: Late, *, notes: bool = F
 
 register_chunks(
     "linear_chunks", Late(f"{_ROOM}.triton_launch", "forward"), Late(f"{_ROOM}.triton_backward", "backward"), notes=True
+)
+register_helper(
+    "linear_one_token",
+    f"({_OPERANDS.replace('Tensor? state', 'Tensor(a!) state')}) -> Tensor out",
+    function=Late(f"{_ROOM}.triton_step", "one_token"),
+    fake=_fake_one,
+    exact_strides=True,
 )

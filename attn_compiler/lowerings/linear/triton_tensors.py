@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, in_half, readable, strides, tile
-from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
+from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
 from attn_compiler.spec.linear import LinearForm
 
@@ -102,10 +102,12 @@ class LinearTensors:
             tile=tile(self.sizes, warps, stages),
         )
 
-    def run(self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, *, part: str = "", **more: Any) -> None:
-        """Launch a kernel. part: tells launches of one kernel in one call apart."""
+    def run(
+        self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, *, part: str = "", **more: Any
+    ) -> ReadyKernel | None:
+        """Launch a kernel. part: tells launches of one kernel in one call apart. Gives what a further launch needs."""
         arguments = functools.partial(self.arguments, kernel, programs, warps, stages, **more)
-        launch(kernel, self.same, self.named, arguments, part)
+        return launch(kernel, self.same, self.named, arguments, part)
 
     def having(self, **named: Tensor) -> LinearTensors:
         """The same call with these tensors in the place of others."""

@@ -13,6 +13,7 @@ from attn_compiler.lowerings.graph_ops import linear_call
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph.unit import module_path
 from attn_compiler.passes.matching.linear import deciding
+from attn_compiler.passes.writing import linear_steps
 from attn_compiler.reasons.decisions import Decision
 from attn_compiler.reporting.facts import LinearReport
 from attn_compiler.spec.linear import LinearForm, LinearSpec
@@ -41,7 +42,10 @@ def lower(gm: fx.GraphModule, options: Options) -> tuple[LinearSite, ...]:
         for node in linear_call.calls(module.graph):
             spec = _spec(node)
             decision = deciding.chosen(spec, options)
-            _replace(node, _op(decision))
+            lowering = _lowering(decision)
+            step = None if lowering is None else lowering.step_op
+            if step is None or not linear_steps.write_over(node, spec, step):
+                _replace(node, linear_call.linear_own if lowering is None else lowering.op)
             found.append(LinearSite(module=module_path(node), spec=spec, decision=decision))
     return tuple(found)
 
@@ -52,9 +56,9 @@ def _spec(node: fx.Node) -> LinearSpec:
     return deciding.call_of(LinearForm.of_text(str(text)), tensors)
 
 
-def _op(decision: Decision) -> torch._ops.OpOverload:
-    own: torch._ops.OpOverload = linear_call.linear_own
-    return next((one.op for one in lowerings.linear_table.LINEAR_LOWERINGS if one.name == decision.lowering), own)
+def _lowering(decision: Decision) -> lowerings.linear_table.LinearLowering | None:
+    """None: the model's own function."""
+    return next((one for one in lowerings.linear_table.LINEAR_LOWERINGS if one.name == decision.lowering), None)
 
 
 def _replace(node: fx.Node, op: torch._ops.OpOverload) -> None:

@@ -6,11 +6,18 @@ random numbers for the rest of the process.
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
+
+from attn_compiler.lowerings.choice.timed.values import NoValues
 
 _CALLS, _ROUNDS = 8, 5
 #: rounds of one computation in which the host may be slower than the spinning kernel
@@ -19,13 +26,38 @@ _MOST_TRIES = 4
 _CYCLES = 2e9
 #: seconds
 _LONGEST = 0.1
+#: seconds that a process waits for others on its GPU
+_PATIENCE = 60.0
 
 
 def microseconds(computations: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Of one call of each: the median of rounds, in turns. Each ran before.
 
-    What takes the host long, or waits for the GPU, has no time.
+    What takes the host long, or waits for the GPU, has no time. Raises NoValues where other processes time without end.
     """
+    with alone_on(str(torch.cuda.get_device_properties(device).uuid)):
+        return _in_turns(computations, device)
+
+
+@contextmanager
+def alone_on(gpu: str) -> Iterator[None]:
+    """Let one process of a user at a time go on: two that time on one GPU would measure each other. gpu: its name.
+
+    Raises NoValues after a minute, and where the lock's file can't be written.
+    """
+    try:
+        # Not among PyTorch's caches: processes may have folders of their own.
+        lock = FileLock(Path(tempfile.gettempdir()) / f"attn_compiler_{os.getuid()}_times_{gpu}.lock")
+        lock.acquire(timeout=_PATIENCE)
+    except (Timeout, OSError) as error:
+        raise NoValues("other processes time kernels on this GPU") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _in_turns(computations: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     held = {name: _host_seconds(computation, device) for name, computation in computations.items()}
     found: dict[str, list[float]] = {name: [] for name, seconds in held.items() if seconds < _LONGEST}
     order = list(found)

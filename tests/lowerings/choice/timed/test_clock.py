@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from attn_compiler.lowerings.choice.timed import clock
+from attn_compiler.lowerings.choice.timed.values import NoValues
 
-pytestmark = pytest.mark.gpu
+
+def test_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits in vain has no times, and one that is through lets the next go on."""
+    monkeypatch.setattr(clock, "_PATIENCE", 0.1)
+    gpu = f"test {os.getpid()}"
+    with clock.alone_on(gpu):
+        with pytest.raises(NoValues, match="other processes"), clock.alone_on(gpu):
+            pytest.fail("two at once")
+        with clock.alone_on(gpu + " another"):
+            pass
+    with pytest.raises(KeyError), clock.alone_on(gpu):
+        raise KeyError
+    with clock.alone_on(gpu):
+        pass
 
 
+@pytest.mark.gpu
 def test_more_work_takes_longer_and_what_waits_for_the_host_has_no_time() -> None:
     device = torch.device("cuda:0")
     small, large = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for n in (256, 4096))

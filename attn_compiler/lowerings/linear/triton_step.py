@@ -1,0 +1,59 @@
+"""A step of decoding: one kernel reads a state and writes the new one over it. Imports triton, so it comes late.
+
+A further call whose tensors lie alike is replayed: at one token the host takes longer than the GPU (replaying.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from attn_compiler.lowerings.linear.kernels import forward as kernels
+from attn_compiler.lowerings.linear.triton_passes import of_states
+from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+from attn_compiler.lowerings.shared.launching.on_device import on
+from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
+
+_OP = "linear_one_token"
+_NAMES = ("q", "k", "v", "g", "beta", "skip", "first")
+
+
+def one_token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
+) -> Tensor:
+    """As `attn_compiler::linear_one_token`."""
+    operands = _apart([q, k, v, g, beta] if skip is None else [q, k, v, g, beta, skip], state)
+    inputs = [*operands, state]
+    same = alike(_OP, text, inputs)
+    if same.replay is not None:
+        out: Tensor = same.replay.run(inputs)[0]
+        return out
+    names = [name for name in _NAMES if skip is not None or name != "skip"]
+    return _first(dict(zip(names, inputs, strict=True)), text, same)
+
+
+def _apart(operands: list[Tensor], state: Tensor) -> list[Tensor]:
+    """Programs read operands while others write the state. So one of the same memory is copied."""
+    memory = state.untyped_storage().data_ptr()
+    return [x.clone() if x.untyped_storage().data_ptr() == memory else x for x in operands]
+
+
+def _first(given: dict[str, Tensor], text: str, same: Alike) -> Tensor:
+    """The first call of those that lie alike. It is not replayed where an operand has to be copied."""
+    call = LinearTensors.of(_OP, dict(given), text)
+    with on(same.device):
+        call.named["last"] = call.named["first"]
+        call.named["out"] = same.empty("out", lambda: _room(call))
+        ready = call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **of_states(call))
+    if ready is not None and all(call.named[name] is x for name, x in given.items()):
+        # The state has two names in the launch, of which a replay knows one.
+        where = tuple((at, "first" if name == "last" else name) for at, name in ready.where)
+        same.keep([dataclasses.replace(ready, where=where)], inputs=list(given), returned=("out", None))
+    return call.named["out"]
+
+
+def _room(call: LinearTensors) -> Tensor:
+    v = call.named["v"]
+    return torch.empty(v.shape, dtype=getattr(torch, call.form.out_dtype), device=v.device)
