@@ -36,7 +36,7 @@ class LinearTriton:
 
     name = _NAME
     #: the ops of its kernels
-    leaves: tuple[str, ...] = ("linear_chunks", "linear_chunks_backward")
+    leaves: tuple[str, ...] = ("linear_chunks", "linear_chunks_backward", "linear_one_token")
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """The reasons of a machine that can't run the kernels stand alone."""

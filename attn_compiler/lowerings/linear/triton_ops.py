@@ -83,5 +83,6 @@ register_helper(
     f"({_OPERANDS.replace('Tensor? state', 'Tensor(a!) state')}) -> Tensor out",
     function=Late(f"{_ROOM}.triton_step", "one_token"),
     fake=_fake_one,
+    notes=True,
     exact_strides=True,
 )

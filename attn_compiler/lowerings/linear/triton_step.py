@@ -6,13 +6,17 @@ A further call whose tensors lie alike is replayed: at one token the host takes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
 
+from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import forward as kernels
 from attn_compiler.lowerings.linear.triton_passes import of_states
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
+from attn_compiler.lowerings.shared.launching.noting import noter
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
 
@@ -24,14 +28,26 @@ def one_token(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
 ) -> Tensor:
     """As `attn_compiler::linear_one_token`."""
-    operands = _apart([q, k, v, g, beta] if skip is None else [q, k, v, g, beta, skip], state)
+    operands = [q, k, v, g, beta] if skip is None else [q, k, v, g, beta, skip]
+    if noter() is None:
+        operands = _apart(operands, state)
     inputs = [*operands, state]
     same = alike(_OP, text, inputs)
     if same.replay is not None:
         out: Tensor = same.replay.run(inputs)[0]
         return out
     names = [name for name in _NAMES if skip is not None or name != "skip"]
-    return _first(dict(zip(names, inputs, strict=True)), text, same)
+    launch_all = functools.partial(_first, dict(zip(names, inputs, strict=True)), text, same)
+    return or_else(_OP, text, launch_all, functools.partial(_instead, q, k, v, g, beta, skip, state, text))
+
+
+def _instead(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
+) -> Tensor:
+    """The same by plain ops."""
+    out, last = plain_calls.forward(q, k, v, g, beta, skip, state, text)
+    state.copy_(last)
+    return out
 
 
 def _apart(operands: list[Tensor], state: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import attn_compiler
 from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
-from attn_compiler.lowerings.linear import triton_backward, triton_launch, triton_op
+from attn_compiler.lowerings.linear import triton_backward, triton_launch, triton_op, triton_step
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, KernelFailed
@@ -48,6 +48,17 @@ def test_it_is_the_recurrence(name: str, sizes: Any, monkeypatch: pytest.MonkeyP
     of_wide = torch.autograd.grad(wanted, wide, noise)
     for one, other in zip((*outs, *grads), (*wanted, *of_wide), strict=True):
         assert _far(one, other) < 1e-5
+
+
+def test_a_step_writes_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step, "_first", _fail)
+    form = FORMS["delta"]
+    x = dict(zip(form.roles, (x.detach() for x in problem(form, (1, 2, 4, 16, 24))), strict=True))
+    wanted, last = definition(form, list(x.values()))
+    with pytest.warns(AttnCompilerWarning, match="no such kernel"):
+        out = triton_step.one_token(x["q"], x["k"], x["v"], x["g"], x["beta"], None, x["state"], form.text)
+    assert _far(out, wanted) < 1e-5
+    assert _far(x["state"], last) < 1e-5
 
 
 def _function() -> tuple[LinearForm, Any]:

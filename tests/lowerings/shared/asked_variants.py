@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from attn_compiler.lowerings.decode import latent_launch, launch as decode_launch
 from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.hopper import fp8_launch as hopper_launch
-from attn_compiler.lowerings.linear import triton_backward, triton_launch as linear_launch
+from attn_compiler.lowerings.linear import triton_backward, triton_launch as linear_launch, triton_step
 from attn_compiler.lowerings.shared.calls import listing_launch
 from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
 from attn_compiler.lowerings.shared.launching.noting import noter
@@ -48,6 +48,7 @@ BODIES = (
     (listing_launch, "lists"),
     (linear_launch, "forward"),
     (triton_backward, "backward"),
+    (triton_step, "one_token"),
 )
 CASES = (
     "triton plain_64",
@@ -187,6 +188,8 @@ def _linear() -> None:
             given = (*(x[role].to(half) for role in heads), *steps, x.get("D"), x.get("state"), form.text)
             out, last = linear_launch.forward(*given)
             triton_backward.backward(out, last, *given)
+            if sizes[0] == 1 and "state" in x:
+                triton_step.one_token(*given)
 
 
 OWN = {"lists": _lists, "any size": _any_size, "linear": _linear}
