@@ -83,7 +83,7 @@ def _compile(
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
     left_to_python.watch(attn_compiler)
-    with lockstep.telling_of_failure(own.sequence_group, torch_compat.starts_over):
+    with lockstep.telling_of_failure(own.sequence_group, torch_compat.starts_over), collector.rarely():
         return _compile_with(gm, example_inputs, own, patches, name, mode=mode, options=options)
 
 

@@ -18,7 +18,7 @@ from attn_compiler.context_parallel import slots
 from attn_compiler.context_parallel.layout import joined, split
 from attn_compiler.reasons.errors import ContextParallelInput
 from attn_compiler.torch_private.meetings import rank_of
-from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
+from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE, register_fake
 
 _COLLECTIVES = torch.ops._c10d_functional
 
@@ -190,14 +190,14 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "gathered_sequence"):
         LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
     LIBRARY.define("sequence_rank(Tensor like, str group) -> Tensor")
     LIBRARY.impl("sequence_rank", _sequence_rank, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::sequence_rank", _fake_sequence_rank, lib=LIBRARY)
+    register_fake("sequence_rank", _fake_sequence_rank)
     # Caches have no gradients.
     LIBRARY.define("keys_of_slots(Tensor x, int size, str group) -> Tensor")
     LIBRARY.impl("keys_of_slots", _of_slots, "Autograd")
     LIBRARY.impl("keys_of_slots", _of_slots, "CompositeExplicitAutograd")
     LIBRARY.define("same_on_ranks(Tensor x, int size, str group) -> Tensor")
     LIBRARY.impl("same_on_ranks", _same_on_ranks, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::same_on_ranks", lambda x, size, group: x.clone(), lib=LIBRARY)
+    register_fake("same_on_ranks", lambda x, size, group: x.clone())
 
 gathered_sequence = getattr(torch.ops, NAMESPACE).gathered_sequence.default
 summed_over_ranks = getattr(torch.ops, NAMESPACE).summed_over_ranks.default

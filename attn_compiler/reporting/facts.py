@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Faster, Reason
@@ -99,7 +100,8 @@ class GraphReport:
     """One graph handed to the backend.
 
     seconds: time by pass.
-    kernels: seconds by kernel that was compiled beside the inner compiler, of all its variants; where it was on disk, next to nothing.
+    kernels: seconds by kernel that was compiled beside the inner compiler so far, of all its variants; where it was on disk, next to
+        nothing. Those of a backward are there once it ran.
     failure: set when something failed and the model's own graph was compiled.
     faults: what failed and cost only a site or a call, each as it was warned of.
     from_cache: the passes did not run; what they made of the same graph before was done again.
@@ -115,7 +117,7 @@ class GraphReport:
     sites: tuple[SiteReport, ...] = ()
     misses: tuple[MissReport, ...] = ()
     seconds: tuple[tuple[str, float], ...] = ()
-    kernels: tuple[tuple[str, float], ...] = ()
+    kernels: Sequence[tuple[str, float]] = ()
     failure: str | None = None
     faults: tuple[str, ...] = ()
     from_cache: bool = False

@@ -6,6 +6,9 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+#: objects that are made, and not freed, between two collections of young ones; Python's own number is 700 or 2,000
+_MANY = 50_000
+
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
@@ -17,3 +20,22 @@ def paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def rarely() -> Iterator[None]:
+    """Within the block 50,000 new objects make the collector look at young ones, where it is on. For what takes seconds, and makes much
+    that stays.
+
+    A collection of everything comes a hundred times as rarely, so what is garbage by then is bounded. Threads that are within one block
+    each leave the setting to the first.
+    """
+    before = gc.get_threshold()
+    if not 0 < before[0] < _MANY:
+        yield
+        return
+    gc.set_threshold(_MANY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

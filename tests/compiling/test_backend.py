@@ -165,23 +165,25 @@ def test_inductors_processes_start_before_the_passes(
 
 
 @pytest.mark.parametrize("from_cache", [True, False])
-def test_the_collector_is_paused_where_code_is_loaded(
+def test_the_collector_looks_rarely_and_is_paused_where_code_is_loaded(
     from_cache: bool, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
+    seen: list[tuple[bool, int]] = []
 
     def inner(name: str, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        seen.append(gc.isenabled())
+        seen.append((gc.isenabled(), gc.get_threshold()[0]))
         return gm.forward
 
     monkeypatch.setattr(torch_inductor, "compile_with_backend", inner)
     pipeline.report = dataclasses.replace(pipeline.report, from_cache=from_cache)
-    before = gc.isenabled()
+    before, threshold = gc.isenabled(), gc.get_threshold()
     gc.enable()
+    gc.set_threshold(700, 10, 10)
     try:
         _compile(lambda a: torch.sin(a), inner="eager")(torch.randn(3))
-        assert (seen, gc.isenabled()) == ([not from_cache], True)
+        assert (seen, gc.isenabled(), gc.get_threshold()) == ([(not from_cache, 50_000)], True, (700, 10, 10))
     finally:
+        gc.set_threshold(*threshold)
         (gc.enable if before else gc.disable)()
 
 

@@ -8,6 +8,9 @@ with none. A kernel of symbolic sizes has a variant for either sort (any_size.py
 
 A tensor that lies in another way at run time costs only time: its launch compiles what it needs. `Built` has each kernel that did not
 compile, with the text of its call. The site is decided again then.
+
+The backend waits for the kernels of the forward. Those of the backward are waited for by their launches: Inductor compiles a backward at
+its first call, and they are compiled meanwhile. What fails of them fails at its launch.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import CancelledError, Future, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import fx
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: how the name of a backward's leaf op ends
+_BACKWARD = "_backward"
 #: seconds after which a terminal shows what is waited for
 _SHOWN_AFTER = 0.5
 
@@ -51,6 +56,10 @@ class LaunchingCall:
         """`op_library.text_of` it."""
         return op_library.text_of(self.op, self.arguments)
 
+    @property
+    def is_of_backward(self) -> bool:
+        return self.op.endswith(_BACKWARD)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NotCompiled:
@@ -61,11 +70,38 @@ class NotCompiled:
     error: Exception
 
 
+class KernelSeconds(Sequence[tuple[str, float]]):
+    """Kernels and the seconds that each took, of all its variants: of those that are done by the time that somebody looks."""
+
+    def __init__(self, begun: Iterable[Future[Compiled]]) -> None:
+        self._begun = tuple(begun)
+
+    def _so_far(self) -> tuple[tuple[str, float], ...]:
+        found: dict[str, float] = {}
+        for future in self._begun:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                one = future.result()
+                found[one.kernel] = found.get(one.kernel, 0.0) + one.seconds
+        return tuple(found.items())
+
+    def __len__(self) -> int:
+        return len(self._so_far())
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, float]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[str, float], ...]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[str, float] | tuple[tuple[str, float], ...]:
+        return self._so_far()[index]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What became of kernels. seconds: of each kernel, of all its variants. failed: those that do not compile."""
+    """What became of kernels. failed: those of the forward that do not compile, and those of the backward that are known not to."""
 
-    seconds: tuple[tuple[str, float], ...] = ()
+    seconds: Sequence[tuple[str, float]] = ()
     failed: tuple[NotCompiled, ...] = ()
 
 
@@ -94,22 +130,24 @@ class Ahead:
                 log.warning("its kernels are compiled at their first launch: %s: %r", call.body, error)
 
     def built(self) -> Built:
-        """Wait until all is done."""
-        seconds: dict[str, float] = {}
-        failed: list[NotCompiled] = []
-        with _shown(self.started):
-            wait(self.started)
-        for future, call in self.started.items():
-            try:
-                one = future.result()
-            except CancelledError:
-                continue
-            except Exception as error:  # noqa: BLE001 (Triton's compiler raises what it likes)
-                failed += [] if call is None else [NotCompiled(op=call.op, text=call.text, error=error)]
-                continue
-            seconds[one.kernel] = seconds.get(one.kernel, 0.0) + one.seconds
+        """Wait until the kernels of the forward are done."""
+        awaited = [future for future, call in self.started.items() if call is None or not call.is_of_backward]
+        with _shown(awaited):
+            wait(awaited)
+        failed = [
+            NotCompiled(op=call.op, text=call.text, error=error)
+            for future, call in self.started.items()
+            if call is not None and (error := _failure(future)) is not None
+        ]
+        seconds = KernelSeconds(self.started)
         self.started.clear()
-        return Built(seconds=tuple(seconds.items()), failed=tuple(failed))
+        return Built(seconds=seconds, failed=tuple(failed))
+
+
+def _failure(future: Future[Compiled]) -> Exception | None:
+    """What Triton raised, which may be anything."""
+    error = future.exception() if future.done() and not future.cancelled() else None
+    return error if isinstance(error, Exception) else None
 
 
 def here() -> Ahead | None:
