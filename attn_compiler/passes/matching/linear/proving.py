@@ -31,8 +31,11 @@ from attn_compiler.torch_private.store import Store
 
 #: of float64, beside numbers of about 1
 _NEAR = 1e-9
-#: tokens that the recurrence is run one by one for, and numbers of all states; of more, by chunks
+#: tokens that the recurrence is run one by one for, and numbers of all states; of more, and of other numbers than ordinary, by chunks,
+#: whose backward takes a tenth
 _ONE_BY_ONE, _FEW = 70, 1 << 12
+#: tokens that it always is run one by one for
+_FEWEST = 2
 _SEED = 20261127
 #: tokens of a run: a proof takes seconds, and of 32768 tokens minutes
 _LONGEST = 8192
@@ -118,7 +121,8 @@ def _of_numbers(proposed: Proposed, spec: LinearSpec) -> str | None:
 
 def _recurrence(form: LinearForm, given: Sequence[Tensor], at: DrawSizes) -> tuple[Tensor, Tensor]:
     states = at.batch * at.heads_v * at.dim_k * at.dim_v
-    if at.length == 1 or (at.length <= _ONE_BY_ONE and states <= _FEW):
+    is_short = at.length <= _ONE_BY_ONE and states <= _FEW and at.sort == draws.SORTS[0]
+    if is_short or at.length <= _FEWEST:
         return definition(form, given)
     out, last = lowerings.by_chunks(given, form.text)
     return out, last
