@@ -76,6 +76,8 @@ class Run:
     def __init__(self, forward: Callable[..., Any], **how: Any) -> None:
         torch._dynamo.reset()
         attn_compiler.reset()
+        # `generate` reads what a forward takes.
+        self.__signature__ = inspect.signature(forward)
         self.reports: list[Report] = []
         self.runs: list[int] = []
         self.tokens: list[int] = []
