@@ -78,6 +78,7 @@ class LinearFamily:
     name: that of its folder in transformers. kind: the recurrence, in words. model, config: its classes. settings: of the config.
     text: settings of the config of its language model, where that is one of several. linear: layers of linear attention.
     sites: attentions with a softmax. whole: Dynamo makes one graph of it.
+    has_gated_steps: its function for one token multiplies by a gate, too, which no template has, so such calls stay the model's.
     """
 
     name: str
@@ -89,6 +90,7 @@ class LinearFamily:
     linear: int = 2
     sites: int = 1
     whole: bool = True
+    has_gated_steps: bool = False
 
     def build(self, dtype: torch.dtype = torch.float32, folder: Path | None = None) -> Any:
         """The model in eval mode, with parameters that are not all alike, as they are when they were trained.
@@ -226,6 +228,7 @@ FAMILIES: tuple[LinearFamily, ...] = (
         config="FalconH1Config",
         settings={**_SIZES, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "head_dim": 16},
         sites=2,
+        has_gated_steps=True,
     ),
     LinearFamily(
         name="granitemoehybrid",
