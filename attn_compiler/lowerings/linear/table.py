@@ -33,6 +33,7 @@ class LinearRow:
     sms: architectures from .. to, both included.
     dtypes: of q, or of x.
     widest: most channels of a head.
+    batch: least rows of a batch, which has to be known.
     order: the lowerings, the first one first; none where the model's own function is to stay.
     since, why, measured: as in a row of attention (choice/rows.py).
     """
@@ -46,6 +47,7 @@ class LinearRow:
     sms: tuple[int, int] | None = None
     dtypes: tuple[str, ...] | None = None
     widest: int | None = None
+    batch: int | None = None
     order: tuple[str, ...]
     since: str
     why: str
@@ -69,7 +71,8 @@ class LinearRow:
 
     def _fits_heads(self, spec: LinearSpec) -> bool:
         is_narrow = self.widest is None or max(spec.head_dim_k, spec.head_dim_v) <= self.widest
-        return is_narrow and (self.dtypes is None or spec.dtype in self.dtypes)
+        is_large = self.batch is None or (isinstance(spec.batch, int) and spec.batch >= self.batch)
+        return is_narrow and is_large and (self.dtypes is None or spec.dtype in self.dtypes)
 
     def _fits_length(self, spec: LinearSpec) -> bool:
         if self.lengths is None:
@@ -147,9 +150,25 @@ ROWS: tuple[LinearRow, ...] = (
         device="cuda",
         sms=_HOPPER,
         one_token=True,
+        training=False,
+        dtypes=("bfloat16",),
+        widest=128,
+        batch=64,
+        order=("linear_triton",),
+        since=_SINCE_HOPPER,
+        why=(
+            f"{_ON_H200}: a step of 64 rows 1.6, 1.5 and 2.0 in a CUDA graph, 1.2, 2.1 and 1.3 without, with heads of Qwen3-Next, Bamba "
+            "and Kimi-Linear, whose state is written in place"
+        ),
+    ),
+    LinearRow(
+        device="cuda",
+        sms=_HOPPER,
+        one_token=True,
         order=(),
         since=_SINCE_HOPPER,
-        why=f"{_ON_H200}: one token, a batch of 64, 0.51, 0.46 and 0.47 with heads of Qwen3-Next, Bamba and Kimi-Linear",
+        why="an H200: a step was timed in bfloat16, with 64 rows; linear_gpu.csv",
+        measured=False,
     ),
     LinearRow(
         device="cuda",
@@ -163,7 +182,7 @@ ROWS: tuple[LinearRow, ...] = (
         since=_SINCE_HOPPER,
         why=(
             f"{_ON_H200}, heads of Qwen3-Next: 4 x 2048 tokens in training 3.7, without wgmma 2.8; a prompt of 2048 tokens 14.3, without "
-            f"wgmma 10.5. The first step of training takes 0.29 of Inductor's. {_LONGER}: 21 ms in training, 3.8 ms without"
+            f"wgmma 10.5. The first step of training takes 0.12 of Inductor's. {_LONGER}: 21 ms in training, 3.8 ms without"
         ),
     ),
     LinearRow(
@@ -178,26 +197,28 @@ ROWS: tuple[LinearRow, ...] = (
         since=_SINCE_HOPPER,
         why=(
             f"{_ON_H200}, heads of Kimi-Linear: 4 x 2048 tokens in training 10.4, without wgmma 9.5; a prompt of 2048 tokens 5.1, without "
-            f"wgmma 4.5. The first step of training takes 0.25 of Inductor's. {_LONGER}: 56 ms in training, 15.8 ms without"
+            f"wgmma 4.5. The first step of training takes 0.17 of Inductor's. {_LONGER}: 56 ms in training, 15.8 ms without"
         ),
     ),
     LinearRow(
         device="cuda",
         sms=_HOPPER,
         recurrence="ssd",
-        order=(),
+        lengths=(2048, None),
+        dtypes=("bfloat16",),
+        widest=128,
+        order=("linear_triton",),
         since=_SINCE_HOPPER,
         why=(
-            "an H200, torch 2.11: Inductor's code generator fails on Bamba's function (TypeError), so there is nothing to compare with. "
-            "linear_triton takes 6.7 ms for 4 x 2048 tokens in training, and 0.35 ms for a prompt of 2048; linear_gpu.csv"
+            "an H200, bfloat16, linear_gpu.csv, times as fast as the function in eager mode, heads of Bamba: 4 x 2048 tokens in training "
+            "5.9, prompts of 2048 and 32768 tokens 11.5 and 11.3. Inductor's code generator of torch 2.11 fails on it (TypeError)"
         ),
-        measured=False,
     ),
     LinearRow(
         device="cuda",
         order=(),
         since=_SINCE_HOPPER,
-        why="on GPUs the delta rule alone was timed, on sm90 in bfloat16, with heads of 128 and from 2048 tokens on",
+        why="on GPUs calls in bfloat16 alone were timed, on sm90, with heads of at most 128 and from 2048 tokens on",
         measured=False,
     ),
 )

@@ -16,6 +16,8 @@ pytest.importorskip("fla.ops.kda")
 from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
 from attn_compiler.lowerings.linear import fla_calls, fla_op, triton_ops
 from attn_compiler.spec.linear import LinearForm
+from attn_compiler.spec.target import Target
+from tests.lowerings.linear import linear_forms
 from tests.lowerings.linear.fla_interpreted import interpreted
 from tests.lowerings.linear.triton_problems import FORMS, problem
 from tests.thinned import further
@@ -92,4 +94,9 @@ def test_on_a_gpu_it_is_the_recurrence_in_half_precision(
     torch.manual_seed(0)
     form = dataclasses.replace(FORMS[name], out_dtype=str(dtype).removeprefix("torch."))
     given = problem(form, sizes, dtypes=dict.fromkeys(("q", "k", "v", "beta"), dtype), device="cuda")
+    spec = linear_forms.spec(form, device="cuda", dtype=form.out_dtype, needs_grad=True)
+    refused = fla_op.LinearFla().why_not(spec, Target.current("cuda"))
+    if refused:
+        # fla itself refuses gradients of the delta rule on Hopper with older Triton.
+        pytest.skip(str(refused[0].observed))
     assert max(_far(form, given)) < (2e-2 if dtype == torch.bfloat16 else 5e-3)

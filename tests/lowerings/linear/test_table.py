@@ -36,9 +36,12 @@ def test_nothing_is_chosen_where_nothing_was_measured(target: Target) -> None:
 _LAYER: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "head_dim_k": 128, "head_dim_v": 128, "length": 2048}
 
 
-@pytest.mark.parametrize("form", [linear_forms.DELTA, linear_forms.CHANNEL])
+_EACH = [linear_forms.DELTA, linear_forms.CHANNEL, linear_forms.STATE_SPACE]
+
+
+@pytest.mark.parametrize("form", _EACH)
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_on_hopper_the_delta_rule_of_long_calls_is_our_kernels(form: LinearForm, needs_grad: bool) -> None:
+def test_on_hopper_long_calls_are_our_kernels(form: LinearForm, needs_grad: bool) -> None:
     spec = linear_forms.spec(form, **_LAYER, needs_grad=needs_grad)
     assert table.decide(spec, _GPU, None).lowering == "linear_triton"
     without = Target.fake(ptxas="12.8", without_wgmma=True)
@@ -60,9 +63,23 @@ def test_on_hopper_the_delta_rule_of_long_calls_is_our_kernels(form: LinearForm,
     ],
 )
 def test_on_hopper_what_was_not_measured_to_be_faster_stays(changed: dict[str, Any]) -> None:
-    for form in (linear_forms.DELTA, linear_forms.CHANNEL):
+    for form in _EACH:
         assert table.decide(linear_forms.spec(form, **{**_LAYER, **changed}), _GPU, None).lowering == UNTOUCHED
-    assert table.decide(linear_forms.spec(linear_forms.STATE_SPACE, **_LAYER), _GPU, None).lowering == UNTOUCHED
+
+
+@pytest.mark.parametrize("form", _EACH)
+def test_on_hopper_a_step_of_many_rows_is_our_kernel(form: LinearForm) -> None:
+    step = {**_LAYER, "length": 1}
+    # A step has no products, so an older assembler makes it, too.
+    for target in (_GPU, Target.fake(ptxas="12.8")):
+        assert table.decide(linear_forms.spec(form, **step, batch=64), target, None).lowering == "linear_triton"
+    for changed in (
+        {"batch": 63},
+        {"batch": "s0"},
+        {"batch": 64, "needs_grad": True},
+        {"batch": 64, "dtype": "float16"},
+    ):
+        assert table.decide(linear_forms.spec(form, **{**step, **changed}), _GPU, None).lowering == UNTOUCHED
 
 
 def test_what_the_user_names_is_taken_everywhere() -> None:
