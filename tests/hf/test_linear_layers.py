@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from tests.hf.packages import import_package
 from tests.thinned import further
 
 _DTYPES = (torch.float32, torch.float64)
-_CASES = [*itertools.product(FAMILY, SCENARIOS, _DTYPES)]
 _DAILY = [
     ("qwen3_next", "padded left", torch.float32),
     ("qwen3_5", "padded right", torch.float64),
@@ -24,6 +24,19 @@ _DAILY = [
     ("qwen3_next", "lengths", torch.float32),
     ("mamba2", "generate", torch.float32),
 ]
+#: what CI runs of every family but those that compile for minutes; `python -m tests.hf.linear_table` runs all
+_IN_CI = [("padded left", torch.float32), ("padded right", torch.float64), ("decode", torch.float64)]
+_LONG = ("qwen4_exp", "glm5_next")
+
+
+def _case(name: str, scenario: str, dtype: torch.dtype) -> Any:
+    is_in_ci = (scenario, dtype) in _IN_CI and name not in _LONG
+    mark = pytest.mark.further if is_in_ci else pytest.mark.slow
+    marks = () if (name, scenario, dtype) in _DAILY else mark
+    return pytest.param(name, scenario, dtype, marks=marks, id=f"{name}-{scenario}-{dtype}")
+
+
+_CASES = [_case(*case) for case in itertools.product(FAMILY, SCENARIOS, _DTYPES)]
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +52,10 @@ def _family(name: str) -> LinearFamily:
     return family
 
 
-@pytest.mark.parametrize("case", further(_CASES, daily=_DAILY), ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
-def test_every_layer_is_taken_and_gives_what_eager_gives(case: tuple[str, str, torch.dtype], tmp_path: Path) -> None:
-    name, scenario, dtype = case
+@pytest.mark.parametrize(("name", "scenario", "dtype"), _CASES)
+def test_every_layer_is_taken_and_gives_what_eager_gives(
+    name: str, scenario: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     shown = show(_family(name), scenario, dtype, tmp_path)
     assert shown.is_right(dtype), shown
 
