@@ -30,7 +30,7 @@ This page is made by `python -m website.gains --page > docs/gain.md`.
 - **Much padding**, with [`unpad`](unpad.md).
 
 There is little to gain where attention is a small part of the time: short sequences, large MLPs. A causal model without a mask already
-has a fast kernel on some cards. Linear attention is reported and left as it is (AC522).
+has a fast kernel on some cards. Linear attention has [lowerings](linear.md) for CPUs and Hopper.
 
 ## By model: measured on an H200
 """
