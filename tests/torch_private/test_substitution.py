@@ -98,9 +98,9 @@ def test_nor_is_it_taken_where_tangents_are() -> None:
 
     @torch.compile(backend=_ours)
     def run(x: Tensor) -> Any:
-        with forward_ad.dual_level():  # type: ignore[no-untyped-call]
+        with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, x + 1)  # type: ignore[no-untyped-call]
-            return forward_ad.unpack_dual(function(dual)).tangent
+            return forward_ad.unpack_dual(function(dual)).tangent  # type: ignore[no-untyped-call]
 
     x = torch.tensor([1.0, 2.0])
     torch.testing.assert_close(run(x), (x + 1) * 2)
