@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,16 +59,22 @@ def hopper_assembler(triton: str) -> Assembler:
 
 
 def _release_of(program: str) -> Release:
-    """Of the program that a variable of Triton names, such as TRITON_PTXAS_PATH, or else of Triton's own."""
+    """Of the program that a variable of Triton names, such as TRITON_PTXAS_PATH, or else of Triton's own, as Triton takes them."""
     package = importlib.util.find_spec("triton")
     named = os.environ.get(f"TRITON_{program.upper().replace('-', '_')}_PATH")
-    paths = [Path(named)] if named else []
+    paths = [named] if named else []
     if package is not None and package.origin is not None:
-        paths.append(Path(package.origin).parent / "backends/nvidia/bin" / program)
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None:
+        file = f"{program}{sysconfig.get_config_var('EXE') or ''}"
+        paths.append(str(Path(package.origin).parent / "backends/nvidia/bin" / file))
+    return next((release for path in paths if (release := _said_by(path)) != _NONE), _NONE)
+
+
+def _said_by(path: str) -> Release:
+    """(0, 0) of what can't be run, and of what says no release."""
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
         return _NONE
-    said = subprocess.run([str(found), "--version"], capture_output=True, text=True, check=False).stdout
     return _release_in(said.partition("release ")[2])
 
 

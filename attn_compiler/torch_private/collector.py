@@ -28,14 +28,16 @@ def rarely() -> Iterator[None]:
     that stays.
 
     A collection of everything comes a hundred times as rarely, so what is garbage by then is bounded. Threads that are within one block
-    each leave the setting to the first.
+    each leave the setting to the first. What others set meanwhile stays.
     """
     before = gc.get_threshold()
     if not 0 < before[0] < _MANY:
         yield
         return
-    gc.set_threshold(_MANY, *before[1:])
+    ours = (_MANY, *before[1:])
+    gc.set_threshold(*ours)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        if gc.get_threshold() == ours:
+            gc.set_threshold(*before)

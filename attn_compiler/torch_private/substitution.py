@@ -18,6 +18,7 @@ from torch._dynamo import assume_constant_result
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch._guards import tracing
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -80,7 +81,12 @@ def _replacement(
 
 
 def _decide(context: ComptimeContext, decide: Decide) -> str:
-    """What is decided of the call under way; "" where it is not taken, and where anything of it is not understood."""
+    """What is decided of the call under way; "" where it is not taken, and where anything of it is not understood.
+
+    What is taken has no rules for transforms of torch.func, and a tangent would be lost without an error.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return ""
     if context.get_local("unknown").as_python_constant():
         return ""
     found: Any = context.get_local("values").as_proxy()

@@ -85,6 +85,29 @@ def test_a_program_that_is_not_there_leaves_tritons_own(tmp_path: Path, monkeypa
     assert assemblers._release_of("ptxas") == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("#!/bin/sh\necho release 13.4\n", 0o644),
+        ("#!/not/there\n", 0o755),
+        ("no program", 0o755),
+        ("#!/bin/sh\nexit 3\n", 0o755),
+        ("#!/bin/sh\nprintf '\\377'\n", 0o755),
+    ],
+    ids=["not to be run", "no interpreter", "no program", "fails", "no text"],
+)
+def test_a_program_that_says_nothing_leaves_tritons_own(
+    text: str, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    own = assemblers._release_of("ptxas")
+    file = tmp_path / "ptxas"
+    file.write_text(text)
+    file.chmod(mode)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(file))
+    assert assemblers._release_of("ptxas") == own
+
+
 def test_words() -> None:
     assert (Assembler(release=(13, 1)).version, Assembler(release=(0, 0)).version) == ("13.1", "")
 

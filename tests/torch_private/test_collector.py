@@ -56,6 +56,13 @@ def test_it_looks_more_rarely_within(young: int) -> None:
     assert gc.get_threshold() == before
 
 
+@pytest.mark.parametrize("young", [700], indirect=True)
+def test_what_is_set_within_stays(young: int) -> None:
+    with collector.rarely():
+        gc.set_threshold(1234, 3, 3)
+    assert gc.get_threshold() == (1234, 3, 3)
+
+
 @pytest.mark.parametrize("young", [0, 80_000], indirect=True)
 def test_who_has_it_look_more_rarely_yet_is_left_alone(young: int) -> None:
     with collector.rarely():

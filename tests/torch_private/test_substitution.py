@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 
 from attn_compiler.torch_private import substitution
 
@@ -71,6 +72,39 @@ def test_what_is_not_given_is_its_default() -> None:
 def test_without_a_text_the_function_is_traced_as_ever() -> None:
     run = _run(_Decisions(""), lambda f: lambda x: f(x, x))
     torch.testing.assert_close(run(torch.ones(2)), torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.vmap(lambda x: f(x)),
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+        lambda f: lambda x: torch.func.vjp(f, x)[1](x)[0],
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
+    ],
+    ids=["vmap", "grad", "vjp", "jvp"],
+)
+def test_under_a_transform_the_function_is_traced_as_ever(transform: Callable[[Any], Callable[..., Any]]) -> None:
+    decide = _Decisions()
+    run = _run(decide, transform)
+    x = torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(run(x), transform(_function())(x))
+    assert decide.told == []
+
+
+def test_nor_is_it_taken_where_tangents_are() -> None:
+    decide = _Decisions()
+    substitution.substitute(function := _function(), ("x", "y"), ("times",), decide, _taken)
+
+    @torch.compile(backend=_ours)
+    def run(x: Tensor) -> Any:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x + 1)  # type: ignore[no-untyped-call]
+            return forward_ad.unpack_dual(function(dual)).tangent  # type: ignore[no-untyped-call]
+
+    x = torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(run(x), (x + 1) * 2)
+    assert decide.told == []
 
 
 @pytest.mark.parametrize("call", [lambda f: lambda x: f(x, more=3), lambda f: lambda x: f(x, times=x)])

@@ -3,8 +3,8 @@
     out, last = linear_call([…, state], text);  state.copy_(last)    becomes    out = step([…], state, text)
 
 The state is written earlier than the model writes it. So nothing may read it in between: it is an input of the graph that the call and
-the copy alone use, until the copy. Inductor's own way (a copy of the state that is written in place, and left out later) gave wrong results
-with two steps one after the other, torch 2.13.
+the copy alone use, until the copy, and no other input lies in its memory. Inductor's own way (a copy of the state that is written in place,
+and left out later) gave wrong results with two steps one after the other, torch 2.13.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.passes.graph import mutation
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 
 
@@ -29,6 +30,7 @@ def write_over(node: fx.Node, spec: LinearSpec, op: torch._ops.OpOverload) -> bo
         copy is None
         or state in operands
         or not _can_be_written(state, form)
+        or not _is_apart(state)
         or not _is_unread_between(state, node, copy)
     ):
         return False
@@ -65,6 +67,14 @@ def _can_be_written(state: fx.Node, form: LinearForm) -> bool:
         and value.is_contiguous()
         and not value.requires_grad
     )
+
+
+def _is_apart(state: fx.Node) -> bool:
+    """Whether no other input is in the memory of a state."""
+    inputs = [
+        node.meta.get("example_value") for node in state.graph.nodes if node.op == "placeholder" and node is not state
+    ]
+    return mutation.storages_of(inputs).isdisjoint(mutation.storages_of(state.meta["example_value"]))
 
 
 def _is_unread_between(state: fx.Node, node: fx.Node, copy: fx.Node) -> bool:

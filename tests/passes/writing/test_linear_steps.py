@@ -127,3 +127,19 @@ def test_nor_is_one_that_another_operand_is() -> None:
     operands = list(node.args[0])  # type: ignore[arg-type]
     node.args = ([operands[-1], *operands[1:]], node.args[1])
     assert not _is_written_over(gm)
+
+
+@pytest.mark.parametrize("view", [Tensor.detach, lambda state: state[:1], lambda state: state.view(-1)[1:]])
+def test_nor_is_one_in_the_memory_of_another_input(view: Callable[[Tensor], Tensor]) -> None:
+    """What the model reads between the call and the copy through that input is the old state."""
+
+    def build(graph: fx.Graph, state: fx.Node, out: fx.Node, last: fx.Node) -> tuple[fx.Node, ...]:
+        with graph.inserting_before(next(iter(graph.nodes))):
+            other = graph.placeholder("other")
+        value = state.meta["example_value"]
+        with value.fake_mode:
+            other.meta["example_value"] = view(value)
+        read = graph.call_method("sum", (other,))
+        return out, read, graph.call_method("copy_", (state, last))
+
+    assert not _is_written_over(_graph(build)[0])

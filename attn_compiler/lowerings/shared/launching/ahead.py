@@ -87,6 +87,10 @@ class KernelSeconds(Sequence[tuple[str, float]]):
     def __len__(self) -> int:
         return len(self._so_far())
 
+    def __iter__(self) -> Iterator[tuple[str, float]]:
+        """Of one moment: a kernel that is done meanwhile moves the places of others."""
+        return iter(self._so_far())
+
     @overload
     def __getitem__(self, index: int) -> tuple[str, float]: ...
 

@@ -109,6 +109,19 @@ def test_the_kernels_of_a_backward_are_not_waited_for(begun: Begun) -> None:
     assert report.to_dict()["kernels"][-1] == {"kernel": "attention_grad_q", "seconds": 0.5}
 
 
+def test_kernels_that_are_done_while_a_report_is_read_are_told_of_once() -> None:
+    late, early = Future[Compiled](), Future[Compiled]()
+    early.set_result(Compiled(kernel="early", seconds=1.0))
+    kernels = ahead.KernelSeconds([late, early])
+    read = []
+    for one in kernels:
+        read.append(one)
+        if not late.done():
+            late.set_result(Compiled(kernel="late", seconds=2.0))
+    assert read == [("early", 1.0)]
+    assert list(kernels) == [("late", 2.0), ("early", 1.0)]
+
+
 def test_compiled_code_launches_what_was_noted(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors lie in the compiled graph as its values said."""
     launched: list[Any] = []
