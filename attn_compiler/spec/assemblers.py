@@ -1,7 +1,7 @@
 """Which of Triton's assemblers makes our kernels of several products for Hopper. No triton is imported.
 
 Triton has `ptxas`, and beside it a newer `ptxas-blackwell`, which since 3.9 it takes for Hopper, too. Where the older is known to be wrong,
-Triton 3.6 to 3.8 are told to take the newer for our kernels (lowerings/shared/kernels/assembling_sm90.py).
+Triton 3.6 to 3.8 are told to take the newer for our kernels (lowerings/shared/kernels/releases_assembler_sm90.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import inverse, norm_factor, numbers, product, rows, store_parts
-from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
+from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import numbers, of_state, product, rows, store_rows
-from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
+from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])

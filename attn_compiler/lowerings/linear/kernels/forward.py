@@ -28,7 +28,7 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     stored_product,
     sums_of,
 )
-from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
+from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import of_state, product, store_state
-from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit
+from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
 
 @assembled_jit(do_not_specialize=["chunks", "pieces", "of_piece"])

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.linear import triton_backward, triton_launch
-from attn_compiler.lowerings.shared.kernels.assembling_sm90 import by_newer
+from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import by_newer
 from attn_compiler.lowerings.shared.launching.launch import Arguments
 from attn_compiler.lowerings.shared.launching.recording import recording
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION

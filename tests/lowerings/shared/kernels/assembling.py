@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.channel import channel_inverse
-from attn_compiler.lowerings.shared.kernels import assembling_sm90
+from attn_compiler.lowerings.shared.kernels import releases_assembler_sm90
 from attn_compiler.lowerings.shared.launching import compiling
 from attn_compiler.spec.assemblers import Assembler, _release_of
 from benchmarks.kernel_code import _Driver
@@ -48,7 +48,10 @@ def _launched(kernel: Any) -> Any:
 
 def _found(is_told: bool) -> dict[str, Any]:
     chosen = Assembler(release=(13, 1), is_told=is_told)
-    with mock.patch.object(assembling_sm90, "hopper_assembler", return_value=chosen), ThreadPoolExecutor(4) as threads:
+    with (
+        mock.patch.object(releases_assembler_sm90, "hopper_assembler", return_value=chosen),
+        ThreadPoolExecutor(4) as threads,
+    ):
         kernels = (channel_inverse, somebody_elses)
         ours, others = threads.map(_compiled, kernels)
         launched = _launched(channel_inverse)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton
 from triton.compiler import compiler
 
-from attn_compiler.lowerings.shared.kernels.assembling_sm90 import assembled_jit, by_newer
+from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit, by_newer
 from tests.lowerings.shared.kernels import assembling
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 
