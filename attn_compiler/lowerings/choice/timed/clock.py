@@ -28,6 +28,8 @@ _CYCLES = 2e9
 _LONGEST = 0.1
 #: seconds that a process waits for others on its GPU
 _PATIENCE = 60.0
+#: GPUs that a process waited for in vain: a model has many sites, and each would wait again for one that hangs
+_IN_VAIN: set[str] = set()
 
 
 def microseconds(computations: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
@@ -43,14 +45,16 @@ def microseconds(computations: Mapping[str, Callable[[], object]], device: torch
 def alone_on(gpu: str) -> Iterator[None]:
     """Let one process of a user at a time go on: two that time on one GPU would measure each other. gpu: its name.
 
-    Raises NoValues after a minute, and where the lock's file can't be written.
+    Raises NoValues after a minute, then at once until the GPU is free, and where the lock's file can't be written.
     """
     try:
         # Not among PyTorch's caches: processes may have folders of their own.
         lock = FileLock(Path(tempfile.gettempdir()) / f"attn_compiler_{os.getuid()}_times_{gpu}.lock")
-        lock.acquire(timeout=_PATIENCE)
+        lock.acquire(timeout=0 if gpu in _IN_VAIN else _PATIENCE)
     except (Timeout, OSError) as error:
+        _IN_VAIN.add(gpu)
         raise NoValues("other processes time kernels on this GPU") from error
+    _IN_VAIN.discard(gpu)
     try:
         yield
     finally:

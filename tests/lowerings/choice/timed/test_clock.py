@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 from attn_compiler.lowerings.choice.timed import clock
 from attn_compiler.lowerings.choice.timed.values import NoValues
@@ -25,6 +26,26 @@ def test_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError
     with clock.alone_on(gpu):
         pass
+
+
+def test_one_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has many sites."""
+    waited: list[float] = []
+
+    def acquire(lock: FileLock, timeout: float) -> None:
+        waited.append(timeout)
+        if len(waited) <= 3:
+            raise Timeout(lock.lock_file)
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    gpu = f"test {os.getpid()} hangs"
+    for _ in range(3):
+        with pytest.raises(NoValues), clock.alone_on(gpu):
+            pytest.fail("not alone")
+    for _ in range(2):
+        with clock.alone_on(gpu):
+            pass
+    assert waited == [clock._PATIENCE, 0, 0, 0, clock._PATIENCE]
 
 
 @pytest.mark.gpu
