@@ -113,7 +113,11 @@ def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """What the function computes."""
     form = LinearForm.of_text(text)
     given = dict(zip(form.roles, operands, strict=True))
-    found: tuple[Tensor, Tensor] = _OPS.linear_chunks.default(*_recurrence(form, given), given.get("state"), text)
+    state = given.get("state")
+    if state is not None and torch.is_grad_enabled():
+        # As the function, which keeps what it computes with: a cache may be written before the backward.
+        state = state.to(getattr(torch, form.state_dtype))
+    found: tuple[Tensor, Tensor] = _OPS.linear_chunks.default(*_recurrence(form, given), state, text)
     return found
 
 

@@ -129,6 +129,26 @@ def test_functions_of_models_are_taken(name: str, dynamic: bool) -> None:
     assert [row.decision.lowering for row in report.linear] == ["linear_triton"]
 
 
+def test_a_cache_in_half_precision_may_be_written_before_the_backward() -> None:
+    """The function computes with a copy in float32 and keeps that, so the cache is not read by the backward."""
+    form = FORMS["delta"]
+    given = [x.detach() for x in problem(form, (70, 2, 4, 16, 16))]
+    given[-1] = given[-1].bfloat16()
+    leaves = [x.requires_grad_() for x in given[:-1]]
+
+    def step(run: Callable[..., tuple[Tensor, Tensor]], state: Tensor) -> list[Tensor]:
+        out, last = run([*leaves, state], form.text)
+        with torch.no_grad():
+            state.copy_(last)
+        return list(torch.autograd.grad(out.sum(), leaves))
+
+    def exact(operands: list[Tensor], text: str) -> tuple[Tensor, Tensor]:
+        return definition(form, operands)
+
+    found, wanted = (step(run, given[-1].clone()) for run in (triton_op.run, exact))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
+
+
 # ---- how exact it is ----------------------------------------------------------------------------------------------------------
 
 #: (length, heads of k, heads of v, K, V), as models have heads and as they have not
