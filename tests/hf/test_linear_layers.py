@@ -98,6 +98,7 @@ def test_layers_that_are_not_taken_are_told(name: str) -> None:
     function, remedy = _TOLD[family.kind]
     assert {miss.anchor for miss in misses} == {function}
     assert all(remedy in str(miss.reason.remedy) for miss in misses)
-    if family.whole:
+    if len(reports) == 1:
+        # GLM-5-next's own function breaks the graph, where a lowering in its place does not. Paths are those within a graph then.
         paths = [path.partition("layers.")[2].partition(".")[0] for miss in misses for path in miss.modules]
         assert paths == ["0", "1"]
