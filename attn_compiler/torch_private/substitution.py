@@ -83,7 +83,7 @@ def _replacement(
 def _decide(context: ComptimeContext, decide: Decide) -> str:
     """What is decided of the call under way; "" where it is not taken, and where anything of it is not understood.
 
-    What is taken has no rules for transforms of torch.func, and a tangent would be lost without an error.
+    A call that is taken has no rule for transforms of torch.func. It would lose a tangent without an error.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return ""

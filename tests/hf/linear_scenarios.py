@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from torch import Tensor
 
 import attn_compiler
 from attn_compiler.compiling import linear_attention
-from attn_compiler.compiling.explaining import checked_settings
 from attn_compiler.passes.matching.linear import known_texts, source
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reporting.report import Report
 from tests.hf.linear_families import VOCAB, LinearFamily
 from tests.hf.packages import import_package
+from tests.hf.survey import Recorder
 
 OPTIONS = {"inner": "eager", "strict": True, "lowering": "linear_reference"}
 BATCH, LENGTH, PADDED, STEPS = 2, 70, 13, 3
@@ -68,36 +67,17 @@ class Shown:
 
 
 class Run:
-    """A compiled model, and how many tokens each call had, and how often each of its graphs ran.
-
-    It is a backend that hands each graph to ours: layers of one class share a graph where a graph break splits a model.
-    """
+    """A compiled model, and how many tokens each call had, and how often each of its graphs ran."""
 
     def __init__(self, forward: Callable[..., Any], **how: Any) -> None:
         torch._dynamo.reset()
         attn_compiler.reset()
         # `generate` reads what a forward takes.
         self.__signature__ = inspect.signature(forward)
-        self.reports: list[Report] = []
-        self.runs: list[int] = []
         self.tokens: list[int] = []
-        ours: Any = torch._dynamo.lookup_backend("attn_compiler")
-
-        def backend(gm: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-            compiled = ours(gm, given, options=OPTIONS)
-            index = len(self.reports)
-            self.reports.append(attn_compiler.reports()[-1])
-            self.runs.append(0)
-
-            def counted(*args: Any) -> Any:
-                self.runs[index] += 1
-                return compiled(*args)
-
-            return counted
-
-        backend.own_options, _ = checked_settings(None, OPTIONS)  # type: ignore[attr-defined]
-        linear_attention.watch(backend)
-        self._compiled = torch.compile(forward, backend=backend, **how)
+        self._recorder = Recorder(OPTIONS)
+        linear_attention.watch(self._recorder)
+        self._compiled = torch.compile(forward, backend=self._recorder, **how)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ids = args[0] if args else kwargs["input_ids"]
@@ -108,7 +88,7 @@ class Run:
 
     def count(self, family: LinearFamily, shown: Shown) -> Shown:
         """Read what was found into `shown`."""
-        for report, runs in zip(self.reports, self.runs, strict=True):
+        for report, runs in zip(self._recorder.reports, self._recorder.runs, strict=True):
             shown.found += report.num_linear * runs
             shown.misses += runs * sum(len(miss.modules) for miss in report.misses if miss.reason.code in _LINEAR)
         kept = sum(tokens == 1 for tokens in self.tokens) if family.has_gated_steps else 0

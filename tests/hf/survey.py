@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import attn_compiler
+from attn_compiler.compiling.explaining import checked_settings
 from attn_compiler.reporting.report import Report
 from attn_compiler.verifying import Verification
 from tests.hf import mask_kinds, older
@@ -120,14 +121,17 @@ class Recorder:
     The counts matter where a graph break splits a model: layers of one class then share a graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, Any] = OPTIONS) -> None:
+        # Decisions about linear attention read these of a backend.
+        self.own_options, _ = checked_settings(None, dict(options))
+        self.options = dict(options)
         self.reports: list[Report] = []
         self.runs: list[int] = []
         self.checks: tuple[Verification, ...] = ()
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
         backend: Any = torch._dynamo.lookup_backend("attn_compiler")
-        compiled = backend(gm, example_inputs, options=OPTIONS)
+        compiled = backend(gm, example_inputs, options=self.options)
         index = len(self.reports)
         self.reports.append(attn_compiler.reports()[-1])
         self.runs.append(0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
 from attn_compiler.lowerings.graph_ops.linear_recurrence import normalised
+from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.linear.triton_ops import register_chunks
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
 from attn_compiler.reasons.codes import Code
@@ -30,7 +31,6 @@ _INSTALL = "pip install 'attn_compiler[fla]'"
 _HOPPER = 90
 #: releases of Triton with which it refuses to train a decay a head on Hopper: from .. to, the last one excluded
 _WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
-_WIDEST = 256
 
 
 class LinearFla:
@@ -90,11 +90,7 @@ def _check_form(spec: LinearSpec) -> list[Reason]:
         rule = "q and the result are of one dtype of half precision, and the state is float32"
         observed = f"q {kinds[0]}, result {kinds[1]}, state {kinds[2]}"
         reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=observed))
-    if max(spec.head_dim_k, spec.head_dim_v) > _WIDEST:
-        observed = f"{spec.head_dim_k} of k, {spec.head_dim_v} of v"
-        rule = f"a head of linear attention has at most {_WIDEST} channels"
-        reasons.append(Reason(code=Code.HEAD_DIM, rule=rule, observed=observed))
-    return reasons
+    return [*reasons, *check_heads(spec)]
 
 
 def _check_training(spec: LinearSpec, target: Target) -> list[Reason]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
 from attn_compiler.lowerings.graph_ops.linear_recurrence import steps
 from attn_compiler.lowerings.linear import triton_ops  # noqa: F401 (the ops are registered by the import)
+from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
@@ -27,8 +28,6 @@ _NAME, _STEP = "linear_triton", "linear_triton_step"
 _DTYPES = (*HALF, "float32")
 _MACHINES = (80, 90)
 _HOPPER = 90
-#: largest size of a head
-_WIDEST = 256
 
 
 class LinearTriton:
@@ -41,7 +40,7 @@ class LinearTriton:
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
         """The reasons of a machine that can't run the kernels stand alone."""
         machine = check_machine(target) or _check_architecture(target)
-        return machine or [*_check_dtypes(spec, target), *_check_sizes(spec), *_check_assembler(spec, target)]
+        return machine or [*_check_dtypes(spec, target), *check_heads(spec), *_check_assembler(spec, target)]
 
     @property
     def op(self) -> torch._ops.OpOverload:
@@ -99,14 +98,6 @@ def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:
         rule = "Triton's interpreter computes in float16 or float32"
         reasons.append(Reason(code=Code.INTERPRETER, rule=rule, observed=spec.dtype, remedy="call model.float()"))
     return reasons
-
-
-def _check_sizes(spec: LinearSpec) -> list[Reason]:
-    if max(spec.head_dim_k, spec.head_dim_v) <= _WIDEST:
-        return []
-    rule = f"a head of linear attention has at most {_WIDEST} channels"
-    observed = f"{spec.head_dim_k} of k, {spec.head_dim_v} of v"
-    return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
 
 
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:

@@ -39,12 +39,14 @@ def lower(gm: fx.GraphModule, options: Options) -> tuple[LinearSite, ...]:
     """Put a lowering in the place of each call. It decides from the spec, the target and the options alone."""
     found = []
     for module in torch_compat.graph_modules(gm):
-        for node in linear_call.calls(module.graph):
+        calls = linear_call.calls(module.graph)
+        shared = linear_steps.shared_memory(module.graph) if calls else frozenset()
+        for node in calls:
             spec = _spec(node)
             decision = deciding.chosen(spec, options)
             lowering = _lowering(decision)
             step = None if lowering is None else lowering.step_op
-            if step is None or not linear_steps.write_over(node, spec, step):
+            if step is None or not linear_steps.write_over(node, spec, step, shared):
                 _replace(node, linear_call.linear_own if lowering is None else lowering.op)
             found.append(LinearSite(module=module_path(node), spec=spec, decision=decision))
     return tuple(found)

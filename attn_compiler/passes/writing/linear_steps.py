@@ -10,6 +10,9 @@ and left out later) gave wrong results with two steps one after the other, torch
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,8 +21,18 @@ from attn_compiler.passes.graph import mutation
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 
 
-def write_over(node: fx.Node, spec: LinearSpec, op: torch._ops.OpOverload) -> bool:
-    """Put a step in the place of a `linear_call` and of the copy of its state, if that is all that the graph does with both states."""
+def shared_memory(graph: fx.Graph) -> Set[Any]:
+    """The storages that several inputs of a graph lie in."""
+    each = (mutation.storages_of(node.meta.get("example_value")) for node in graph.find_nodes(op="placeholder"))
+    counts = Counter(storage for storages in each for storage in storages)
+    return {storage for storage, count in counts.items() if count > 1}
+
+
+def write_over(node: fx.Node, spec: LinearSpec, op: torch._ops.OpOverload, shared: Set[Any]) -> bool:
+    """Put a step in the place of a `linear_call` and of the copy of its state, if that is all that the graph does with both states.
+
+    shared: `shared_memory` of the graph.
+    """
     form = LinearForm.of_text(str(node.args[1]))
     if spec.length != 1 or spec.needs_grad or "state" not in form.roles:
         return False
@@ -30,7 +43,7 @@ def write_over(node: fx.Node, spec: LinearSpec, op: torch._ops.OpOverload) -> bo
         copy is None
         or state in operands
         or not _can_be_written(state, form)
-        or not _is_apart(state)
+        or not shared.isdisjoint(mutation.storages_of(state.meta["example_value"]))
         or not _is_unread_between(state, node, copy)
     ):
         return False
@@ -69,16 +82,6 @@ def _can_be_written(state: fx.Node, form: LinearForm) -> bool:
     )
 
 
-def _is_apart(state: fx.Node) -> bool:
-    """Whether no other input is in the memory of a state."""
-    inputs = [
-        node.meta.get("example_value") for node in state.graph.nodes if node.op == "placeholder" and node is not state
-    ]
-    return mutation.storages_of(inputs).isdisjoint(mutation.storages_of(state.meta["example_value"]))
-
-
 def _is_unread_between(state: fx.Node, node: fx.Node, copy: fx.Node) -> bool:
     """Whether the call and the copy alone use a state, until the copy. A view that was made before may be read after the call."""
-    order = {one: place for place, one in enumerate(node.graph.nodes)}
-    others = [user for user in state.users if user not in (node, copy)]
-    return order[node] < order[copy] and all(order[user] > order[copy] for user in others)
+    return node < copy and all(copy < user for user in state.users if user not in (node, copy))

@@ -44,7 +44,7 @@ def _graph(
 def _is_written_over(gm: fx.GraphModule, *, needs_grad: bool = False) -> bool:
     (node,) = linear_call.calls(gm.graph)
     spec = linear_forms.spec(_FORM, length=1, needs_grad=needs_grad)
-    found = linear_steps.write_over(node, spec, _OP)
+    found = linear_steps.write_over(node, spec, _OP, linear_steps.shared_memory(gm.graph))
     gm.recompile()
     return found
 

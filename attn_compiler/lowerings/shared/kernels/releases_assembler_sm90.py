@@ -46,7 +46,7 @@ class AssembledKernel(JITFunction):  # type: ignore[misc,type-arg]
 
 
 def assembled_jit(function: Any = None, **options: Any) -> Any:
-    """As `triton.jit`, for a kernel that is launched. What it calls may be of `triton.jit`."""
+    """`triton.jit` for a kernel that is launched. The functions that such a kernel calls may have `triton.jit`."""
     if function is None:
         return lambda function: assembled_jit(function, **options)
     is_interpreted = triton.knobs.runtime.interpret

@@ -9,8 +9,8 @@ with none. A kernel of symbolic sizes has a variant for either sort (any_size.py
 A tensor that lies in another way at run time costs only time: its launch compiles what it needs. `Built` has each kernel that did not
 compile, with the text of its call. The site is decided again then.
 
-The backend waits for the kernels of the forward. Those of the backward are waited for by their launches: Inductor compiles a backward at
-its first call, and they are compiled meanwhile. What fails of them fails at its launch.
+The backend waits for the kernels of the forward. A launch of a backward's kernel waits for that kernel: Inductor compiles a backward at
+its first call, and threads compile the kernels meanwhile. A kernel that does not compile fails at its launch.
 """
 
 from __future__ import annotations
