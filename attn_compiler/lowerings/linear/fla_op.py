@@ -28,6 +28,7 @@ _NAME = "fla"
 #: the release whose functions fla_calls.py calls
 _RELEASE = "0.6."
 _INSTALL = "pip install 'attn_compiler[fla]'"
+_ANOTHER = "options={'lowering': 'linear_triton'}, or 'linear_reference'"
 _HOPPER = 90
 #: releases of Triton with which it refuses to train a decay a head on Hopper: from .. to, the last one excluded
 _WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
@@ -60,7 +61,7 @@ class LinearFla:
 def _check_machine(target: Target) -> list[Reason]:
     if target.triton_interpreted:
         rule = "flash-linear-attention times its kernels on a GPU"
-        return [Reason(code=Code.INTERPRETER, rule=rule, observed="Triton's interpreter")]
+        return [Reason(code=Code.INTERPRETER, rule=rule, observed="Triton's interpreter", remedy=_ANOTHER)]
     if target.deterministic:
         rule = "flash-linear-attention does not say that it gives the same in every run"
         remedy = "torch.use_deterministic_algorithms(False)"
@@ -85,11 +86,11 @@ def _check_form(spec: LinearSpec) -> list[Reason]:
     kinds = (spec.dtype, form.out_dtype, form.state_dtype)
     if form.recurrence != "delta":
         rule = "results of flash-linear-attention's state space are of the dtype of x, where a model's are float32"
-        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=form.name))
+        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=form.name, remedy=_ANOTHER))
     elif spec.dtype not in HALF or kinds[1:] != (spec.dtype, "float32"):
         rule = "q and the result are of one dtype of half precision, and the state is float32"
         observed = f"q {kinds[0]}, result {kinds[1]}, state {kinds[2]}"
-        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=observed))
+        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=observed, remedy=_ANOTHER))
     return [*reasons, *check_heads(spec)]
 
 
