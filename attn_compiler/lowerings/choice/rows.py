@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.shape_class import ShapeClass
+from attn_compiler.lowerings.shared.limits.common import LAST_SM
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.site_parts import PartKind
 from attn_compiler.spec import dims
@@ -142,3 +145,46 @@ def _is_within(sizes: tuple[int, int] | None, bounds: tuple[int, int | None] | N
         return True
     first, last = bounds
     return sizes is not None and first <= sizes[0] and (last is None or sizes[1] <= last)
+
+
+# ---- rows as priorities.toml writes them -------------------------------------------------------------------------------
+
+_ORDERS = {"FLASH_FIRST": FLASH_FIRST, "CUDNN_FIRST": CUDNN_FIRST}
+_WORDS: dict[str, Any] = {"yes": True, "no": False, "preferred": PREFERRED_CUDNN, "many": MANY_SCORES, "last": LAST_SM}
+
+
+def _number(text: str) -> Any:
+    return int(text) if text.isdigit() else _WORDS[text]
+
+
+def _range(text: str) -> tuple[int, int | None]:
+    """ "17..127", "512.." without an end, or one number."""
+    first, dots, last = text.partition("..")
+    return _number(first), _number(last or first) if last or not dots else None
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "sm": _range,
+    "head_dims": _range,
+    "seqlens": _range,
+    "dtypes": lambda text: HALF if text == "half" else tuple(text.split(",")),
+    "parts": lambda text: frozenset(text.split(",")),
+    "mask": str,
+    "band": str,
+}
+
+
+def _selected(text: str) -> dict[str, Any]:
+    """The fields of a row that "cpu" or "sm=90", and "field=value" say."""
+    pairs = (word.partition("=") for word in text.split())
+    found = {name: _READ.get(name, _number)(value) for name, _, value in pairs if name != "cpu"}
+    return {"sms": found.pop("sm", None)} | found
+
+
+def read(line: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of one entry: one for each line of its "for". Raises KeyError for a word, and TypeError for a field, that there is not."""
+    order = itertools.chain.from_iterable(_ORDERS.get(name, (name,)) for name in line["order"].split())
+    shared = {**line, "order": tuple(order)}
+    del shared["for"]
+    texts = [line["for"]] if isinstance(line["for"], str) else line["for"]
+    return (Row(**_selected(text), **shared) for text in texts)

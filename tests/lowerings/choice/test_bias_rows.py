@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attn_compiler.lowerings.choice.bias_rows import BIAS_ROWS
+from attn_compiler.lowerings.choice import priorities
 from attn_compiler.lowerings.choice.priorities import order, row_of
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.target import Target
@@ -42,4 +42,4 @@ def test_only_what_was_measured_has_these_rows() -> None:
         (of_bias(197, dtype="float32"), 90),
         (of_bias(577, needs_grad=True), 90),
     ):
-        assert row_of(spec, Target.fake(sm=sm)) not in BIAS_ROWS
+        assert row_of(spec, Target.fake(sm=sm)) not in priorities.group("bias")

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from attn_compiler.lowerings.choice import evidence
-from attn_compiler.lowerings.choice.dropout_rows import DROPOUT_ROWS
+from attn_compiler.lowerings.choice import evidence, priorities
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing.select import decide
 from attn_compiler.spec.target import Target
@@ -51,7 +50,7 @@ def test_the_choice_is_near_the_fastest_that_takes_the_case(name: str, dropout_p
 
 
 def test_every_row_says_where_it_was_measured() -> None:
-    assert all(row.measured and "select_dropout.csv" in row.why for row in DROPOUT_ROWS)
+    assert all(row.measured and "select_dropout.csv" in row.why for row in priorities.group("dropout"))
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

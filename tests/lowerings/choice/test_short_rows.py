@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from attn_compiler.lowerings.choice import priorities
 from attn_compiler.lowerings.choice.priorities import order, row_of
-from attn_compiler.lowerings.choice.short_rows import SHORT_ROWS
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, make_spec
@@ -55,4 +55,4 @@ def test_what_a_row_was_not_measured_for_has_another() -> None:
         # Of an unknown batch it is not known that the work is little.
         (spec_of("s0", 729, 24, 64), H200),  # type: ignore[arg-type]
     ):
-        assert row_of(spec, target) not in SHORT_ROWS
+        assert row_of(spec, target) not in priorities.group("short")

@@ -9,7 +9,6 @@ import pytest
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import evidence, priorities
-from attn_compiler.lowerings.choice.unmeasured_rows import UNMEASURED_ROWS
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing.select import decide
@@ -71,7 +70,7 @@ def test_sinks_and_softcap_are_left_to_nobody(sm: int, seqlen: int | str, change
 
 
 def test_rows_say_that_nothing_was_measured() -> None:
-    assert not any(row.measured for row in UNMEASURED_ROWS)
+    assert not any(row.measured for row in priorities.group("unmeasured"))
     found = evidence.evidence(make_spec(mask=dense(2, 1, 1, 2048), seqlen_q=2048, seqlen_kv=2048), Target.fake(sm=80))
     assert found is not None
     assert not found.measured

@@ -9,7 +9,6 @@ import pytest
 
 from attn_compiler.lowerings.choice import evidence, priorities
 from attn_compiler.lowerings.choice.rows import MOST_QUERIES
-from attn_compiler.lowerings.choice.wide_rows import WIDE_ROWS
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing.select import decide
 from attn_compiler.spec.attention import Dim
@@ -63,11 +62,11 @@ def test_head_dims_up_to_256_have_other_rows() -> None:
     for sm in MACHINES:
         for head_dim in (256, 264):
             row = priorities.row_of(make_spec(head_dim=head_dim, seqlen_q=2048, seqlen_kv=2048), Target.fake(sm=sm))
-            assert (row in WIDE_ROWS) == (head_dim == 264)
+            assert (row in priorities.group("wide")) == (head_dim == 264)
 
 
 def test_rows_say_whether_they_were_measured() -> None:
-    for row in WIDE_ROWS:
+    for row in priorities.group("wide"):
         assert row.sms is not None
         assert row.measured == (row.sms == (90, 90))
         assert row.measured != row.why.endswith("not measured here")
