@@ -18,8 +18,12 @@ MOST_LINES = 400
 
 _RAISED = "an exception that holds a reason: the tests of what raises it see its words"
 
+_TABLE = "a line for each thing that it says in lowerings/test_what_families_take.py"
+
 #: files without tests at their place, and why
 WITHOUT: dict[str, str] = {
+    **dict.fromkeys((f"lowerings/{family}/takes.py" for family in "cudnn decode fa4 hopper triton".split()), _TABLE),
+    "lowerings/hopper/limits.py": _TABLE,
     "passes/context_parallel/refusing.py": _RAISED,
     "passes/matching/patterns/steps.py": "fields alone: test_score_steps.py fills them, and test_score_chain.py adds them up",
     "passes/unpad/refusing.py": _RAISED,

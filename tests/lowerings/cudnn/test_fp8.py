@@ -24,9 +24,10 @@ from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import inductor as torch_inductor
 from tests.lowerings import call_math, poison
 from tests.lowerings.cudnn.recording_frontend import Frontend, NotSupported
-from tests.lowerings.cudnn.test_lowering import laid, window
+from tests.lowerings.cudnn.test_lowering import laid
 from tests.lowerings.emitting import GraphEmitter
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec, refusal, words
+from tests.lowerings.test_what_families_take import window
 
 TARGET = Target.fake(cudnn_frontend="1.22.1")
 BACK = dataclasses.replace(CAUSAL, kinds=(*CAUSAL.kinds, *window(40).kinds), dense=window(40).dense)

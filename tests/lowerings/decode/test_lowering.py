@@ -12,21 +12,18 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands, StoredNodes
 from attn_compiler.lowerings.decode import schedule
 from attn_compiler.lowerings.decode.lowering import as_read
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.schedule import ScheduleRow
-from attn_compiler.spec import masks, target
+from attn_compiler.spec import target
 from attn_compiler.spec.attention import StoredSpec, TensorSpec
-from attn_compiler.spec.masks import Dense, MaskSpec
-from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.lowerings import emitting
-from tests.lowerings.specs import CAUSAL, dense, make_spec, words
+from tests.lowerings.specs import make_spec, words
 from tests.passes.compiling import compiled, mark
 
 DECODE = by_name("decode")
@@ -40,59 +37,6 @@ def why_not(machine: Target = H200, **spec: Any) -> str:
 
 
 # ---- what it takes ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {},
-        {"dtype": "float32", "head_dim": 10},
-        {"heads": 71, "heads_kv": 1, "head_dim": 64},
-        {"seqlen_q": 16, "mask": CAUSAL},
-        {"seqlen_kv": "s0 + 1", "batch": "s1"},
-        {"head_dim": 192, "head_dim_v": 128},
-        {"mask": dense(2, 1, 1, 128)},
-        {"mask": dense(2, 8, 1, 128, dtype="bfloat16")},
-        {"changes": (Softcap(cap=30.0), Sinks(requires_grad=True))},
-        {"scale": -1.0},
-    ],
-)
-def test_takes(spec: dict[str, Any]) -> None:
-    assert why_not(**spec) == ""
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"needs_grad": True}, "no gradient is needed; observed the output is differentiated; decode under torch.no"),
-        ({"dropout_p": 0.1}, "no dropout; observed 0.1; set attention_dropout=0.0"),
-        ({"seqlen_q": 17}, "seqlen_q is known, and at most 16; observed seqlen_q 17"),
-        ({"seqlen_q": "s0"}, "observed seqlen_q s0"),
-        ({"heads": "s0", "heads_kv": "s0"}, "the numbers of heads are known"),
-        ({"head_dim": 520}, "head_dim_qk is at most 512"),
-        ({"head_dim": 36}, "head_dim_qk is a multiple of 8"),
-        ({"dtype": "float64"}, "q is bfloat16 or float16 or float32"),
-        ({"returns_weights": True}, "no other reader"),
-        ({"device": "cpu"}, "q, k and v are on cuda"),
-    ],
-)
-def test_refuses(spec: dict[str, Any], said: str) -> None:
-    assert said in why_not(**spec)
-
-
-def test_packed_documents_are_refused() -> None:
-    documents = masks.Document(of_key=Load("ids", (Index("b"), Index("k")), "int"))
-    mask = MaskSpec(kinds=(documents,), dense=Dense(shape=(2, 1, 1, 128), dtype="bool"))
-    assert "no packed documents; observed document ids[b, q] = ids[b, k]" in why_not(mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("machine", "said"),
-    [(H200, ""), (Target.fake(sm=80), ""), (Target.fake(sm=75), "from sm80"), (Target.fake(triton=""), "no Triton")],
-)
-def test_where_it_runs(machine: Target, said: str) -> None:
-    assert said in words(DECODE.unavailable(machine))
-    assert bool(DECODE.unavailable(machine)) == bool(said)
 
 
 def test_a_cache_is_not_copied_for_its_alignment_in_float32() -> None:

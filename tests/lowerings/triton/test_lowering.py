@@ -12,13 +12,11 @@ import torch
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.lowerings.triton.lowering import TritonAttention
-from attn_compiler.spec import scores
-from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
 from tests import cases
 from tests.interpreted_target import triton_interpreted
 from tests.lowerings import any_length, emitting, plan_math
-from tests.lowerings.specs import UNLISTED, dense, make_spec, words
+from tests.lowerings.specs import make_spec, words
 from tests.passes.compiling import Compiled, compiled, mark
 
 H200 = Target.fake()
@@ -26,104 +24,10 @@ INTERPRETED = Target.fake(device="cpu", triton_interpreted=True)
 TRITON = TritonAttention()
 
 
-def why_not(spec_of: dict[str, Any], machine: Target = H200) -> str:
-    return words(TRITON.why_not(make_spec(**spec_of), machine))
-
-
 # ---- the machine --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("machine", "said"),
-    [
-        (H200, ""),
-        (Target.fake(sm=80), ""),
-        (Target.fake(sm=75), "from sm80"),
-        (Target.fake(triton=""), "no Triton"),
-        (Target.fake(triton="3.5.1"), "3.5.1"),
-        (Target.fake(triton="3.10.0+git"), ""),
-        (Target.fake(device="cpu"), "device cpu"),
-        (INTERPRETED, ""),
-        (Target.fake(device="cpu", triton_interpreted=True, triton=""), "no Triton"),
-    ],
-)
-def test_where_it_runs(machine: Target, said: str) -> None:
-    reasons = words(TRITON.unavailable(machine))
-    assert said in reasons
-    assert bool(reasons) is bool(said)
-
-
-def test_tensors_are_where_the_kernels_run() -> None:
-    assert "q, k and v are on cuda" in why_not({"device": "cpu"})
-    assert not why_not({"device": "cpu", "dtype": "float32"}, INTERPRETED)
-
-
-def test_the_interpreter_computes_no_bfloat16() -> None:
-    assert "interpreter computes in float16 or float32; observed bfloat16" in why_not({"device": "cpu"}, INTERPRETED)
-    assert not why_not({"device": "cpu", "dtype": "float16"}, INTERPRETED)
-    assert not why_not({"dtype": "bfloat16"})
-
-
 # ---- what it takes ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {},
-        {"dtype": "float32"},
-        {"head_dim": 72, "head_dim_v": 256},
-        {"head_dim": 8},
-        {"heads": 8, "heads_kv": 2, "seqlen_q": "s0", "seqlen_kv": "s1", "batch": "s2"},
-        {"mask": dense(2, 1, 128, 128)},
-        {"mask": dense(2, 1, 1, 128, dtype="float32")},
-        {"changes": (Softcap(cap=30.0), Sinks(requires_grad=True)), "dropout_p": 0.1},
-        {"changes": (scores.DenseBias(shape=(1, 8, 128, 128), dtype="bfloat16"),)},
-        {"scale": -1.0},
-    ],
-)
-def test_takes(spec: dict[str, Any]) -> None:
-    assert why_not(spec) == ""
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"dtype": "float64"}, "q is bfloat16 or float16 or float32"),
-        ({"head_dim": 520}, "head_dim_qk is at most 512"),
-        ({"head_dim": "s3"}, "head_dim_qk is known"),
-        ({"returns_weights": True}, "no other reader"),
-        ({"softmax_dtype": "float64"}, "at most float32"),
-        ({"changes": (scores.Unusual(what="a tanh twice"),)}, "a tanh twice"),
-        ({"mask": UNLISTED}, "a new kind of mask"),
-        ({"mask": dense(2, 1, 128, 128, dtype="float64")}, "float64"),
-        ({"mask": dense(3, 1, 128, 128)}, "broadcasts"),
-        ({"heads": 8, "heads_kv": 3}, "multiple"),
-        (
-            {"mask": dense(2, 1, 1, 128), "changes": (scores.DenseBias(shape=(1, 8, 128, 128), dtype="bfloat16"),)},
-            "one tensor",
-        ),
-    ],
-)
-def test_refuses(spec: dict[str, Any], said: str) -> None:
-    assert said in why_not(spec)
-
-
-def test_half_precision_takes_multiples_of_8() -> None:
-    odd = make_spec(head_dim=36, dtype="bfloat16")
-    assert "head_dim_qk is a multiple of 8" in " ".join(r.rule for r in TRITON.why_not(odd, Target.fake()))
-    assert not TRITON.why_not(make_spec(head_dim=36, dtype="float32"), Target.fake())
-
-
-@pytest.mark.parametrize(
-    ("sm", "refused"), [(80, False), (86, True), (89, True), (90, False), (100, False), (120, True)]
-)
-def test_wide_heads_need_shared_memory(sm: int, refused: bool) -> None:
-    spec = make_spec(head_dim=256, dtype="float32", needs_grad=False)
-    assert bool(TRITON.why_not(spec, Target.fake(sm=sm))) == refused
-    assert TRITON.why_not(make_spec(head_dim=512, dtype="float32"), Target.fake(sm=sm))
-    for head_dim in (128, 256, 512):
-        assert not TRITON.why_not(make_spec(head_dim=head_dim, needs_grad=True), Target.fake(sm=sm))
 
 
 def test_demands_aligned_strides() -> None:
