@@ -119,11 +119,11 @@ def _decided(relation: str, form: Linear, ranges: Ranges) -> Expr | None:
 
 
 def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
-    """A number that the form never goes below (above), if there is one. Sizes are at least 1."""
+    """A number that the form never goes below (above), if there is one. Sizes are at least 1; what is made of them alone may be less."""
     total = form.const
     names = Linear(())
     for term, factor in form.terms:
-        if isinstance(term, (Index, Size)):
+        if isinstance(term, (Index, Size)) or is_of_sizes(term):
             names = combine(names, _reached(term, factor, ranges, lowest=lowest), factor)
             continue
         both = (0, 1) if kind_of(term) == "bool" else bounds(term, ranges)
@@ -132,22 +132,30 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
             return None
         total += factor * bound
     total += names.const
+    # What is remembered of a form goes by the ranges of its own names, and some came in with those of its indices.
+    own = {name: most for name, most in ranges.items() if name in form.facts.sizes}
     for term, factor in names.terms:
         if isinstance(term, Index) and (factor > 0) == lowest:
             continue
-        if isinstance(term, Size) and (factor > 0) == lowest:
-            total += factor
-            continue
-        return None
+        bound = bounds(term, own)[0 if (factor > 0) == lowest else 1] if is_of_sizes(term) else None
+        bound = 1 if isinstance(term, Size) and (factor > 0) == lowest else bound
+        if bound is None:
+            return None
+        total += factor * bound
     return total
 
 
-def _reached(term: Index | Size, factor: int, ranges: Ranges, *, lowest: bool) -> Linear:
+def is_of_sizes(x: Expr) -> bool:
+    """Whether it is one number for all indices, made of sizes: what an index that runs below it may cancel against."""
+    return isinstance(x, Apply) and bool(x.facts.sizes) and not x.facts.indices and not x.facts.tensors
+
+
+def _reached(term: Expr, factor: int, ranges: Ranges, *, lowest: bool) -> Linear:
     """What is to be put in for an index or a size with this factor: its largest value, where that is what counts and is known.
 
     A size may cancel against that of an index, and sizes that an index runs below against the form's own, so both are kept as sizes.
     """
-    if (factor > 0) == lowest:
+    if (factor > 0) == lowest or not isinstance(term, (Index, Size)):
         return linear(term)
     known = ranges.get(term.name) or (ranges.get(ANY_INDEX) if isinstance(term, Index) else None)
     return linear(term) if known is None else known
@@ -191,6 +199,8 @@ def _of_factors(ranges: Ranges) -> Ranges:
 
 
 def _product(a: Bounds, b: Bounds) -> Bounds:
+    if a[0] is not None and b[0] is not None and a[0] >= 0 and b[0] >= 0:
+        return a[0] * b[0], None if a[1] is None or b[1] is None else a[1] * b[1]
     ends = [None if x is None or y is None else x * y for x in a for y in b]
     known = [end for end in ends if end is not None]
     return (min(known), max(known)) if len(known) == len(ends) else _UNKNOWN

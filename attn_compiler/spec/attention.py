@@ -1,8 +1,8 @@
 """What one attention is, as frozen data: imports neither FX nor CUDA.
 
 Logical axis order is BHSD everywhere (batch, heads, sequence, head dim); `TensorSpec.strides` say how that is laid out.
-A `Dim` is an int, or the name of a symbolic size ("s0"): equal names are equal sizes, and of lengths a spec holds what guards say
-(`SizeRange`). Nothing else is known of them.
+A `Dim` is an int, or the name of a symbolic size ("s0"): equal names are equal sizes, and of the batch and the lengths a spec holds what
+guards say (`SizeRange`). Nothing else is known of them.
 The same `AttentionSpec` always gets the same decision, so layers that agree share one.
 """
 
@@ -119,7 +119,7 @@ class AttentionSpec:
     latent: what k and v are linear maps of. A lowering may read that in their place.
     no_latent: why k and v are not, where they are nearly.
     lse: the logarithm of each query's sum of exponentiated scores, (B, Hq, Sq), is read besides the output, and has a gradient.
-    ranges: of symbolic lengths, where guards say more than the name does. Ask `dims.range_of`.
+    ranges: of a symbolic batch and symbolic lengths, where guards say more than the name does. Ask `dims.range_of`.
     of_bfloat16: q, k, v and the gradient of the output are numbers of bfloat16, which a model that trains holds in float32.
     """
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -46,8 +48,67 @@ def dim_of(size: int | torch.SymInt) -> int | str:
     """A size as a spec has it: the int if it is one always, else its symbolic expression ("s0"). Adds no guard."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    constant = size.node.maybe_as_int()
-    return str(size.node.expr) if constant is None else int(constant)
+    expr = expr_of(size)
+    return int(expr) if expr.is_Integer else str(expr)
+
+
+def expr_of(size: torch.SymInt) -> sympy.Expr:
+    """A size as an expression in a form that equal ones share, as far as that is known without a new guard."""
+    expr = size.node.expr
+    return expr if expr.is_Atom else _equal(size.node.shape_env, normal(expr))
+
+
+def _equal(env: symbolic_shapes.ShapeEnv, size: sympy.Expr) -> sympy.Expr:
+    """The size in the form of those that guards of by now say it is equal to: s0//4 for s1//4. Of symbols, PyTorch keeps that itself."""
+    count, known = _EQUAL.get(env, (0, {}))
+    if count != len(env.guards):
+        count, known = (count, dict(known)) if count < len(env.guards) else (0, {})
+        for guard in env.guards[count:]:
+            if isinstance(guard.expr, sympy.Eq):
+                known |= _solved(_replaced(normal(env.replace(guard.expr.lhs - guard.expr.rhs)), known))
+        _EQUAL[env] = len(env.guards), known
+    return _replaced(size, known)
+
+
+#: how many guards were looked at, and what they say that products and quotients are
+_EQUAL: weakref.WeakKeyDictionary[symbolic_shapes.ShapeEnv, tuple[int, dict[sympy.Expr, sympy.Expr]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _solved(zero: sympy.Expr) -> dict[sympy.Expr, sympy.Expr]:
+    """What a product or a quotient in a sum that is zero is. Of several, the last by its name."""
+    terms = zero.as_coefficients_dict()
+    may_go = sorted((part for part, factor in terms.items() if abs(factor) == 1 and not part.is_Atom), key=str)
+    return {may_go[-1]: may_go[-1] - zero / terms[may_go[-1]]} if may_go else {}
+
+
+def _replaced(size: sympy.Expr, known: Mapping[sympy.Expr, sympy.Expr]) -> sympy.Expr:
+    for part, other in known.items():
+        size = size.xreplace({part: other})
+    return size
+
+
+@functools.lru_cache(4096)
+def normal(expr: sympy.Expr) -> sympy.Expr:
+    """A size that is more than a symbol, its products and quotients carried out: s*s // s is s, (s - 1)//2 + 1 is (s + 1)//2."""
+    if expr.is_Atom or expr.has(sympy.Float, getattr(sympy_functions, "ToFloat", sympy.Float)):
+        return expr  # floats round: in another order they are other numbers
+    quotients = {part: _quotient(*map(normal, part.args)) for part in expr.atoms(sympy_functions.FloorDiv)}
+    return sympy.expand(expr.xreplace(quotients))
+
+
+def _quotient(whole: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
+    """whole // by, with what divides taken out."""
+    out, rest = sympy.Integer(0), sympy.Integer(0)
+    for part in sympy.Add.make_args(sympy.expand(whole)):
+        if part.is_Integer and by.is_Integer and by != 0:
+            out, rest = out + part // by, rest + part % by
+        elif (part / by).as_numer_denom()[1] == 1:
+            out += part / by
+        else:
+            rest += part
+    return out if rest == 0 else out + sympy_functions.FloorDiv(rest, by)
 
 
 def of_inputs(size: torch.SymInt) -> tuple[sympy.Expr, int] | None:
@@ -82,10 +143,16 @@ def range_of(size: int | torch.SymInt) -> tuple[int, int | None]:
     """The least and the most that a size can be by the guards of by now; None: no end. Adds no guard."""
     if not isinstance(size, torch.SymInt):
         return int(size), int(size)
-    env = size.node.shape_env
-    found = env.bound_sympy(env.replace(size.node.expr))
+    found = size.node.shape_env.bound_sympy(expr_of(size))
     least, most = (int(end) if end.is_Integer else None for end in (found.lower, found.upper))
-    return least or 0, None if most is None or most >= _NO_END else most
+    is_empty = not least and not statically_known(size >= 1)
+    return least or int(not is_empty), None if most is None or most >= _NO_END else most
+
+
+def ask_for_some(size: int | torch.SymInt) -> None:
+    """A guard that a size is not zero, where it is not in this call, and may be in others. Where no guard can be added, it still may be."""
+    if isinstance(size, torch.SymInt) and size.node.has_hint() and not size.node.shape_env.frozen:
+        bool(size >= 1)
 
 
 def decided(size: int | torch.SymInt) -> sympy.Expr:
@@ -101,7 +168,7 @@ def decided(size: int | torch.SymInt) -> sympy.Expr:
         at_end = (a for a in args if all(surely_above(*((a, b) if largest else (b, a))) for b in args))
         return next(at_end, None)
 
-    expr = size.node.expr
+    expr = expr_of(size)
     for choice in expr.atoms(sympy_functions.Max, sympy_functions.Min):
         found = chosen(isinstance(choice, sympy_functions.Max), *choice.args)
         expr = expr if found is None else expr.xreplace({choice: found})
@@ -165,7 +232,7 @@ def _hold(
 
 def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
     """A size as the guards of by now have it: a symbol that some op fixed in the meantime is a number."""
-    return size if mode.shape_env is None else mode.shape_env.replace(size)
+    return size if mode.shape_env is None else _equal(mode.shape_env, normal(mode.shape_env.replace(size)))
 
 
 # ---- what is known, to be told to another process -----------------------------------------------------------------------

@@ -13,13 +13,19 @@ from tests.index_expr.expressions import Tree, bools, element, ints
 
 MANY = settings(max_examples=200, deadline=None)
 RANGES = {"q": ix.combine(Linear(((Size("s0"), 1),)), Linear((), 1), -1), "k": Linear(((Size("s1"), 1),), -1)}
+#: of a length that is a quotient of a symbol, and one that is a product
+MADE_OF = {
+    "q": Linear(((ix.apply("floordiv", Size("s0"), ix.Const(2)), 1),), -1),
+    "k": Linear(((ix.mul(Size("s0"), Size("s1")), 1),), -1),
+}
 Q, K = Index("q"), Index("k")
 
 
-def _places(s0: int, s1: int) -> list[dict[str, int]]:
+def _places(s0: int, s1: int, longest: tuple[int, int] | None = None) -> list[dict[str, int]]:
+    queries, keys = longest or (s0, s1)
     return [
         {"b": b, "h": h, "q": q, "k": k, "s0": s0, "s1": s1}
-        for b, h, q, k in itertools.product((0, 3), (0, 1), range(s0), range(s1))
+        for b, h, q, k in itertools.product((0, 3), (0, 1), range(queries), range(keys))
     ]
 
 
@@ -27,13 +33,14 @@ def _places(s0: int, s1: int) -> list[dict[str, int]]:
 @given(bools(2), st.integers(1, 4), st.integers(1, 4))
 def test_decided_means_the_same_in_the_ranges(tree: Tree, s0: int, s1: int) -> None:
     x = tree.build()
-    decided = ix.decide(x, RANGES)
-    for place in _places(s0, s1):
-        try:
-            wanted = ix.evaluate(x, place, element)
-        except (ValueError, OverflowError):
-            assume(False)
-        assert ix.evaluate(decided, place, element) is wanted
+    for ranges, longest in ((RANGES, (s0, s1)), (MADE_OF, (s0 // 2, s0 * s1))):
+        decided = ix.decide(x, ranges)
+        for place in _places(s0, s1, longest):
+            try:
+                wanted = ix.evaluate(x, place, element)
+            except (ValueError, OverflowError):
+                assume(False)
+            assert ix.evaluate(decided, place, element) is wanted
 
 
 @MANY
@@ -48,6 +55,15 @@ def test_no_place_is_outside_of_the_bounds(tree: Tree, s0: int, s1: int) -> None
             assume(False)
         assert low is None or low <= value
         assert high is None or value <= high
+
+
+def test_an_index_stays_below_what_it_counts_to_whatever_that_is_made_of() -> None:
+    for name, most in MADE_OF.items():
+        index, last = Index(name), ix.add(most, ix.ZERO)
+        assert ix.decide(ix.compare("<=", index, last), MADE_OF) == ix.TRUE
+        assert ix.decide(ix.compare("<", last, index), MADE_OF) == ix.FALSE
+        assert ix.decide(ix.compare("<", index, last), MADE_OF) not in (ix.TRUE, ix.FALSE)
+    assert ix.bounds(ix.mul(Size("s0"), Size("s1")), {}) == (1, None)
 
 
 def test_a_comparison_that_always_holds_is_true() -> None:

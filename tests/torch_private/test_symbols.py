@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 
@@ -157,3 +158,55 @@ def test_floats_are_told_apart_by_value_and_guards_and_not_by_name() -> None:
     assert asked != not_asked == b
     assert both == alike
     assert fixed == ((0.5).hex(),)
+
+
+def _sizes(*values: int) -> list[torch.SymInt]:
+    env, found = symbolic_shapes.ShapeEnv(), []
+    for place, value in enumerate(values):
+        source = ConstantSource(f"size_{place}")
+        symbol = env.create_symbol(value, source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
+        found.append(env.create_symintnode(symbol, hint=value, source=source))
+    return found
+
+
+def test_equal_sizes_have_one_name() -> None:
+    s, t = _sizes(12, 5)
+    equal = (
+        (s * s // s, s),
+        ((s * s + 3 * s * t) // s, s + 3 * t),
+        ((s - 1) // 2 + 1, (s + 1) // 2),
+        ((4 * s + t) // 4, s + t // 4),
+        (s * (t + 1), s * t + s),
+        ((s * s * t) // (s * t), s),
+    )
+    for a, b in equal:
+        assert torch_symbols.dim_of(a) == torch_symbols.dim_of(b)
+    for a, b in ((s // 4, t // 4), (s // 4 * 4, s), ((s + 1) // 2, s // 2)):
+        assert torch_symbols.dim_of(a) != torch_symbols.dim_of(b)
+    assert not s.node.shape_env.guards
+
+
+def test_what_a_guard_says_is_equal_has_one_name() -> None:
+    s, t = _sizes(12, 14)
+    assert torch_symbols.dim_of(s // 4 + 1) != torch_symbols.dim_of(t // 4 + 1)
+    assert bool(s // 4 == t // 4)
+    assert torch_symbols.dim_of(s // 4 + 1) == torch_symbols.dim_of(t // 4 + 1)
+    assert torch_symbols.dim_of(s // 2) != torch_symbols.dim_of(t // 2)
+
+
+def test_a_guard_asks_for_some_only_where_there_may_be_none() -> None:
+    s, t = _sizes(12, 3)
+    env = s.node.shape_env
+    for size in (s, s + t, (s + 3) // 4, 7):
+        torch_symbols.ask_for_some(size)
+    assert not env.guards
+    assert torch_symbols.range_of(s // 4)[0] == 0
+    for size in (s // 4, 4 * (t // 3)):
+        torch_symbols.ask_for_some(size)
+        assert torch_symbols.range_of(size)[0] >= 1
+    assert [str(guard.expr) for guard in env.guards] == [f"(({s}//4)) >= 1", f"4*(({t}//3)) >= 1"]
+    torch_symbols.ask_for_some(t // 4)
+    assert torch_symbols.range_of(t // 4)[0] == 0
+    env.freeze()
+    torch_symbols.ask_for_some(s // 8)
+    assert len(env.guards) == 3

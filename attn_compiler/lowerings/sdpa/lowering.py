@@ -148,7 +148,7 @@ class SdpaFlash(_Pinned):
             return []
         if not mask_limits.bottom_right(spec):
             return [mask_limits.lengths_reason(spec, "with a causal mask from the top left, as many queries as keys")]
-        if seqlen_q == 1 or (isinstance(seqlen_q, int) and seqlen_q <= dims.at_least(seqlen_kv)):
+        if seqlen_q == 1 or (isinstance(seqlen_q, int) and seqlen_q <= dims.range_of(spec, seqlen_kv)[0]):
             return []
         return [mask_limits.lengths_reason(spec, "with a causal mask from the bottom right, no more queries than keys")]
 

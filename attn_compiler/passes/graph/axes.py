@@ -13,6 +13,8 @@ from typing import TypeAlias
 import sympy
 import torch
 
+from attn_compiler.torch_private import symbols as torch_symbols
+
 Size: TypeAlias = sympy.Expr
 ONE = sympy.Integer(1)
 
@@ -48,7 +50,7 @@ Dims = tuple[Dim, ...]
 
 def size_expr(size: int | torch.SymInt) -> Size:
     """A size as a sympy expression; never specialises a symbolic one."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return torch_symbols.expr_of(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def shape_exprs(value: torch.Tensor) -> tuple[Size, ...]:
@@ -77,6 +79,12 @@ def exact_quotient(a: Size, b: Size) -> Size | None:
     quotient = sympy.cancel(a / b)
     numerator, denominator = quotient.as_numer_denom()
     return quotient if denominator == 1 and not numerator.has(sympy.Rational(1, 2)) else None
+
+
+def ratio(a: Size, b: Size) -> sympy.Rational | None:
+    """a / b where it is one number, whatever the symbols are, else None."""
+    found = sympy.cancel(a / b) if b != 0 and a.free_symbols == b.free_symbols else None
+    return found if found is not None and found.is_Rational and found > 0 else None
 
 
 def product(sizes: Iterable[Size]) -> Size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,17 +76,37 @@ def example(mirror: Mirror, node: fx.Node) -> Any:
     return dynamo.meta["example_value"]
 
 
-def find_size(mirror: Mirror, mode: FakeTensorMode, size: Size, known: list[fx.Node]) -> int | tuple[fx.Node, int]:
-    """A number, or the (mirror node, dimension) of the `known` nodes that has this size. Raises AxisError where none has."""
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Where a size can be seen: it is `times` the dimension of a mirror node, divided by `by`, without a rest."""
+
+    node: fx.Node
+    dim: int
+    times: int = 1
+    by: int = 1
+
+    def of(self, length: X, call: Callable[[Callable[..., Any], X, int], X]) -> X:
+        """The size, from that dimension."""
+        length = length if self.times == 1 else call(operator.mul, length, self.times)
+        return length if self.by == 1 else call(operator.floordiv, length, self.by)
+
+
+def find_size(mirror: Mirror, mode: FakeTensorMode, size: Size, known: list[fx.Node]) -> int | Seen:
+    """A number, or where the `known` nodes have this size, or a part or a multiple of it. Raises AxisError where none has."""
     size = torch_symbols.simplified(mode, size)
     if size.is_Integer:
         return int(size)
+    found: Seen | None = None
     for node in known:
-        shape = example(mirror, node).shape
-        for dim, length in enumerate(shape):
-            if axes.same_size(axes.size_expr(length), size):
-                return node, dim
-    raise AxisError(f"no tensor of the site has the size {size}")
+        for dim, length in enumerate(axes.shape_exprs(example(mirror, node))):
+            ratio = axes.ratio(size, length)
+            if ratio == 1:
+                return Seen(node=node, dim=dim)
+            if found is None and ratio is not None:
+                found = Seen(node=node, dim=dim, times=int(ratio.p), by=int(ratio.q))
+    if found is None:
+        raise AxisError(f"no tensor of the site has the size {size}")
+    return found
 
 
 def copied_before(mirror: Mirror, version: Version, at: fx.Node) -> fx.Node | None:
@@ -148,7 +169,9 @@ class FakeBuilder(Generic[X]):
 
     def size(self, size: Size, known: list[fx.Node]) -> Any:
         found = find_size(self._mirror, self._mode, size, known)
-        return found if isinstance(found, int) else example(self._mirror, found[0]).shape[found[1]]
+        if isinstance(found, int):
+            return found
+        return found.of(example(self._mirror, found.node).shape[found.dim], lambda function, *args: function(*args))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         return make()
@@ -326,8 +349,8 @@ class GraphBuilder:
         found = find_size(self._mirror, self.mode, size, known)
         if isinstance(found, int):
             return found
-        node, dim = found
-        return self.call(torch.ops.aten.sym_size.int, self.leaf(node), dim)
+        length = self.call(torch.ops.aten.sym_size.int, self.leaf(found.node), found.dim)
+        return found.of(length, self.call)
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
         key = (self._with_grad, key)

@@ -174,7 +174,7 @@ def _describe(
         no_latent=match.reads.latent if isinstance(match.reads.latent, Reason) else None,
         lse=_lse_use(mirror, match),
         of_bfloat16=needs_grad and upcasts.holds_bfloat16(mirror, match),
-        ranges=_ranges(tensors.q.shape[2], tensors.k.shape[2]),
+        ranges=_ranges(tensors.q.shape[0], tensors.q.shape[2], tensors.k.shape[2]),
     )
     site.spec = _with_own_rows(match, spec, site.keyless)
 
@@ -227,10 +227,11 @@ def _dims(sizes: torch.Size | tuple[int, ...]) -> tuple[Dim, ...]:
     return tuple(torch_symbols.dim_of(s) for s in sizes)
 
 
-def _ranges(*lengths: int | torch.SymInt) -> tuple[SizeRange, ...]:
-    """Of symbolic lengths, where guards say more of them than their names do."""
+def _ranges(*sizes: int | torch.SymInt) -> tuple[SizeRange, ...]:
+    """Of a symbolic batch and symbolic lengths, where guards say more of them than their names do. That they are not empty is asked for."""
     found = {}
-    for size in lengths:
+    for size in sizes:
+        torch_symbols.ask_for_some(size)
         dim = torch_symbols.dim_of(size)
         least, most = torch_symbols.range_of(size)
         if isinstance(dim, str) and (least > dims.at_least(dim) or most is not None):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import sympy
@@ -104,6 +106,21 @@ def test_known_sizes_are_numbers_and_symbolic_ones_come_from_a_tensor() -> None:
     assert node.args == (graph.leaf(x), 0)
     assert fake.size(sympy.Integer(7), []) == 7
     assert str(fake.size(length, [x])) == str(length)
+
+
+def test_a_size_is_a_part_or_a_multiple_of_one_that_a_tensor_has() -> None:
+    graph, fake, x, out = _builders()
+    length = fake.leaf(x).shape[0]
+    symbol = axes.size_expr(length)
+    with graph.at(out, with_grad=False):
+        node = graph.size(6 * symbol, [x])
+    assert (node.target, node.args[1]) == (operator.mul, 6)
+    assert str(fake.size(6 * symbol, [x])) == str(6 * length)
+    wide = mock.Mock(shape=(6 * length,))
+    with mock.patch.object(emit, "example", return_value=wide):
+        assert str(fake.size(symbol, [x])) == str(length)
+        seen = emit.find_size(None, fake._mode, 4 * symbol, [x])  # type: ignore[arg-type]
+    assert (seen.times, seen.by) == (2, 3)
 
 
 def test_a_size_that_was_fixed_after_it_was_read_is_a_number() -> None:

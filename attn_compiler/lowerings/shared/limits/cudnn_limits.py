@@ -90,7 +90,7 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
         reasons.append(
             Reason(code=Code.DROPOUT, rule="dropout is a multiple of 1/16", observed=f"{p:g}", remedy=remedy)
         )
-    if dims.at_least(spec.seqlen_q) < 2:
+    if dims.range_of(spec, spec.seqlen_q)[0] < 2:
         reasons.append(
             Reason(code=Code.DROPOUT, rule="with dropout, more than one query", observed=f"seqlen_q {spec.seqlen_q}")
         )
@@ -107,9 +107,9 @@ def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 def check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = []
-    if dims.at_least(spec.seqlen_kv) < 2:
+    if dims.range_of(spec, spec.seqlen_kv)[0] < 2:
         reasons.append(Reason(code=Code.LENGTHS, rule="more than one key", observed=f"seqlen_kv {spec.seqlen_kv}"))
-    if dims.at_least(spec.seqlen_q) >= 2:
+    if dims.range_of(spec, spec.seqlen_q)[0] >= 2:
         return reasons
     observed = f"seqlen_q {spec.seqlen_q}"
     reasons += known_bad.refusal("decode", target, observed)

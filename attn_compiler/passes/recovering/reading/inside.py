@@ -13,7 +13,7 @@ from attn_compiler.passes.graph import axes, mutation
 from attn_compiler.passes.graph.views import PERMUTES, RESHAPES, SQUEEZES, argument
 from attn_compiler.passes.recovering.reading import moving
 from attn_compiler.passes.recovering.reading.core import At, Inside
-from attn_compiler.passes.recovering.reading.nodes import dim_of, fake, whole_number
+from attn_compiler.passes.recovering.reading.nodes import dim_of, fake, size
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ def _selected(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
     if dim is None or not isinstance(index, int):
         return None
     dim %= len(at)
-    place = whole_number(axes.shape_exprs(fake(source))[dim]) if index < 0 else ix.ZERO
+    place = size(axes.shape_exprs(fake(source))[dim]) if index < 0 else ix.ZERO
     if place is None:
         return None
     return ix.compare("==", at[dim], ix.add(place, Const(index))), (*at[:dim], *at[dim + 1 :])
@@ -88,7 +88,7 @@ def _sliced(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
         return None
     dim %= len(at)
     first = moving.first_of_slice(view, source, dim)
-    count = whole_number(axes.shape_exprs(fake(view))[dim])
+    count = size(axes.shape_exprs(fake(view))[dim])
     if first is None or count is None:
         return None
     past = ix.add(at[dim], first, -1)

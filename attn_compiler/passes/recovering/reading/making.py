@@ -13,7 +13,7 @@ from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.views import argument
 from attn_compiler.passes.recovering.reading.converting import fits
 from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, Unreadable, converted_of
-from attn_compiler.passes.recovering.reading.nodes import fake, whole_number
+from attn_compiler.passes.recovering.reading.nodes import fake, size
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def _arange(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     if first is None or not isinstance(step, int) or ix.kind_of(first) == "float" or fake(node).is_floating_point():
         return None
     found = ix.add(first, ix.mul(at[0], Const(step)))
-    length = whole_number(axes.shape_exprs(fake(node))[0])
+    length = size(axes.shape_exprs(fake(node))[0])
     # However its index is spelled, an element lies between the first and the last one.
     last = None if length is None else ix.add(first, ix.mul(ix.add(length, Const(-1)), Const(step)))
     ends = (found,) if last is None else (first, last)

@@ -16,7 +16,7 @@ from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.views import EXPANDS, PERMUTES, RESHAPES, SQUEEZES, Order, argument
 from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, broadcast, converted_of
-from attn_compiler.passes.recovering.reading.nodes import dim_of, fake, whole_number
+from attn_compiler.passes.recovering.reading.nodes import dim_of, fake, size
 from attn_compiler.torch_private import symbols as torch_symbols
 
 aten = torch.ops.aten
@@ -181,7 +181,7 @@ def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
     start: Any = argument(node, "start") or 0
     if _is_from_the_front(start):
         value = start.meta["val"] if isinstance(start, fx.Node) else start
-        return Const(value) if isinstance(value, int) else whole_number(torch_symbols.decided(value))
+        return Const(value) if isinstance(value, int) else size(torch_symbols.decided(value))
     extent = axes.shape_exprs(fake(source))[dim]
     if isinstance(start, int) and extent.is_Integer:
         return Const(max(0, start + int(extent)))
@@ -190,7 +190,7 @@ def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
     if argument(node, "step", 1) != 1 or argument(node, "end") not in (None, _TO_THE_END):
         return None
     # What is left out in front is what the result is shorter by, however the start was counted.
-    whole, kept = (whole_number(axes.shape_exprs(fake(n))[dim]) for n in (source, node))
+    whole, kept = (size(axes.shape_exprs(fake(n))[dim]) for n in (source, node))
     return None if whole is None or kept is None else ix.add(whole, kept, -1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import sympy
 import torch
@@ -24,36 +25,36 @@ def dim_of(node: fx.Node, default: int | None = None) -> int | None:
     return given if isinstance(given, int) else default
 
 
+#: what sizes are made of, by the names of sympy's and PyTorch's classes
+_MADE_OF: dict[str, Callable[[Expr, Expr], Expr]] = {
+    "Add": ix.add,
+    "Mul": ix.mul,
+    **{name: functools.partial(ix.apply, "floordiv") for name in ("FloorDiv", "CleanDiv")},
+    **{name: functools.partial(ix.apply, "mod") for name in ("Mod", "PythonMod")},
+    **{name: functools.partial(ix.apply, name.lower()) for name in ("Max", "Min")},
+}
+
+
 def size(expr: sympy.Expr) -> Expr | None:
-    """A size as an expression; None if it is no whole-number combination of symbols."""
-    total: Expr = ix.ZERO
-    for symbols, coefficient in expr.as_coefficients_dict().items():
-        if not coefficient.is_Integer or not (symbols == 1 or symbols.is_Symbol):
-            return None
-        part: Expr = ix.ONE if symbols == 1 else ix.Size(str(symbols))
-        total = ix.add(total, part, int(coefficient))
-    return total
+    """A size as an expression: a sum of products of symbols, of quotients (patches of a series), of the larger one of two. None if it is
+    made of anything else."""
+    return _size(sympy.expand(expr))
 
 
-def whole_number(expr: sympy.Expr) -> Expr | None:
-    """A size, or the larger or smaller one of several (MPT's `max(0, most - length)`)."""
-    plain = size(expr)
-    if plain is not None:
-        return plain
-    op = type(expr).__name__.lower()
-    if op in ("max", "min"):
-        parts = [whole_number(part) for part in expr.args]
-        known = [part for part in parts if part is not None]
-        return functools.reduce(functools.partial(ix.apply, op), known) if len(known) == len(parts) else None
-    total: Expr = ix.ZERO
-    for part, coefficient in expr.as_coefficients_dict().items():
-        own = ix.ONE if part == 1 else None if part == expr else whole_number(part)
-        if own is None or not coefficient.is_Integer:
-            return None
-        total = ix.add(total, own, int(coefficient))
-    return total
+def _size(expr: sympy.Expr) -> Expr | None:
+    if expr.is_Symbol or expr.is_Integer:
+        return ix.Size(str(expr)) if expr.is_Symbol else ix.Const(int(expr))
+    factor, rest = expr.as_coeff_Mul()
+    if factor != 1:
+        part = _size(rest) if factor.is_Integer else None
+        return None if part is None else ix.mul(part, ix.Const(int(factor)))
+    base, power = expr.as_base_exp()
+    name, args = ("Mul", (base,) * int(power)) if power.is_Integer and power > 1 else (type(expr).__name__, expr.args)
+    parts = [_size(part) for part in args] if name in _MADE_OF else []
+    known = [part for part in parts if part is not None]
+    return functools.reduce(_MADE_OF[name], known) if parts and len(known) == len(parts) else None
 
 
 def symbolic(number: torch.SymInt) -> Expr | None:
     """A number of the model's own, made of sizes or of what it was called with. None where it is made of one that may be below 1."""
-    return whole_number(torch_symbols.decided(number)) if torch_symbols.is_of_positive(number) else None
+    return size(torch_symbols.decided(number)) if torch_symbols.is_of_positive(number) else None

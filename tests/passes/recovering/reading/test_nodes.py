@@ -1,4 +1,4 @@
-"""Sizes as expressions: a combination of symbols by whole numbers, or the larger or smaller of such; all else is not known."""
+"""Sizes as expressions: sums of products of symbols, of quotients and of the larger or smaller of two; all else is not known."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 from attn_compiler import index_expr as ix
 from attn_compiler.passes.recovering.reading import nodes
@@ -21,22 +22,21 @@ S0, S1 = ix.Size("s0"), ix.Size("s1")
         (A, S0),
         (2 * A - 3, ix.add(ix.mul(S0, ix.Const(2)), ix.Const(-3))),
         (A - B, ix.add(S0, S1, -1)),
-        (A * B, None),
+        (A * B, ix.mul(S0, S1)),
+        (A**2, ix.mul(S0, S0)),
+        (2 * (A + 1) * B, ix.add(ix.mul(ix.mul(S0, S1), ix.Const(2)), S1, 2)),
+        (FloorDiv(A + 3, 4), ix.apply("floordiv", ix.add(S0, ix.Const(3)), ix.Const(4))),
+        (4 * FloorDiv(A, 16), ix.mul(ix.apply("floordiv", S0, ix.Const(16)), ix.Const(4))),
+        (Mod(A, 4), ix.apply("mod", S0, ix.Const(4))),
+        (3 + 2 * sympy.Max(0, A - 4), ix.add(ix.Const(3), ix.apply("max", ix.ZERO, ix.add(S0, ix.Const(-4))), 2)),
         (A / 2, None),
-        (A**2, None),
+        (A**B, None),
+        (sympy.sqrt(A), None),
+        (sympy.Max(0, sympy.sqrt(A)), None),
     ],
 )
-def test_plain_sizes(size: sympy.Expr, read: ix.Expr | None) -> None:
+def test_sizes(size: sympy.Expr, read: ix.Expr | None) -> None:
     assert nodes.size(size) == read
-    assert nodes.whole_number(size) == read
-
-
-def test_the_larger_of_sizes_is_no_plain_size() -> None:
-    larger = sympy.Max(0, A - 4)
-    assert nodes.size(larger) is None
-    assert nodes.whole_number(larger) == ix.apply("max", ix.ZERO, ix.add(S0, ix.Const(-4)))
-    assert nodes.whole_number(3 + 2 * larger) == ix.add(ix.Const(3), nodes.whole_number(larger), 2)
-    assert nodes.whole_number(sympy.Max(0, A * B)) is None
 
 
 @pytest.mark.parametrize(("dims", "found"), [((1,), 1), ((), -1)])
