@@ -213,7 +213,7 @@ def cpp_compiler() -> str | None:
 
 
 def compile_threads() -> int:
-    """How many kernels Inductor compiles at a time (TORCHINDUCTOR_COMPILE_THREADS); 1: one, where it is needed."""
+    """How many kernels Inductor compiles at a time (TORCHINDUCTOR_COMPILE_THREADS); 1: one after the other."""
     from torch._inductor.async_compile import get_compile_threads
 
     return get_compile_threads()

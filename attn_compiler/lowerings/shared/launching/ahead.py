@@ -155,12 +155,13 @@ def _failure(future: Future[Compiled]) -> Exception | None:
 
 
 def here() -> Ahead | None:
-    """None where nothing is compiled ahead: kernels are interpreted, CUDA is not in use, or Inductor is to compile one thing at a time.
+    """None where nothing is compiled ahead: kernels are interpreted, or CUDA is not in use.
+
+    Where Inductor is to compile one thing at a time, so are these kernels, and still before a call: as Inductor has it with its own.
 
     Imports triton, where there is a GPU.
     """
-    threads = torch_inductor.compile_threads()
-    if threads <= 1 or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     import triton
 
@@ -169,7 +170,7 @@ def here() -> Ahead | None:
     if triton.knobs.runtime.interpret:
         return None
     torch_inductor.share_kernel_cache(torch.cuda.current_device())
-    return Ahead(begin=compiling.workers(threads).begin)
+    return Ahead(begin=compiling.workers(torch_inductor.compile_threads()).begin)
 
 
 def calls(graph: fx.Graph) -> Iterator[LaunchingCall]:

@@ -94,6 +94,19 @@ class Threads:
                 future.set_exception(error)
 
 
+class InTurn(Threads):
+    """Whoever submits a job waits for it. It is done in a thread all the same: the one that asks is in the middle of tracing, and what
+    traces is said by thread."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def submit(self, work: Callable[[], Compiled]) -> Future[Compiled]:
+        future = super().submit(work)
+        wait([future])
+        return future
+
+
 @dataclass(kw_only=True)
 class Workers:
     """Threads that compile.
@@ -129,10 +142,10 @@ _workers: Workers | None = None
 
 
 def workers(number: int) -> Workers:
-    """Those of this process. number: of threads, asked the first time."""
+    """Those of this process. number: of kernels that are compiled at a time, asked the first time; 1: a graph waits for each."""
     global _workers
     if _workers is None:
-        _workers = Workers(threads=Threads(number))
+        _workers = Workers(threads=Threads(number) if number > 1 else InTurn())
     return _workers
 
 

@@ -241,16 +241,19 @@ def test_other_compilers_trace_no_backward(begun: Begun) -> None:
     assert not begun.kernels
 
 
-@pytest.mark.parametrize(("threads", "is_used"), [(1, True), (4, False)])
-def test_where_nothing_is_compiled_ahead(threads: int, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_inductor, "compile_threads", lambda: threads)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
+def test_without_a_gpu_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_inductor, "compile_threads", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert ahead.here() is None
 
 
-def test_on_a_gpu_threads_compile_where_inductor_would_have_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 4])
+def test_on_a_gpu_threads_compile_where_inductor_would_have_it(
+    threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One thing at a time, too, is compiled before a call."""
     triton = pytest.importorskip("triton")
-    monkeypatch.setattr(torch_inductor, "compile_threads", lambda: 4)
+    monkeypatch.setattr(torch_inductor, "compile_threads", lambda: threads)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

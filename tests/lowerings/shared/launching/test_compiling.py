@@ -78,6 +78,26 @@ def test_what_is_begun_is_compiled_and_finished(triton_of_test: Triton, workers:
     assert triton_of_test.compiled == triton_of_test.finished == ["a"]
 
 
+def test_one_at_a_time_is_done_when_it_is_begun(triton_of_test: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a thread: who begins it may be in the middle of tracing. One that fails stands in nobody's way."""
+    monkeypatch.setattr(compiling, "_workers", None)
+    seen: list[str] = []
+    triton_of_test.before = lambda: seen.append(threading.current_thread().name)
+    workers = compiling.workers(1)
+    assert begin(workers, "a")[0].done()
+    assert triton_of_test.finished == ["a"]
+    assert seen == ["attn_compiler"]
+
+    def fail() -> None:
+        raise RuntimeError("out of registers")
+
+    triton_of_test.before = fail
+    assert isinstance(begin(workers, "b")[0].exception(0), RuntimeError)
+    assert (workers.started, workers.waited[id(KERNEL)]) == ({}, [])
+    workers.threads.end()
+    assert begin(workers, "c")[0].cancelled()
+
+
 def test_what_is_compiled_has_lines_in_the_log(
     triton_of_test: Triton, workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
