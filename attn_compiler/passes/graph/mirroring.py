@@ -38,7 +38,23 @@ def _masks_passed_on(unit: Unit) -> list[fx.Node]:
 
 def handed_on(graph: fx.Graph) -> list[fx.Node]:
     """What a graph gives back that may be a mask of another one, or what such a mask is made of."""
-    return [node for node in graph.output_node().all_input_nodes if may_be_of_mask(node.meta.get("example_value"))]
+    given = graph.output_node().all_input_nodes
+    found = [node for node in given if may_be_of_mask(node.meta.get("example_value"))]
+    if not found:
+        return found
+    learned = _of_parameters(graph)
+    return [node for node in found if node not in learned]
+
+
+def _of_parameters(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on a parameter: tokens that a model chose, losses. No mask is proved of such numbers."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if isinstance(node.meta.get("example_value"), torch.nn.Parameter) or any(
+            x in found for x in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
 
 
 def may_be_of_mask(value: object) -> bool:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from attn_compiler.lowerings.rows import pieces
 from attn_compiler.lowerings.rows.pieces import Piece
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
+from attn_compiler.spec.attention import AttentionSpec
+from tests.lowerings.specs import make_spec
 
 
 def runs(num_q: int, num_k: int, *, band: Band | None = None, **tensors: torch.Tensor) -> list[Piece]:
@@ -86,3 +89,24 @@ def test_documents_whose_queries_are_mixed_stay_apart() -> None:
     of_keys = torch.arange(64)[None] // 8
     mixed = of_keys[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
     assert all(p.num_k == 8 and p.mask is None for p in runs(64, 64, documents_q=mixed, documents_k=of_keys))
+
+
+def test_pieces_are_kept_by_the_numbers_that_they_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers ask with the same numbers. Memory may hold others at the next call, and two calls may share a place in memory."""
+    monkeypatch.setattr(pieces, "_KEPT", {})
+    monkeypatch.setattr(pieces, "_MOST_KEPT", 2)
+    spec, x = make_spec(), torch.zeros(2, 1, 8, 4)
+    keys = torch.arange(8)[None] < torch.tensor([[5], [8]])
+
+    def lengths(spec: AttentionSpec = spec, q: torch.Tensor = x) -> list[int]:
+        return [piece.num_k for piece in pieces.cut(spec, q, x, {"keys": keys})]
+
+    first = pieces.cut(spec, x, x, {"keys": keys})
+    assert pieces.cut(spec, x, x, {"keys": keys.clone(), "slopes": torch.ones(1)}) is first
+    assert lengths() == [5, 8]
+    keys[0, 3:] = False
+    assert lengths() == [3, 8]
+    assert lengths(q=x[:1]) == [3]
+    assert lengths(make_spec(seqlen_q=8)) == [3, 8]
+    assert len(pieces._KEPT) == 1
+    assert len(pieces.cut(spec, x, x, {"keys": keys.int()})) == 2

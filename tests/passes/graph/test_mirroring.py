@@ -42,6 +42,27 @@ def test_nothing_is_skipped_for_those_who_ask_each_op() -> None:
         assert (torch.ops.aten.exp.default in {node.target for node in made.graph.nodes}) == is_there
 
 
+class _Chooses(torch.nn.Module):
+    """Gives back what depends on a parameter, or what does not, of dtypes and shapes that a mask may have."""
+
+    def __init__(self, of_parameter: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(S, S), requires_grad=False)
+        self.register_buffer("ones", torch.ones(S, S))
+        self.of_parameter = of_parameter
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = x @ (self.weight if self.of_parameter else self.ones)
+        return made.argmax(-1), made > 0, made
+
+
+@pytest.mark.parametrize("of_parameter", [True, False])
+def test_what_depends_on_a_parameter_is_no_mask_of_another_graph(of_parameter: bool) -> None:
+    """Such a graph has no attention, so nothing of it is looked into."""
+    gm, _ = captured(_Chooses(of_parameter), torch.randn(S, S))
+    assert len(mirroring.handed_on(gm.graph)) == (0 if of_parameter else 3)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
