@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +24,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attn_compiler.torch_private import observe
+from attn_compiler.torch_private import observe, outside_reads
+from attn_compiler.torch_private.outside_reads import OutsideRead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """text: what a call is taken with; "" of one that is not taken. rests_on: what the function reads, for guards."""
+
+    text: str = ""
+    rests_on: tuple[OutsideRead, ...] = ()
+
 
 #: what a decision may read of a call: the operands' fake tensors by parameter, and the numbers and flags by parameter
-Decide = Callable[[Mapping[str, Tensor], Mapping[str, Any]], str]
+Decide = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Decided]
 #: from the operands, the numbers and flags, and the decision's text to what the function gives
 Taken = Callable[[Mapping[str, Tensor], Mapping[str, Any], str], Any]
 
@@ -45,11 +56,10 @@ def substitute(
 def _replacement(
     function: types.FunctionType, operands: tuple[str, ...], others: tuple[str, ...], decide: Decide, taken: Taken
 ) -> Callable[..., Any]:
-    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    parameters = inspect.signature(function).parameters.values()
-    names = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD)
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty and one.name in names}
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    names = tuple(one.name for one in _named(function))
     known = frozenset((*operands, *others))
     decided: list[str] = []
 
@@ -60,12 +70,24 @@ def _replacement(
     def text() -> str:
         return decided.pop() if decided else ""
 
+    @assume_constant_result  # type: ignore[untyped-decorator]
+    def defaults() -> tuple[tuple[str, Any], ...] | None:
+        """The defaults of a call that may be taken. What was put into the function since is looked up, for every backend."""
+        copy.__code__, copy.__defaults__ = function.__code__, function.__defaults__
+        copy.__kwdefaults__ = function.__kwdefaults__
+        own = _named(function)
+        backend, _ = compiling_for()
+        if backend is None or not are_taken_for(backend) or tuple(one.name for one in own) != names:
+            return None
+        return tuple((one.name, one.default) for one in own if one.default is not one.empty)
+
     # Dynamo traces it. `note` reads its variables by their names. For other backends nothing is looked at: the order in which a graph has
     # its inputs is that in which they are.
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not _is_for_us():
+        found = defaults()
+        if found is None:
             return copy(*args, **kwargs)
-        given = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905 (a call may give fewer)
+        given = {**dict(found), **dict(zip(names, args)), **kwargs}  # noqa: B905 (a call may give fewer)
         tensors = {name: given[name] for name in operands if given.get(name) is not None}
         present = list(tensors)  # noqa: F841
         values = list(tensors.values())  # noqa: F841
@@ -78,6 +100,11 @@ def _replacement(
         return taken(tensors, rest, said)
 
     return replacement
+
+
+def _named(function: types.FunctionType) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [one for one in parameters if one.kind is not one.VAR_KEYWORD]
 
 
 def _decide(context: ComptimeContext, decide: Decide) -> str:
@@ -96,7 +123,10 @@ def _decide(context: ComptimeContext, decide: Decide) -> str:
     if not rest.is_python_constant() or len(tensors) < len(values):
         return ""
     present = context.get_local("present").as_python_constant()
-    return decide(dict(zip(present, tensors, strict=True)), rest.as_python_constant())
+    decided = decide(dict(zip(present, tensors, strict=True)), rest.as_python_constant())
+    if decided.text:
+        outside_reads.guard(context, decided.rests_on)
+    return decided.text
 
 
 def compiling_for() -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
@@ -118,12 +148,6 @@ def take_for(backend: Callable[..., Any]) -> None:
 
 
 _TAKES = "takes_substituted_calls"
-
-
-@assume_constant_result  # type: ignore[untyped-decorator]
-def _is_for_us() -> bool:
-    backend, _ = compiling_for()
-    return backend is not None and are_taken_for(backend)
 
 
 class _Kept(list[Callable[[CallbackArgs], None]]):

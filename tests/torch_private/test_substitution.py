@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.autograd import forward_ad
 
 from attn_compiler.torch_private import substitution
+from attn_compiler.torch_private.substitution import Decided
 
 
 def _function() -> Any:
@@ -36,9 +37,9 @@ class _Decisions:
         self.text = text
         self.told: list[tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = []
 
-    def __call__(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> str:
+    def __call__(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Decided:
         self.told.append(({name: tuple(x.shape) for name, x in tensors.items()}, dict(others)))
-        return self.text
+        return Decided(text=self.text)
 
 
 def _taken(tensors: Mapping[str, Tensor], others: Mapping[str, Any], text: str) -> Tensor:

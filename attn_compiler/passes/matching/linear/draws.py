@@ -116,7 +116,7 @@ def _of_delta(spec: LinearSpec, at: DrawSizes) -> dict[str, Callable[[], Tensor]
     return {
         "q": lambda: _normal(*tokens, at.heads_k, at.dim_k) * scale,
         "k": lambda: _normal(*tokens, at.heads_k, at.dim_k) * scale * shrunk,
-        "v": lambda: _normal(*tokens, at.heads_v, at.dim_v),
+        "v": lambda: _normal(*tokens, at.heads_v, at.dim_v) * (1.0, 1.0, 1e3)[place],
         "g": lambda: (-F.softplus(_normal(*decay)), -1e-3 * _normal(*decay).abs(), 0.05 * _normal(*decay))[place],
         "beta": lambda: _beta(_normal(*tokens, at.heads_v), at.sort),
         "state": lambda: _normal(at.batch, at.heads_v, at.dim_k, at.dim_v),
@@ -138,7 +138,7 @@ def _of_ssd(spec: LinearSpec, at: DrawSizes) -> dict[str, Callable[[], Tensor]]:
         return drawn if spec.form.softplus else F.softplus(drawn)
 
     return {
-        "x": lambda: _normal(*tokens, heads, at.dim_v),
+        "x": lambda: _normal(*tokens, heads, at.dim_v) * (1.0, 1.0, 1e3)[place],
         "dt": dt,
         "A": lambda: -(_normal(heads).exp() * (1.0, 1.0, 0.05)[place]),
         "B": lambda: _normal(*tokens, at.heads_k, at.dim_k),

@@ -2,7 +2,8 @@
 
 Where all of them are on the list, what a function gives is made of its operands by sums, products, exponentials and roots alone, and is the
 same expression everywhere. Two such functions that agree at random points are equal. An op that takes one side or another by the value of
-a number would break that. So none of what comes from an operand is clamped to other numbers than the form's, compared, or an index.
+a number would break that. So none of what comes from an operand is clamped to other numbers than the form's, or becomes a whole number or
+a truth value, which could be a mask or an index.
 Nothing is written to an operand, drawn, or read before it is written.
 """
 
@@ -20,15 +21,13 @@ _ARITHMETIC = (
     "add sub rsub mul div neg exp cumsum sum rsqrt sqrt pow reciprocal mm bmm matmul addmm baddbmm einsum linalg_solve_triangular "
     "softplus"
 )
-_MOVES = (
+MOVES = (
     "_to_copy clone view _unsafe_view reshape _reshape_alias expand permute transpose t unsqueeze squeeze select slice split cat stack "
     "constant_pad_nd alias detach repeat_interleave index_select unbind mT copy_ contiguous"
 )
 _MAKES = "zeros ones zeros_like ones_like eye new_zeros new_ones full scalar_tensor lift_fresh_copy arange triu tril"
 _CHOOSES = "masked_fill bitwise_not logical_not"
-ALLOWED = frozenset(" ".join((_ARITHMETIC, _MOVES, _MAKES, _CHOOSES, "clamp getitem")).split())
-#: of what comes from an operand, these would be two functions in one
-_NOT_OF_DATA = frozenset({"bitwise_not", "logical_not"})
+ALLOWED = frozenset(" ".join((_ARITHMETIC, MOVES, _MAKES, _CHOOSES, "clamp getitem")).split())
 _VIEWS = frozenset(
     "view expand permute transpose t unsqueeze squeeze select slice split alias detach _reshape_alias getitem unbind mT".split()
 )
@@ -66,16 +65,13 @@ def why_not(run: Callable[..., tuple[Tensor, Tensor]], operands: Sequence[Tensor
 def _refused(node: fx.Node, name: str, data: set[fx.Node], of_data: bool, form: LinearForm) -> str | None:
     if name not in ALLOWED:
         return f"{name} is none of the ops that the recurrence is made of"
-    if of_data and name in _NOT_OF_DATA:
-        return f"{name} of what comes from an operand"
+    made = node.meta.get("val")
+    if of_data and isinstance(made, Tensor) and not made.is_floating_point():
+        return f"{name} makes {str(made.dtype).removeprefix('torch.')} of what comes from an operand"
     if name == "clamp" and (not of_data or tuple(node.args[1:]) != (form.limits or ())):
         return f"clamp to {tuple(node.args[1:])}, and not to {form.limits}"
     if name == "softplus" and len(node.args) > 1:
         return f"softplus with {tuple(node.args[1:])}"
-    if name == "masked_fill" and node.args[1] in data:
-        return "masked_fill by what comes from an operand"
-    if name == "index_select" and node.args[2] in data:
-        return "an index that comes from an operand"
     return None
 
 

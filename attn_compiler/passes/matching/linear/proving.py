@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_compiler import lowerings
 from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
 from attn_compiler.options import cache
-from attn_compiler.passes.matching.linear import draws, known_texts, operations
+from attn_compiler.passes.matching.linear import draws, known_texts, operations, same_steps
 from attn_compiler.passes.matching.linear.draws import DrawSizes
 from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.reasons.codes import Code
@@ -59,8 +59,8 @@ def why_not(proposed: Proposed, spec: LinearSpec, store: Store | None) -> Reason
 
 def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
     """ "" of what is proved."""
-    if proposed.why_not is not None:
-        return proposed.why_not
+    if proposed.text.why_not is not None:
+        return proposed.text.why_not
     if proposed.name.rpartition("#")[2] in known_texts.READ:
         # One proof for all lengths.
         spec = dataclasses.replace(spec, length=_ANY)
@@ -73,7 +73,13 @@ def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
         return _PROVED[key]
     kept = None if store is None else store.get(key)
     if not isinstance(kept, dict) or not isinstance(kept.get("said"), str):
-        kept = {"said": _tested(proposed, spec)}
+        try:
+            kept = {"said": _tested(proposed, spec)}
+        except Exception as error:
+            if torch_compat.starts_over(error):
+                raise
+            # It may be of the moment, so it is not kept.
+            return f"it raised {described(error)}"
         if store is not None:
             store.put(key, kept)
     _PROVED[key] = kept["said"]
@@ -83,19 +89,17 @@ def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
 def _key(spec: LinearSpec) -> str:
     """Everything that a proof rests on."""
     held = dataclasses.replace(spec, dtype="float64", device="cpu", needs_grad=False)
-    parts = (repr(held), cache.package_version(), cache.sources_digest(), str(torch.__version__), sys.version)
+    package = (cache.package_version(), cache.sources_digest())
+    parts = (repr(held), *package, str(torch.__version__), sys.version, str(torch.get_default_dtype()))
     return hashlib.sha256(json.dumps(["linear", *parts]).encode()).hexdigest()
 
 
 def _tested(proposed: Proposed, spec: LinearSpec) -> str:
     with substitution.apart():
         torch.manual_seed(_SEED)
-        try:
-            return _of_operations(proposed, spec) or _of_numbers(proposed, spec) or ""
-        except Exception as error:
-            if torch_compat.starts_over(error):
-                raise
-            return f"it raised {described(error)}"
+        is_read = spec.length == _ANY
+        steps = None if is_read else same_steps.why_not(proposed, spec)
+        return steps or _of_operations(proposed, spec) or _of_numbers(proposed, spec) or ""
 
 
 def _of_operations(proposed: Proposed, spec: LinearSpec) -> str | None:

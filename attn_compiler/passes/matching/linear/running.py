@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_compiler.passes.matching.linear.draws import SORTS, DrawSizes
+from attn_compiler.passes.matching.linear.source import Source
 from attn_compiler.passes.matching.linear.templates import Template
 from attn_compiler.reasons.errors import described
 from attn_compiler.spec.linear import LinearForm
@@ -24,14 +26,14 @@ EPS = 1e-6
 class Proposed:
     """A function that has the parameters of a template.
 
-    name: its module, its name and the digest of its text. own: the model's function. template: how it is called. why_not: what its text
-    says against taking it. source: its line.
+    name: its module, its name and the digest of its text. own: the model's function. template: how it is called. text: what it reads, and
+    what speaks against taking it. source: its line.
     """
 
     name: str
     own: Callable[..., Any]
     template: Template
-    why_not: str | None
+    text: Source
     source: str
 
     @property
@@ -107,22 +109,26 @@ def dtypes_of(
     The run has sizes that all differ, and its results have to have the shapes of the recurrence.
     grouped: there are fewer heads of k than of v.
     """
-    return _dtypes_of(proposed, form, tuple(dtypes.items()), grouped)
+    try:
+        return _dtypes_of(proposed, form, tuple(dtypes.items()), grouped, torch.get_default_dtype())
+    except Exception as error:
+        if torch_compat.starts_over(error):
+            raise
+        # It may be of the moment, so it is not kept.
+        return f"it raised {described(error)}"
 
 
 @functools.lru_cache(maxsize=256)
 def _dtypes_of(
-    proposed: Proposed, form: LinearForm, dtypes: tuple[tuple[str, torch.dtype], ...], grouped: bool
+    proposed: Proposed, form: LinearForm, dtypes: tuple[tuple[str, torch.dtype], ...], grouped: bool, _: torch.dtype
 ) -> tuple[str, str] | str:
-    shapes = _shapes(form, grouped)
+    length = 1 if form.recurrence == "ssd" and form.chunk == 1 else 3
+    sizes = DrawSizes(batch=2, length=length, heads_k=2 if grouped else 4, heads_v=4, dim_k=5, dim_v=7, sort=SORTS[0])
+    shapes = shapes_of(form, sizes)
     with substitution.apart(), torch.no_grad():
-        given = [torch.full(shapes[role], 0.5, dtype=dtype, device="cpu") for role, dtype in dtypes]
-        try:
-            out, last = proposed.run(form, given)
-        except Exception as error:
-            if torch_compat.starts_over(error):
-                raise
-            return f"it raised {described(error)}"
+        out, last = proposed.run(
+            form, [torch.full(shapes[role], 0.5, dtype=dtype, device="cpu") for role, dtype in dtypes]
+        )
     v, state = shapes["x" if form.recurrence == "ssd" else "v"], shapes["state"]
     if (
         not isinstance(out, Tensor)
@@ -133,31 +139,14 @@ def _dtypes_of(
     return str(out.dtype).removeprefix("torch."), str(last.dtype).removeprefix("torch.")
 
 
-def _shapes(form: LinearForm, grouped: bool) -> dict[str, tuple[int, ...]]:
-    """Of operands by their roles: sizes that all differ."""
-    batch, length, groups, heads, dim_k, dim_v = 2, 1 if form.recurrence == "ssd" and form.chunk == 1 else 3, 2, 4, 5, 7
-    groups = groups if grouped else heads
-    tokens = (batch, length)
-    if form.recurrence == "delta":
-        keys = (*tokens, groups, dim_k)
-        decay = (*tokens, heads, dim_k) if form.channel else (*tokens, heads)
-        state = (batch, heads, dim_k, dim_v)
-        return {
-            "q": keys,
-            "k": keys,
-            "v": (*tokens, heads, dim_v),
-            "g": decay,
-            "beta": (*tokens, heads),
-            "state": state,
-        }
-    keys, number = (*tokens, groups, dim_k), (heads,)
-    return {
-        "x": (*tokens, heads, dim_v),
-        "dt": (*tokens, heads),
-        "A": number,
-        "B": keys,
-        "C": keys,
-        "D": number,
-        "dt_bias": number,
-        "state": (batch, heads, dim_v, dim_k),
-    }
+def shapes_of(form: LinearForm, at: DrawSizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of operands by their roles."""
+    tokens, number = (at.batch, at.length), (at.heads_v,)
+    keys, heads = (*tokens, at.heads_k, at.dim_k), (*tokens, at.heads_v)
+    if form.recurrence == "ssd":
+        state = (at.batch, at.heads_v, at.dim_v, at.dim_k)
+        named = {"x": (*heads, at.dim_v), "dt": heads, "A": number, "B": keys, "C": keys, "D": number}
+        return {**named, "dt_bias": number, "state": state}
+    decay = (*heads, at.dim_k) if form.channel else heads
+    state = (at.batch, at.heads_v, at.dim_k, at.dim_v)
+    return {"q": keys, "k": keys, "v": (*heads, at.dim_v), "g": decay, "beta": heads, "state": state}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +18,10 @@ from attn_compiler.passes.matching.linear import deciding, source
 from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.passes.matching.linear.templates import TEMPLATES, Template
 from attn_compiler.torch_private import substitution
+from attn_compiler.torch_private.substitution import Decided
 
 #: packages without models
 _NO_MODELS = frozenset({"torch", "numpy", "scipy", "sympy", "triton", "attn_compiler", "networkx", "pytest", "_pytest"})
-
-#: decorators around a function that are looked behind
-_MOST_WRAPPED = 16
 
 #: modules that were looked at, and functions that were found there
 _SEEN: set[str] = set()
@@ -35,6 +34,16 @@ def look() -> None:
         propose(function)
 
 
+def current(function: types.FunctionType) -> Proposed:
+    """A proposed function as its text and all that it reads are now."""
+    known = _PROPOSED[function]
+    if known.text.holds():
+        return known
+    read = source.read(function)
+    _PROPOSED[function] = replace(known, name=_named(function, read), text=read)
+    return _PROPOSED[function]
+
+
 def propose(function: types.FunctionType) -> Proposed | None:
     """Have a function's calls taken, if it has the parameters of a template."""
     if function in _PROPOSED:
@@ -42,7 +51,7 @@ def propose(function: types.FunctionType) -> Proposed | None:
     found = proposal(function)
     if found is not None:
         _PROPOSED[function] = found
-        _substitute(function, found)
+        _substitute(function, found.template)
     return found
 
 
@@ -54,12 +63,16 @@ def proposal(function: types.FunctionType) -> Proposed | None:
     read = source.read(function)
     code = function.__code__
     return Proposed(
-        name=f"{function.__module__}:{function.__qualname__}#{read.digest}",
+        name=_named(function, read),
         own=function,
         template=template,
-        why_not=read.why_not,
+        text=read,
         source=f"{code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{code.co_firstlineno}",
     )
+
+
+def _named(function: types.FunctionType, read: source.Source) -> str:
+    return f"{function.__module__}:{function.__qualname__}#{read.digest}"
 
 
 def template_of(function: types.FunctionType) -> Template | None:
@@ -78,24 +91,10 @@ def _new_functions() -> Iterator[types.FunctionType]:
         if root in _NO_MODELS or root in sys.stdlib_module_names or (root == "transformers" and "modeling" not in rest):
             continue
         for value in list(vars(module).values()):
-            found = _innermost(value)
-            if found is not None and found.__module__ == name:
-                yield found
+            yield from (found for found, _ in source.innermost(value) if found.__module__ == name)
 
 
-def _innermost(value: Any) -> types.FunctionType | None:
-    """The function behind decorators; None of what is no function, or wraps itself."""
-    for _ in range(_MOST_WRAPPED):
-        if not isinstance(value, types.FunctionType):
-            return None
-        if "__wrapped__" not in vars(value):
-            return value
-        value = vars(value)["__wrapped__"]
-    return None
-
-
-def _substitute(function: types.FunctionType, proposed: Proposed) -> None:
-    template = proposed.template
+def _substitute(function: types.FunctionType, template: Template) -> None:
     flag = template.state_flag
     others = (*template.settings, *((flag,) if flag is not None else ()), *template.fixed)
     # Of what a traced function holds, Dynamo knows pairs and words, and no Template.
@@ -103,14 +102,16 @@ def _substitute(function: types.FunctionType, proposed: Proposed) -> None:
     gives_one_token = template.gives == "out, writes"
     gives_out_alone = template.gives == "out or pair"
 
-    def decide(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> str:
+    def decide(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Decided:
         found = _by_role(roles, tensors)
         if any(rest.get(name) is not value for name, value in template.fixed.items()):
-            return ""
+            return Decided()
         if gives_one_token and not _is_of_heads(found):
-            return ""
+            return Decided()
         by_role = _of_one_token(found) if gives_one_token else found
-        return deciding.decide(proposed, list(by_role.values()), tuple(by_role), rest)
+        proposed = current(function)
+        text = deciding.decide(proposed, list(by_role.values()), tuple(by_role), rest)
+        return Decided(text=text, rests_on=proposed.text.reads)
 
     def taken(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], said: str) -> Any:
         found = _by_role(roles, tensors)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 SCALE = 2.0
+NUMBERS = [2.0]
 
 
 def by_token(
@@ -37,8 +38,20 @@ def reads_a_global(query: Tensor) -> Tensor:
     return query * SCALE
 
 
+def reads_a_list(query: Tensor) -> Tensor:
+    return query * NUMBERS[0]
+
+
 def calls_another(query: Tensor) -> Tensor:
-    return reads_a_global(query)
+    return reads_a_global(reads_a_list(query))
+
+
+def has_a_list(query: Tensor, by: list[float] = [2.0]) -> Tensor:  # noqa: B006 (which is refused)
+    return query * by[0]
+
+
+def has_two_names(query: Tensor) -> Tensor:
+    return query * SCALE + sum(SCALE for SCALE in (1.0, 2.0))
 
 
 def plain(query: Tensor, flag: bool = False) -> Tensor:

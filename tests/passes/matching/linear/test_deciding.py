@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_compiler.options.options import Options
 from attn_compiler.passes.matching.linear import deciding, substitutes
 from attn_compiler.passes.matching.linear.running import Proposed
+from attn_compiler.passes.matching.linear.source import Source
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import AttnCompilerWarning
@@ -92,7 +93,7 @@ def test_what_the_user_names_decides() -> None:
 
 
 def test_a_function_that_is_not_proved_is_not_taken() -> None:
-    why = dataclasses.replace(_proposed(), why_not="it branches on `x`")
+    why = dataclasses.replace(_proposed(), text=Source(digest="", why_not="it branches on `x`"))
     found = _taken(Options(lowering="linear_reference", cache_rewrites=False), why)
     assert isinstance(found, Reason)
     assert found.code == Code.LINEAR_NOT_PROVED

@@ -56,10 +56,13 @@ def test_sums_products_and_exponentials_are_proved_by_a_test(function: Callable[
         (lambda x, y: x + torch.empty(3, 4) * y, "empty"),
         (lambda x, y: x.copy_(y), "writes to an operand"),
         (lambda x, y: x[0].copy_(y[0]), "writes to an operand"),
-        (lambda x, y: x[(y * 2).long()[0]], "index"),
+        (lambda x, y: x[(y * 2).long()[0]], "_to_copy makes int64 of what comes from an operand"),
+        (lambda x, y: x.to(torch.int32) * y, "_to_copy makes int32"),
+        (lambda x, y: x.bool() * y, "_to_copy makes bool"),
+        (lambda x, y: torch.zeros(3, 4, dtype=torch.int8).copy_(x) + y, "copy_ makes int8"),
         (lambda x, y: torch.nn.functional.softplus(x, 2.0) + y, "softplus with"),
-        (_written_after, "logical_not of what comes from an operand"),
-        (_mask_of_data, "masked_fill by what comes from an operand"),
+        (_written_after, "logical_not makes bool of what comes from an operand"),
+        (_mask_of_data, "copy_ makes bool of what comes from an operand"),
     ],
 )
 def test_what_chooses_by_a_number_is_not(function: Callable[[Tensor, Tensor], Tensor], why: str) -> None:

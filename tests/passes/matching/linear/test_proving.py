@@ -11,6 +11,7 @@ import pytest
 
 from attn_compiler.passes.matching.linear import proving, running, substitutes
 from attn_compiler.passes.matching.linear.running import Proposed
+from attn_compiler.passes.matching.linear.source import Source
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.torch_private.store import Store
@@ -87,7 +88,9 @@ def test_what_a_function_raises_is_the_reason() -> None:
 
 def test_where_the_text_speaks_against_it_nothing_is_run() -> None:
     proposed, calls = _counted(_call()[0])
-    reason = proving.why_not(dataclasses.replace(proposed, why_not="it branches on `x`"), _call()[1], None)
+    reason = proving.why_not(
+        dataclasses.replace(proposed, text=Source(digest="", why_not="it branches on `x`")), _call()[1], None
+    )
     assert reason is not None
     assert "branches" in reason.observed
     assert calls == []

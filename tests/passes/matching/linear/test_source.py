@@ -33,8 +33,11 @@ def test_what_a_called_function_does_is_in_a_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (linear_functions.reads_a_global, "reads SCALE"),
-        (linear_functions.calls_another, "reads SCALE"),
+        (linear_functions.reads_a_global, None),
+        (linear_functions.reads_a_list, "reads_a_list reads NUMBERS, which may change"),
+        (linear_functions.calls_another, "reads_a_list reads NUMBERS, which may change"),
+        (linear_functions.has_a_list, "a default of it is [2.0], which may change"),
+        (linear_functions.has_two_names, "SCALE is a variable of its own and one of its module"),
         (linear_functions.of_another(2.0), "variables of another function"),
         (linear_functions.plain, None),
     ],
@@ -64,3 +67,27 @@ def test_functions_of_transformers_are_those_that_were_read(name: str) -> None:
     assert read.why_not is None
     is_one_token = name == "mamba2_selective_state_update"
     assert (read.digest in known_texts.READ) is not is_one_token
+
+
+def test_numbers_and_what_names_stand_for_are_in_a_digest(tmp_path: Path) -> None:
+    text = "from math import exp, sqrt\n\nA, B = {a}, {b}\n\n\ndef f(x):\n    return x * g(A)\n\n\ndef g(x):\n    return x * B\n{more}"
+    digests = []
+    for i, (a, b, more) in enumerate(
+        ((1.0, 2.0, ""), (2.0, 1.0, ""), (1, 2.0, ""), (1.0, 2.0, "\ng = exp\n"), (1.0, 2.0, "\ng = sqrt\n"))
+    ):
+        read = source.read(linear_variants.module_of(tmp_path, f"named_{i}", text.format(a=a, b=b, more=more)).f)
+        assert read.why_not is None
+        digests.append(read.digest)
+    assert len(set(digests)) == len(digests)
+
+
+def test_what_was_read_holds_until_it_changes(tmp_path: Path) -> None:
+    made = linear_variants.module_of(tmp_path, "source_held", _TEXT.format(number="1", words="", end=""))
+    read = source.read(made.f)
+    assert read.holds()
+    made.helper.__defaults__ = (3,)
+    assert not read.holds()
+    made.helper.__defaults__ = None
+    assert read.holds()
+    del made.helper
+    assert not read.holds()

@@ -1,0 +1,58 @@
+"""Private PyTorch API of guards: a compiled frame rests on what stands in loaded modules, though Dynamo did not read it there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch._dynamo.comptime import ComptimeContext
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource
+from torch._guards import Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutsideRead:
+    """A value with the place where it was found.
+
+    module: a loaded module, by its name. names: attributes, from it on. key: of the dictionary that is there. value: what was there.
+    """
+
+    module: str
+    names: tuple[str, ...] = ()
+    key: str | None = None
+    value: object
+
+    def holds(self) -> bool:
+        """Whether the same is found there now."""
+        try:
+            found: object = sys.modules[self.module]
+            for name in self.names:
+                found = getattr(found, name)
+            if self.key is not None:
+                found = found[self.key]  # type: ignore[index]
+        except (KeyError, AttributeError, TypeError):
+            return False
+        is_same_number = _is_number(found) and type(found) is type(self.value) and repr(found) == repr(self.value)
+        return found is self.value or is_same_number
+
+
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, (int, float, str, tuple))
+
+
+def guard(context: ComptimeContext, reads: Iterable[OutsideRead]) -> None:
+    """Have the frame that is traced compiled anew where anything of this is another one. Each value has to be what is there now."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    named: dict[str, str] = {}
+    for read in reads:
+        if read.module not in named:
+            named[read.module] = output.install_global_by_id("module", sys.modules[read.module])
+        source: Source = GlobalSource(named[read.module])
+        for name in read.names:
+            source = AttrSource(source, name)
+        if read.key is not None:
+            source = DictGetItemSource(source, read.key)
+        is_number = _is_number(read.value)
+        install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH if is_number else GuardBuilder.ID_MATCH))
