@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +81,31 @@ def test_a_lowering_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     spec = spec_of()
     tensors = values.real(spec, SiteTensors(), CPU)
     assert timing._computation(spec, TARGET, lowering, tensors, EagerEmitter(TARGET)) is None
+
+
+def test_no_call_leaves_a_tensor_behind() -> None:
+    """Until Python looks for what holds itself: calls are many before it does."""
+    spec, emitter = spec_of(), EagerEmitter(TARGET)
+    run = timing._computation(spec, TARGET, by_name("math"), values.real(spec, SiteTensors(), CPU), emitter)
+    assert run is not None
+    made: list[weakref.ref[torch.Tensor]] = []
+    call = emitter.call
+
+    def noted(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        node = call(function, *args, **kwargs)
+        made.append(weakref.ref(emitter.value(node)))
+        return node
+
+    emitter.call = noted  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        for _ in range(3):
+            run()
+        emitter.forget()
+        assert made
+        assert [x for x in made if x() is not None] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu
