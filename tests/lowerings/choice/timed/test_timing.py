@@ -109,6 +109,7 @@ def test_no_call_leaves_a_tensor_behind() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_short_site_is_timed_with_each_lowering() -> None:
     device, target = torch.device("cuda:0"), Target.current("cuda:0")
     tensor = TensorSpec(shape=(4, 8, 256, 80), strides=(163840, 80, 640, 1), dtype="bfloat16", requires_grad=True)
@@ -133,6 +134,7 @@ def test_a_short_site_is_timed_with_each_lowering() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_little_memory_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(ready: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
         raise AssertionError("it was timed")
