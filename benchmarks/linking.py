@@ -13,7 +13,8 @@ from typing import Any
 
 #: asked after the one that CXX names
 OTHERS = ("g++", "/usr/bin/g++", "clang++")
-_SOURCE = '#include <string>\nextern "C" int size() { return static_cast<int>(std::string("a").size()); }\n'
+#: The C++ library is asked for by the compiler itself, also for a line that needs nothing of it.
+_SOURCE = 'extern "C" int size() { return 1; }\n'
 
 
 @functools.cache
@@ -23,12 +24,13 @@ def compiler() -> str | None:
     return next((name for name in asked if name and shutil.which(name) and links(name)), None)
 
 
-def links(name: str) -> bool:
-    """Whether a compiler makes a library of a line of C++."""
+@functools.cache
+def links(name: str, *flags: str) -> bool:
+    """Whether a compiler makes a library of a line of C++, given these flags."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "line.cpp"
         source.write_text(_SOURCE)
-        command = [name, "-shared", "-fPIC", "-o", str(Path(folder) / "line.so"), str(source)]
+        command = [name, "-shared", "-fPIC", *flags, "-o", str(Path(folder) / "line.so"), str(source)]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

@@ -92,8 +92,10 @@ def assert_within_rule(
     got: Sequence[torch.Tensor], inputs: Inputs, *, names: Sequence[str] = ("out", "dq", "dk", "dv")
 ) -> None:
     """Hold `got` (as `with_gradients` returns it, or the output alone) against the rule."""
-    exact = with_gradients(attention, cast(inputs, exact_dtype(inputs.q.dtype)))
-    plain = with_gradients(attention, cast(inputs, inputs.q.dtype))
+    exact, plain = (
+        with_gradients(attention, given) if len(got) > 1 else (attention(given),)
+        for given in (cast(inputs, exact_dtype(inputs.q.dtype)), cast(inputs, inputs.q.dtype))
+    )
     factor = FACTOR if inputs.spec.score.softcap is None else FACTOR_SOFTCAP
     labels = [*names, *(f"d{name}" for name in ("bias", "sinks") if getattr(inputs, name) is not None)]
     for label, mine, right, usual in zip(labels, got, exact, plain, strict=False):

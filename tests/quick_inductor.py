@@ -2,7 +2,7 @@
 
 Each kernel keeps its source, its flags and its own call. They lie in one library, whose entry takes the kernel's number before the
 kernel's arguments. Where that can't be compiled, each kernel is compiled on its own, as Inductor does. GNU's faster linker is taken where
-there is one.
+it links.
 
 Half of Inductor's own time for a CPU is sympy's, which simplifies each index to find how far apart in memory neighbours along an axis lie.
 Of sums of products, without a division or a remainder, that is found without it, and is the same.
@@ -27,8 +27,13 @@ from typing import Any
 
 import sympy
 
+from benchmarks import linking
+
 #: in the entry of a library: how many arguments came, and how many are looked for
 _COUNT = re.compile(r"if\((?P<came>\S+) != \{arg_len\}\)")
+
+
+_GOLD = "-fuse-ld=gold"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +127,10 @@ def _link_quickly(cpp_builder: Any) -> None:
 
     @functools.wraps(run)
     def run_compile_cmd(cmd_line: str, *args: Any, **kwargs: Any) -> Any:
-        links = " -shared " in cmd_line and "g++" in cmd_line.partition(" ")[0]
-        return run(f"{cmd_line} -fuse-ld=gold" if links else cmd_line, *args, **kwargs)
+        compiler = cmd_line.partition(" ")[0]
+        # This linker may not find what the compiler's own one finds: the C++ library of another place.
+        gold = " -shared " in cmd_line and "g++" in compiler and linking.links(compiler, _GOLD)
+        return run(f"{cmd_line} {_GOLD}" if gold else cmd_line, *args, **kwargs)
 
     cpp_builder.run_compile_cmd = run_compile_cmd
 

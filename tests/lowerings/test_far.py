@@ -115,6 +115,7 @@ def test_an_axis_beyond_32_bits(case: Case, name: str, axis: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("case", "name", "axis"),
     [
@@ -180,6 +181,7 @@ def test_a_cache_beyond_32_bits(case: problems.Case, name: str, axis: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_cache_beyond_32_bits_on_a_gpu() -> None:
     check_decode(DECODE[0][0], "k", 2, torch.bfloat16)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -83,10 +84,12 @@ _OWN = {
 }
 
 
-def _own(name: str, form: LinearForm) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The model's own function, of operands of a form."""
+def _own(name: str, form: LinearForm, *, in_pytorch: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The model's own function, of operands of a form. in_pytorch: also where a package is installed whose kernel takes its place."""
     module, called = _OWN[name]
     function = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), called)
+    if in_pytorch:
+        function = inspect.unwrap(function)
     takes_groups = has_groups(function)
 
     def of_ssd(*given: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +191,7 @@ def _beyond(name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: str, 
     noise = [torch.randn_like(x).to(out.dtype) for x, out in zip(exact, outs, strict=True)]
     wanted = _all(form, exact, wide, noise)
     ours = _errors(_all(form, outs, given, noise), wanted)
-    theirs = _errors(_all(form, _own(name, form)(*given), given, noise), wanted)
+    theirs = _errors(_all(form, _own(name, form, in_pytorch=True)(*given), given, noise), wanted)
     return {x: (ours[x], theirs[x]) for x in ours if not ours[x] <= max(2 * theirs[x], floor)}
 
 
@@ -198,7 +201,18 @@ def test_in_bfloat16_it_errs_at_most_twice_as_much(name: str) -> None:
         assert not _beyond(name, (90, 1, 2, 32, 16), torch.bfloat16, "cpu", 0.0)
 
 
+@pytest.fixture
+def not_refused_here() -> None:
+    """The numbers of an assembler that is known to be wrong are not looked at."""
+    refused = LinearTriton().why_not(
+        linear_forms.spec(FORMS["delta"], device="cuda", needs_grad=True), Target.current("cuda")
+    )
+    if refused:
+        pytest.skip(f"{refused[0].rule}: here {refused[0].observed}")
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("not_refused_here")
 @pytest.mark.parametrize("name", list(FORMS))
 @pytest.mark.parametrize("sizes", _ON_GPU, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -224,6 +238,7 @@ def test_on_a_gpu_one_token_is_the_recurrence(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("not_refused_here")
 def test_on_a_gpu_equal_keys_are_no_trouble() -> None:
     """As keys of padding are."""
     form = dataclasses.replace(FORMS["delta"], out_dtype="bfloat16")
@@ -239,6 +254,6 @@ def test_on_a_gpu_equal_keys_are_no_trouble() -> None:
     operands = list(given.values())
     wide = [x.detach().double() for x in operands]
     exact = by_chunks(wide, dataclasses.replace(form, out_dtype="float64", state_dtype="float64").text)
-    outs = {"ours": triton_op.run(operands, form.text)[0], "own": _own("delta", form)(*operands)[0]}
+    outs = {"ours": triton_op.run(operands, form.text)[0], "own": _own("delta", form, in_pytorch=True)(*operands)[0]}
     far = {side: float((out.double() - exact[0]).detach().norm() / exact[0].norm()) for side, out in outs.items()}
     assert far["ours"] <= max(2 * far["own"], 1e-3), far

@@ -13,6 +13,7 @@ from attn_compiler.lowerings.shared.calls.arguments import kernel_constants
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.matching import operands
 from attn_compiler.passes.recovering import upcasts
+from tests import numerics
 from tests.passes.compiling import Compiled, compiled
 
 BATCH, HEADS, LENGTH, DEPTH = 2, 3, 37, 16
@@ -272,9 +273,11 @@ def test_training_on_a_gpu(size: float, monkeypatch: pytest.MonkeyPatch) -> None
     function = compiled(attention, strict=True, lowering="triton", inner="aot_eager")
     found = results(function, given)
     assert function.site.spec.of_bfloat16
-    for mine, usual, right in zip(found, own, exact, strict=True):
-        ours, theirs = ((x.double() - right).square().mean().sqrt() for x in (mine, usual))
-        assert ours <= 1.1 * theirs
+    far = {
+        name: [float((x.double() - right).detach().square().mean().sqrt()) for x in (mine, usual)]
+        for name, mine, usual, right in zip(("out", "dq", "dk", "dv"), found, own, exact, strict=True)
+    }
+    assert all(ours <= numerics.FACTOR * theirs for ours, theirs in far.values()), far
 
 
 def test_a_cpu_keeps_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:

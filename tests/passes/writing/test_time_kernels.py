@@ -125,6 +125,7 @@ def test_a_lowering_that_did_not_run_is_not_chosen_and_without_the_first_nothing
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_times_a_short_site_and_results_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     time_kernels._KNOWN.clear()

@@ -68,4 +68,6 @@ class EagerEmitter:
         kept = set(self._shared.values())
         for node in reversed(self.graph.nodes):
             if node.op == "call_function" and node not in kept and not node.users:
+                # An erased node lives on until Python looks for what holds itself.
+                node.meta.clear()
                 self.graph.erase_node(node)

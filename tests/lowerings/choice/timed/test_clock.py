@@ -49,6 +49,7 @@ def test_one_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_work_takes_longer_and_what_waits_for_the_host_has_no_time() -> None:
     device = torch.device("cuda:0")
     small, large = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for n in (256, 4096))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +83,33 @@ def test_a_lowering_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert timing._computation(spec, TARGET, lowering, tensors, EagerEmitter(TARGET)) is None
 
 
+def test_no_call_leaves_a_tensor_behind() -> None:
+    """Until Python looks for what holds itself: calls are many before it does."""
+    spec, emitter = spec_of(), EagerEmitter(TARGET)
+    run = timing._computation(spec, TARGET, by_name("math"), values.real(spec, SiteTensors(), CPU), emitter)
+    assert run is not None
+    made: list[weakref.ref[torch.Tensor]] = []
+    call = emitter.call
+
+    def noted(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        node = call(function, *args, **kwargs)
+        made.append(weakref.ref(emitter.value(node)))
+        return node
+
+    emitter.call = noted  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        for _ in range(3):
+            run()
+        emitter.forget()
+        assert made
+        assert [x for x in made if x() is not None] == []
+    finally:
+        gc.enable()
+
+
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_short_site_is_timed_with_each_lowering() -> None:
     device, target = torch.device("cuda:0"), Target.current("cuda:0")
     tensor = TensorSpec(shape=(4, 8, 256, 80), strides=(163840, 80, 640, 1), dtype="bfloat16", requires_grad=True)
@@ -106,6 +134,7 @@ def test_a_short_site_is_timed_with_each_lowering() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_little_memory_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(ready: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
         raise AssertionError("it was timed")

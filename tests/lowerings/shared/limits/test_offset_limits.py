@@ -77,6 +77,7 @@ def far_apart(x: Tensor) -> Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "lowering", ["triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "cudnn", "fa4", "hopper_fp8", "triton_fp8"]
 )
