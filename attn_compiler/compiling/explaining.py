@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from attn_compiler.compiling import left_to_python, linear_attention
@@ -32,9 +34,10 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
         instead; use `explainer` then, and for mode and dynamic. Without options, a module that torch.compile returned for this backend is
         explained with those that it was compiled with.
 
-    The run is real: it happens in the caller's grad mode, mutates caches that are passed in, and draws random numbers. The
-    rewritten graphs run eagerly, without Inductor. Nothing compiled is kept, and a later torch.compile of the same
-    model starts as if explain had not been called; only torch 2.11 then compiles again what it had compiled before.
+    The run is real: it happens in the caller's grad mode, mutates caches that are passed in, and draws random numbers. Buffers of a
+    module in training hold afterwards what they held, such as the statistics of a batch norm. The rewritten graphs run eagerly, without
+    Inductor. Nothing compiled is kept, and a later torch.compile of the same model starts as if explain had not been called; only torch
+    2.11 then compiles again what it had compiled before.
     """
     settings, kwargs = settings_and_inputs(model, kwargs)
     return explainer(**settings)(model, *args, **kwargs)
@@ -108,6 +111,7 @@ def explainer(
 
         original = runnable(model, "explain")
         with (
+            _buffers_kept(original),
             torch_observe.nothing_left_behind(backend),
             torch_observe.uncompiled_modules(original),
             torch_observe.breaks_told(backend, tell),
@@ -116,6 +120,25 @@ def explainer(
         return Reports(found)
 
     return explain_with_settings
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: Callable[..., Any]) -> Iterator[None]:
+    """What a run writes to buffers of modules in training, or puts in their place, is undone."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) and model.training else []
+    before = [(module._buffers, dict(module._buffers)) for module in modules]
+    tensors = [x for _, given in before for x in given.values() if x is not None and not x.is_inference()]
+    numbers = [(x, x.detach().clone()) for x in tensors]
+    try:
+        yield
+    finally:
+        for own, given in before:
+            own.update(given)
+        with torch.no_grad():
+            for x, held in numbers:
+                # A batch norm writes its statistics without counting the write. What was not written keeps its count.
+                if not torch.equal(x, held):
+                    x.copy_(held)
 
 
 def _runnable(gm: fx.GraphModule, rewritten: Rewritten) -> Callable[..., Any]:

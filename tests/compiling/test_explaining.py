@@ -283,3 +283,31 @@ def test_a_graph_without_its_padding_is_explained() -> None:
         assert report.unpad.kept is None
         torch.testing.assert_close(outputs.pop(), function(x, mask))
         outputs.clear()
+
+
+class Counts(nn.Module):
+    """Has buffers that each call in training writes, puts in another's place, or leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("nothing", None)
+        with torch.inference_mode():
+            self.register_buffer("fixed", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return self.norm(x)
+
+
+def test_buffers_hold_what_they_held() -> None:
+    model = Counts().train()
+    kept = dict(model.named_buffers())
+    before = {name: x.clone() for name, x in kept.items()}
+    explain(model, torch.randn(8, 4) + 3)
+    for name, x in model.named_buffers():
+        assert x is kept[name]
+        torch.testing.assert_close(x, before[name])
+    model(torch.randn(8, 4) + 3)
+    assert (model.seen.item(), model.norm.num_batches_tracked.item()) == (1, 1)  # type: ignore[union-attr, operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,13 +64,29 @@ def _lowering(decision: Decision) -> lowerings.linear_table.LinearLowering | Non
     return next((one for one in lowerings.linear_table.LINEAR_LOWERINGS if one.name == decision.lowering), None)
 
 
+#: operands that the last state is not made of
+_OF_OUT = frozenset({"q", "C", "D"})
+
+
 def _replace(node: fx.Node, op: torch._ops.OpOverload) -> None:
-    """A new node, so that a rewrite that is kept on disk has it."""
+    """A new node, so that a rewrite that is kept on disk has it. Where the state alone is read, q has no gradient, as in the model."""
+    operands, text = node.args
+    reads = [user for user in node.users if user.target is not operator.getitem or (user.args[1] == 0 and user.users)]
     with node.graph.inserting_before(node):
-        new = node.graph.call_function(op, node.args)
+        if not reads:
+            roles = LinearForm.of_text(str(text)).roles
+            pairs = zip(roles, operands, strict=True)  # type: ignore[arg-type]
+            operands = [_detached(x) if role in _OF_OUT else x for role, x in pairs]
+        new = node.graph.call_function(op, (operands, text))
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def _detached(x: fx.Node) -> fx.Node:
+    found = x.graph.call_method("detach", (x,))
+    found.meta = {**x.meta, "example_value": x.meta["example_value"].detach()}
+    return found
 
 
 def give_back(gm: fx.GraphModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,3 +115,17 @@ def test_what_the_compiler_refuses_is_taken_back() -> None:
     assert _targets(gm) == ["attn_compiler.linear_reference.default"] * 2
     rewritten.take_back(gm)
     assert _targets(gm) == ["attn_compiler.linear_own.default"] * 2
+
+
+def test_where_the_state_alone_is_read_q_has_no_gradient() -> None:
+    gm, given = _graph(layers=1)
+    (output,) = gm.graph.find_nodes(op="output")
+    (call,) = linear_call.calls(gm.graph)
+    with gm.graph.inserting_before(output):
+        output.args = (gm.graph.call_function(operator.getitem, (call, 1)),)
+    gm.graph.eliminate_dead_code()
+    linear_calls.lower(gm, _NAMED)
+    gm.recompile()
+    given = [x.detach().requires_grad_() for x in given]
+    grads = torch.autograd.grad(gm(*given).sum(), given, allow_unused=True)
+    assert [grad is None for grad in grads] == [True, *(False for _ in given[1:])]
