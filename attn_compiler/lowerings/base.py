@@ -33,7 +33,7 @@ OF_LATENT = ("decode_latent", "absorbed")
 #: the lowering that leaves a site as the model has it
 UNTOUCHED = "untouched"
 
-#: Lowerings that read the filled part of a cache alone. The mean of v over all of it would cost more than they do.
+#: Lowerings that read the filled part of a cache alone. To read all of it once more would cost more than they do.
 OF_CACHE = ("decode", "decode_latent")
 
 #: Lowerings that add a tensor's numbers to the scores as they are, and whose backward keeps the weights: the model's own in rows without
@@ -178,6 +178,7 @@ class Operands:
     sizes: the symbolic sizes in both, without those that are out of reach.
     stored: what the spec's `stored` describes.
     latent: what the spec's `latent` describes.
+    has_keys: bool (B|1, Hq|1, Sq|1, 1), which queries have a key; where a kernel is to give the others the mean of v, and that was read.
     """
 
     q: fx.Node
@@ -190,6 +191,7 @@ class Operands:
     sizes: Mapping[str, SizeOf] = field(default_factory=dict)
     stored: StoredNodes | None = None
     latent: LatentNodes | None = None
+    has_keys: fx.Node | None = None
 
 
 class Emitter(NodeMaker, Protocol):

@@ -23,18 +23,39 @@ def attention(
     Raises ValueError if the number of operands is not the text's.
     """
     call = DecodeCall.from_text(text)
-    given = dict(zip(decode_plan.of(call).operands, operands, strict=True))
+    plan = decode_plan.of(call)
+    given = dict(zip(plan.operands, operands, strict=True))
     if "rope" in given:
         k = torch.cat((k, given["rope"]), 3)
     k, v = (
         x if scale is None else x.float() * scale for x, scale in ((k, given.get("k_scale")), (v, given.get("v_scale")))
     )
     score = call.spec.score
+    tensors = {_READ[name]: tensor for name, tensor in given.items() if name in _READ}
+    if plan.means == "finite":
+        tensors["rows"] = _all_where_none(tensors["rows"], k.shape[2])
+    if plan.bounds_of == "row":
+        within = _within(torch.unflatten(tensors.pop("rows"), 2, (q.shape[1], -1)), k.shape[2])
+        tensors["mask"] = within & tensors["mask"] if "mask" in tensors else within
     return Attention(
         q=q,
         k=k,
         v=v,
-        tensors={_READ[name]: tensor for name, tensor in given.items() if name in _READ},
+        tensors=tensors,
         scale=score.scale,
         change=score.pointwise,
+        means=-torch.inf if plan.means == "all" else None,
     )
+
+
+def _all_where_none(bounds: torch.Tensor, seqlen_kv: int) -> torch.Tensor:
+    """Bounds, which are those of all keys where they were empty."""
+    first, end = bounds
+    none = first >= end
+    return torch.stack([torch.where(none, 0, first), torch.where(none, seqlen_kv, end)])
+
+
+def _within(bounds: torch.Tensor, seqlen_kv: int) -> torch.Tensor:
+    """(2, ...) bounds as truth values of keys, (..., Skv)."""
+    at = torch.arange(seqlen_kv, device=bounds.device)
+    return (at >= bounds[0, ..., None]) & (at < bounds[1, ..., None])

@@ -48,6 +48,9 @@ class DecodeLatent(Lowering):
         """Neither k nor v is read, and q is made anew."""
         return LayoutDemand(last_stride_one=False)
 
+    def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
+        return gathered.chosen_of(spec) is None
+
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         latent = spec.latent
         if latent is None:
@@ -63,9 +66,9 @@ class DecodeLatent(Lowering):
         q = emitter.call(torch.cat, parts, -1)
         call = DecodeCall(spec=spec, schedule=latent_schedule.schedule(spec, emitter.target), of_latent=True)
         read = dataclasses.replace(operands, k=given.latent, v=given.latent)
-        further = decode_operands.emit(emitter, call, read)
+        text, further = decode_operands.emit(emitter, call, read)
         leaf = torch.ops.attn_compiler.decode_latent.default
-        outputs = emitter.call(leaf, q, given.latent, given.latent, further, call.to_text())
+        outputs = emitter.call(leaf, q, given.latent, given.latent, further, text)
         out = emitter.call(operator.getitem, outputs, 0)
         weight = emitter.call(torch.transpose, given.weight_v, 1, 2)
         return chosen.restored(emitter, _times(emitter, out, weight, dtype))

@@ -111,6 +111,8 @@ def prepare(text: str) -> PreparedDecode:
         "HEADS_KV": heads_kv,
         "GROUP": group,
         "SEQLEN_Q": seqlen_q,
+        "BOUNDS": plan.bounds_of,
+        "MEANS": plan.means,
         "PAIRS_MASK": plan.mask,
         "ONE_KV": call.one_kv,
         "NARROWER": 1 if spec.stored is None else BYTES[spec.dtype],

@@ -36,8 +36,8 @@ class Decode(Lowering):
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         refused = kernel_limits.check_site(spec, target)
-        # No value is read whose key got a lowest number: of a cache that may be what was never written. One query has its own key.
-        if spec.seqlen_q != 1:
+        # An lse that is read says so of a row whose numbers are all low. One query has its own key.
+        if spec.seqlen_q != 1 and spec.lse != "unread":
             refused += mask_limits.check_numbers_read(spec)
         # What the parts are is only known of a spec that is understood.
         return refused or [
@@ -50,6 +50,9 @@ class Decode(Lowering):
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         """In float32 no strides are worth a copy of the cache: what is not aligned is loaded element by element."""
         return LayoutDemand(alignment=1 if spec.dtype == "float32" else _VECTOR)
+
+    def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
+        return gathered.chosen_of(spec) is None
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         read = gathered.read(emitter, spec, operands)
@@ -64,9 +67,8 @@ class Decode(Lowering):
 def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
     spec, k, v = as_read(spec, operands, emitter.target)
     call = DecodeCall(spec=spec, schedule=decode_schedule.schedule(spec, emitter.target), one_kv=k is v)
-    further = decode_operands.emit(emitter, call, operands)
-    leaf = torch.ops.attn_compiler.decode.default
-    return emitter.call(leaf, operands.q, k, v, further, call.to_text())
+    text, further = decode_operands.emit(emitter, call, operands)
+    return emitter.call(torch.ops.attn_compiler.decode.default, operands.q, k, v, further, text)
 
 
 def as_read(spec: AttentionSpec, operands: Operands, target: Target) -> tuple[AttentionSpec, fx.Node, fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,21 +21,26 @@ from attn_compiler.lowerings.shared.parts import part_tensors
 aten = torch.ops.aten
 
 
-def emit(emitter: Emitter, call: DecodeCall, operands: Operands) -> list[fx.Node]:
-    """The operands of the leaf op in the order of `Plan.operands`."""
-    plan, parts = decode_plan.of(call), decode_plan.parts(call.spec)
+def emit(emitter: Emitter, call: DecodeCall, operands: Operands) -> tuple[str, list[fx.Node]]:
+    """The text of the leaf op, and its operands in the order of `Plan.operands`."""
+    parts = decode_plan.parts(call.spec)
     made = part_tensors.emit_parts(emitter, call.spec, operands, parts)
     making = _Making(emitter, call, operands)
+    has_keys = making.has_keys(made)
+    if has_keys is not None:
+        call = dataclasses.replace(call, by_head=emitter.value(has_keys).shape[1] != 1)
+    plan = decode_plan.of(call)
     if plan.count:
         made["count"] = making.count()
     if plan.bounds:
-        made["bounds"] = making.bounds(made, only_masks=not decode_plan.masks_by_bias(call.spec, parts))
+        only_masks = not decode_plan.masks_by_bias(call.spec, parts)
+        made["bounds"] = making.bounds(made, has_keys, only_masks=only_masks)
     if operands.stored is not None:
         scales = {"k_scale": operands.stored.k_scale, "v_scale": operands.stored.v_scale}
         made |= {name: node for name, node in scales.items() if node is not None}
     if operands.latent is not None and operands.latent.rope is not None:
         made["rope"] = operands.latent.rope
-    return [made[name] for name in plan.operands]
+    return call.to_text(), [made[name] for name in plan.operands]
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,21 @@ class _Making:
         leaf = torch.ops.attn_compiler.decode_count.default
         return self.emitter.once(key, lambda: self._call(leaf, self.given.q, length))
 
-    def bounds(self, made: Mapping[str, fx.Node], *, only_masks: bool) -> fx.Node:
-        """int32 (2, B|1, Sq): the rows' intervals without what keys and masks leave out at both ends.
+    def has_keys(self, made: Mapping[str, fx.Node]) -> fx.Node | None:
+        """bool (B|1, Hq|1, Sq|1, 1): which queries have keys; None where those without are 0, or have empty intervals by themselves."""
+        masks = {name: self.emitter.value(made[name]) for name in ("rows", "keys", "mask", "bias") if name in made}
+        is_one = len(masks) == 1 and (self.given.has_keys is None or "bias" not in masks)
+        differ = any(mask.dim() == 4 and mask.shape[1] != 1 for mask in masks.values())
+        if not self.call.spec.mask.means or (is_one and not differ):
+            return None
+        if self.given.has_keys is not None:
+            return self.given.has_keys
+        key = ("decode has keys", made["bias"])
+        return self.emitter.once(key, lambda: self._call(torch.any, self._is_above(made["bias"]), -1, True))
+
+    def bounds(self, made: Mapping[str, fx.Node], has_keys: fx.Node | None, *, only_masks: bool) -> fx.Node:
+        """int32 (2, B|1, Sq): the rows' intervals without what keys and masks leave out at both ends. has_keys: of other queries they are
+        empty; (2, B|1, Hq · Sq) where heads differ in those.
 
         only_masks: no tensor that is added counts as a mask.
         """
@@ -61,22 +80,36 @@ class _Making:
         if not only_masks:
             masks["bias"] = made["bias"]
         rows = made.get("rows")
-        key = ("decode bounds", rows, tuple(masks.items()), self.call.spec.seqlen_q, self.call.spec.seqlen_kv)
+        key = ("decode bounds", rows, tuple(masks.items()), has_keys, self.call.spec.seqlen_q, self.call.spec.seqlen_kv)
         leaf = torch.ops.attn_compiler.decode_bounds.default
-        return self.emitter.once(key, lambda: self._call(leaf, self._bounds(rows, masks)))
+        return self.emitter.once(key, lambda: self._call(leaf, self._bounds(rows, masks, has_keys)))
 
-    def _bounds(self, rows: fx.Node | None, masks: Mapping[str, fx.Node]) -> fx.Node:
-        if not masks and rows is not None:
+    def _bounds(self, rows: fx.Node | None, masks: Mapping[str, fx.Node], has_keys: fx.Node | None) -> fx.Node:
+        if not masks and rows is not None and has_keys is None:
             return rows
         extents = [_EXTENTS[name](self, mask) for name, mask in masks.items()]
         if rows is not None:
             extents.append((self._call(aten.select.int, rows, 0, 0), self._call(aten.select.int, rows, 0, 1)))
-        first = reduce(lambda a, b: self._call(torch.maximum, a, b), (first for first, _ in extents))
-        end = reduce(lambda a, b: self._call(torch.minimum, a, b), (end for _, end in extents))
+        if not extents:
+            first, end = (self._call(torch.full, (1, 1), x, device=self._device) for x in (0, self._seqlen_kv))
+            extents.append((first, end))
+        firsts, ends = zip(*extents, strict=True)
+        sides = [
+            reduce(lambda a, b: self._call(torch.maximum, a, b), firsts),
+            reduce(lambda a, b: self._call(torch.minimum, a, b), ends),
+        ]
+        if has_keys is not None:
+            sides = [self._or_none(x, has_keys) for x in sides]
         queries = decode_plan.known(self.call.spec.seqlen_q)
-        sides = [self._call(aten.expand.default, x, [-1, queries]) for x in (first, end)]
-        stacked = self._call(torch.stack, sides)
+        sides = [
+            self._call(aten.expand.default, x, [*[-1] * (self.emitter.value(x).dim() - 1), queries]) for x in sides
+        ]
+        stacked = self._call(torch.flatten, self._call(torch.stack, sides), 2)
         return self._call(torch.Tensor.to, stacked, torch.int32)
+
+    def _or_none(self, x: fx.Node, has_keys: fx.Node) -> fx.Node:
+        """(B|1, Hq|1, Sq|1), of (B|1, Sq|1): one side of intervals that are empty where has_keys does not hold."""
+        return self._call(torch.where, self._call(torch.squeeze, has_keys, -1), self._call(torch.unsqueeze, x, 1), 0)
 
     def of_keys(self, keys: fx.Node) -> tuple[fx.Node, fx.Node]:
         """(B|1, 1) twice, of bool (B|1, Skv)."""
@@ -87,9 +120,12 @@ class _Making:
         return self._extent(mask, [1, 3])
 
     def of_bias(self, bias: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The same of what is added: the lowest number of its dtype masks, as everywhere (see patterns/score_steps.py)."""
-        lowest = torch.finfo(self.emitter.value(bias).dtype).min
-        return self._extent(self._call(torch.gt, bias, lowest), [1, 3])
+        """The same of what is added."""
+        return self._extent(self._is_above(bias), [1, 3])
+
+    def _is_above(self, bias: fx.Node) -> fx.Node:
+        """The lowest number of its dtype masks, as everywhere (see patterns/score_steps.py)."""
+        return self._call(torch.gt, bias, torch.finfo(self.emitter.value(bias).dtype).min)
 
     def _extent(self, allowed: fx.Node, axes: list[int]) -> tuple[fx.Node, fx.Node]:
         """The first key that is allowed and the one after the last, int64; the first is beyond the last where there is none."""

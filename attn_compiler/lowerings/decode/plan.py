@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
@@ -51,13 +52,18 @@ class DecodePlan:
 
     count: int32, contiguous, zero, at least one element for each batch row, kv head and block of rows: how many splits have
         arrived. The kernel leaves it as it finds it, so that all sites of a graph share one.
-    bounds: int32 (2, B|1, Sq), contiguous: the first key that each query may use, and the one after the last.
+    bounds: int32 (2, B|1, Sq), contiguous: the first key that each query may use, and the one after the last. (2, B|1, Hq · Sq) where
+        heads differ in that.
     keys: bool (B|1, Skv), contiguous: which keys may be used at all.
     mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: which pairs are allowed.
     bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores. There is no mask then.
     distances, slopes, sinks: as in `kernel_plan.Plan`.
     k_scale, v_scale: (), float32: what keys and values in FP8 are multiplied by.
     rope: (B, 1, Skv, p): of keys that are a latent, the part beside it.
+
+    bounds_of: what has bounds of its own: a batch row, a query of it, or a query of a head.
+    means: what counts in a row without keys, which is one whose bounds are empty: "all" keys, or those that "finite" numbers leave out
+        alone. None: such a row is 0.
     """
 
     count: bool = False
@@ -71,11 +77,13 @@ class DecodePlan:
     k_scale: bool = False
     v_scale: bool = False
     rope: bool = False
+    bounds_of: Literal["batch", "query", "row"] = "batch"
+    means: Literal["all", "finite"] | None = None
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the run-time tensors in the order in which the leaf op takes them."""
-        return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name))
+        return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name) is True)
 
     def place(self, *names: str) -> int | None:
         """Where the operand of one of these names is, if there is one."""
@@ -85,12 +93,13 @@ class DecodePlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeCall:
     """Everything that is decided of a call at compile time, which is what the leaf op's text says. of_latent: k and v are a latent.
-    one_kv: they are one tensor, which is read once."""
+    one_kv: they are one tensor, which is read once. by_head: heads differ in which queries have keys."""
 
     spec: AttentionSpec
     schedule: Schedule
     of_latent: bool = False
     one_kv: bool = False
+    by_head: bool = False
 
     def to_text(self) -> str:
         """Canonical JSON."""
@@ -121,10 +130,12 @@ def of(call: DecodeCall) -> DecodePlan:
     """The plan of a call whose spec the decode lowering does not refuse."""
     found = parts(call.spec)
     keys = found.keys is not None or found.keys_given
+    means = call.spec.mask.means
+    bounds = found.rows is not None or keys or found.mask or masks_by_bias(call.spec, found) or means
     return DecodePlan(
         # Over a latent a kernel of its own adds up what splits leave.
         count=call.schedule.splits != 1 and not call.of_latent,
-        bounds=found.rows is not None or keys or found.mask or masks_by_bias(call.spec, found),
+        bounds=bounds,
         keys=keys,
         mask=found.mask,
         bias=found.bias,
@@ -134,12 +145,15 @@ def of(call: DecodeCall) -> DecodePlan:
         k_scale=call.spec.stored is not None and call.spec.stored.k_scaled,
         v_scale=call.spec.stored is not None and call.spec.stored.v_scaled,
         rope=call.of_latent and call.spec.latent is not None and call.spec.latent.rope is not None,
+        bounds_of="batch" if not bounds else "row" if call.by_head else "batch" if call.spec.seqlen_q == 1 else "query",
+        means=None if not means else "finite" if call.spec.adds_unread else "all",
     )
 
 
 def masks_by_bias(spec: AttentionSpec, found: Parts) -> bool:
-    """Whether what is added may hold lowest numbers, which leave keys out: it is a mask of the model's, and not a learned bias."""
-    return found.bias and spec.mask.dense is not None
+    """Whether what is added may hold lowest numbers, which leave keys out: it is a mask of the model's, and not a learned bias; or
+    nothing else says which queries have keys."""
+    return found.bias and (spec.mask.dense is not None or (spec.mask.means and spec.adds_unread))
 
 
 def rows_of(spec: AttentionSpec) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index, Test, on_nodes
 from attn_compiler.index_expr.on_nodes import Names, size_of
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import Emitter, Operands, SizeOf
+from attn_compiler.lowerings.base import OF_CACHE, Emitter, Operands, SizeOf
 from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.passes.recovering import kinds
 from attn_compiler.spec.attention import AttentionSpec
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 NOTE = "queries without keys get the mean of v, as the model's softmax over one finite number gives it"
 NOTE_NUMBERS = "queries without keys get what the model's softmax over the numbers that mask gives them"
 NOTE_CHANGED = "q and k get no gradient from queries without keys: each score has a change of its own"
-NOTE_OF_CACHE = "queries without keys give 0: the mean of v would read the whole cache"
+NOTE_OF_CACHE = "queries without keys give 0: what the model gives them would read the whole cache in each step"
 NOTE_BIAS = "a bias gets no gradient from queries without keys"
 
 #: site axes of the indices
@@ -34,18 +34,15 @@ _FAR = 2**62
 
 
 def asked_for(spec: AttentionSpec, keyless: Keyless | None, lowering: str, target: Target) -> AttentionSpec:
-    """The spec that a lowering is to serve. It says so where its own kernels give rows without keys what they are: where q and k get a
-    gradient from them. Nodes cost less where v alone does (benchmarks/results/keyless_cost_h200.csv).
+    """The spec that a lowering is to serve. It says so where its own kernels give rows without keys what they are: over a cache, and where
+    q and k get a gradient from them. Elsewhere nodes cost less (benchmarks/results/keyless_cost_h200.csv).
     """
-    if spec.mask.own_rows is not None or spec.score.pointwise is not None or not spec.needs_grad:
+    if spec.mask.own_rows is not None or spec.lse != "unread" or (keyless is None and not spec.adds_unread):
         return spec
-    if keyless is None and not spec.adds_unread:
+    if keyless is not None and (keyless.numbers is not None or keyless.own is not None or keyless.by_tensor):
         return spec
-    if keyless is not None and (
-        keyless.numbers is not None or keyless.own is not None or not _is_through(spec, keyless)
-    ):
-        return spec
-    if spec.lse != "unread" or not by_name(lowering).gives_means(spec, target):
+    through = spec.needs_grad and spec.score.pointwise is None and (keyless is None or keyless.through)
+    if not (through or lowering in OF_CACHE) or not by_name(lowering).gives_means(spec, target):
         return spec
     return dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, means=True))
 
@@ -70,7 +67,7 @@ def completed(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands:
     """The kernel's output (B, Hq, Sq, Dv), with the model's own rows where a query has no key."""
     if keyless.by_tensor:
         return _completed_by_tensor(emitter, spec, operands, out)
-    has_keys = _shared(emitter, spec, keyless, operands)
+    has_keys = with_keys(emitter, spec, keyless, operands)
     tell(emitter, spec, keyless)
     rows = _mean(emitter, spec, keyless, operands, out) if keyless.numbers is None else _weighed(
         emitter, spec, keyless.numbers, operands, out
@@ -103,7 +100,7 @@ def _completed_by_tensor(emitter: Emitter, spec: AttentionSpec, operands: Operan
 # ---- which rows ---------------------------------------------------------------------------------------------------
 
 
-def _shared(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Operands) -> fx.Node:
+def with_keys(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Operands) -> fx.Node:
     """(B|1, Hq|1, Sq|1, 1) truth values: whether a query has keys. Made once for all layers."""
     if keyless.allowed is None or not _at_hand(spec, keyless.allowed, operands):
         key: tuple[object, ...] = ("has keys", operands.mask, keyless.highest)

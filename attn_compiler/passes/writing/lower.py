@@ -6,6 +6,7 @@ where nothing else reads them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,9 @@ def _lower(
         operands = _operands(mirror, site, site.spec, builder, tensors)
         spec = keyless_nodes.asked_for(site.spec, site.keyless, site.decision.lowering, target)
         with builder.without_autocast():
+            if spec.mask.means and site.keyless is not None:
+                has_keys = keyless_nodes.with_keys(builder, spec, site.keyless, operands)
+                operands = dataclasses.replace(operands, has_keys=has_keys)
             out, *lse = _emitted(site, spec, target, builder, operands)
         if spec.mask.means:
             keyless_nodes.tell(builder, spec, site.keyless)

@@ -31,7 +31,7 @@ def of_latent(
 ) -> Problem:
     """k of the problem is [latent, rope], each a tensor of its own, and v the latent. unaligned: they begin between two vectors."""
     wide = dataclasses.replace(case, heads_kv=1, head_dim=rank + rope, head_dim_v=rank, scale=case.scale or 0.2)
-    problem = problems.build(wide, dtype=dtype, device=device)
+    problem = problems.build(wide, dtype=dtype, device=device, one_kv=True)
     latent, shared = (_of_its_own(x, unaligned) for x in (problem.k[..., :rank], problem.k[..., rank:]))
     described = [
         TensorSpec(shape=tuple(x.shape), strides=tuple(x.stride()), dtype=str(x.dtype).removeprefix("torch."))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -29,7 +29,8 @@ SMALL = Schedule(keys=32, warps=4, stages=1, programs=64, least_keys=32, splits=
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """bounds: (first key, one after the last) of each batch row, for every query, or for each query where there is a list of them.
+    """bounds: (first key, one after the last) of each batch row, for every query, or for each query where there is a list of them; by_head:
+    for each query of each head. means: as in `DecodePlan`.
 
     keys: "holes" or "left" padding. pairs: the axes that a dense mask or (bias) a bias varies along. distances: heads they are for.
     layout: "cache" (B, Hkv, L, D), of which q has its own, "bshd", "wide" (a slice of a longer cache), "joined" (k and v in one
@@ -59,6 +60,8 @@ class Case:
     stored: str | None = None
     k_scale: float | None = None
     v_scale: float | None = None
+    by_head: bool = False
+    means: Literal["all", "finite"] | None = None
 
     @property
     def plan(self) -> DecodePlan:
@@ -73,7 +76,15 @@ class Case:
             sinks=self.sinks,
             k_scale=self.k_scale is not None,
             v_scale=self.v_scale is not None,
+            bounds_of=self.bounds_of,
+            means=self.means,
         )
+
+    @property
+    def bounds_of(self) -> Literal["batch", "query", "row"]:
+        if self.by_head:
+            return "row"
+        return "batch" if self.bounds is None or self.seqlen_q == 1 else "query"
 
     @property
     def scale_used(self) -> float:
@@ -106,6 +117,31 @@ MASKS = (
         bounds=([(0, 0), (0, 40), (90, 120)], [(5, 5), (7, 3), (150, 150)]),
     ),
     Case(name="queries_mask", seqlen_q=5, mask="bqk", keys="holes"),
+)
+#: of the second batch row some queries, or all, have no key
+_SOME: Any = ([(0, 60), (0, 61), (0, 62)], [(40, 80), (81, 81), (9, 3)])
+MEANS = (
+    Case(name="mean", means="all", bounds=((0, 37), (0, 0)), keys="holes"),
+    Case(name="mean_one_split", means="all", bounds=((3, 150), (7, 2)), splits=1, mask="bk", scale=-0.5),
+    Case(name="mean_of_some_queries", means="all", bounds=_SOME, seqlen_q=3, keys="holes", head_dim=80, head_dim_v=48),
+    Case(name="mean_of_masked_queries", means="all", bounds=_SOME, seqlen_q=3, mask="bqk", softcap=2.0),
+    Case(name="mean_beside_a_bias", means="all", bounds=_SOME, seqlen_q=3, bias="hqk"),
+    Case(
+        name="mean_of_some_rows", means="all", bounds=_SOME, seqlen_q=3, heads_q=7, heads_kv=1, bias="bk", slopes=True
+    ),
+    Case(
+        name="mean_by_head",
+        means="all",
+        by_head=True,
+        bounds=([(0, 40), (3, 3), (0, 150), (9, 2)], [(0, 0)] * 4),
+        mask="hk",
+    ),
+    Case(name="mean_fp8", means="all", bounds=((0, 99), (0, 0)), stored="float8_e4m3fn", k_scale=0.5, v_scale=3.0),
+    Case(name="mean_of_numbers", means="finite", bounds=((0, 150), (0, 0)), bias="bk", keys="holes"),
+    Case(name="mean_of_numbers_queries", means="finite", bounds=((0, 150), (0, 0)), bias="bqk", seqlen_q=2),
+    Case(
+        name="mean_of_numbers_by_head", means="finite", bounds=([(0, 150)] * 4, [(0, 0)] * 4), bias="bhk", by_head=True
+    ),
 )
 SCORES = (
     Case(name="softcap", softcap=2.0, bounds=((0, 99), (0, 11))),
@@ -159,7 +195,7 @@ STORED = (
     Case(name="fp8_odd", layout="odd", k_scale=0.3, **_E4M3),
     Case(name="fp8_e5m2", stored="float8_e5m2", keys="holes", v_scale=0.5),
 )
-ALL = (*MASKS, *SCORES, *SHAPES, *LAYOUTS, *STORED)
+ALL = (*MASKS, *MEANS, *SCORES, *SHAPES, *LAYOUTS, *STORED)
 BY_NAME = {case.name: case for case in ALL}
 
 
@@ -188,8 +224,10 @@ def build(
     device: str = DEVICE,
     seed: int = 0,
     schedule: Schedule | None = None,
+    one_kv: bool = False,
 ) -> Problem:
-    """schedule: with the case's number of splits; SMALL where there is none. What no bound lets a row use is NaN in k and v."""
+    """one_kv: keys are values, too.
+    schedule: with the case's number of splits; SMALL where there is none. What no bound lets a row use is NaN in k and v."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -201,7 +239,13 @@ def build(
     named = _operands(case, normal, dtype, device, generator)
     unused = ~_of_any_query(case, named, device)
     if case.layout != "one_batch":
-        k, v = (_like(x, x.float().masked_fill(unused[:, None, :, None], torch.nan), x.dtype) for x in (k, v))
+        # A mean reads all values, and numbers are added to every score.
+        of_values = unused & ~_is_mean(case, named).any((1, 2))[:, None] if case.means else unused
+        of_keys = of_values if case.means == "finite" or one_kv else unused
+        k, v = (
+            _like(x, x.float().masked_fill(no[:, None, :, None], torch.nan), x.dtype)
+            for x, no in ((k, of_keys), (v, of_values))
+        )
     chosen = dataclasses.replace(schedule or SMALL, splits=case.splits)
     spec = _spec(case, q, k, v)
     text = DecodeCall(spec=spec, schedule=chosen).to_text()
@@ -218,6 +262,12 @@ def _of_any_query(case: Case, named: Mapping[str, Tensor], device: str) -> Tenso
         first = torch.where(first < end, first, case.seqlen_kv).amin(1)
         found = found & (at >= first) & (at < end.amax(1))
     return found & named["keys"] if "keys" in named else found
+
+
+def _is_mean(case: Case, named: Mapping[str, Tensor]) -> Tensor:
+    """bool (B, Hq|1, Sq|1): which rows have no key."""
+    first, end = named["bounds"].unflatten(2, (case.heads_q if case.by_head else 1, -1))
+    return (first >= end) | (first >= case.seqlen_kv)
 
 
 def _in_memory(case: Case, normal: Any, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,7 +314,8 @@ def _operands(
     if case.plan.count:
         found["count"] = torch.zeros(case.batch * case.heads_kv * 8, dtype=torch.int32, device=device)
     if case.bounds is not None:
-        each = [b if isinstance(b, list) else [b] * case.seqlen_q for b in case.bounds]
+        rows = case.seqlen_q * (case.heads_q if case.by_head else 1)
+        each = [b if isinstance(b, list) else [b] * rows for b in case.bounds]
         found["bounds"] = torch.tensor(each, dtype=torch.int32).permute(2, 0, 1).contiguous().to(device)
     if case.keys is not None:
         usable = torch.rand(case.batch, case.seqlen_kv, generator=generator) < 0.6
@@ -275,6 +326,8 @@ def _operands(
         found["mask"] = (torch.rand(_shape(case, case.mask), generator=generator) < 0.6).to(device)
     if case.bias is not None:
         found["bias"] = normal(*_shape(case, case.bias)).to(device, dtype)
+        if case.means == "finite":
+            found["bias"][1], found["bias"][1, ..., 5::7] = torch.finfo(dtype).min, -torch.inf
     if case.distances is not None:
         length = -(-(case.seqlen_q + case.seqlen_kv) // 8) * 8
         values = normal(case.distances, length + 8)
@@ -299,7 +352,7 @@ def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
         k=described(k),
         v=described(v),
         # Each case has a text of its own: what is compiled for one is kept by its text.
-        mask=MaskSpec(reason=case.name),
+        mask=MaskSpec(reason=case.name, means=case.means is not None),
         score=ScoreSpec(scale=case.scale_used, changes=changes),
         device=q.device.type,
         out_dtype=str(q.dtype).removeprefix("torch."),
@@ -350,6 +403,10 @@ def _as_triton_plan(named: Mapping[str, Tensor]) -> kernel_plan.Plan:
 def allowed_of(problem: Problem) -> Tensor:
     """bool (B, Hq, Sq, Skv); a bias of -inf shuts a pair out."""
     case, named = problem.case, dict(problem.named)
+    if case.by_head:
+        first, end = named.pop("bounds").unflatten(2, (case.heads_q, -1))[..., None]
+        at = torch.arange(case.seqlen_kv, device=problem.q.device)
+        named["mask"] = named.get("mask", torch.ones_like(at, dtype=torch.bool)) & (at >= first) & (at < end)
     if "bounds" in named:
         named["rows"] = named["bounds"]
     sizes = (case.seqlen_q, case.seqlen_kv)
@@ -381,6 +438,14 @@ def expected(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         joined = torch.cat([logits, named["sinks"].to(dtype)[None, :, None, None].expand(*logits.shape[:3], 1)], -1)
     weights = torch.where(allowed, joined.softmax(-1)[..., : case.seqlen_kv], 0.0)
     lse = torch.logsumexp(joined, -1)
+    if case.means is not None:
+        is_mean = _is_mean(case, problem.named)[..., None].expand(*logits.shape[:3], 1)
+        alike = torch.zeros_like(logits)
+        if case.means == "finite":
+            counts = named["keys"][:, None, None] if case.keys else torch.tensor(True)
+            alike = torch.where(counts & (named["bias"] != -torch.inf), alike, -torch.inf)
+        mean = alike.softmax(-1)
+        return torch.where(is_mean, mean, weights) @ v, lse
     return weights @ v, lse if case.sinks else torch.where(allowed.any(-1), lse, -torch.inf)
 
 
@@ -396,6 +461,10 @@ def margin(got: Sequence[Tensor], problem: Problem) -> dict[str, float]:
     exact, plain = expected(problem, numerics.exact_dtype(dtype)), expected(problem, dtype)
     factor = numerics.FACTOR if problem.case.softcap is None else numerics.FACTOR_SOFTCAP
     found = {}
+    if problem.case.means is not None:
+        # Of a mean nobody reads it.
+        is_mean = _is_mean(problem.case, problem.named)
+        got, plain = ((out, torch.where(is_mean, exact[1], lse.to(exact[1]))) for out, lse in (got, plain))
     for label, mine, right, usual in zip(("out", "lse"), got, exact, plain, strict=True):
         if mine.shape != right.shape:
             raise ValueError(f"{label}: shape {tuple(mine.shape)} instead of {tuple(right.shape)}")

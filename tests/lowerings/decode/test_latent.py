@@ -14,6 +14,7 @@ import attn_compiler
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import priorities
 from attn_compiler.lowerings.decode import latent_schedule
+from attn_compiler.passes.writing import keyless_nodes
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec, TensorSpec
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.scores import ScoreSpec
@@ -160,6 +161,27 @@ def test_slots_that_are_not_filled_may_hold_anything() -> None:
     function = compiled(latent_attention, lowering="decode_latent")
     with torch.no_grad():
         torch.testing.assert_close(function(*inputs), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_row_without_keys_is_a_mean(queries: int) -> None:
+    """Padding on the left, which is all of one row; of the other one, the first queries see nothing either."""
+
+    def attention(q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, real: Tensor, length: Tensor) -> Tensor:
+        nope, v = torch.split(linear(latent, weight).view(B, S, H, NOPE + V).transpose(1, 2), [NOPE, V], dim=-1)
+        k = torch.cat((nope, rope.expand(-1, H, -1, -1)), -1)
+        seen = torch.arange(S)[None, :] <= (torch.arange(q.shape[2]) + length)[:, None]
+        allowed = real[:, None, None].bool() & seen
+        scores = (q @ k.transpose(2, 3) * 0.2).masked_fill(~allowed, torch.finfo(q.dtype).min)
+        return scores.softmax(-1) @ v
+
+    real = torch.ones(B, S, dtype=torch.int64)
+    real[0], real[1, :41] = 0, 0
+    inputs = [*latent_inputs(queries)[:4], real, torch.tensor([40])]
+    found, function = _run(inputs, attention)
+    torch.testing.assert_close(found, attention(*inputs), atol=2e-6, rtol=1e-4)
+    assert keyless_nodes.NOTE in function.site.notes
 
 
 @interpreted

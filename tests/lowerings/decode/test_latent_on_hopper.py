@@ -44,6 +44,8 @@ CASES = (
     Case(name="splits_unknown", splits=None),
     Case(name="one_key", seqlen_kv=1),
     Case(name="whole_tiles", seqlen_kv=256, splits=2),
+    Case(name="mean", bounds=((0, 0), (0, 37)), means="all"),
+    Case(name="mean_in_one_split", bounds=((9, 3), (0, 150)), splits=1, means="all"),
 )
 
 

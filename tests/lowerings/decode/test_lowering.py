@@ -232,14 +232,17 @@ def test_an_additive_mask_from_outside_is_read_where_it_lets_something_through(l
 
 
 @pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("queries", [1, 3])
 @torch.no_grad()
-def test_a_row_that_is_masked_in_full_is_zero() -> None:
-    q, k, v = _tensors((2, 4, 1, 16), (2, 4, 50, 16), (2, 4, 50, 16))
-    mask = torch.full((2, 1, 1, 50), torch.finfo(torch.float32).min, device=DEVICE)
-    mask[1, ..., :7] = 0
-    found, expected = compiled(_ready_made, lowering="decode")(q, k, v, mask), _ready_made(q, k, v, mask)
-    assert not found[0].any()
-    torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
+def test_a_row_that_is_masked_in_full_is_a_mean(queries: int, heads: int) -> None:
+    """Of the keys whose number is the lowest, and of none that got -inf."""
+    q, k, v = _tensors((2, 4, queries, 16), (2, 4, 50, 16), (2, 4, 50, 16))
+    mask = torch.full((2, heads, queries, 50), torch.finfo(torch.float32).min, device=DEVICE)
+    mask[1, 0, :, :7], mask[1, -1, 0, 9], mask[..., 40:] = 0, 0, -torch.inf
+    function = compiled(_ready_made, lowering="decode")
+    torch.testing.assert_close(function(q, k, v, mask), _ready_made(q, k, v, mask), atol=1e-5, rtol=1e-5)
+    assert function.calls.count("decode") == 1
 
 
 def _hidden(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:

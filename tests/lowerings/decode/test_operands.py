@@ -62,12 +62,13 @@ def proved(*kinds: MaskKind) -> MaskSpec:
 
 
 def emitted(bench: Bench, call: DecodeCall, **given: fx.Node) -> dict[str, fx.Node]:
-    def emit(emitter: Emitter) -> list[fx.Node]:
+    def emit(emitter: Emitter) -> tuple[str, list[fx.Node]]:
         nodes = bench.nodes
         operands = Operands(q=nodes["q"], k=nodes["k"], v=nodes["k"], loads=nodes, **given)
         return decode_operands.emit(emitter, call, operands)
 
-    return dict(zip(plan.of(call).operands, bench.call(emit), strict=True))
+    text, made = bench.call(emit)
+    return dict(zip(plan.of(DecodeCall.from_text(text)).operands, made, strict=True))
 
 
 def bounds(what: MaskSpec, have: dict[str, torch.Tensor], **given: str) -> list[Any]:
@@ -130,6 +131,44 @@ def test_of_lowest_numbers_that_are_added() -> None:
     ((some,), ((first, end),)) = bounds(mask, {**tensors(), "given": given}, mask="given")
     assert some == [3, 15]
     assert first >= end
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "expected"),
+    [
+        (1, 1, [[[4, 10]], [[0, 0]]]),
+        (6, 1, [[[4, 10], *[[0, 0]] * 5], [[0, 0]] * 6]),
+        (1, 2, [[[4, 10], [4, 10]], [[0, 0], [0, 0]]]),
+        (6, 2, [[[4, 10], [4, 10], *[[0, 0]] * 10], [[0, 0]] * 12]),
+    ],
+)
+def test_of_queries_that_have_keys(heads: int, queries: int, expected: list[Any]) -> None:
+    """Others have empty intervals, also where each of two masks leaves keys; of each head where heads differ in those."""
+    has_keys = torch.zeros(2, heads, 1, 1, dtype=torch.bool)
+    has_keys[0, 0] = True
+    mask = dataclasses.replace(proved(LENGTH, PADDING), means=True)
+    assert bounds(mask, {**tensors(queries), "has_keys": has_keys}, has_keys="has_keys") == expected
+
+
+def test_an_empty_interval_of_one_mask_says_that_there_is_no_key() -> None:
+    have = tensors()
+    have["padding"][1] = 0
+    mask = dataclasses.replace(proved(PADDING), means=True)
+    some, ((first, end),) = bounds(
+        mask, {**have, "has_keys": torch.ones(2, 1, 1, 1, dtype=torch.bool)}, has_keys="has_keys"
+    )
+    assert some == [[4, 20]]
+    assert first >= end
+
+
+def test_of_numbers_that_leave_a_head_none() -> None:
+    given = torch.full((2, 6, 1, 20), torch.finfo(torch.float32).min)
+    given[0, 1, 0, 5], given[0, 4, 0, 9], given[1] = 0, 0, -torch.inf
+    dense = Dense(shape=(2, 6, 1, 20), dtype="float32")
+    mask = MaskSpec(dense=dense, reason="an input of the graph", means=True)
+    some, none = bounds(mask, {**tensors(), "given": given}, mask="given")
+    assert none == [[0, 0]] * 6
+    assert some == [[0, 0], [5, 10], [0, 0], [0, 0], [5, 10], [0, 0]]
 
 
 def test_counters_are_for_each_batch_row_kv_head_and_tile_of_rows() -> None:

@@ -114,6 +114,31 @@ def test_splits_fill_the_machine_and_are_worth_their_cost(tiles: int, seqlen_kv:
     assert decode_plan.splits(SCHEDULE, tiles=tiles, seqlen_kv=seqlen_kv) == splits
 
 
+_NUMBERS = MaskSpec(dense=Dense(shape=(2, 8, 1, 128), dtype="float32"), reason="an input")
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "by_head", "means", "bounds_of"),
+    [
+        (proved(LENGTH), 1, False, "all", "batch"),
+        (proved(LENGTH), 3, False, "all", "query"),
+        (proved(LENGTH), 1, True, "all", "row"),
+        (_NUMBERS, 1, True, "finite", "row"),
+    ],
+)
+def test_rows_without_keys_are_means_by_their_bounds(
+    mask: MaskSpec, queries: int, by_head: bool, means: str, bounds_of: str
+) -> None:
+    asked = dataclasses.replace(mask, means=True)
+    calls = [
+        DecodeCall(spec=spec_of(each, queries), schedule=dataclasses.replace(SCHEDULE, splits=1), by_head=by_head)
+        for each in (mask, asked)
+    ]
+    plain, found = map(decode_plan.of, calls)
+    assert (plain.means, found.means, found.bounds_of) == (None, means, bounds_of)
+    assert plain.operands == found.operands
+
+
 @pytest.mark.parametrize("splits", [None, 3])
 def test_a_call_is_its_text(splits: int | None) -> None:
     call = DecodeCall(spec=spec_of(proved(LENGTH, PADDING)), schedule=dataclasses.replace(SCHEDULE, splits=splits))

@@ -232,14 +232,43 @@ def test_every_row_is_eagers_behind_a_kernel_of_ours(function: Function) -> None
     assert keyless_nodes.NOTE in run.site.notes or keyless_nodes.NOTE_NUMBERS in run.site.notes
 
 
+#: of keys alone, so that one query may ask
+OF_KEYS = [empty_prompt, by_another_number, by_where, of_lengths, of_heads, capped, added, added_as_bert_does]
+SEVERAL = (diagonal_of_infinity, lower_behind_the_diagonal)
+
+
+@pytest.mark.parametrize("heads_kv", [2, 4])
+@pytest.mark.parametrize(
+    ("function", "queries"),
+    # The kernel takes no documents.
+    [*((f, S) for f in (*REPLACED, *ADDED) if f not in (*SEVERAL, of_documents)), *((f, 1) for f in OF_KEYS)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+@torch.no_grad()
+def test_every_row_is_eagers_where_little_of_a_cache_is_read(function: Function, queries: int, heads_kv: int) -> None:
+    run = compiled(function, lowering="decode", verify=True)
+    tensors, real = inputs(heads_kv, queries=queries), padding("left")
+    torch.testing.assert_close(run(*tensors, real), function(*tensors, real), rtol=1e-4, atol=1e-5)
+    assert keyless_nodes.NOTE in run.site.notes
+    assert run.calls.count("decode") == 1
+    assert {"mean", "matmul"} & set(run.calls) == set()
+
+
+@pytest.mark.parametrize("function", SEVERAL)
+@torch.no_grad()
+def test_the_report_says_which_rows_over_a_cache_are_not(function: Function) -> None:
+    run = compiled(function, lowering="decode")
+    run(*inputs(), padding("left"))
+    assert keyless_nodes.NOTE_OF_CACHE in run.site.notes
+
+
 @pytest.mark.in_turns(2)
 @pytest.mark.parametrize("function", [*REPLACED, *ADDED], ids=lambda function: function.__name__)
 def test_the_report_says_so(function: Function) -> None:
     run = compiled(function, lowerings=["rows", "sdpa_cpu_flash", "math"])
     with torch.no_grad():
         run(*inputs(), padding("left"))
-    several = function in (diagonal_of_infinity, lower_behind_the_diagonal)
-    assert (keyless_nodes.NOTE_NUMBERS if several else keyless_nodes.NOTE) in run.site.notes
+    assert (keyless_nodes.NOTE_NUMBERS if function in SEVERAL else keyless_nodes.NOTE) in run.site.notes
 
 
 def masked_again(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:

@@ -30,27 +30,36 @@ ANY_ADDRESS = ("Lse", "Count", "Bounds", "Keys", "Pairs", "Distances", "Slopes",
 
 
 @triton.jit
-def _bounds(
-    Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, BLOCK_M: tl.constexpr, SEQLEN_Q: tl.constexpr
-):  # fmt: skip
-    """For each row the first key that it may use and the one after the last, and both for all rows."""
+def _bounds(Bounds, batch, heads, queries, bounds_side, bounds_b, seqlen_kv, how: tl.constexpr):
+    """For each row the first key that it may use and the one after the last, and both for all rows; and which rows have no key, and whether
+    some have none, where such a row is a mean over all keys."""
+    none, some_none = False, False
     if Bounds is None:
-        lower = tl.zeros([BLOCK_M], tl.int32)
+        lower = tl.zeros([how.BLOCK_M], tl.int32)
         upper = lower + seqlen_kv
         first, end = 0, seqlen_kv
     else:
         Bounds += batch.to(tl.int64) * bounds_b
-        if SEQLEN_Q == 1:
+        if how.BOUNDS == "batch":
             first = tl.maximum(tl.load(Bounds), 0)
             end = tl.minimum(tl.load(Bounds + bounds_side), seqlen_kv)
-            lower = tl.zeros([BLOCK_M], tl.int32) + first
-            upper = tl.zeros([BLOCK_M], tl.int32) + end
+            if how.MEANS is not None:
+                none = first >= end
+                some_none = none
+                first, end = tl.where(none, 0, first), tl.where(none, seqlen_kv, end)
+            lower = tl.zeros([how.BLOCK_M], tl.int32) + first
+            upper = tl.zeros([how.BLOCK_M], tl.int32) + end
         else:
-            lower = tl.maximum(tl.load(Bounds + queries), 0)
-            upper = tl.minimum(tl.load(Bounds + bounds_side + queries), seqlen_kv)
+            at = Bounds + (queries if how.BOUNDS == "query" else heads * how.SEQLEN_Q + queries)
+            lower = tl.maximum(tl.load(at), 0)
+            upper = tl.minimum(tl.load(at + bounds_side), seqlen_kv)
+            if how.MEANS is not None:
+                none = lower >= upper
+                some_none = tl.max(none.to(tl.int32), 0) > 0
+                lower, upper = tl.where(none, 0, lower), tl.where(none, seqlen_kv, upper)
             first = tl.min(tl.where(lower < upper, lower, seqlen_kv), 0)
             end = tl.max(tl.where(lower < upper, upper, 0), 0)
-    return lower, upper, first, end
+    return lower, upper, first, end, none, some_none
 
 
 @triton.jit
@@ -99,24 +108,32 @@ def _is_added(bias):
 
 @triton.jit
 def _of_some_row(
-    keys, queries, lower, upper, end, Keys, Pairs, pairs_q, pairs_k,
-    SLICES: tl.constexpr, SEQLEN_Q: tl.constexpr, PAIRS_MASK: tl.constexpr,
-):  # fmt: skip
+    keys, queries, lower, upper, end, Keys, Pairs, pairs_q, pairs_k, SLICES: tl.constexpr, how: tl.constexpr
+):
     """Which keys some row uses, (N, 1) or (S, N, 1).
 
     The mask of the pairs is evaluated a second time, transposed. To move the answers from the layout of the scores to that of the values
     would take up to 100 registers more (see tile_parts.keys_in_use).
     """
     queries = _transposed(queries, SLICES)
-    found = (keys < end) & (queries < SEQLEN_Q)
-    if SEQLEN_Q > 1:
+    found = (keys < end) & (queries < how.SEQLEN_Q)
+    if how.BOUNDS != "batch":
         found = found & (keys >= _transposed(lower, SLICES)) & (keys < _transposed(upper, SLICES))
     if Keys is not None:
         found = found & (tl.load(Keys + keys, mask=keys < end, other=0) != 0)
     if Pairs is not None:
-        pairs = load_pairs(_transposed(Pairs, SLICES), queries, keys, pairs_q, pairs_k, SEQLEN_Q, end, True)
-        found = found & ((pairs != 0) if PAIRS_MASK else _is_added(pairs))
+        pairs = load_pairs(_transposed(Pairs, SLICES), queries, keys, pairs_q, pairs_k, how.SEQLEN_Q, end, True)
+        found = found & ((pairs != 0) if how.PAIRS_MASK else _is_added(pairs))
     return tl.expand_dims(tl.max(found.to(tl.int32), 1 if SLICES == 1 else 2) > 0, -1)
+
+
+@triton.jit
+def _with_means(logits, none, truth, bias, how: tl.constexpr):
+    """The logits, which are alike where a row has no key. truth: without what numbers leave out."""
+    alike = 0.0
+    if how.MEANS == "finite":
+        alike = tl.where(truth & (bias.to(tl.float32) != float("-inf")), 0.0, float("-inf"))
+    return tl.where(none, alike, logits)
 
 
 @triton.jit
@@ -140,13 +157,13 @@ def _step(
     rows = _keys(start, how.BLOCK_N, how.SLICES, False)
     allowed = keys < end
     values_used = None
-    if how.SEQLEN_Q > 1:
+    if how.BOUNDS != "batch":
         allowed = allowed & (keys >= lower) & (keys < upper)
     if Keys is not None:
         allowed = allowed & (tl.load(Keys + keys, mask=keys < end, other=0) != 0)
         if not tile.BY_ROWS:
             values_used = tl.load(Keys + rows, mask=rows < end, other=0) != 0
-    bias, distances = None, None
+    bias, distances, truth = None, None, allowed
     if of.Pairs is not None:
         pairs = load_pairs(of.Pairs, queries, keys, of.pairs_q, of.pairs_k, how.SEQLEN_Q, end, True)
         if how.PAIRS_MASK:
@@ -160,9 +177,10 @@ def _step(
     AFTERWARDS: tl.constexpr = tile.BY_ROWS and of.Pairs is not None and q_0.shape[-2] > 32
     if tile.BY_ROWS and not AFTERWARDS:
         values_used = _of_some_row(
-            rows, queries, lower, upper, end, Keys, of.Pairs, of.pairs_q, of.pairs_k,
-            how.SLICES, how.SEQLEN_Q, how.PAIRS_MASK,
-        )  # fmt: skip
+            rows, queries, lower, upper, end, Keys, of.Pairs, of.pairs_q, of.pairs_k, how.SLICES, how
+        )
+    if how.MEANS is not None and values_used is not None:
+        values_used = values_used | own.some_none
     keys_used = values_used if how.ONE_KV else None
     k_0 = _load(of.K, rows, of.stride_k, end, keys_used, 0, tile.QK_0, tile.HEAD_DIM_QK, tile.ALIGN, how.SLICES)
     k_1 = k_0
@@ -181,6 +199,8 @@ def _step(
         qk, queries, keys, bias, distances, own.slope, scale, changed_by, how.CHANGE, how.FAST_TANH, how.PLAIN
     )
     logits = tl.where(allowed, logits, float("-inf"))
+    if how.MEANS is not None:
+        logits = _with_means(logits, own.none & (keys < end), truth, bias, how)
     if AFTERWARDS:
         some = tl.expand_dims(tl.max((logits != float("-inf")).to(tl.int32), 0 if how.SLICES == 1 else 1) > 0, -1)
     new_peak = tl.maximum(peak, tl.max(logits, 1 if how.SLICES == 1 else 2))
@@ -268,8 +288,8 @@ def attention_decode(
         # The kernel before this one may still run: nothing that it writes is read before it has ended.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    lower, upper, first, end = _bounds(
-        Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, how.BLOCK_M, how.SEQLEN_Q
+    lower, upper, first, end, none, some_none = _bounds(
+        Bounds, batch, heads, queries, bounds_side, bounds_b, seqlen_kv, how
     )
     # On its way while the bounds come.
     # Wide by themselves, too: the interpreter takes a stride for as wide as its value.
@@ -322,6 +342,8 @@ def attention_decode(
         slope = _rows(tl.load(Slopes + heads)[:, None], how.SLICES)
     of_row = _rows(queries[:, None], how.SLICES)
     lower, upper = _rows(lower[:, None], how.SLICES), _rows(upper[:, None], how.SLICES)
+    if how.MEANS is not None and how.BOUNDS != "batch":
+        none = _rows(none[:, None], how.SLICES)
     total = tl.zeros([how.BLOCK_M], tl.float32)
     peak = tl.full([how.BLOCK_M], float("-inf"), tl.float32)
     out_0 = tl.zeros([how.BLOCK_M, how.V_0 // both], tl.float32)
@@ -334,7 +356,10 @@ def attention_decode(
         peak = tl.full([how.SLICES, how.BLOCK_M], float("-inf"), tl.float32)
         out_0 = tl.zeros([how.SLICES, how.BLOCK_M, how.V_0 // both], tl.float32)
         out_1 = tl.zeros([how.SLICES, how.BLOCK_M, v_1 if v_1 > 0 else 16], tl.float32)
-    own = Queries(q_0=q_0, q_1=q_1, scale=q_scale, positions=of_row, lower=lower, upper=upper, slope=slope)
+    own = Queries(
+        q_0=q_0, q_1=q_1, scale=q_scale, positions=of_row, lower=lower, upper=upper,
+        none=none, some_none=some_none, slope=slope,
+    )  # fmt: skip
     of = Cache(
         K=K, V=V, stride_k=stride_ks, stride_v=stride_vs, Keys=Keys,
         Pairs=Pairs, pairs_q=pairs_q, pairs_k=pairs_k, Distances=Distances,
@@ -342,7 +367,7 @@ def attention_decode(
     constants: tl.constexpr = KeyTile(
         HEAD_DIM_QK=how.HEAD_DIM_QK // both, HEAD_DIM_V=how.HEAD_DIM_V // both,
         QK_0=how.QK_0 // both, QK_1=how.QK_1, V_0=how.V_0 // both, V_1=how.V_1,
-        TWOS=twos, LIFT=lift, ALIGN=align // both, BY_ROWS=Pairs is not None or (Bounds is not None and how.SEQLEN_Q > 1),
+        TWOS=twos, LIFT=lift, ALIGN=align // both, BY_ROWS=Pairs is not None or how.BOUNDS != "batch",
     )  # fmt: skip
     for tile in tl.range(split, tiles, splits):
         start = first + tile * how.BLOCK_N

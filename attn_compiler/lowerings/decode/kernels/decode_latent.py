@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.decode.kernels.decode import _bounds, _is_added, _load, _of_some_row
+from attn_compiler.lowerings.decode.kernels.decode import _bounds, _is_added, _load, _of_some_row, _with_means
 from attn_compiler.lowerings.decode.kernels.results import leave, store
 from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E, change, load_pairs
@@ -50,8 +50,8 @@ def attention_decode_latent(
         # The kernel before this one may still run: nothing that it writes is read before it has ended.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    lower, upper, first, end = _bounds(
-        Bounds, batch, queries, bounds_side, bounds_b, seqlen_kv, how.BLOCK_M, how.SEQLEN_Q
+    lower, upper, first, end, none, some_none = _bounds(
+        Bounds, batch, heads, queries, bounds_side, bounds_b, seqlen_kv, how
     )
     far_heads, far_queries = heads.to(tl.int64), queries.to(tl.int64)
     row = (batch.to(tl.int64) * stride_qb + far_heads * stride_qh + far_queries * stride_qs)[:, None]
@@ -72,7 +72,9 @@ def attention_decode_latent(
     if Pairs is not None:
         Pairs = Pairs + batch.to(tl.int64) * pairs_b + far_heads[:, None] * pairs_h
     of_row, lower, upper = queries[:, None], lower[:, None], upper[:, None]
-    by_rows: tl.constexpr = Pairs is not None or (Bounds is not None and how.SEQLEN_Q > 1)
+    by_rows: tl.constexpr = Pairs is not None or how.BOUNDS != "batch"
+    if how.MEANS is not None and how.BOUNDS != "batch":
+        none = none[:, None]
     # Of many rows, pairs are too many to be asked twice.
     afterwards: tl.constexpr = by_rows and Pairs is not None and how.BLOCK_M > 32
     total = tl.zeros([how.BLOCK_M], tl.float32)
@@ -83,12 +85,13 @@ def attention_decode_latent(
         keys, rows = start + tl.arange(0, how.BLOCK_N)[None, :], start + tl.arange(0, how.BLOCK_N)[:, None]
         allowed = keys < end
         is_used, bias = None, None
-        if how.SEQLEN_Q > 1:
+        if how.BOUNDS != "batch":
             allowed = allowed & (keys >= lower) & (keys < upper)
         if Keys is not None:
             allowed = allowed & (tl.load(Keys + keys, mask=keys < end, other=0) != 0)
             if not by_rows:
                 is_used = tl.load(Keys + rows, mask=rows < end, other=0) != 0
+        truth = allowed
         if Pairs is not None:
             pairs = load_pairs(Pairs, of_row, keys, pairs_q, pairs_k, how.SEQLEN_Q, end, True)
             if how.PAIRS_MASK:
@@ -97,9 +100,9 @@ def attention_decode_latent(
                 bias = pairs
                 allowed = allowed & _is_added(bias)
         if by_rows and not afterwards:
-            is_used = _of_some_row(
-                rows, of_row, lower, upper, end, Keys, Pairs, pairs_q, pairs_k, 1, how.SEQLEN_Q, how.PAIRS_MASK
-            )
+            is_used = _of_some_row(rows, of_row, lower, upper, end, Keys, Pairs, pairs_q, pairs_k, 1, how)
+        if how.MEANS is not None and is_used is not None:
+            is_used = is_used | some_none
         # What no row uses may be NaN, and is not read.
         c = _load(C, rows, stride_cs, end, is_used, 0, how.V_0, how.HEAD_DIM_V, how.ALIGN, 1)
         qk = tl.dot(q_0, tl.trans(c), input_precision=how.PRECISION)
@@ -108,6 +111,8 @@ def attention_decode_latent(
             qk = tl.dot(q_1, tl.trans(r), qk, input_precision=how.PRECISION)
         logits, _ = change(qk, of_row, keys, bias, None, None, scale, changed_by, how.CHANGE, how.FAST_TANH, how.PLAIN)
         logits = tl.where(allowed, logits, float("-inf"))
+        if how.MEANS is not None:
+            logits = _with_means(logits, none & (keys < end), truth, bias, how)
         if afterwards:
             some = tl.expand_dims(tl.max((logits != float("-inf")).to(tl.int32), 0) > 0, -1)
             c = tl.where(some, c, 0.0)

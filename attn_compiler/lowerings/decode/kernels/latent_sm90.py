@@ -32,6 +32,8 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import FEW, NOTHING, ROWS
 
 #: keys of a tile
 KEYS = gl.constexpr(64)
+#: what makes scores alike, and leaves -inf what it is
+ALIKE = gl.constexpr(1e-30)
 
 
 @gluon.jit
@@ -276,6 +278,10 @@ def attention_latent_sm90(
     first, end = _bounds_of(Bounds, batch, bounds_side, bounds_b, seqlen_kv, how)
     length = gl.maximum(end - first, 0)
     first = gl.where(length > 0, first, 0)
+    factor = scale * LOG2E
+    if how.MEANS is not None:
+        factor = gl.where(length > 0, factor, ALIKE)
+        length = gl.where(length > 0, length, seqlen_kv)
     tiles_of_all = (length + KEYS - 1) // KEYS
     # Without keys a split has one tile beyond them, which comes as 0.
     count = gl.maximum((tiles_of_all - split + splits - 1) // splits, 1)
@@ -303,7 +309,6 @@ def attention_latent_sm90(
     decay = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = LatentTiles(q=q_tiles, q_rope=q_rope, left=left, right=right, rope=rope, weights=weights, decay=decay)
     barriers = _all_barriers(how.STAGES)
-    factor = scale * LOG2E
     results, of_lse, unit = Out, Lse, LN2
     if Partial is not None:
         results, of_lse, unit = Partial, Partial + lse_at, 1.0

@@ -13,6 +13,7 @@ class HopperSwitches(NamedTuple):
     KEPT: Any
     HALF: Any  # of the rank
     ROPE: Any
+    MEANS: Any
     STAGES: Any  # tiles of keys that are in shared memory
     REGISTERS: Any  # of a thread that computes the right half
 

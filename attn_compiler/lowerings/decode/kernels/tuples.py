@@ -28,6 +28,8 @@ class DecodeSwitches(NamedTuple):
     QK_1: Any
     V_0: Any  # and of v
     V_1: Any
+    BOUNDS: Any  # what has bounds of its own: "batch", a row of it; "query", or "row", a query of a head
+    MEANS: Any  # which keys a row without keys is the mean of; see plan.DecodePlan
     PAIRS_MASK: Any  # pairs are a mask, and not added
     ONE_KV: Any  # keys are the values, too
     CHANGE: Any  # the change of each score, by its name; see tile_parts.changed
@@ -54,6 +56,8 @@ class LatentSwitches(NamedTuple):
     V_1: Any
     HEAD_DIM_ROPE: Any  # dims of the part of keys that heads share, and the width of their tile; 0 where there is none
     ROPE: Any
+    BOUNDS: Any
+    MEANS: Any
     PAIRS_MASK: Any
     CHANGE: Any
     FAST_TANH: Any
@@ -100,6 +104,8 @@ class Queries(NamedTuple):
     positions: Any
     lower: Any  # the first key that a row may use
     upper: Any  # the key after the last one
+    none: Any  # which have no key, where such a row is a mean
+    some_none: Any  # whether one has none
     slope: Any
 
 

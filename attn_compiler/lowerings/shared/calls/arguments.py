@@ -76,7 +76,7 @@ class Prepared:
             band=self.plan.band,
             change=score.pointwise,
             dropout_p=score.dropout_p,
-            means=self.call.spec.mask.means,
+            means=(torch.inf if self.plan.bias else -torch.inf) if self.call.spec.mask.means else None,
         )
 
     def present(self, name: str) -> str | None:

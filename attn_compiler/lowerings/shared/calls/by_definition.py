@@ -41,7 +41,7 @@ class Attention:
     scale, change: as in ScoreSpec.
     band: of `kernel_plan.Plan`.
     dropout_p: the share of weights that is dropped.
-    means: as in MaskSpec.
+    means: the lse of rows that are the mean of v; None if none are.
     """
 
     q: Tensor
@@ -52,12 +52,7 @@ class Attention:
     band: Band | None = None
     change: Pointwise | None = None
     dropout_p: float = 0.0
-    means: bool = False
-
-    @property
-    def mark(self) -> float:
-        """With `means`, the lse of rows that are means of v."""
-        return torch.inf if "bias" in self.tensors else -torch.inf
+    means: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +67,7 @@ class Gradients:
 
 def forward(given: Attention) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in the compute dtype. A row without any allowed key (and without a sink) gives
-    0, or with `means` the mean of v, and -inf. Beside a bias `means` is of rows whose keys all got one low number: their lse is inf."""
+    0, or with `means` -inf the mean of v, and -inf. `means` inf is of rows whose keys all got one low number: their lse is inf."""
     outs, lses = [], []
     whole = _Whole(given)
     for part in whole.parts():
@@ -83,7 +78,7 @@ def forward(given: Attention) -> tuple[Tensor, Tensor]:
             column = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
             terms = torch.cat((logits, column), -1)
         lse = torch.logsumexp(terms, -1)
-        if given.means and given.mark == torch.inf:
+        if given.means == torch.inf:
             is_one = terms.amin(-1) == terms.amax(-1)
             lse = torch.where(is_one & (lse < _LOW) & (lse > -torch.inf), torch.inf, lse)
         # Not of the lse: beside -1e9 it can't hold how many keys share a row.
@@ -91,9 +86,9 @@ def forward(given: Attention) -> tuple[Tensor, Tensor]:
         outs.append(part.dropped(weights[..., : logits.shape[-1]]) @ part.values(allowed))
         lses.append(lse)
     out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
-    if given.means:
+    if given.means is not None:
         mean = given.v.to(whole.dtype).mean(2, keepdim=True)
-        out = torch.where((lse == given.mark)[..., None], _of_heads(mean, given.q.shape[1]), out)
+        out = torch.where((lse == given.means)[..., None], _of_heads(mean, given.q.shape[1]), out)
     return out, lse
 
 
@@ -118,14 +113,14 @@ def backward(given: Attention, grad_out: Tensor, grad_lse: Tensor, out: Tensor, 
         grad_v = grad_v + _folded(part.dropped(weights).transpose(-1, -2) @ grad, heads_kv)
         part.add_gradients(further, of_logits, row_lse, delta)
     found = Gradients(q=torch.cat(grad_q, 2), k=grad_k, v=grad_v, further=further)
-    return _with_means(given, found, grad_out.to(dtype), lse) if given.means else found
+    return found if given.means is None else _with_means(given, found, grad_out.to(dtype), lse == given.means)
 
 
-def _with_means(given: Attention, found: Gradients, grad_out: Tensor, lse: Tensor) -> Gradients:
+def _with_means(given: Attention, found: Gradients, grad_out: Tensor, are_means: Tensor) -> Gradients:
     """What comes back through the means of v, too (keyless_gradient.py has the formulas)."""
     heads_q, heads_kv, count = given.q.shape[1], given.k.shape[1], given.k.shape[2]
     q, k, v = (x.to(grad_out.dtype) for x in (given.q, given.k, given.v))
-    grad = torch.where((lse == given.mark)[..., None], grad_out / count, 0.0)
+    grad = torch.where(are_means[..., None], grad_out / count, 0.0)
     of_v = found.v + _folded(grad, heads_kv).sum(2, keepdim=True)
     apart = v - v.mean(2, keepdim=True)
     of_pairs = given.scale * apart.transpose(2, 3) @ k

@@ -11,12 +11,18 @@ from attn_compiler.lowerings.decode import latent_schedule
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode import problems
 from tests.lowerings.decode.latent_problems import SMALL, of_latent, results
-from tests.lowerings.decode.problems import BY_NAME, MASKS, Case, Problem
+from tests.lowerings.decode.problems import BY_NAME, MASKS, MEANS, Case, Problem
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU, with larger tiles")
 
 SCORES = ("softcap", "softcap_queries", "sinks", "sinks_alone", "bias", "bias_k", "negative_scale")
-CASES = (*MASKS, *(BY_NAME[name] for name in SCORES), BY_NAME["sixteen_queries"], BY_NAME["one_key"])
+CASES = (
+    *MASKS,
+    *(case for case in MEANS if not (case.slopes or case.stored)),
+    *(BY_NAME[name] for name in SCORES),
+    BY_NAME["sixteen_queries"],
+    BY_NAME["one_key"],
+)
 
 
 def check(problem: Problem, dtype: torch.dtype = torch.float32) -> None:

@@ -29,6 +29,7 @@ class Latent:
     splits: int = 1
     bounds: tuple[tuple[int, int], ...] | None = None
     stages: int = 2
+    means: bool = False
 
 
 _CASES = {
@@ -40,16 +41,19 @@ _CASES = {
     "nothing_splits": Latent(splits=3, bounds=((5, 5), (-7, 3))),
     "three_stages": Latent(keys=500, stages=3),
     "one_tile": Latent(keys=64),
+    "mean": Latent(heads=70, bounds=((5, 5), (20, 150)), means=True),
+    "mean_splits": Latent(keys=300, splits=3, bounds=((3, 2), (0, 900)), means=True),
 }
 
 
-def _exact(q: Tensor, latent: Tensor, rope: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+def _exact(q: Tensor, latent: Tensor, rope: Tensor, bounds: Tensor | None, means: bool) -> tuple[Tensor, Tensor]:
     keys = torch.cat([latent, rope], -1).double()
     scores = q[:, :, 0].double() @ keys.mT * _SCALE
     if bounds is not None:
         at = torch.arange(keys.shape[1])
         allowed = (at >= bounds[0]) & (at < bounds[1])
         scores = scores.masked_fill(~allowed[:, None], float("-inf"))
+        scores = torch.where(allowed.any(1)[:, None, None] | (not means), scores, 0.0)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
     return weights @ latent.double(), lse
@@ -61,10 +65,11 @@ def _run(case: Latent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shapes = ((2, case.heads, 1, case.rank + case.rope), (2, case.keys, case.rank), (2, case.keys, case.rope))
     q, latent, rope = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     bounds = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32).T[..., None].contiguous()
-    expected = _exact(q, latent, rope, bounds)
+    expected = _exact(q, latent, rope, bounds, case.means)
     if bounds is not None:
         at = torch.arange(case.keys)
         outside = (at < bounds[0]) | (at >= bounds[1])
+        outside &= ~outside.all(1, keepdim=True) | (not case.means)
         latent, rope = (x.masked_fill(outside[..., None], float("nan")) for x in (latent, rope))
     blocks = -(-case.heads // _ROWS)
     kept = _ROWS if blocks > 1 else case.heads
@@ -72,8 +77,8 @@ def _run(case: Latent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse = torch.full((2, case.heads, case.rank), torch.nan), torch.full((2, case.heads), torch.nan)
     partial = torch.full((count * (case.rank + 1),), torch.nan) if case.splits > 1 else None
     how = HopperSwitches(
-        GROUP=case.heads, SEQLEN_Q=1, KEPT=kept, HALF=case.rank // 2, ROPE=case.rope, STAGES=case.stages,
-        REGISTERS=240,
+        GROUP=case.heads, SEQLEN_Q=1, KEPT=kept, MEANS="all" if case.means else None, HALF=case.rank // 2, ROPE=case.rope,
+        STAGES=case.stages, REGISTERS=240,
     )  # fmt: skip
     given = {
         "Q": q, "C": latent, "R": rope, "Out": out, "Lse": lse, "Partial": partial, "Bounds": bounds,

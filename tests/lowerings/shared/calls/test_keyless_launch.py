@@ -39,7 +39,7 @@ def test_the_definition_has_them_too() -> None:
     expected = results(lambda *given: attention(*given, added), tensors, [queries, keys], grad)
     mask = queries[:, None, :, None] & keys[:, None, None, :]
     q, k, v = (x.detach() for x in tensors)
-    given = by_definition.Attention(q=q, k=k, v=v, tensors={"mask": mask}, scale=0.2, means=True)
+    given = by_definition.Attention(q=q, k=k, v=v, tensors={"mask": mask}, scale=0.2, means=-torch.inf)
     out, lse = by_definition.forward(given)
     grads = by_definition.backward(given, grad, torch.zeros_like(lse), out, lse)
     for one, other in zip((out, grads.q, grads.k, grads.v), expected, strict=True):
