@@ -113,6 +113,10 @@ def _key_padding(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | 
 
 
 def _document(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
+    return document(part)
+
+
+def document(part: Expr) -> masks.Document | None:
     """f[b, q] = f[b, k], where f is read from tensors."""
     for query, key in _equal_sides(part):
         if not _mentions(key, Q, H) and ix.substitute(key, K, Q) == query and any(ix.loads(key)):

@@ -24,7 +24,17 @@ from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Keyless, Match, Term
-from attn_compiler.passes.recovering import added, chosen, elements, keyless, kinds, reading, score_kinds, unproved
+from attn_compiler.passes.recovering import (
+    added,
+    chosen,
+    elements,
+    keyless,
+    kinds,
+    packing,
+    reading,
+    score_kinds,
+    unproved,
+)
 from attn_compiler.passes.recovering.keyless import MaskStep
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.spelling import fills
@@ -261,6 +271,7 @@ class _Read:
         """What was read, and what reads an element for each query and key, which says nothing. Both have to hold."""
         parts = kinds.conjuncts(condition)
         said = ix.apply("and", *map(_at_most, parts))
+        said = packing.by_places(ix.decide(said, self._ranges), self._reader)
         return ix.decide(said, self._ranges), ix.apply("and", *(part for part in parts if _whole(part) is not None))
 
     def _why_not(self, rest: Expr) -> str | None:

@@ -1,7 +1,8 @@
-"""Packed sequences that the graph looks for and surely doesn't have: what was left out of a mask, and why.
+"""Packed sequences: what a running count of the places where positions jump says of a mask.
 
-transformers numbers the documents of a batch by a running count of where its positions jump. Where the positions are an arange,
-they never do, all tokens have one number, and the comparison of numbers is not in the mask any more. That deserves a word.
+transformers numbers the documents of a batch by such a count. Within a document positions go up by one, so two of them are as far apart as
+their tokens: what compares positions is a causal mask or a window. Where the positions are an arange, they never jump, all tokens have one
+number, and the comparison of numbers is not in the mask any more. That deserves a word.
 """
 
 from __future__ import annotations
@@ -13,11 +14,70 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Const, Expr, Index
+from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler.index_expr.building import rebuilt_of
 from attn_compiler.passes.graph.site import Term
+from attn_compiler.passes.recovering import kinds
+from attn_compiler.passes.recovering.kinds import K, Q
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
+from attn_compiler.spec.masks import Document
 
 aten = torch.ops.aten
+
+#: of a document, its first token's position less its first place: any number
+_ORIGIN = Load("origin of a document", (), "int")
+
+
+def by_places(condition: Expr, reader: Reader) -> Expr:
+    """A condition with positions of a document's tokens as their places, where all that counts is how far apart they are."""
+    parts = kinds.conjuncts(condition)
+    for part in parts:
+        kind = kinds.document(part)
+        position = None if kind is None else _counted(kind, reader)
+        if position is not None:
+            parts = tuple(_placed(one, position) for one in parts)
+    return ix.apply("and", *parts)
+
+
+def _counted(kind: Document, reader: Reader) -> Load | None:
+    """The position of key k, where documents are numbered by a count of the places where positions do not go up by one."""
+    of_key = kind.of_key
+    if not isinstance(of_key, Load) or of_key.at[-1:] != (K,) or of_key.tensor not in reader.tensors:
+        return None
+    version = reader.tensors[of_key.tensor]
+    node = version.node
+    if version.since not in (None, node) or node.graph is not reader.mirror.graph:
+        return None
+    if node.target is not aten.cumsum.default or node.args[1] not in (-1, len(of_key.at) - 1):
+        return None
+    (source,) = node.all_input_nodes
+    try:
+        jumps = _settled(reader.read_at(reader.mirror.order(node), source, (*of_key.at[:-1], ix.add(K, ix.ONE))))
+    except Unreadable:
+        return None
+    # A count of truth values never goes down, so equal numbers have no jump in between.
+    jumps = ix.as_bool(jumps) if ix.is_truth(jumps) else jumps
+    for after in ix.loads(jumps):
+        before = ix.substitute(after, K, ix.add(K, Const(-1)))
+        if isinstance(before, Load) and ix.compare("!=", ix.add(after, before, -1), ix.ONE) == jumps:
+            return before
+    return None
+
+
+def _settled(x: Expr) -> Expr:
+    """An expression with every comparison in it settled that holds, or fails, for all keys."""
+    done: dict[Expr, Expr] = {}
+    for part in ix.ordered(x):
+        done[part] = ix.decide(rebuilt_of(part, done), {})
+    return done[x]
+
+
+def _placed(part: Expr, position: Load) -> Expr:
+    """A condition with k and q for their positions, if it is the same wherever a document begins."""
+    placed = part
+    for at in (K, Q):
+        placed = ix.substitute(placed, ix.substitute(position, K, at), ix.add(at, _ORIGIN))
+    return part if _ORIGIN in set(ix.loads(placed)) else placed
 
 
 def notes(terms: Iterable[Term], reader: Reader, words: str) -> tuple[str, ...]:

@@ -144,10 +144,8 @@ def parts(spec: AttentionSpec) -> Parts:
     if spec.score.proved or spec.score.bias is not None:
         # The tensor masks too, but where kinds say so work can be left out.
         return _with_tensor(spec, masking.parts())
-    plain = _Masking(spec)
-    for kind in applied:
-        plain.add(kind)
-    return _with_tensor(spec, plain.parts(), only_masks=True)
+    # The tensor says what is left over, and all the rest again. Tiles that the parts rule out are not read.
+    return _with_tensor(spec, dataclasses.replace(masking.parts(), keys=None), only_masks=True)
 
 
 def _is_understood(spec: AttentionSpec) -> bool:

@@ -115,10 +115,11 @@ def parts(*proved: MaskKind, **of: object) -> Parts:
         ([PADDING], Parts(keys=PADDING.condition)),
         ([PADDING, DOCUMENT, Causal()], Parts(band=Band(right=0), keys=PADDING.condition, documents=DOCUMENT.of_key)),
         ([DOCUMENT, DOCUMENT], Parts(documents=DOCUMENT.of_key)),
-        ([DOCUMENT, OTHER_DOCUMENT], Parts(mask=True)),
+        ([DOCUMENT, OTHER_DOCUMENT], Parts(documents=DOCUMENT.of_key, mask=True)),
         ([masks.Document(of_key=Load("ids", (K,), "float"))], Parts(mask=True)),
         ([BLOCKS], Parts(mask=True)),
-        ([Causal(), BLOCKS], Parts(mask=True)),
+        ([Causal(), BLOCKS], Parts(band=Band(right=0), mask=True)),
+        ([Causal(), PADDING, DOCUMENT, BLOCKS], Parts(band=Band(right=0), documents=DOCUMENT.of_key, mask=True)),
         ([masks.Formula(condition=ix.as_bool(Load("any", (B, Q, K), "int")))], Parts(mask=True)),
         (
             [masks.Formula(condition=ix.compare("<=", K, Load("position", (Q,), "int")))],
@@ -151,7 +152,7 @@ def test_where_a_kind_goes(proved: list[MaskKind], expected: Parts) -> None:
     ],
 )
 def test_what_is_out_of_reach_stays_in_the_tensor(kind: MaskKind, name: str) -> None:
-    assert parts(Causal(), kind, lost=(name,)) == Parts(mask=True)
+    assert parts(Causal(), kind, lost=(name,)) == Parts(band=Band(right=0), mask=True)
     assert not parts(Causal(), kind, lost=("others",)).mask
 
 
