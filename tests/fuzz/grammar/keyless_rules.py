@@ -15,6 +15,9 @@ _UNREAD = ("c = c.int().square() > 0", "c = c.double().nan_to_num() > 0", "c = c
 
 def rows_without_keys(draft: Draft) -> None:
     """Scores that are all one finite number weigh all keys alike, wherever the number comes from. No probe discards such a program."""
+    if draft.maybe(4):
+        # One query: decoding.
+        draft.sizes["q"] = 1
     is_grouped = draft.maybe(3)
     if is_grouped:
         draft.sizes.update(kv=2, h=draft.pick(4, 6))

@@ -44,6 +44,10 @@ def _delta(draft: Draft, kind: str) -> None:
         # A key that is longer than 1 makes the delta rule grow.
         draft.lines.append(f"{k} = F.normalize({k}, dim=-1)")
     draft.lines.append(f"{decay} = -F.softplus({decay}.to(W){draft.pick('', ' - 3', ' * 3')})")
+    if kind.endswith("by_token") and draft.maybe(3):
+        # A reset: the state is forgotten. By chunks the models' own functions give NaN there.
+        at = draft.pick(*range(draft.sizes["q"]))
+        draft.lines.append(f"{decay} = {decay}.index_fill(1, torch.tensor([{at}], device={decay}.device), -inf)")
     settings = [f"g={decay}", f"beta={beta}.sigmoid()", f"use_qk_l2norm_in_kernel={is_normal}"]
     if not kind.endswith("by_token"):
         settings.append(f"chunk_size={draft.pick(*_CHUNKS)}")
@@ -55,7 +59,10 @@ def _state_space(draft: Draft) -> None:
     rate, skip, bias = (draft.new(name, ("h",)) for name in ("a", "w", "r"))
     k, q = draft.new("k", ("b", "q", "kv", "d")), draft.new("q", ("b", "q", "kv", "d"))
     _pad(draft, (x, k, q))
-    draft.lines.append(f"{rate} = -{rate}.to(W).exp()")
+    draft.lines.append(f"{rate} = -{rate}.to(W).exp(){draft.pick('', ' * 4')}")
+    if draft.maybe(3):
+        # Steps so long that a chunk forgets all before it.
+        draft.lines.append(f"{dt} = {dt} * 4")
     settings = [f"chunk_size={draft.pick(*_CHUNKS)}", "dt_softplus=True", "dt_limit=(0.0, inf)"]
     settings += [f"D={skip}"] * draft.maybe() + [f"dt_bias={bias}"] * draft.maybe()
     names = ("initial_states", "return_final_states")
