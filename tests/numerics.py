@@ -1,9 +1,4 @@
-"""The numeric rule, FlashAttention's: a fused kernel may be off by twice what the same math in the input dtype is off by.
-
-    max|out - exact| <= factor · max|plain - exact| + floor        factor 2, with a softcap 3; gradients the same
-
-exact: the math in float32 (in float64 for float32 and float64 inputs). plain: the same math, every step in the input's
-dtype. floor: the rounding of the result itself, for the shapes where the plain math happens to be exact.
+"""Results of kernels against the numeric rule (attn_compiler/spec/numerics.py).
 
 The math here is written on its own, from the definition: it shares no code with the reference lowering.
 """
@@ -16,12 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attn_compiler.spec.masks import Alignment
+from attn_compiler.spec.numerics import FACTOR, FACTOR_SOFTCAP, FLOOR_ULPS, difference, exact_dtype
 from tests.cases import Inputs
-
-FACTOR = 2.0
-FACTOR_SOFTCAP = 3.0
-# CPU flash takes exp from a polynomial that is good to 20 of float32's 24 bits (Vectorized::exp_u20).
-FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0, torch.float16: 2.0, torch.bfloat16: 2.0}
 
 Attention = Callable[[Inputs], torch.Tensor]
 
@@ -66,10 +57,6 @@ def with_gradients(function: Attention, inputs: Inputs, *, seed: int = 1) -> tup
     return out, *torch.autograd.grad(out, inputs.differentiable, upstream)
 
 
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
-
-
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """The same numbers in another dtype, as new leaves."""
     tensors = {}
@@ -82,10 +69,9 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference; infinite where one of them is not finite and the other is something else."""
-    got, exact = got.detach().double(), exact.detach().double()
-    difference = torch.where(got == exact, 0.0, (got - exact).abs())
-    return float(difference.nan_to_num(nan=torch.inf).max()) if difference.numel() else 0.0
+    """The largest difference; infinite where one of them is not finite and the other is something else. NaN is near to nothing."""
+    off = difference(got.detach(), exact.detach().double()).masked_fill(got.detach().isnan(), torch.inf)
+    return float(off.max()) if off.numel() else 0.0
 
 
 def assert_within_rule(

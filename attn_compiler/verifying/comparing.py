@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from attn_compiler.reasons.errors import VerificationMismatch
-from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, difference, exact_dtype, largest
+from attn_compiler.spec.numerics import FACTOR, FLOOR_ULPS, difference, exact_dtype, largest
+from attn_compiler.verifying.numbers import Noise
 
-#: of the rule, and of the rule at a site with a softcap
-FACTOR, FACTOR_SOFTCAP = 2.0, 3.0
 #: runs with noise before a difference is taken to be one
 NOISY_RUNS = 4
 #: so many where roundings move a result by a twentieth of it, as those of a steep softmax do: few runs come near to the largest error

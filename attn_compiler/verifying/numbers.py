@@ -1,4 +1,4 @@
-"""How exact a number is: the rounding of each dtype, the dtype of an exact run, differences, and noise as large as a rounding."""
+"""Noise as large as a rounding."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_compiler.spec.dtypes import HALVES
+from attn_compiler.spec.numerics import FLOOR_ULPS
 
-#: Rounding of a result, in units of the last place. CPU flash takes exp from a polynomial that is good to 20 of 24 bits.
-FLOOR_ULPS = {torch.float64: 64.0, torch.float32: 16.0} | dict.fromkeys(HALVES, 2.0)
 #: over a dtype's eps: beside numbers as low no score of 16 has digits left
 _MASKS = -64.0
 
@@ -51,22 +50,6 @@ class Noise:
         would give one key all the weight of a query that they leave no other."""
         eps = torch.finfo(dtype).eps
         return torch.where(x <= _MASKS / eps, x, x * (1 + FLOOR_ULPS[dtype] * eps * self.like(x)))
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALVES else torch.float64
-
-
-def difference(x: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """|x - exact|; infinite where one of them is not finite and the other is something else."""
-    x = x.to(exact.dtype)
-    same = (x == exact) | (x.isnan() & exact.isnan())
-    return torch.where(same, 0.0, (x - exact).abs().nan_to_num(nan=torch.inf, posinf=torch.inf))
-
-
-def largest(x: torch.Tensor, counts: torch.Tensor) -> float:
-    """The largest magnitude among the elements that count."""
-    return float(torch.where(counts, x, 0.0).abs().nan_to_num(nan=0.0).max()) if x.numel() else 0.0
 
 
 def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:

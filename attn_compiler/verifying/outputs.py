@@ -21,9 +21,10 @@ from torch import fx
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.passes.graph import axes, program
 from attn_compiler.passes.graph.site import Site
+from attn_compiler.spec.numerics import FACTOR, FACTOR_SOFTCAP, FLOOR_ULPS, difference, exact_dtype, largest
 from attn_compiler.verifying import comparing, masks, pairs, recomputing
-from attn_compiler.verifying.comparing import FACTOR, FACTOR_SOFTCAP, Compared, Rule, Words
-from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, difference, exact_dtype, largest
+from attn_compiler.verifying.comparing import Compared, Rule, Words
+from attn_compiler.verifying.numbers import Noise
 from attn_compiler.verifying.values import Body, NoValueError, Values
 
 

@@ -15,9 +15,9 @@ from torch import fx
 
 from attn_compiler.index_expr import Apply, Expr, parts
 from attn_compiler.passes.graph.site import Site
+from attn_compiler.spec.numerics import difference, largest
 from attn_compiler.verifying import pairs
 from attn_compiler.verifying.comparing import Compared
-from attn_compiler.verifying.numbers import difference, largest
 from attn_compiler.verifying.pairs import BIASED_MASKED_BELOW, MASKED, Recovered, Slice
 from attn_compiler.verifying.values import NoValueError, Values
 

@@ -20,10 +20,11 @@ from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.recovering import recover
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.numerics import exact_dtype
 from attn_compiler.verifying import as_read, outputs
 from attn_compiler.verifying.as_read import AsRead
 from attn_compiler.verifying.comparing import Compared
-from attn_compiler.verifying.numbers import Noise, exact_dtype
+from attn_compiler.verifying.numbers import Noise
 from attn_compiler.verifying.outputs import RealBuilder
 from attn_compiler.verifying.ranks import Ranks, WholeLoads
 from attn_compiler.verifying.values import Body, Values

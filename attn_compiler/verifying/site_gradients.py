@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph.site import Site
+from attn_compiler.spec.numerics import exact_dtype
 from attn_compiler.verifying import comparing, masks, outputs, recomputing
 from attn_compiler.verifying.comparing import Compared, Rule, Words
 from attn_compiler.verifying.interpreting import Autocast
-from attn_compiler.verifying.numbers import Noise, exact_dtype, fused_noise
+from attn_compiler.verifying.numbers import Noise, fused_noise
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
 

@@ -11,12 +11,13 @@ import torch
 
 from attn_compiler.reporting.verifications import Verification
 from attn_compiler.spec.dtypes import HALVES
+from attn_compiler.spec.numerics import FACTOR, FLOOR_ULPS
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 from attn_compiler.verifying import interpreting, outputs
-from attn_compiler.verifying.comparing import FACTOR, Compared, Rule, Words
+from attn_compiler.verifying.comparing import Compared, Rule, Words
 from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
 from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Record
-from attn_compiler.verifying.numbers import FLOOR_ULPS, Noise, fused_noise
+from attn_compiler.verifying.numbers import Noise, fused_noise
 from attn_compiler.verifying.plan import CheckPlan
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from attn_compiler.spec.numerics import difference, exact_dtype
 from attn_compiler.verifying.comparing import is_plain
-from attn_compiler.verifying.numbers import difference, exact_dtype
 
 #: axes of an output with numbers for each token, and how outputs of an encoder beside a decoder are named
 _RANK, _ENCODERS = 3, "encoder_"

@@ -24,18 +24,9 @@ from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Keyless, Match, Term
-from attn_compiler.passes.recovering import (
-    added,
-    chosen,
-    elements,
-    keyless,
-    kinds,
-    packing,
-    reading,
-    score_kinds,
-    unproved,
-)
+from attn_compiler.passes.recovering import added, chosen, elements, keyless, kinds, reading, score_kinds, unproved
 from attn_compiler.passes.recovering.keyless import MaskStep
+from attn_compiler.passes.recovering.packing import by_places
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.spelling import fills
 from attn_compiler.spec import added_scores, masks
@@ -263,15 +254,13 @@ class _Read:
 
     def _known(self, x: Expr, term: Term) -> Ranges:
         """Ranges of the indices and sizes in x, but not of what it loads."""
-        at = elements.indices(self._match, term.operand.dims)
-        within = self._reader.within(x, term.operand.node, at)
+        within = self._reader.within(x, term.operand.node, elements.indices(self._match, term.operand.dims))
         return {name: most for name, most in within.items() if not name.endswith(LOADED_KEY.format(""))}
 
     def _told_apart(self, condition: Expr) -> tuple[Expr, Expr]:
         """What was read, and what reads an element for each query and key, which says nothing. Both have to hold."""
         parts = kinds.conjuncts(condition)
-        said = ix.apply("and", *map(_at_most, parts))
-        said = packing.by_places(ix.decide(said, self._ranges), self._reader)
+        said = by_places(ix.decide(ix.apply("and", *map(_at_most, parts)), self._ranges), self._reader)
         return ix.decide(said, self._ranges), ix.apply("and", *(part for part in parts if _whole(part) is not None))
 
     def _why_not(self, rest: Expr) -> str | None:
