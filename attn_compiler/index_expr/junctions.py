@@ -12,10 +12,14 @@ from attn_compiler.index_expr.placing import place
 OTHER = {"and": "or", "or": "and"}
 
 
+_Terms = tuple[tuple[Expr, int], ...]
+
+
 def strongest(op: str, parts: Iterable[Expr]) -> list[Expr]:
-    """Of bounds on the same form, the one that decides: k <= q ∧ k <= q + 3 is k <= q."""
-    bounds: dict[tuple[tuple[Expr, int], ...], int] = {}
-    rest = []
+    """Of bounds on the same form, the one that decides: k <= q ∧ k <= q + 3 is k <= q. A single value beside a bound moves it, or follows
+    from it: k < q ∨ k = q is k <= q, and k <= q ∧ k ≠ q is k < q."""
+    bounds: dict[_Terms, int] = {}
+    rest: list[Expr] = []
     for part in parts:
         if isinstance(part, Test) and part.relation == ">=":
             terms, const = part.form.terms, part.form.const
@@ -23,7 +27,30 @@ def strongest(op: str, parts: Iterable[Expr]) -> list[Expr]:
             bounds[terms] = choose(bounds.get(terms, const), const)
         else:
             rest.append(part)
-    return rest + [Test(">=", Linear(terms, const)) for terms, const in bounds.items()]
+    kept = [part for part in rest if not (bounds and _is_taken_up(op, part, bounds))]
+    return kept + [Test(">=", Linear(terms, const)) for terms, const in bounds.items()]
+
+
+def _is_taken_up(op: str, part: Expr, bounds: dict[_Terms, int]) -> bool:
+    """Whether bounds say what a single value that a form has, or has not, says. A value right beyond a bound moves the bound."""
+    if not isinstance(part, Test) or part.relation != {"or": "==", "and": "!="}[op]:
+        return False
+    for form in (part.form, _negated(part.form)):
+        if form.terms not in bounds:
+            continue
+        # The bound says terms >= -const, and the value is -form.const.
+        least, value = -bounds[form.terms], -form.const
+        inside = value >= least if op == "or" else value < least
+        if inside:
+            return True
+        if value == (least - 1 if op == "or" else least):
+            bounds[form.terms] += 1 if op == "or" else -1
+            return True
+    return False
+
+
+def _negated(form: Linear) -> Linear:
+    return Linear(tuple((term, -factor) for term, factor in form.terms), -form.const)
 
 
 def without_implied(op: str, parts: list[Expr]) -> list[Expr]:
@@ -71,13 +98,14 @@ class KnownParts(NamedTuple):
     """What the parts of a junction are made of, as digests, so that more parts can be held against it at once.
 
     parts: themselves. settled: those that are no junctions, and their negations. leaves: what the junctions among them are made of.
-    directions: the forms that bounds are on.
+    directions: the forms that bounds are on. points: those that have, or have not, a single value.
     """
 
     parts: frozenset[bytes]
     settled: frozenset[bytes]
     leaves: frozenset[bytes]
     directions: frozenset[bytes]
+    points: frozenset[bytes]
 
 
 def known(whole: Apply, invert: Callable[[Expr], Expr]) -> KnownParts:
@@ -96,6 +124,14 @@ def _known(op: str, parts: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Kn
         settled=frozenset([x.facts.digest for atom in atoms for x in (atom, invert(atom))]),
         leaves=frozenset().union(*map(leaves, others)),
         directions=frozenset([_direction(x.form) for x in atoms if isinstance(x, Test) and x.relation == ">="]),
+        points=frozenset(
+            [
+                _direction(form)
+                for x in atoms
+                if isinstance(x, Test) and x.relation != ">="
+                for form in (x.form, _negated(x.form))
+            ]
+        ),
     )
 
 
@@ -124,7 +160,9 @@ def joined_apart(op: str, whole: KnownParts, new: list[Expr], invert: Callable[[
     on the same form; None if any does. No part is common to all then, as none was before."""
     own = [_known(op, (part,), invert) for part in new]
     for more in own:
-        if not (whole.settled.isdisjoint(more.settled) and whole.directions.isdisjoint(more.directions)):
+        if not (whole.settled.isdisjoint(more.settled) and whole.directions.isdisjoint(more.directions | more.points)):
+            return None
+        if not whole.points.isdisjoint(more.directions):
             return None
         if not (whole.settled.isdisjoint(more.leaves) and whole.leaves.isdisjoint(more.settled)):
             return None

@@ -36,6 +36,7 @@ from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaE
 from attn_compiler.lowerings.shared.calls import keyless_gradient as keyless_gradient
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from attn_compiler.lowerings.shared.limits import untried
+from attn_compiler.lowerings.shared.limits.common import check_scope
 from attn_compiler.lowerings.shared.limits.mask_limits import check_own_rows
 from attn_compiler.lowerings.shared.parts import score_changes as score_changes
 from attn_compiler.lowerings.triton.fp8 import TritonFp8
@@ -60,6 +61,7 @@ __all__ = [
     "check_flex_call",
     "check_fp8_speed",
     "check_own_rows",
+    "check_scope",
     "estimate",
     "evidence",
     "faster",

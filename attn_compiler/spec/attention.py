@@ -121,6 +121,7 @@ class AttentionSpec:
     lse: the logarithm of each query's sum of exponentiated scores, (B, Hq, Sq), is read besides the output, and has a gradient.
     ranges: of a symbolic batch and symbolic lengths, where guards say more than the name does. Ask `dims.range_of`.
     of_bfloat16: q, k, v and the gradient of the output are numbers of bfloat16, which a model that trains holds in float32.
+    scope: the kernels of PyTorch that the model's sdpa_kernel scope leaves, by their names; None: all.
     """
 
     q: TensorSpec
@@ -140,6 +141,7 @@ class AttentionSpec:
     lse: LseUse = field(default="unread", metadata=UNSAID)
     ranges: tuple[SizeRange, ...] = field(default=(), metadata=UNSAID)
     of_bfloat16: bool = field(default=False, metadata=UNSAID)
+    scope: tuple[str, ...] | None = field(default=None, metadata=UNSAID)
 
     @property
     def batch(self) -> Dim:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._library.fake_class_registry import FakeScriptObject
@@ -114,11 +115,33 @@ def saved_for_backward(run: Callable[[], object]) -> list[torch.Tensor]:
 
 
 def trace_pre_dispatch(
-    function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode | None = None
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    mode: FakeTensorMode | None = None,
+    definitions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
-    """make_fx above autograd and autocast, inside the fake mode that `args` come from, or `mode`."""
+    """make_fx above autograd and autocast, inside the fake mode of `args`, or `mode`. definitions: of ops to trace as others."""
+    traced = make_fx(
+        function,
+        decomposition_table=dict(definitions or {}),
+        pre_dispatch=True,
+        tracing_mode="fake",
+        _allow_non_fake_inputs=True,
+    )
     with mode or detect_fake_mode(list(args)) or FakeTensorMode(allow_non_fake_inputs=True):
-        return make_fx(function, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        return traced(*args)
+
+
+def definitions(ops: Iterable[torch._ops.OpOverload]) -> dict[Any, Callable[..., Any]]:
+    """What PyTorch says that ops are made of. An op that this release says nothing of is left out."""
+    found: dict[Any, Callable[..., Any]] = {}
+    for op in ops:
+        own = decomposition_table.get(op)
+        if own is not None:
+            found[op] = own
+        elif op._can_decompose():
+            found[op] = op.decompose
+    return found
 
 
 def trace_score_function(

@@ -32,3 +32,35 @@ def test_what_each_part_has(op: str) -> None:
     assert junctions.in_each(op, [Apply(other, (A, B_)), C]) == []
     assert junctions.in_each(op, [Apply(other, (A, B_))]) == []
     assert junctions.joined(op, Apply(op, (A, B_))) == (Apply(op, (A, B_)),)
+
+
+_AHEAD = ix.add(Index("q"), Index("k"), -1)
+
+
+@pytest.mark.parametrize(
+    ("op", "parts", "left"),
+    [
+        ("or", ((">", 0), ("==", 0)), (">=", 0)),
+        ("or", ((">=", 0), ("==", 0)), (">=", 0)),
+        ("or", ((">=", 0), ("==", -1)), (">=", -1)),
+        ("or", (("<=", 0), ("==", 1)), ("<=", 1)),
+        ("and", ((">=", 0), ("!=", 0)), (">", 0)),
+        ("and", ((">=", 0), ("!=", -3)), (">=", 0)),
+        ("and", (("<", 4), ("!=", 3)), ("<", 3)),
+        ("or", ((">=", 0), ("==", -2)), None),
+        ("and", ((">=", 0), ("!=", 2)), None),
+        ("and", ((">=", 0), ("==", 2)), None),
+        ("or", ((">=", 0), ("!=", -2)), None),
+    ],
+)
+def test_a_single_value_beside_a_bound(
+    op: str, parts: tuple[tuple[str, int], ...], left: tuple[str, int] | None
+) -> None:
+    """In either order, and where one comes to a junction that is there."""
+    own = [ix.compare(relation, _AHEAD, Const(number)) for relation, number in parts]
+    wanted = None if left is None else ix.compare(left[0], _AHEAD, Const(left[1]))
+    other = ix.compare("<", Index("h"), Const(2))
+    for one, two in (own, own[::-1]):
+        joined = ix.apply(op, one, two)
+        assert joined == wanted if wanted is not None else isinstance(joined, Apply)
+        assert ix.apply(op, ix.apply(op, other, one), two) == ix.apply(op, other, joined)

@@ -124,9 +124,9 @@ def padding(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return attention(q, k, v, attn_mask=kept)
 
 
-@CASES.near_miss(missed("sdpa_kernel scope"))
+@CASES.near_miss(described("scale 0.353553"))
 def kernel_chosen_by_the_user(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
         return attention(q, k, v)
 
 

@@ -19,12 +19,13 @@ _EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 class Region:
     """The state in force at one node.
 
-    autocast: arguments of the regions entered and not left, outermost first. transforms: how many of torch.func's (vmap, grad,
-    jvp ...) are around it.
+    autocast: arguments of the regions entered and not left, outermost first. kernels: of PyTorch's, those that an sdpa_kernel scope leaves;
+    None: all; none at all where kernels were switched in another way. transforms: how many of torch.func's (vmap, grad, jvp ...) are
+    around it.
     """
 
     autocast: tuple[tuple[Any, ...], ...] = ()
-    sdpa_kernel: bool = False
+    kernels: frozenset[str] | None = None
     transforms: int = 0
 
     @contextlib.contextmanager
@@ -73,7 +74,7 @@ def _after(region: Region, node: fx.Node) -> Region:
     if node.target is _EXIT_AUTOCAST:
         return dataclasses.replace(region, autocast=region.autocast[:-1])
     if _sets_sdpa_kernel(node):
-        return dataclasses.replace(region, sdpa_kernel=True)
+        return dataclasses.replace(region, kernels=_kernels_left(node))
     return dataclasses.replace(region, transforms=region.transforms + _nesting(node)) if _nesting(node) else region
 
 
@@ -84,8 +85,20 @@ def _nesting(node: fx.Node) -> int:
 
 
 def _sets_sdpa_kernel(node: fx.Node) -> bool:
-    """Dynamo writes an sdpa_kernel scope as calls that set the backends; once one is seen, the choice is the user's."""
+    """Dynamo writes an sdpa_kernel scope as two calls: one sets the scope's kernels, and one those of before."""
     name = getattr(node.target, "__name__", "")
     return node.op == "call_function" and (
         "sdp" in name and ("set_" in name or "enable" in name or "_sdpa_kernel" in name)
     )
+
+
+#: the names of PyTorch's kernels that a site may get
+_ALL = frozenset({"FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"})
+
+
+def _kernels_left(node: fx.Node) -> frozenset[str] | None:
+    """What a call that sets kernels leaves; None: all of them."""
+    given = node.args[0] if node.args else None
+    names = [x.args[0] for x in given if isinstance(x, fx.Node) and x.args] if isinstance(given, (list, tuple)) else []
+    found = frozenset(name for name in names if isinstance(name, str))
+    return None if found >= _ALL else found & _ALL

@@ -281,6 +281,7 @@ class Match:
     reads: what kernels can read instead.
     kept: which outputs need copies.
     notes: what else is said of the site in the report.
+    scope: as Region.kernels.
     """
 
     pattern: str
@@ -300,6 +301,7 @@ class Match:
     reads: SiteReads = field(default_factory=SiteReads)
     kept: KeptOutputs = KeptOutputs()
     notes: tuple[str, ...] = ()
+    scope: frozenset[str] | None = None
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:

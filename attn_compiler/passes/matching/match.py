@@ -15,7 +15,7 @@ from attn_compiler.passes.graph.site import Match, Miss, Refused, Site
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.unit import FoundSites, Unit, is_anchor_like, module_path, source_line, tensor_kind
 from attn_compiler.passes.matching import nested_calls, routers, written_out
-from attn_compiler.passes.matching.patterns import PATTERNS, Pattern, softmaxes
+from attn_compiler.passes.matching.patterns import PATTERNS, Pattern, sdpa_call, softmaxes
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 
@@ -64,7 +64,7 @@ def _is_told(mirror: Mirror, anchor: fx.Node) -> bool:
     """Whether an anchor that is no site is a miss. An exponential may be a loss's, or anybody's: unseen.py tells which are attention."""
     if anchor.target in softmaxes.WRITTEN_OUT or anchor not in mirror.live:
         return False
-    return not routers.is_choice(mirror, anchor)
+    return anchor.target in sdpa_call.ANCHORS or not routers.is_choice(mirror, anchor)
 
 
 class _Written:
@@ -133,15 +133,7 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
             at=match.out,
             progress=5,
         )
-    if scopes[out].sdpa_kernel:
-        raise Refused(
-            code=Code.CHOSEN_BY_SCOPE,
-            rule="the kernel is not already chosen by an sdpa_kernel scope",
-            observed="the call is inside one",
-            remedy="remove torch.nn.attention.sdpa_kernel to let the backend choose",
-            at=match.out,
-            progress=5,
-        )
+    match.scope = scopes[out].kernels
     stopped = gradients.stopped_at(mirror, match.covered) if gradients.known(mirror, match.out) else None
     if stopped is not None:
         raise Refused(

@@ -174,6 +174,7 @@ def _describe(
         no_latent=match.reads.latent if isinstance(match.reads.latent, Reason) else None,
         lse=_lse_use(mirror, match),
         of_bfloat16=needs_grad and upcasts.holds_bfloat16(mirror, match),
+        scope=None if match.scope is None else tuple(sorted(match.scope)),
         ranges=_ranges(tensors.q.shape[0], tensors.q.shape[2], tensors.k.shape[2]),
     )
     site.spec = _with_own_rows(match, spec, site.keyless)

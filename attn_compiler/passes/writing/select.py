@@ -78,7 +78,7 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
     for name in _candidates(spec, target, options):
         lowering = by_name(name)
         reasons = (lowering.cannot_package() if target.packaged else []) or lowering.why_not(spec, target)
-        reasons = reasons or lowerings.check_own_rows(spec, name)
+        reasons = reasons or lowerings.check_own_rows(spec, name) or lowerings.check_scope(spec, name)
         if not reasons and _may_be_slower(name, spec, options):
             reasons = lowerings.check_fp8_speed(spec, target, name, without_fp8())
         if not reasons and of_flex and not _is_named(options):

@@ -85,7 +85,11 @@ def _taking(spec: AttentionSpec, target: Target, names: tuple[str, ...]) -> tupl
     return tuple(
         low
         for low in taking
-        if not (low.why_not(spec, target) or lowerings.check_own_rows(spec, low.name))
+        if not (
+            low.why_not(spec, target)
+            or lowerings.check_own_rows(spec, low.name)
+            or lowerings.check_scope(spec, low.name)
+        )
         and not lowerings.cannot_build(low.name, spec, target)
     )
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_compiler.passes.graph import regions
 from tests import numerics
-from tests.passes.compiling import CPU_FLASH, captured, compiled
+from tests.passes.compiling import captured, compiled
 
 B, H, S, D = 2, 4, 6, 8
 Tensor = torch.Tensor
@@ -129,19 +129,62 @@ def test_autocast_in_one_module_only() -> None:
 # ---- sdpa_kernel --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-def test_sdpa_kernel_inside_the_graph_is_left_alone(backend: SDPBackend) -> None:
+_ALL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+
+
+@pytest.mark.parametrize(
+    ("backends", "scope", "is_flash"),
+    [
+        (SDPBackend.MATH, ("MATH",), False),
+        (SDPBackend.FLASH_ATTENTION, ("FLASH_ATTENTION",), True),
+        ([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], ("EFFICIENT_ATTENTION", "MATH"), True),
+        ([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION], ("CUDNN_ATTENTION", "MATH"), False),
+        (_ALL, None, True),
+    ],
+)
+def test_an_sdpa_kernel_scope_leaves_kernels_out_and_ends(
+    backends: SDPBackend | list[SDPBackend], scope: tuple[str, ...] | None, is_flash: bool
+) -> None:
     def function(q: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return sdpa(q, q, q)
+        with sdpa_kernel(backends):
+            q = sdpa(q, q, q)
+        return sdpa(q, q, q, is_causal=True)
 
     run = compiled(function)
     torch.testing.assert_close(run(_q()), function(_q()))
     for report in run.reports:
-        (miss,) = report.misses
-        assert miss.reason.rule == "the kernel is not already chosen by an sdpa_kernel scope"
-        assert miss.reason.remedy is not None
-    assert CPU_FLASH not in run.calls
+        by_mask = {site.spec.mask.words: site for site in report.sites}
+        assert (by_mask["none"].spec.scope, by_mask["causal"].spec.scope) == (scope, None)
+        assert (by_mask["none"].decision.lowering == "sdpa_cpu_flash") == is_flash
+        assert by_mask["causal"].decision.lowering == "sdpa_cpu_flash"
+        assert report.misses == ()
+
+
+def test_a_scope_in_a_scope_ends_with_the_outer_one() -> None:
+    def function(q: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                q = sdpa(q, q, q)
+            return sdpa(q, q, q, is_causal=True)
+
+    run = compiled(function)
+    torch.testing.assert_close(run(_q()), function(_q()))
+    for report in run.reports:
+        scopes = {site.spec.mask.words: site.spec.scope for site in report.sites}
+        assert scopes == {"none": ("FLASH_ATTENTION",), "causal": ("MATH",)}
+
+
+def test_kernels_that_are_switched_one_by_one_are_the_users_choice() -> None:
+    def function(q: Tensor) -> Tensor:
+        torch.backends.cuda.enable_math_sdp(True)
+        return sdpa(q, q, q)
+
+    run = compiled(function)
+    torch.testing.assert_close(run(_q()), function(_q()))
+    assert {site.decision.lowering for report in run.reports for site in report.sites} <= {
+        "untouched",
+        "sdpa_cpu_flash",
+    }
 
 
 def test_sdpa_kernel_around_the_graph_switches_kernels_off() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
@@ -134,6 +135,29 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
         observed = f"q {spec.head_dim_qk}, k {spec.k.shape[3]}"
         reasons.append(Reason(code=Code.SHAPES, rule="q and k have one head_dim", observed=observed))
     return reasons + check_not_empty(spec) + _check_heads(spec)
+
+
+#: which of PyTorch's kernels a lowering is, or computes as
+_SAME_AS = {
+    "math": ("MATH",),
+    "sdpa_efficient": ("EFFICIENT_ATTENTION",),
+    "sdpa_flash": ("FLASH_ATTENTION",),
+} | dict.fromkeys(("cudnn", "cudnn_fp8", "sdpa_cudnn"), ("CUDNN_ATTENTION",))
+_FUSED = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION")
+
+
+def check_scope(spec: AttentionSpec, lowering: str) -> list[Reason]:
+    """For any lowering: the model's sdpa_kernel scope leaves the kernel of PyTorch that computes as it does."""
+    if spec.scope is None or lowering == UNTOUCHED or set(_SAME_AS.get(lowering, _FUSED)) & set(spec.scope):
+        return []
+    return [
+        Reason(
+            code=Code.CHOSEN_BY_SCOPE,
+            rule=f"the sdpa_kernel scope leaves {' or '.join(_SAME_AS.get(lowering, _FUSED))}",
+            observed=", ".join(spec.scope) or "kernels switched one by one",
+            remedy="remove torch.nn.attention.sdpa_kernel, or add the kernel to its list",
+        )
+    ]
 
 
 def check_not_empty(spec: AttentionSpec) -> list[Reason]:

@@ -40,6 +40,20 @@ def _fill_with(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return _given(reader, node, value, ())
 
 
+def _fill_diagonal(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """The elements of a matrix whose indices are equal are a number."""
+    source, value = node.args[0], argument(node, "fill_value")
+    if (
+        not isinstance(source, fx.Node)
+        or len(at) != 2
+        or not isinstance(value, (bool, int, float))
+        or argument(node, "wrap", False)
+    ):
+        return None
+    number = converted_of(reader, Const(value), node, None, at)
+    return None if number is None else ix.where(ix.compare("==", *at), number, reader.read(source, at))
+
+
 def _copy(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     """The source, as large or broadcast, converted to the dtype of the tensor."""
     return _given(reader, node, argument(node, "src"), at)
@@ -71,10 +85,12 @@ READERS: dict[object, ReadOp] = {
         (aten.bitwise_and_.Tensor, aten.bitwise_and.Tensor),
         (aten.bitwise_or_.Tensor, aten.bitwise_or.Tensor),
         (aten.bitwise_not_.default, aten.bitwise_not.default),
+        (aten.bitwise_xor_.Tensor, aten.bitwise_xor.Tensor),
         (aten.__iand__.Tensor, aten.__and__.Tensor),
         (aten.__ior__.Tensor, aten.__or__.Tensor),
     )
 } | {
+    aten.fill_diagonal_.default: _fill_diagonal,
     aten.fill_.Scalar: _fill,
     aten.fill_.Tensor: _fill_with,
     aten.zero_.default: _fill,

@@ -228,6 +228,72 @@ def _picked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return reader.read(source, (*at[:dim], picked, *at[dim + 1 :]))
 
 
+def _stacked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """stack: the tensor that the index along the new axis picks."""
+    parts, dim = node.args[0], dim_of(node, 0)
+    if not isinstance(parts, (list, tuple)) or dim is None:
+        return None
+    dim %= len(at)
+    found: Expr | None = None
+    for i in reversed(_that_may_hold(at[dim], list(range(len(parts))))):
+        part = parts[i]
+        if not isinstance(part, fx.Node):
+            return None
+        element = reader.read(part, (*at[:dim], *at[dim + 1 :]))
+        converted = converted_of(reader, element, node, fake(part).dtype, at)
+        if converted is None:
+            return None
+        found = converted if found is None else ix.where(ix.compare("<=", at[dim], Const(i)), converted, found)
+    return found
+
+
+def _flipped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """flip: an index counts from the end."""
+    source, dims = node.args[0], argument(node, "dims")
+    if not isinstance(source, fx.Node) or not isinstance(dims, (list, tuple)):
+        return None
+    own = list(at)
+    for dim in dims:
+        extent = size(axes.shape_exprs(fake(source))[dim])
+        if extent is None:
+            return None
+        own[dim] = ix.add(ix.add(extent, Const(-1)), at[dim], -1)
+    return reader.read(source, tuple(own))
+
+
+def _padded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """pad: the tensor where it is, and a number around it. A pad below zero cuts."""
+    source, pads, value = node.args[0], argument(node, "pad"), argument(node, "value", 0) or 0
+    if (
+        not isinstance(source, fx.Node)
+        or not isinstance(pads, (list, tuple))
+        or argument(node, "mode", "constant") != "constant"
+    ):
+        return None
+    if not isinstance(value, (bool, int, float)):
+        return None
+    own, conditions = list(at), []
+    for i, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        dim = len(at) - 1 - i
+        first, extent = _whole_number(before), size(axes.shape_exprs(fake(source))[dim])
+        if first is None or extent is None:
+            return None
+        own[dim] = ix.add(at[dim], first, -1)
+        if before != 0:
+            conditions.append(ix.compare(">=", own[dim], ix.ZERO))
+        if after != 0:
+            conditions.append(ix.compare("<", own[dim], extent))
+    inside = ix.apply("and", *conditions) if conditions else ix.TRUE
+    element = converted_of(reader, reader.read(source, tuple(own)), node, fake(source).dtype, at)
+    around = converted_of(reader, Const(value), node, None, at)
+    return None if element is None or around is None else ix.where(inside, element, around)
+
+
+def _whole_number(value: Any) -> Expr | None:
+    value = value.meta["val"] if isinstance(value, fx.Node) else value
+    return Const(value) if isinstance(value, int) else size(torch_symbols.decided(value))
+
+
 def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     """cat: the part that the index falls into. Every part but the last has a known size."""
     parts, dim = node.args[0], dim_of(node, 0)
@@ -282,6 +348,10 @@ READERS: dict[object, ReadOp] = {
     aten.embedding.default: _embedding,
     aten.index_select.default: _picked,
     aten.gather.default: _picked,
+    aten.stack.default: _stacked,
+    aten.flip.default: _flipped,
+    aten.constant_pad_nd.default: _padded,
+    aten.pad.default: _padded,
     aten.cat.default: _joined,
     aten.concat.default: _joined,
     aten.concatenate.default: _joined,

@@ -11,6 +11,7 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
+from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.views import argument
 from attn_compiler.passes.recovering.reading.converting import converted, fits
 from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, computed_of
@@ -118,6 +119,64 @@ def _rounded(combine: Callable[..., Expr | None]) -> ReadOp:
     return read
 
 
+def _multiply(a: Expr, b: Expr) -> Expr:
+    """Of truth values, in floats too, both hold: exact in any dtype."""
+    if not (ix.is_truth(a) and ix.is_truth(b)) or isinstance(a, Const) or isinstance(b, Const):
+        return ix.mul(a, b)
+    both = ix.as_int(ix.apply("and", ix.as_bool(a), ix.as_bool(b)))
+    return ix.as_float(both) if "float" in (ix.kind_of(a), ix.kind_of(b)) else both
+
+
+def _times(axes_of: Callable[[fx.Node], tuple[str, str, str] | None]) -> ReadOp:
+    """Products over no axis, or over one of a single element: what an op that contracts is then. axes_of: letters of both operands and of
+    the result."""
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        found = axes_of(node)
+        if found is None or len(found[2]) != len(at):
+            return None
+        *letters, out = found
+        index = dict(zip(out, at, strict=True))
+        operands: list[Expr] = []
+        for source, own in zip(_sources(node), letters, strict=True):
+            one = [extent == axes.ONE for extent in axes.shape_exprs(fake(source))]
+            if len(set(own)) < len(own) or any(
+                letter not in index and not is_one for letter, is_one in zip(own, one, strict=True)
+            ):
+                return None
+            place = tuple(ix.ZERO if is_one else index[letter] for letter, is_one in zip(own, one, strict=True))
+            operands.append(reader.read(source, place))
+        return computed_of(reader, _multiply(*operands), node, at)
+
+    return read
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an op contracts."""
+    given = node.args[1] if isinstance(node.args[0], str) else node.args
+    return [x for x in given if isinstance(x, fx.Node)]  # type: ignore[union-attr]
+
+
+def _of_equation(node: fx.Node) -> tuple[str, str, str] | None:
+    """Letters of an einsum of two tensors, which names its result."""
+    equation = node.args[0]
+    if not isinstance(equation, str) or "." in equation or "->" not in equation or len(_sources(node)) != 2:
+        return None
+    operands, _, out = equation.replace(" ", "").partition("->")
+    a, comma, b = operands.partition(",")
+    return (a, b, out) if comma and "," not in b else None
+
+
+def _of_matmul(node: fx.Node) -> tuple[str, str, str] | None:
+    """Letters of a product of matrices, in batches that broadcast."""
+    ranks = [fake(x).dim() for x in _sources(node)]
+    if len(ranks) != 2 or min(ranks) < 2 or max(ranks) > 6:
+        return None
+    batch = "bcde"[: max(ranks) - 2]
+    a, b = (batch[len(batch) - (rank - 2) :] for rank in ranks)
+    return f"{a}ik", f"{b}kj", f"{batch}ij"
+
+
 def _divide(a: Expr, b: Expr) -> Expr:
     return a if b == Const(1.0) else ix.apply("div", a, b)
 
@@ -187,7 +246,11 @@ READERS: dict[object, ReadOp] = {
     aten.add.Tensor: _arithmetic(ix.add),
     aten.sub.Tensor: _arithmetic(_subtract),
     aten.rsub.Scalar: _arithmetic(lambda a, b: _subtract(b, a)),
-    aten.mul.Tensor: _arithmetic(ix.mul),
+    aten.mul.Tensor: _arithmetic(_multiply),
+    aten.einsum.default: _times(_of_equation),
+    aten.matmul.default: _times(_of_matmul),
+    aten.bmm.default: _times(_of_matmul),
+    aten.mm.default: _times(_of_matmul),
     aten.neg.default: _arithmetic(lambda a: ix.mul(a, Const(-1))),
     aten.abs.default: _arithmetic(lambda a: ix.apply("abs", a)),
     aten.minimum.default: _arithmetic(lambda a, b: ix.apply("min", a, b)),
@@ -225,6 +288,8 @@ READERS: dict[object, ReadOp] = {
     aten.bitwise_and.Tensor: _logical("and"),
     aten.bitwise_or.Tensor: _logical("or"),
     aten.bitwise_not.default: _logical("not"),
+    aten.bitwise_xor.Tensor: _logical("xor"),
+    aten.bitwise_xor.Scalar: _logical("xor"),
     aten.bitwise_and.Scalar: _logical("and"),
     aten.bitwise_or.Scalar: _logical("or"),
     aten.__and__.Scalar: _logical("and"),
