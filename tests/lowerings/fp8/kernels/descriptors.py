@@ -1,6 +1,8 @@
-"""Of a kernel in Hopper's machine code, the tiles that its products read: whether every path to a product has set where they are.
+"""Of a kernel in Hopper's machine code, the tiles that its products read: whether every path to a product has set where they are, and from
+what.
 
 ptxas 12.8 was seen to set a part of a descriptor in front of a loop alone that a path may go around, and to read it in the next loop too.
+Of a descriptor that is another one and a step, it was seen to add the step to a register that nothing had set, or to the stack pointer.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ _GUARD = re.compile(r"@!?U?P\w+ ")
 _PRODUCT = re.compile(r"GMMA\S* R\d+, (R\d+, )?gdesc\[UR(\d+)\]")
 _TARGET = re.compile(r"0x([0-9a-f]+)$")
 _INDIRECT = ("BRX", "JMX")
+#: what the stack pointer comes from
+_STACK = "c[0x0][0x28]"
+#: their result is no sum of what they read
+_FETCHES = re.compile(r"(@!?U?P\w+ )?(LD|ULD|ATOM|S2|\w*GMMA|MUFU)")
+_SETS_NONE = re.compile(r"ST|RED|BAR|U?ISETP|[FHD]SETP|U?PLOP3|UTMA|SYNCS|BRA|CALL|RET|BSSY|WARP|U?CCTL|LDGSTS|\w*GMMA")
 #: a uniform register comes back from another one, where it was kept meanwhile
 _BACK = re.compile(r"R2UR UR(\d+), (R\d+)$")
 
@@ -48,6 +55,73 @@ def unset(code: str) -> list[str]:
     return found
 
 
+def from_nowhere(code: str) -> list[str]:
+    """As `unset`, products that read a descriptor which comes from the stack pointer, or from a register that no instruction has set:
+    "product: register <- the instruction that reads it"."""
+    lines = [(int(at, 16), re.sub(r"\s+", " ", text)) for at, text in _LINE.findall(code)]
+    texts, before = [text for _, text in lines], _before(lines)
+    sets = [_set_by(text) for text in texts]
+    last: dict[tuple[int, str], tuple[set[int], bool]] = {}
+    found = []
+    for i, (at, text) in enumerate(lines):
+        product = _PRODUCT.search(text)
+        if product is None:
+            continue
+        first = int(product[2])
+        waiting = [(i, f"UR{register}") for register in range(first + (2 if product[1] else 0), first + 4)]
+        seen: set[int] = set()
+        while waiting:
+            place, register = waiting.pop()
+            if (place, register) not in last:
+                last[place, register] = _last_setters(place, register, texts, sets, before)
+            setters, is_set = last[place, register]
+            if not is_set or any(_STACK in texts[j] for j in setters):
+                found.append(f"{at:#x} {text}: {register} <- {texts[place]}")
+                continue
+            further = setters - seen
+            seen |= further
+            waiting += [(j, read) for j in further if not _FETCHES.match(texts[j]) for read in _read_by(texts[j])]
+    return found
+
+
+def _set_by(text: str) -> frozenset[str]:
+    """The registers that an instruction sets, as far as what it sets may become a descriptor."""
+    name, _, rest = _GUARD.sub("", text, count=1).partition(" ")
+    first = re.match(r"(?:!?U?P\w+, )?(U?R)(\d+)\b", rest)
+    if first is None or _SETS_NONE.match(name):
+        return frozenset()
+    is_wide = ".WIDE" in name or ".64" in name
+    return frozenset(f"{first[1]}{int(first[2]) + i}" for i in range(4 if ".128" in name else 2 if is_wide else 1))
+
+
+def _read_by(text: str) -> list[str]:
+    """The registers that an instruction reads which sets its first one."""
+    found = []
+    for kind, number, half in re.findall(r"\b(U?R)(\d+)(\.64)?\b", _GUARD.sub("", text, count=1))[1:]:
+        found += [f"{kind}{int(number) + i}" for i in range(2 if half else 1)]
+    return found
+
+
+def _last_setters(
+    place: int, register: str, texts: Sequence[str], sets: Sequence[frozenset[str]], before: Sequence[Sequence[int]]
+) -> tuple[set[int], bool]:
+    """The instructions that may be the last to have set a register there, and whether there is one."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    waiting = list(before[place])
+    while waiting:
+        i = waiting.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        if register in sets[i]:
+            found.add(i)
+            if _GUARD.match(texts[i]) is None:
+                continue
+        waiting += before[i]
+    return found, bool(found)
+
+
 def _instruction(text: str) -> Instruction:
     plain = _GUARD.sub("", text, count=1)
     name, _, rest = plain.partition(" ")
@@ -73,8 +147,12 @@ def _before(lines: Sequence[tuple[int, str]]) -> list[list[int]]:
             after.append([])
         else:
             after.append(goes_on)
-    reached = {j for each in after for j in each}
-    entries = [i for i in range(1, len(lines)) if i not in reached]
+    entries: list[int] = []
+    reached = _reached(0, after, set())
+    for i in range(len(lines)):
+        if i not in reached:
+            entries.append(i)
+            _reached(i, after, reached)
     for i, (_, text) in enumerate(lines):
         if _GUARD.sub("", text, count=1).startswith(_INDIRECT):
             after[i] = entries
@@ -83,6 +161,17 @@ def _before(lines: Sequence[tuple[int, str]]) -> list[list[int]]:
         for j in each:
             before[j].append(i)
     return before
+
+
+def _reached(first: int, after: Sequence[Sequence[int]], reached: set[int]) -> set[int]:
+    """Those that were reached before, and all that may run from one instruction on."""
+    waiting = [first]
+    while waiting:
+        i = waiting.pop()
+        if i not in reached:
+            reached.add(i)
+            waiting += after[i]
+    return reached
 
 
 def _setters(

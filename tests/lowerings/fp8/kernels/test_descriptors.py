@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.lowerings.fp8.kernels.descriptors import unset
+from tests.lowerings.fp8.kernels.descriptors import from_nowhere, unset
 
 LOOPS = """
         /*0000*/                   UMOV UR4, UR9 ;                                 /* 0x1 */
@@ -47,3 +47,27 @@ def test_what_was_kept_elsewhere_and_is_back_is_what_it_was() -> None:
     assert said == []
     for other in ("MOV R8, UR7", "MOV R9, UR6", "@P1 MOV R8, UR6", "LDS R8, [R2]"):
         assert [each for each in unset(code.format(other)) if "UR6 <- ['R2UR UR6, R3', 'R2UR UR6, R8']" in each]
+
+
+ADDED = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                          /* 0x1 */
+        /*0010*/                   S2UR UR4, SR_CgaCtaId ;                         /* 0x1 */
+        /*0020*/                   {} ;                          /* 0x1 */
+        /*0030*/                   UIADD3.X UR7, UR5, 0x40000040, URZ, UP0, !UPT ; /* 0x1 */
+        /*0040*/                   R2UR UR4, R1 ;                                  /* 0x1 */
+        /*0050*/                   HGMMA.64x16x16.F32.BF16 R88, R28, gdesc[UR4].tnspB, R88 ; /* 0x1 */
+        /*0060*/                   EXIT ;                                          /* 0x1 */
+"""
+
+
+def test_a_step_from_what_nothing_set_is_found() -> None:
+    """The address that the step is added to: set, not set, and the stack pointer."""
+    code = ADDED.replace("UR5", "UR4")
+    assert from_nowhere(code.format("UIADD3 UR6, UP0, UR4, 0x20, URZ")) == []
+    assert any("UR6 <- UIADD3 UR6" in each for each in from_nowhere(code.format("UIADD3 UR6, UP0, UR6, 0x20, URZ")))
+    assert any("UR5 <- UIADD3.X UR7, UR5" in each for each in from_nowhere(ADDED.format("UMOV UR6, UR4")))
+    assert any("R1 <- R2UR UR6, R1" in each for each in from_nowhere(code.format("R2UR UR6, R1")))
+
+
+def test_what_is_fetched_is_not_followed() -> None:
+    assert from_nowhere(ADDED.replace("UR5", "UR4").format("LDS UR6, [R77]")) == []
