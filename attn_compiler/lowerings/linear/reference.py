@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
 from attn_compiler.lowerings.graph_ops.linear_recurrence import finished, prepared
-from attn_compiler.lowerings.linear.chunks import CHUNK, by_chunks
+from attn_compiler.lowerings.linear.chunks import by_chunks
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
@@ -45,10 +45,9 @@ class LinearReference:
 
 
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """What the function computes, by chunks of no more tokens than its own: decays are differences of sums over a chunk."""
+    """What the function computes."""
     form = LinearForm.of_text(text)
-    chunk = CHUNK if form.chunk == 1 else min(CHUNK, form.chunk)
-    return finished(form, operands, *by_chunks(prepared(form, operands), chunk))
+    return finished(form, operands, *by_chunks(prepared(form, operands)))
 
 
 if not hasattr(getattr(torch.ops, NAMESPACE), _NAME):

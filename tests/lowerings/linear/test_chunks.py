@@ -24,12 +24,6 @@ def test_chunks_are_as_tokens(channel: bool, delta: bool, length: int, has_state
     assert grads < 1e-11
 
 
-@pytest.mark.parametrize("chunk", [16, 40])
-def test_the_size_of_a_chunk_changes_rounding_alone(chunk: int) -> None:
-    given = linear_problems.prepared(channel=True, delta=True, length=90, has_state=True)
-    torch.testing.assert_close(by_chunks(given, chunk), token_by_token(given), rtol=0, atol=1e-12)
-
-
 def test_a_decay_that_forgets_all_gives_no_infinity() -> None:
     given = linear_problems.prepared(channel=True, delta=True, length=80, has_state=False, dtype=torch.float32)
     strong = LinearOperands(q=given.q, k=given.k, v=given.v, g=given.g.detach() * 500, beta=given.beta)

@@ -1,4 +1,4 @@
-"""Leaf ops of the reference: their fakes, their formulas of autograd, and any strides."""
+"""The scan over chunks: its fake, its formula of autograd, and any strides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.linear import scan_ops
+from attn_compiler.lowerings.linear import scan_ops  # noqa: F401 (the ops are registered by the import)
 
 _OPS: Any = torch.ops.attn_compiler
 
@@ -37,19 +37,9 @@ def test_the_formula_of_the_scan_is_its_gradient(with_w: bool, channel: bool) ->
     assert torch.autograd.gradcheck(outs, given)
 
 
-def test_the_formula_of_the_solve_is_its_gradient() -> None:
-    torch.manual_seed(0)
-    lower = torch.randn(2, 5, 5, dtype=torch.float64).requires_grad_()
-    right = torch.randn(2, 5, 3, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(_OPS.linear_solve, (lower, right))
-    whole = torch.eye(5, dtype=torch.float64) + lower.tril(-1)
-    torch.testing.assert_close(whole @ scan_ops.solve(lower, right), right)
-
-
 @pytest.mark.parametrize("with_w", [True, False])
 def test_fakes_are_as_what_is_given(with_w: bool) -> None:
     torch.library.opcheck(_OPS.linear_scan.default, _scan(with_w=with_w, channel=True))
-    torch.library.opcheck(_OPS.linear_solve.default, (torch.randn(2, 5, 5), torch.randn(2, 5, 3)))
 
 
 def test_any_strides_are_read() -> None:
