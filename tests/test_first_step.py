@@ -81,8 +81,7 @@ def test_no_kernel_is_compiled_after_the_second_of_50_lengths(name: str, tmp_pat
     assert found["counts"][-1] == found["counts"][1]
 
 
-def test_one_thread_leaves_kernels_to_their_launches(tmp_path: Path) -> None:
+def test_one_thread_compiles_kernels_before_the_first_call_too(tmp_path: Path) -> None:
     found = attention("triton padded", tmp_path, TORCHINDUCTOR_COMPILE_THREADS="1")
     (ahead, late), _ = found["counts"]
-    assert (ahead, found["kernels"]) == (0, {})
-    assert late > 0
+    assert (ahead > 0, late) == (True, 0)
