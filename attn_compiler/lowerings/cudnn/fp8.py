@@ -55,7 +55,7 @@ class CudnnFp8(Lowering):
     def unavailable(self, target: Target) -> list[Reason]:
         gpu = shared_limits.check_gpu(target, first_sm=_SM)
         if gpu or target.sm == _SM:
-            return gpu or graph_limits.check_machine(target) or limits.check_triton(target)
+            return gpu or graph_limits.check_machine(target)
         return [Reason(code=Code.ARCHITECTURE, rule=f"sm{_SM}: it was tried on no other", observed=f"sm{target.sm}")]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from attn_compiler.lowerings.fp8.rounding import VECTOR
-from attn_compiler.lowerings.shared.limits.common import check_lse_unread, release
-from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED, WRONG_IN_FP8, remedy, words
+from attn_compiler.lowerings.shared.limits.common import check_lse_unread
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.target import Target
 
 #: So few read k and v once, and rounding them before that is as much work again.
 _FEW_QUERIES = 32
-
-
-def check_triton(target: Target) -> list[Reason]:
-    """A Triton whose FP8 was not seen to be wrong on a GPU."""
-    if target.triton_interpreted or not target.triton or release(target.triton) not in WRONG_IN_FP8:
-        return []
-    fit = [known for known in COMPILED["triton_fp8"] if known not in WRONG_IN_FP8]
-    return [
-        Reason(
-            code=Code.LIBRARY_VERSION,
-            rule=f"FP8 attention runs with Triton {words(fit)}: with {words(WRONG_IN_FP8)} a GPU gave wrong numbers",
-            observed=target.triton,
-            remedy=remedy(fit),
-        )
-    ]
 
 
 def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Reason]:

@@ -32,7 +32,7 @@ class HopperFp8(Lowering):
     name = "hopper_fp8"
 
     def unavailable(self, target: Target) -> list[Reason]:
-        return kernel_limits.check_gluon(target, FP8, self.name) or limits.check_triton(target)
+        return kernel_limits.check_gluon(target, FP8, self.name)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         recipe = limits.check_recipe(spec)

@@ -44,7 +44,7 @@ class TritonFp8(Lowering):
 
     def unavailable(self, target: Target) -> list[Reason]:
         old = [] if target.triton_interpreted else takes.check_gpu(FP8, target)
-        return old or kernel_limits.check_machine(target) or limits.check_triton(target)
+        return old or kernel_limits.check_machine(target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         recipe = limits.check_recipe(spec)

@@ -90,13 +90,3 @@ def test_a_backward_in_fp8_is_cudnns_alone() -> None:
 def test_what_the_family_refuses_is_refused(name: str) -> None:
     spec = dataclasses.replace(make_spec(returns_weights=True), fp8=Fp8Recipe())
     assert "weights" in words(by_name(name).why_not(spec, H100))
-
-
-@pytest.mark.parametrize("name", ["triton_fp8", "hopper_fp8", "cudnn_fp8"])
-def test_a_triton_whose_numbers_were_wrong_on_a_gpu_is_refused(name: str) -> None:
-    told = words(by_name(name).unavailable(Target.fake(sm=90, triton="3.9.1", cudnn_frontend="1.23.0")))
-    assert "with 3.9 a GPU gave wrong numbers" in told
-    assert "triton==3.8" in told
-    assert "wrong numbers" not in words(
-        by_name(name).unavailable(Target.fake(sm=90, triton="3.8.0", cudnn_frontend="1.23.0"))
-    )

@@ -25,7 +25,6 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     of_head,
 )
 from attn_compiler.lowerings.shared.kernels.releases import members
-from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit, unaligned
 from attn_compiler.lowerings.shared.kernels.row_stats import (
     delta_of,
     make_row_stats,
@@ -134,7 +133,7 @@ def _step_q(grad_0, grad_1, tile, own, of, sizes, how: tl.constexpr, MASKED: tl.
     return grad_0, grad_1
 
 
-@assembled_jit(where=unaligned)
+@triton.jit
 def attention_grad_q(
     Q, K, V, GradOut, Out, Lse, GradLse, RowStats, GradQ,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed,

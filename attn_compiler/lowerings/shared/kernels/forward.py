@@ -22,7 +22,6 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     of_head,
 )
 from attn_compiler.lowerings.shared.kernels.releases import members
-from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit, unaligned
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     LN2,
     LOG2E,
@@ -208,7 +207,7 @@ def _block(
         store_tile(out, start, out_1 / divisor[:, None], how.BLOCK_M, how.V_0, how.V_1, how.HEAD_DIM_V)
 
 
-@assembled_jit(where=unaligned)
+@triton.jit
 def attention_forward(
     Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
     stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, HOW: tl.constexpr, HEADS_LAST: tl.constexpr,

@@ -28,7 +28,6 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     of_head,
 )
 from attn_compiler.lowerings.shared.kernels.releases import members
-from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit, unaligned
 from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     at_head,
@@ -172,7 +171,7 @@ def _step_kv(
     return grad_k_0, grad_k_1, grad_v_0, grad_v_1
 
 
-@assembled_jit(where=unaligned)
+@triton.jit
 def attention_grad_kv(
     Q, K, V, GradOut, RowStats, GradK, GradV,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Seed, Scores,

@@ -1,5 +1,5 @@
-"""`assembled_jit`: kernels, or some of their variants, that Triton 3.6 to 3.8 assemble for Hopper by the newer of their two programs, if it
-is told to (spec/assemblers.py).
+"""`assembled_jit`: kernels that Triton 3.6 to 3.8 assemble for Hopper by the newer of their two programs, if it is told to
+(spec/assemblers.py).
 
 Triton's own compiler compiles them, with a backend that differs in the last step. So the kernels of others are assembled as ever, in other
 threads at the same time, too. Nothing is done at a launch.
@@ -7,7 +7,6 @@ threads at the same time, too. Nothing is done at a launch.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +22,6 @@ from attn_compiler.spec.assemblers import hopper_assembler
 #: Triton takes its newer assembler for such a machine.
 _BLACKWELL = GPUTarget("cuda", 100, 32)
 _HOPPER = 90
-#: elements of 16 bytes, which threads load at once
-_VECTOR = 8
 
 
 class NewerAssembler(CUDABackend):  # type: ignore[misc]
@@ -38,48 +35,27 @@ class NewerAssembler(CUDABackend):  # type: ignore[misc]
         return f"ptxas-blackwell {get_ptxas_version(_BLACKWELL.arch)}-{self.target.arch}"
 
 
-def _always(src: Any) -> bool:
-    return True
-
-
 class AssembledKernel(JITFunction):  # type: ignore[misc,type-arg]
-    """A kernel that is assembled by the right program on any machine. where: which of its variants need that."""
-
-    where: Callable[[Any], bool] = staticmethod(_always)
+    """A kernel that is assembled by the right program on any machine."""
 
     def create_binder(self) -> Any:
         """As Triton's, which says by what a kernel is compiled on a device."""
         compiled, keys, target, backend, binder = super().create_binder()
-        self.compile = functools.partial(compile_kernel, where=self.where)
+        self.compile = compile_kernel
         return compiled, keys, target, NewerAssembler(target) if _is_told(target) else backend, binder
 
 
-def assembled_jit(function: Any = None, *, where: Callable[[Any], bool] = _always, **options: Any) -> Any:
-    """`triton.jit` for a kernel that is launched. The functions that such a kernel calls may have `triton.jit`.
-
-    where: whether the older program is wrong, of what Triton is given to compile.
-    """
+def assembled_jit(function: Any = None, **options: Any) -> Any:
+    """`triton.jit` for a kernel that is launched. The functions that such a kernel calls may have `triton.jit`."""
     if function is None:
-        return lambda function: assembled_jit(function, where=where, **options)
-    if triton.knobs.runtime.interpret:
-        return triton.jit(function, **options)
-    kernel = AssembledKernel(function, **options)
-    kernel.where = where
-    return kernel
+        return lambda function: assembled_jit(function, **options)
+    is_interpreted = triton.knobs.runtime.interpret
+    return triton.jit(function, **options) if is_interpreted else AssembledKernel(function, **options)
 
 
-def unaligned(src: Any) -> bool:
-    """Of a kernel whose positions begin anywhere: of head dims such as 33 and 65 the older program makes products that read their tiles
-    where nothing said (docs/kernels.md)."""
-    return any(getattr(value, "ALIGN", _VECTOR) < _VECTOR for value in src.constants.values())
-
-
-def compile_kernel(
-    src: Any, target: Any, options: Any = None, where: Callable[[Any], bool] = _always, **more: Any
-) -> Any:
+def compile_kernel(src: Any, target: Any, options: Any = None, **more: Any) -> Any:
     """As Triton's `compile`, by the right program."""
-    compile_it = by_newer if _is_told(target) and where(src) else compiler.compile
-    return compile_it(src, target=target, options=options, **more)
+    return (by_newer if _is_told(target) else compiler.compile)(src, target=target, options=options, **more)
 
 
 def by_newer(src: Any, target: Any, options: Any = None, **more: Any) -> Any:

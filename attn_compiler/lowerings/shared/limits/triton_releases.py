@@ -30,9 +30,6 @@ COMPILED: Mapping[str, tuple[Release, ...]] = MappingProxyType(
     }
 )
 
-#: With these a GPU gave wrong numbers in FP8, where q, k and v are rounded by our kernels: benchmarks/results/triton_on_gpu.csv.
-WRONG_IN_FP8: tuple[Release, ...] = ((3, 9),)
-
 
 def words(releases: Sequence[Release]) -> str:
     """For people: "3.6, 3.7 or 3.8"."""

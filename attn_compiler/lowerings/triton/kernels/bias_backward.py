@@ -13,7 +13,6 @@ import triton.language as tl
 
 from attn_compiler.lowerings.shared.kernels.optional import at_index, load_one, of_head
 from attn_compiler.lowerings.shared.kernels.releases import members
-from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit, unaligned
 from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
 from attn_compiler.lowerings.shared.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
@@ -132,7 +131,7 @@ def _scores_gradient(
     return grad
 
 
-@assembled_jit(where=unaligned)
+@triton.jit
 def attention_grad_bias(
     Q, K, V, GradOut, RowStats, Grad,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,
@@ -188,7 +187,7 @@ def attention_grad_bias(
         tl.store(pointers, grad.to(Grad.dtype.element_ty), mask=inside)
 
 
-@assembled_jit(where=unaligned)
+@triton.jit
 def attention_grad_distances(
     Q, K, V, GradOut, RowStats, Sums,
     Rows, Keys, DocumentsQ, DocumentsK, Mask, Bias, Distances, Slopes, Seed, Scores,

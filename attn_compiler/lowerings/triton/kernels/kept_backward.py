@@ -22,7 +22,6 @@ from attn_compiler.lowerings.shared.kernels.optional import (
     of_head,
 )
 from attn_compiler.lowerings.shared.kernels.releases import members
-from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit, unaligned
 from attn_compiler.lowerings.shared.kernels.sums_backward import store_diagonals
 from attn_compiler.lowerings.shared.kernels.tile_parts import (
     allowed_at,
@@ -171,7 +170,7 @@ def _sum_diagonal(
     store_diagonals(Sums, total, SIZE)
 
 
-@assembled_jit(where=unaligned)
+@triton.jit
 def attention_grad_q_kept(
     K, GradQ, Grad, Sums, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Scores,
     stride_k, stride_dq, pitch, stride_grad, masking, lists, batch_size, sizes, HOW: tl.constexpr,

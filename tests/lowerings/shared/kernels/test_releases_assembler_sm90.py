@@ -12,13 +12,7 @@ pytest.importorskip("triton")
 import triton
 from triton.compiler import compiler
 
-from attn_compiler.lowerings.shared.kernels import releases_assembler_sm90
-from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import (
-    assembled_jit,
-    by_newer,
-    compile_kernel,
-    unaligned,
-)
+from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit, by_newer
 from tests.lowerings.shared.kernels import assembling
 from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 
@@ -54,13 +48,3 @@ def test_a_compiler_that_can_not_be_told_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(compiler, "compile", other)
     with pytest.raises(RuntimeError, match="did not take the assembler"):
         by_newer("source", target=SimpleNamespace())
-
-
-@pytest.mark.parametrize(("align", "by"), [(8, "triton"), (4, "newer"), (1, "newer")])
-def test_variants_that_the_older_program_gets_wrong_alone(align: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of heads whose positions begin at a multiple of so many elements."""
-    source = SimpleNamespace(constants={(0,): SimpleNamespace(ALIGN=align), (1,): 64, (2,): None})
-    monkeypatch.setattr(releases_assembler_sm90, "_is_told", lambda target: True)
-    monkeypatch.setattr(releases_assembler_sm90, "by_newer", lambda *given, **more: "newer")
-    monkeypatch.setattr(compiler, "compile", lambda *given, **more: "triton")
-    assert compile_kernel(source, target=None, where=unaligned) == by
