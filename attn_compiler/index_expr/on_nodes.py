@@ -53,6 +53,7 @@ class Names:
 
     sizes: numbers, or nodes of them. tensors: what loads read, on `device`. within: how large the indices are; where an index of a load
     is known to be within its tensor by that, it is not clamped. counted: from 0 to how many an index counts, with symbolic numbers, too.
+    learned: the op, with the arguments of aten.index, that loads from tensors which want a gradient.
     """
 
     device: torch.device
@@ -61,6 +62,7 @@ class Names:
     tensors: Mapping[str, fx.Node] = field(default_factory=dict)
     within: Ranges = field(default_factory=dict)
     counted: Mapping[str, int | torch.SymInt] = field(default_factory=dict)
+    learned: Callable[..., Any] = aten.index.Tensor
 
 
 def size_of(emitter: NodeMaker, node: fx.Node, axis: int) -> int | fx.Node:
@@ -179,7 +181,8 @@ class _Nodes:
             raise IndexError(f"{tensor.name} has {value.dim()} dimensions, and is read at {len(at)} indices")
         if at:
             inside = [self._inside(tensor, dim, index) for dim, index in enumerate(at)]
-            tensor = self._call(aten.index.Tensor, tensor, self._of_one_rank(inside))
+            load = self.names.learned if value.requires_grad else aten.index.Tensor
+            tensor = self._call(load, tensor, self._of_one_rank(inside))
         if value.dtype == torch.bool:
             return tensor
         return self._as(tensor, self.real if value.dtype.is_floating_point else torch.int64)

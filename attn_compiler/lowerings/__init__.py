@@ -33,7 +33,7 @@ from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.plain.untouched import Untouched
 from attn_compiler.lowerings.rows.lowering import CpuRows
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash, SdpaCudnn, SdpaEfficient, SdpaFlash
-from attn_compiler.lowerings.shared.calls import keyless_gradient as keyless_gradient
+from attn_compiler.lowerings.shared.calls import keyless_gradient as keyless_gradient, tables as tables
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from attn_compiler.lowerings.shared.limits import untried
 from attn_compiler.lowerings.shared.limits.common import check_scope

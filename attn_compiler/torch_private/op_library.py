@@ -48,6 +48,8 @@ class Late:
 BODIES: dict[str, Late] = globals().get("BODIES") or {}
 #: the bodies whose launches can be noted, by the op's name
 NOTING: dict[str, Callable[..., Any]] = globals().get("NOTING") or {}
+#: what compiled code calls in the place of an op that only carries a formula of autograd, with the same arguments, by the op's name
+PLAIN: dict[str, Any] = globals().get("PLAIN") or {}
 
 
 def define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) -> None:
@@ -98,6 +100,7 @@ def register_helper(
     notes: bool = False,
     differentiated: tuple[Callable[..., None], Callable[..., Any]] | None = None,
     exact_strides: bool = False,
+    plain: Any = None,
 ) -> None:
     """Define an op that makes operands of leaf ops, on any device.
 
@@ -105,6 +108,7 @@ def register_helper(
     runs on a GPU can be noted.
     For what every site of a graph reads and Inductor would make anew for each: it fuses what is pointwise into a copy of its own
     before every op that it knows nothing of. differentiated: what autograd keeps, and its formula (torch.library.register_autograd).
+    plain: what compiled code calls in its place.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
@@ -115,6 +119,8 @@ def register_helper(
         LIBRARY.impl(name, on_gpu, "CUDA")
     if notes:
         NOTING[name] = on_gpu or function
+    if plain is not None:
+        PLAIN[name] = plain
     register_fake(name, function if fake is None else fake)
     if differentiated is not None:
         setup_context, backward = differentiated

@@ -23,7 +23,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Site
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.recovering import body_inputs, reach, recover
-from attn_compiler.passes.writing import buffers, checkpointed, keyless_nodes, layout
+from attn_compiler.passes.writing import buffers, checkpointed, keyless_nodes, layout, tables
 from attn_compiler.passes.writing.select import leave_alone
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec
@@ -38,11 +38,13 @@ def lower_sites(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[
     """
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     held: list[_Held] = []
+    tables.sum_in_one_order(unit, mirror, builder, found.sites)
     for site in sorted(found.sites, key=lambda site: mirror.order(site.match.out)):
         unit.log.current = site.module
         if site.decision is not None and site.decision.lowering != UNTOUCHED:
             held += _try(unit, mirror, site, builder, targets)
     _leave_out(held)
+    builder.forget_erased()
     builder.erase_unused([site.new_out for site in found.sites if site.new_out is not None])
     for site in found.sites:
         _erase_expanded(site, unit.graph)

@@ -27,7 +27,7 @@ from torch import fx
 from attn_compiler.lowerings.base import GIVEN as GIVEN, PART as PART
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import computed_in
-from attn_compiler.torch_private.op_library import BODIES, LIBRARY, NAMESPACE, Late, define, register_fake
+from attn_compiler.torch_private.op_library import BODIES, LIBRARY, NAMESPACE, PLAIN, Late, define, register_fake
 
 LEAF_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)"
 BACKWARD_SCHEMA = (
@@ -173,7 +173,7 @@ def without_autograd(graph: fx.Graph) -> None:
                 _leave_out(node)
                 continue
             bare = getattr(getattr(torch.ops, NAMESPACE), name.removesuffix(PART) + _WITHOUT_AUTOGRAD, None)
-            node.target = node.target if bare is None else bare.default
+            node.target = PLAIN.get(name, node.target) if bare is None else bare.default
             _, _, called = node.target.name().partition("::")
             if called in BODIES:
                 body = BODIES[called]

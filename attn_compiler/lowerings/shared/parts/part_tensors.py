@@ -277,14 +277,18 @@ class _Made:
 
     def _in_copies(self, values: fx.Node) -> fx.Node:
         """(Hq|1, Sq + Skv - 1) eight times, each moved on by one, up to a length that is a multiple of 8. What is beyond the end
-        is never used."""
+        is never used. Kernels give a gradient to the first alone, so that nothing has to be added up."""
         count = self._number(operator.add, self.seqlen_q, self.seqlen_kv)
         blocks = self._number(operator.floordiv, self._number(operator.add, count, _COPIES - 1), _COPIES)
         length = self._number(operator.mul, blocks, _COPIES)
-        shifts = self._along(_COPIES, 1)
-        at = self._call(torch.add, shifts, self._call(torch.arange, length, device=self._device))
+        at = self._call(torch.add, self._along(_COPIES, 1), self._along(length, 0))
         at = self._call(torch.clamp, at, max=self._number(operator.sub, count, 2))
-        return self._call(aten.index.Tensor, values, [None, at])
+        moved = self._call(aten.index.Tensor, self._call(torch.Tensor.detach, values), [None, at])
+        if not self.emitter.value(values).requires_grad:
+            return moved
+        beyond = self._number(operator.sub, length, self._number(operator.sub, count, 1))
+        first = self._call(torch.unsqueeze, self._call(torch.nn.functional.pad, values, [0, beyond]), 1)
+        return self._call(torch.cat, [first, self._call(aten.slice.Tensor, moved, 1, 1)], 1)
 
     def _distance(self) -> fx.Node:
         """int64 (1, Sq + Skv - 1): -(Sq - 1) up to Skv - 1."""
@@ -313,8 +317,7 @@ class _Made:
         return self._call(aten.expand.default, x, [batch, length])
 
     def _packed(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        if self.emitter.value(x).dtype != dtype:
-            x = self._call(torch.Tensor.to, x, dtype)
+        x = x if self.emitter.value(x).dtype == dtype else self._call(torch.Tensor.to, x, dtype)
         return self._call(torch.Tensor.contiguous, x)
 
     # ---- indices and sizes ----------------------------------------------------------------------------------------
@@ -328,7 +331,8 @@ class _Made:
         sizes = {SEQLEN_Q.name: self.seqlen_q, SEQLEN_KV.name: self.seqlen_kv}
         for name in sorted({name for x in used for name in reads.names_in(x)} & self.given.sizes.keys()):
             sizes[name] = self._given_size(name)
-        return Names(device=self._device, indices=found, sizes=sizes, tensors=loads)
+        learned = torch.ops.attn_compiler.gathered.default if self.spec.needs_grad else aten.index.Tensor
+        return Names(device=self._device, indices=found, sizes=sizes, tensors=loads, learned=learned)
 
     def _given_size(self, name: str) -> fx.Node:
         place = self.given.sizes[name]

@@ -373,13 +373,13 @@ def test_what_is_added(name: str, dynamic: bool) -> None:
 
 def test_a_table_gets_its_gradient() -> None:
     have = tensors(6, 9)
+    table = have["table"].requires_grad_()
     bench = Bench(**have)
     kinds = [dataclasses.replace(SCORES["table"][0], requires_grad=True)]
     spec = spec_of(bench, added=kinds)
     bias = scores.DenseBias(shape=(1, HEADS, 6, 9), dtype="float32")
     spec = dataclasses.replace(spec, mask=MaskSpec(), score=dataclasses.replace(spec.score, changes=(bias,)))
     assert parts.of(spec).differentiable == ("distances",)
-    table = have["table"].requires_grad_()
     weights = torch.randn(HEADS, 6, 9)
     found = _added(bench, spec, bench.run(emitted(bench, spec), table=table), 6, 9)
     (found * weights).sum().backward()

@@ -1,0 +1,111 @@
+"""Biases that a model gathers from a learned table: the table's gradient is summed up in one order, and never in half precision.
+
+The model's own gather becomes `attn_compiler::gathered` (lowerings/shared/calls/tables.py), for all that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from attn_compiler.lowerings.base import UNTOUCHED
+from attn_compiler.passes.graph import faults, strides
+from attn_compiler.passes.graph.axes import AxisError
+from attn_compiler.passes.graph.emit import GraphBuilder, example
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph.views import VIEWS
+from attn_compiler.torch_private.symbols import statically_known
+
+aten = torch.ops.aten
+
+
+def sum_in_one_order(unit: Unit, mirror: Mirror, builder: GraphBuilder, sites: Iterable[Site]) -> None:
+    """Replace each gather that a lowered site's bias is made by, where a gradient goes through it."""
+    lowered = (site for site in sites if site.decision is not None and site.decision.lowering != UNTOUCHED)
+    gathers = {gather: site for site in lowered for gather in _gathers(site)}
+    for gather, site in gathers.items():
+        with faults.confined(unit.log, "lower", site.module):
+            _replace(mirror, builder, gather)
+
+
+def _gathers(site: Site) -> Iterator[fx.Node]:
+    """What the site's bias is made of by views, and element by element."""
+    terms = (*site.added, *site.match.scores.additive)
+    waiting = [term.operand.root for term in terms] if site.spec is not None and site.spec.needs_grad else []
+    seen = set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target in _GATHERS:
+            yield node
+        elif node.target in VIEWS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            waiting += node.all_input_nodes
+
+
+def _replace(mirror: Mirror, builder: GraphBuilder, gather: fx.Node) -> None:
+    """A gather that exists only inside one call stays as it is, one that does more than gather, and one that reads few of many elements."""
+    read = _GATHERS[gather.target](*gather.args)
+    if read is None:
+        return
+    table, axis, indices = read
+    try:
+        wanted = example(mirror, gather)
+        nodes = [builder.leaf(node) for node in (table, *indices)]
+    except AxisError:
+        return
+    if not wanted.requires_grad or statically_known(wanted.numel() <= builder.value(nodes[0]).numel()):
+        return
+    with builder.at(gather, with_grad=True) as old:
+        new = _gathered(builder, nodes[0], axis, nodes[1:])
+        new = new if builder.value(new).stride() == wanted.stride() else strides.restride(builder, new, wanted)
+    builder.replace(old, new)
+    old.graph.erase_node(old)
+
+
+def _gathered(builder: GraphBuilder, table: fx.Node, axis: int, at: list[fx.Node]) -> fx.Node:
+    """The op takes the table's first axes for those that are indexed."""
+    if axis:
+        table = builder.call(torch.movedim, table, [*range(axis, axis + len(at))], [*range(len(at))])
+    new = builder.call(torch.ops.attn_compiler.gathered.default, table, at)
+    count = max(builder.value(index).dim() for index in at)
+    return builder.call(torch.movedim, new, [*range(count)], [*range(axis, axis + count)]) if axis else new
+
+
+# ---- how models gather: the table, its first axis that is indexed, and the indices of that and those after it ---------
+
+
+def _index(table: fx.Node, indices: list[fx.Node | None]) -> tuple[fx.Node, int, list[fx.Node]] | None:
+    given = [i for i, index in enumerate(indices) if index is not None]
+    at = [index for index in indices if index is not None]
+    if given != [*range(given[0], given[0] + len(at))] or not all(map(_is_whole, at)):
+        return None
+    return table, given[0], at
+
+
+def _embedding(
+    table: fx.Node, index: fx.Node, padding: int = -1, *how: bool
+) -> tuple[fx.Node, int, list[fx.Node]] | None:
+    """Padding has no gradient. how: it is divided by counts, or sparse."""
+    return (table, 0, [index]) if padding < 0 and not any(how) else None
+
+
+def _index_select(table: fx.Node, axis: int, index: fx.Node) -> tuple[fx.Node, int, list[fx.Node]]:
+    return table, axis % table.meta["val"].dim(), [index]
+
+
+def _is_whole(index: fx.Node) -> bool:
+    return index.meta["val"].dtype in (torch.int32, torch.int64)
+
+
+_GATHERS: dict[Any, Any] = {
+    aten.index.Tensor: _index,
+    aten.embedding.default: _embedding,
+    aten.index_select.default: _index_select,
+}
