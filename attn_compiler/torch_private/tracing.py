@@ -132,10 +132,21 @@ def trace_pre_dispatch(
         return traced(*args)
 
 
-def definitions(ops: Iterable[torch._ops.OpOverload]) -> dict[Any, Callable[..., Any]]:
-    """What PyTorch says that ops are made of. An op that this release says nothing of is left out."""
+#: ops that make and join masks, which PyTorch defines by others
+_BY_DEFINITION = (
+    "atleast_1d atleast_2d hstack vstack dstack column_stack kron outer ger block_diag diag diag_embed eye roll fliplr flipud rot90 "
+    "__xor__ __ixor__"
+)
+
+
+@functools.cache
+def definitions() -> Mapping[Any, Callable[..., Any]]:
+    """What PyTorch says that ops which make and join masks are made of. One that this release says nothing of is left out."""
     found: dict[Any, Callable[..., Any]] = {}
-    for op in ops:
+    packets = [getattr(torch.ops.aten, name) for name in _BY_DEFINITION.split()]
+    for op in (getattr(packet, name) for packet in packets for name in packet.overloads() if "out" not in name):
+        if not all("Tensor" in str(one.type) for one in op._schema.returns):
+            continue
         own = decomposition_table.get(op)
         if own is not None:
             found[op] = own

@@ -11,10 +11,8 @@ right. Dynamo's example values are the truth: where tracing gives another dtype,
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,28 +133,12 @@ class Mirror:
         return tensor if isinstance(tensor, torch.Tensor) else None
 
 
-def _by_definition() -> tuple[torch._ops.OpOverload, ...]:
-    """Ops that make and join masks, which PyTorch defines by others: they stand in the mirror as those."""
-    names = (
-        "atleast_1d atleast_2d hstack vstack dstack column_stack kron outer ger block_diag diag diag_embed eye roll fliplr flipud rot90 "
-        "__xor__ __ixor__"
-    )
-    packets = (getattr(torch.ops.aten, name) for name in names.split())
-    ops = (getattr(packet, name) for packet in packets for name in packet.overloads() if "out" not in name)
-    return tuple(op for op in ops if all("Tensor" in str(one.type) for one in op._schema.returns))
-
-
-@functools.cache
-def _definitions() -> Mapping[Any, Callable[..., Any]]:
-    return torch_tracing.definitions(_by_definition())
-
-
 def build(graph_module: fx.GraphModule, skipped: frozenset[fx.Node] = frozenset()) -> Mirror:
     """Trace the mirror of one Dynamo graph module (not of the bodies nested in it). skipped: nodes to treat as opaque."""
     inputs = graph_module.graph.find_nodes(op="placeholder")
     placeholders = closed.stand_ins([n.meta["example_value"] for n in inputs])
     tracer = _Tracing(graph_module, skipped)
-    traced = torch_tracing.trace_pre_dispatch(tracer.run_all, placeholders, definitions=_definitions())
+    traced = torch_tracing.trace_pre_dispatch(tracer.run_all, placeholders, definitions=torch_tracing.definitions())
     return Mirror(traced.graph, tracer.finish(traced))
 
 
