@@ -23,7 +23,7 @@ from attn_compiler.lowerings.shared.calls import cudnn_called
 from attn_compiler.lowerings.shared.limits import common as limits, mask_limits, offset_limits
 from attn_compiler.lowerings.shared.limits.common import torch_release
 from attn_compiler.lowerings.shared.limits.takes import CUDNN, Takes, check_gpu, refused
-from attn_compiler.lowerings.shared.parts import mask_nodes
+from attn_compiler.lowerings.shared.parts import mask_nodes, unused
 from attn_compiler.lowerings.shared.parts.flags import as_told
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
@@ -288,6 +288,7 @@ class SdpaCpuFlash(_Pinned):
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         spec = self.as_told(spec, emitter.target)
+        operands = unused.with_keys_cleared(emitter, spec, operands)
         mask = _tensor(spec, operands)
         if mask is not None:
             mask = mask_nodes.additive(emitter, mask, emitter.value(operands.q).dtype, keep=(torch.float32,))

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +16,7 @@ from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case, Inputs
 from tests.lowerings.emitting import arguments, calls, emit, output_value
+from tests.passes.compiling import compiled
 
 aten = torch.ops.aten
 CPU = Target.current("cpu")
@@ -362,3 +365,26 @@ def test_efficient_with_shared_heads_and_a_bias(seqlen_q: int, dtype: torch.dtyp
         got = run(module)(inputs)
     exact = numerics.attention(numerics.cast(inputs, torch.float64))
     assert numerics.worst(got, exact) < 0.05
+
+
+_KEPT = torch.arange(24)[None, None, None] < torch.tensor([24, 10])[:, None, None, None]
+#: attention that is written out, with numbers in the place of masked scores
+_REPLACING: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "masked_fill": lambda q, k, v, kept: (q @ k.mT).masked_fill(~kept, -1e9).softmax(-1) @ v,
+    "masked_fill, -inf": lambda q, k, v, kept: (q @ k.mT).masked_fill(~kept, -torch.inf).softmax(-1) @ v,
+    "where": lambda q, k, v, kept: torch.where(kept, q @ k.mT, -1e30).softmax(-1) @ v,
+    "where, causal": lambda q, k, v, kept: (
+        torch.where(kept & torch.ones(24, 24).tril().bool(), q @ k.mT, -1e30).softmax(-1) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1e30])
+@pytest.mark.parametrize("name", _REPLACING)
+def test_masked_keys_hold_anything_where_the_model_replaces_their_scores(name: str, bad: float) -> None:
+    function = _REPLACING[name]
+    q, k, v = (torch.randn(2, 4, 24, 16) for _ in range(3))
+    given = (q, torch.where(_KEPT.mT, k, bad), v, _KEPT)
+    run = compiled(function)
+    torch.testing.assert_close(run(*given), function(*given))
+    assert run.site.decision.lowering == "sdpa_cpu_flash"

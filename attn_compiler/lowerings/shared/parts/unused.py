@@ -36,6 +36,17 @@ def cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operan
     return dataclasses.replace(operands, q=q, k=k, v=v)
 
 
+def with_keys_cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operands:
+    """The operands with 0 at keys in k that no query may see, for a kernel that adds a mask where the model puts numbers in the place of
+    scores. What the model's own products make of such keys is replaced, whatever it is."""
+    if not spec.decomposed or spec.mask.dense is None or not spec.mask.dense.is_bool:
+        return operands
+    seen, _ = _used(emitter, dataclasses.replace(spec, needs_grad=False), operands)
+    return (
+        operands if seen is None else dataclasses.replace(operands, k=emitter.call(torch.where, seen, operands.k, 0.0))
+    )
+
+
 def without_unseen(
     emitter: Emitter, spec: AttentionSpec, operands: Operands, x: fx.Node, *, of_scores: bool = False
 ) -> fx.Node:
