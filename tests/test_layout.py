@@ -55,7 +55,7 @@ LINES = {
     "passes/graph": 6141,
     "passes/matching": 5190,
     "passes/pipeline": 855,
-    "passes/recovering": 5678,
+    "passes/recovering": 5693,
     "passes/rewrites": 1223,
     "passes/spelling": 2944,
     "passes/unpad": 2332,

@@ -134,7 +134,7 @@ def trace_pre_dispatch(
 
 #: ops that make and join masks, which PyTorch defines by others
 _BY_DEFINITION = (
-    "atleast_1d atleast_2d hstack vstack dstack column_stack kron outer ger block_diag diag diag_embed eye roll fliplr flipud rot90 "
+    "atleast_1d atleast_2d hstack vstack dstack column_stack kron outer ger block_diag diag diag_embed eye fliplr flipud rot90 "
     "__xor__ __ixor__"
 )
 

@@ -139,7 +139,7 @@ passes/recovering/kinds.py _chunked; mask kinds (triton): chunks begin elsewhere
 + start=ix.ZERO
 
 documents of other conditions
-passes/recovering/kinds.py _document; mask kinds (triton): an equation of two tensors is one of documents
+passes/recovering/kinds.py document; mask kinds (triton): an equation of two tensors is one of documents
 - ix.substitute(key, K, Q) == query and any(ix.loads(key))
 + any(ix.loads(key))
 

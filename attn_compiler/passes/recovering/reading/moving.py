@@ -261,6 +261,20 @@ def _flipped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return reader.read(source, tuple(own))
 
 
+def _rolled(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """roll: an index counts from so many places on, and begins anew."""
+    source, shifts, dims = node.args[0], argument(node, "shifts"), argument(node, "dims", [])
+    if not isinstance(source, fx.Node) or not isinstance(shifts, (list, tuple)) or not isinstance(dims, (list, tuple)):
+        return None
+    own = list(at)
+    for shift, dim in zip(shifts, dims, strict=False):
+        extent = axes.shape_exprs(fake(source))[dim]
+        if not isinstance(shift, int) or not extent.is_Integer:
+            return None
+        own[dim] = ix.apply("mod", ix.add(own[dim], Const(-shift)), Const(int(extent)))
+    return reader.read(source, tuple(own)) if len(dims) == len(shifts) else None
+
+
 def _padded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     """pad: the tensor where it is, and a number around it. A pad below zero cuts."""
     source, pads, value = node.args[0], argument(node, "pad"), argument(node, "value", 0) or 0
@@ -350,6 +364,7 @@ READERS: dict[object, ReadOp] = {
     aten.gather.default: _picked,
     aten.stack.default: _stacked,
     aten.flip.default: _flipped,
+    aten.roll.default: _rolled,
     aten.constant_pad_nd.default: _padded,
     aten.pad.default: _padded,
     aten.cat.default: _joined,
