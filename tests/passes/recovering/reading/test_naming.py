@@ -70,7 +70,7 @@ def test_an_input_has_the_name_that_the_caller_gives_it(
 
 
 def test_what_is_made_of_one_input_is_named_after_it_and_the_last_op() -> None:
-    assert _loads(_made, MASK) == "attention_mask.flip[b, k] ≠ 0"
+    assert _loads(_made, MASK) == "attention_mask.cumsum[b, 7 - k] ≠ 0"
 
 
 def test_numbers_with_a_fraction_are_named_as_the_graph_names_them() -> None:
