@@ -23,6 +23,9 @@ from attn_compiler.torch_private.symbols import statically_known
 
 aten = torch.ops.aten
 
+#: besides what PyTorch calls pointwise
+_PASSED = frozenset((*VIEWS, aten.where.ScalarOther, aten.where.ScalarSelf))
+
 
 def sum_in_one_order(unit: Unit, mirror: Mirror, builder: GraphBuilder, sites: Iterable[Site]) -> None:
     """Replace each gather that a lowered site's bias is made by, where a gradient goes through it."""
@@ -45,7 +48,7 @@ def _gathers(site: Site) -> Iterator[fx.Node]:
         seen.add(node)
         if node.target in _GATHERS:
             yield node
-        elif node.target in VIEWS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        elif node.target in _PASSED or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             waiting += node.all_input_nodes
 
 
@@ -84,7 +87,8 @@ def _gathered(builder: GraphBuilder, table: fx.Node, axis: int, at: list[fx.Node
 def _index(table: fx.Node, indices: list[fx.Node | None]) -> tuple[fx.Node, int, list[fx.Node]] | None:
     given = [i for i, index in enumerate(indices) if index is not None]
     at = [index for index in indices if index is not None]
-    if given != [*range(given[0], given[0] + len(at))] or not all(map(_is_whole, at)):
+    are_whole = all(index.meta["val"].dtype in (torch.int32, torch.int64) for index in at)
+    if not are_whole or given != [*range(given[0], given[0] + len(at))]:
         return None
     return table, given[0], at
 
@@ -98,10 +102,6 @@ def _embedding(
 
 def _index_select(table: fx.Node, axis: int, index: fx.Node) -> tuple[fx.Node, int, list[fx.Node]]:
     return table, axis % table.meta["val"].dim(), [index]
-
-
-def _is_whole(index: fx.Node) -> bool:
-    return index.meta["val"].dtype in (torch.int32, torch.int64)
 
 
 _GATHERS: dict[Any, Any] = {

@@ -65,6 +65,12 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, table: Tensor, at: Tensor) -> T
     return (q @ k.mT * D**-0.5 + bias).softmax(-1) @ v
 
 
+def causal(q: Tensor, k: Tensor, v: Tensor, table: Tensor, at: Tensor) -> Tensor:
+    """As T5's decoder has it."""
+    seen = torch.arange(S)[:, None] >= torch.arange(S)
+    return sdpa(q, k, v, torch.where(seen, table[at].permute(2, 0, 1)[None], torch.finfo(q.dtype).min))
+
+
 def of_two_layers(q: Tensor, k: Tensor, v: Tensor, table: Tensor, at: Tensor) -> Tensor:
     """The gather is one node for both."""
     bias = table[at].permute(2, 0, 1)[None]
@@ -73,7 +79,7 @@ def of_two_layers(q: Tensor, k: Tensor, v: Tensor, table: Tensor, at: Tensor) ->
 
 FUNCTIONS = (
     *(swin, embedding, index_select, heads_first, heads_first_of_a_copy, two_indices, of_distances, written_out),
-    of_two_layers,
+    *(causal, of_two_layers),
 )
 
 
