@@ -176,12 +176,12 @@ def _condition(x: Expr, foreign: frozenset[str], value: torch.Tensor, element: o
     if value.dim() < 2:
         return None
     parts = x.args if isinstance(x, Apply) and x.op == "and" else (x,)
-    lost = [part for part in parts if part.facts.tensors & foreign]
-    rest = [part for part in parts if not part.facts.tensors & foreign]
     own = meanings.indices(value.dim())
     query, key = own[-2], own[-1]
-    if any(ix.mentions(part, query) for part in lost):
+    if any(ix.mentions(part, query) for part in parts if part.facts.tensors & foreign):
         return None
+    # A row says whatever is so for all queries: which keys are padding, and how many keys were padded.
+    rest = [part for part in parts if ix.mentions(part, query)]
     ranges = _ranges(value)
     for row, place in _rows(value, key):
         if all(_holds_there(part, query, row, ranges) for part in rest):
