@@ -1,0 +1,172 @@
+"""How far linear attention is from float64, beside the model's own function: outputs, states and every gradient.
+
+    python -m benchmarks.linear_errors
+    python -m benchmarks.linear_errors --device cuda --output benchmarks/results/linear_errors_h200.csv
+
+Functions are transformers': the delta rule of Qwen3-Next, that of Kimi with a decay for each channel, the state space of Bamba with A from
+-1 to -16. A row is one quantity of one call. eager, ours: ‖x - exact‖ / ‖exact‖, exact of the same function in float64. ratio: ours over
+eager, where eager is at least one rounding of the quantity's dtype off. The rule is a ratio of at most 2 (spec/numerics.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import attn_compiler
+from attn_compiler.spec.numerics import FACTOR
+from attn_compiler.torch_private.substitution import Widened
+from benchmarks import harness
+
+RESULTS = Path(__file__).parent / "results" / "linear_errors_cpu.csv"
+DTYPES = ("float32", "bfloat16", "float16")
+LENGTHS = (1, 63, 256, 1000, 8192)
+#: by recurrence: how much a token decays, from weak to strong; of the state space it is dt
+STEPS: Mapping[str, Sequence[tuple[float, float]]] = {
+    "delta": ((0.001, 0.1), (0.1, 1.0), (1.0, 10.0)),
+    "channel": ((0.001, 0.1), (0.1, 1.0), (1.0, 10.0)),
+    "ssd": ((0.001, 0.1), (0.1, 1.0), (1.0, 10.0)),
+}
+COLUMNS = ("recurrence", "dtype", "length", "steps", "lowering", "quantity", "eager", "ours", "ratio")
+_MODULES = {
+    "delta": ("qwen3_next", "torch_chunk_gated_delta_rule"),
+    "channel": ("kimi_linear", "chunk_kimi_delta_attention"),
+    "ssd": ("bamba", "mamba2_chunk_scan"),
+}
+#: output, last state
+Results = tuple[Tensor, Tensor]
+#: of the state space's call
+_SSD_CHUNK = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """call: from the operands, by name, to the output and the last state. operands: those that have gradients."""
+
+    call: Callable[..., Results]
+    operands: Mapping[str, Tensor]
+
+
+def _function(recurrence: str) -> Callable[..., Results]:
+    family, name = _MODULES[recurrence]
+    found = inspect.unwrap(getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name))
+    return found  # type: ignore[no-any-return]
+
+
+def problem(recurrence: str, dtype: torch.dtype, length: int, steps: tuple[float, float], device: str) -> Problem:
+    """Random operands: what a model holds in half precision is in `dtype`, decays, dt and A in float32."""
+    torch.manual_seed(length)
+    function, (low, high) = _function(recurrence), steps
+    heads, dim_k, dim_v = 4, 16, 8
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, length, *shape).to(device, dtype)
+
+    def between(*shape: int) -> Tensor:
+        return (low + (high - low) * torch.rand(1, length, *shape)).to(device)
+
+    if recurrence == "ssd":
+        operands = {
+            "x": normal(16, dim_v), "dt": between(16), "A": -torch.arange(1.0, 17.0, device=device),
+            "B": normal(1, dim_k), "C": normal(1, dim_k), "D": torch.randn(16, device=device),
+            "first": torch.randn(1, 16, dim_v, dim_k, device=device),
+        }  # fmt: skip
+
+        def scan(*, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, first: Tensor) -> Results:
+            return function(x, dt, A, B, C, chunk_size=_SSD_CHUNK, D=D, initial_states=first, return_final_states=True)
+
+        return Problem(call=scan, operands=operands)
+    operands = {
+        "q": normal(heads, dim_k), "k": normal(heads, dim_k), "v": normal(heads, dim_v),
+        "g": -between(heads, dim_k) if recurrence == "channel" else -between(heads),
+        "beta": torch.rand(1, length, heads).to(device, dtype),
+        "first": torch.randn(1, heads, dim_k, dim_v, device=device),
+    }  # fmt: skip
+    more = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+
+    def rule(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor) -> Results:
+        return function(q, k, v, g, beta, initial_state=first, **more)
+
+    return Problem(call=rule, operands=operands)
+
+
+def quantities(call: Callable[..., Results], operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The results of a call, and the gradients of a fixed sum of them."""
+    given = {name: x.detach().clone().requires_grad_() for name, x in operands.items()}
+    results = dict(zip(("out", "state"), call(**given), strict=True))
+    weights = torch.Generator().manual_seed(0)
+    loss = [(x * torch.randn(x.shape, generator=weights).to(x)).double().sum() for x in results.values()]
+    grads = torch.autograd.grad(loss, list(given.values()))
+    return {name: x.detach() for name, x in results.items()} | {
+        f"grad of {name}": grad for name, grad in zip(given, grads, strict=True)
+    }
+
+
+def errors(of: Problem, lowering: str) -> Iterator[dict[str, str]]:
+    """The columns of each quantity under one lowering; `lowering` is empty where the call was left to the model."""
+    with Widened():
+        exact = quantities(of.call, {name: x.double() for name, x in of.operands.items()})
+    eager = quantities(of.call, of.operands)
+    attn_compiler.reset()
+    torch.compiler.reset()
+    options = {"inner": "aot_eager", "lowering": lowering}
+    ours = quantities(torch.compile(of.call, backend="attn_compiler", options=options), of.operands)
+    found = {site.decision.lowering for report in attn_compiler.reports() for site in report.linear}
+    for name, wanted in exact.items():
+        of_eager, of_ours = _off(eager[name], wanted), _off(ours[name], wanted)
+        ratio = of_ours / max(of_eager, torch.finfo(eager[name].dtype).eps)
+        row = {"quantity": name, "eager": f"{of_eager:.2e}", "ours": f"{of_ours:.2e}", "ratio": f"{ratio:.2f}"}
+        yield row | {"lowering": ", ".join(sorted(found))}
+
+
+def _off(x: Tensor, exact: Tensor) -> float:
+    size = float(exact.norm())
+    return float((x.double() - exact).norm()) / size if size else float(x.double().norm())
+
+
+def rows(device: str, dtypes: Sequence[str], lengths: Sequence[int], lowering: str) -> Iterator[dict[str, str]]:
+    """A row for each quantity of each call."""
+    for recurrence, ranges in STEPS.items():
+        for dtype, length, steps in ((d, n, s) for d in dtypes for n in lengths for s in ranges):
+            named = {"recurrence": recurrence, "dtype": dtype, "length": str(length), "steps": "{}..{}".format(*steps)}
+            of = problem(recurrence, getattr(torch, dtype), length, steps, device)
+            yield from (named | row for row in errors(of, lowering))
+
+
+def main() -> int:
+    """Measure every call; 0 where the rule holds for every quantity."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--lowering", default="linear_reference")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--append", action="store_true", help="keep the file's rows, of another commit say")
+    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+    options = parser.parse_args()
+    where = harness.environment(options.device, options.commit)
+    file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)
+    for row in rows(options.device, options.dtypes, options.lengths, options.lowering):
+        file.add({**row, **where})
+        if is_off(row):
+            print(*(f"{name} {row[name]}" for name in COLUMNS), flush=True)
+    broken = sum(map(is_off, file.rows))
+    print(f"{broken} of {len(file.rows)} quantities are off by more than {FACTOR:.0f} times the function's own error")
+    return int(broken > 0)
+
+
+def is_off(row: Mapping[str, str]) -> bool:
+    """Whether a quantity breaks the rule, or nothing of ours computed it."""
+    return not (row["lowering"] and float(row["ratio"]) <= FACTOR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
