@@ -35,7 +35,7 @@ from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.lowerings import emitting, kernel_problems, poison
 from tests.lowerings.decode import problems
-from tests.lowerings.fp8 import problems as fp8_problems, test_rounding_launch, test_seen
+from tests.lowerings.fp8 import problems as fp8_problems, test_rounding_launch, test_visible_keys
 from tests.lowerings.hopper import problems as hopper_problems, test_fp8_launch as test_hopper_launch
 from tests.lowerings.kernel_cases import BY_NAME, Case
 from tests.lowerings.specs import refusal
@@ -84,8 +84,8 @@ def triton_fp8(case: Case) -> Callable[[], None]:
 
 def hopper_fp8_of_lengths() -> None:
     _needs("hopper_fp8")
-    given = test_seen.rounded_of_lengths("causal", Fp8Recipe(), poison.NOT_FINITE, DEVICE)
-    clean = test_seen.rounded_of_lengths("causal", Fp8Recipe(), (0.0,), DEVICE)
+    given = test_visible_keys.rounded_of_lengths("causal", Fp8Recipe(), poison.NOT_FINITE, DEVICE)
+    clean = test_visible_keys.rounded_of_lengths("causal", Fp8Recipe(), (0.0,), DEVICE)
     with torch.no_grad():
         out, lse = fp8_problems.outputs(given)
         test_hopper_launch.assert_near(clean, out, lse, share=0.04, atol=0.02)

@@ -26,7 +26,7 @@ from attn_compiler.lowerings.cudnn import (
     plans as cudnn_plans,
 )
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_keys
 from attn_compiler.lowerings.shared.limits import common as shared_limits, known_bad
 from attn_compiler.lowerings.shared.ops.leaf_ops import like_output
 from attn_compiler.reasons.codes import Code
@@ -201,7 +201,7 @@ class _Emission:
         """The node of the output."""
         emitter, spec, call = self.emitter, self.spec, self.call
         rounded = quantise.emit(
-            emitter, spec, operands, positions_last=False, seen=fp8_seen.emit(emitter, spec, operands)
+            emitter, spec, operands, positions_last=False, seen=visible_keys.emit(emitter, spec, operands)
         )
         read = dict(zip(quantise.names(spec), rounded.operands, strict=True))
         lengths = cudnn_operands.emit(emitter, call, spec, operands)

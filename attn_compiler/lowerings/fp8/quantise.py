@@ -4,7 +4,7 @@ of the graph, which Inductor fuses into whatever made them (nodes.py).
     x8 = cast(clamp(x · scale)), scale = largest of the format / amax, descale = 1 / scale
 
 amax is the largest finite magnitude: what kernels leave out (padding) may hold anything. A number that is not finite becomes NaN; in
-int8, which has none, 0. Keys that nobody may see become 0 and count for no magnitude, as far as seen.py knows them. Rounding has
+int8, which has none, 0. Keys that nobody may see become 0 and count for no magnitude, as far as visible_keys.py knows them. Rounding has
 no gradient: restoring.py attaches one to what comes of it.
 
 With smooth_k, k loses its mean over the sequence before it is rounded, and every score of a row loses the same by that, q · mean. A
@@ -98,7 +98,7 @@ def emit(
     positions_last: bool = True,
     seen: fx.Node | None = None,
 ) -> Rounded:
-    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. seen: of `fp8_seen.emit`."""
+    """Round the site's q, k and v. positions_last: v8 as `names` says; else all three lie as they did. seen: of `visible_keys.emit`."""
     made = _Quantiser(emitter, spec, positions_last, seen).all_of(operands)
     kept = kept_names(has_mean=needs_shift(spec), positions_last=positions_last) if spec.needs_grad else ()
     return Rounded(operands=[made[name] for name in names(spec)], kept=[made[name] for name in kept])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_keys
 from attn_compiler.lowerings.hopper.takes import FP8
 from attn_compiler.lowerings.shared.calls import cudnn_backward
 from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, takes
@@ -48,7 +48,7 @@ class HopperFp8(Lowering):
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = tile_table.tiles(spec, emitter.target)
-        rounded = quantise.emit(emitter, spec, operands, seen=fp8_seen.emit(emitter, spec, operands))
+        rounded = quantise.emit(emitter, spec, operands, seen=visible_keys.emit(emitter, spec, operands))
         family = backward_of(spec, emitter.target)
         emitter.note(f"FP8 forward: {quantise.recipe_of(spec).words}; backward in {spec.dtype} ({family})")
         further = part_tensors.emit(emitter, spec, operands, tiles)

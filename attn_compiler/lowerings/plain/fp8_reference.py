@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_keys
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared.limits import common as shared_limits
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs, register_forward
@@ -46,7 +46,7 @@ class ReferenceFp8(Lowering):
         return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        rounded = quantise.emit(emitter, spec, operands, seen=fp8_seen.emit(emitter, spec, operands))
+        rounded = quantise.emit(emitter, spec, operands, seen=visible_keys.emit(emitter, spec, operands))
         emitter.note(f"FP8 forward: {quantise.recipe_of(spec).words}; backward in {spec.dtype}")
         further = [node for node in (operands.mask, operands.sinks) if node is not None]
         return restoring.call_leaf(

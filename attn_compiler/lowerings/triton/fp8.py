@@ -12,7 +12,7 @@ import dataclasses
 from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tile, Tiles, check_fp8_inputs
-from attn_compiler.lowerings.fp8 import limits, quantise, restoring, seen as fp8_seen
+from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_keys
 from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, mask_limits, takes
 from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_forward
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts, tile_table
@@ -61,7 +61,7 @@ class TritonFp8(Lowering):
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         tiles = _tiles(spec, emitter.target)
-        rounded = quantise.emit(emitter, spec, operands, seen=fp8_seen.emit(emitter, spec, operands))
+        rounded = quantise.emit(emitter, spec, operands, seen=visible_keys.emit(emitter, spec, operands))
         emitter.note(f"FP8 forward: {quantise.recipe_of(spec).words}; backward in {spec.dtype}")
         further = part_tensors.emit(emitter, spec, operands, tiles)
         text = Call(spec=spec, tiles=tiles).to_text()

@@ -110,7 +110,7 @@ def rounded_problem(
 
 
 def seen_of(problem: Problem) -> Tensor | None:
-    """bool (B|1, Skv): what seen.py says of a mask with such parts. None where that is nothing."""
+    """bool (B|1, Skv): what visible_keys.py says of a mask with such parts. None where that is nothing."""
     plan, case = problem.plan, problem.case
     band = None if plan.band is None else plan_math.allowed(Plan(band=plan.band), {}, case.seqlen_q, case.seqlen_kv)
     of_band = None if band is None else band[0].any(1).to(problem.q.device)

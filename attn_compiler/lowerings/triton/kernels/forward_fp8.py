@@ -9,7 +9,7 @@ What differs is what FP8's few bits ask for:
   maximum that all other weights are rounded against, and push them below the smallest number
   (https://arxiv.org/abs/2606.06521; FlashAttention-3 goes backwards too).
 - A key that no query of a tile may see has a weight of 0, and 0 · NaN is NaN: v is not even read there. Only intervals, documents and
-  dense masks ask for that; of the other masks nobody's keys were rounded to 0 (fp8/seen.py).
+  dense masks ask for that; of the other masks nobody's keys were rounded to 0 (fp8/visible_keys.py).
 - Dropout's factor comes after the rounding, which it would push out of the format's range.
 """
 
@@ -119,7 +119,7 @@ def _step(
     rows, masks, seqlen_kv = own.rows, of.masks, sizes.seqlen_kv
     queries = rows.queries
     keys_allowed, document_k, values_seen = None, None, None
-    # Of band and keys, what nobody sees is 0 already (fp8/seen.py).
+    # Of band and keys, what nobody sees is 0 already (fp8/visible_keys.py).
     UNSEEN: tl.constexpr = MASKED and (
         rows.lower is not None or masks.Documents is not None or masks.mask.base is not None
     )

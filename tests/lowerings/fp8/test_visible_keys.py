@@ -14,7 +14,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.fp8 import quantise, seen as fp8_seen
+from attn_compiler.lowerings.fp8 import quantise, visible_keys
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call
 from attn_compiler.spec import masks
 from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
@@ -241,7 +241,7 @@ def test_which_keys_are_seen(name: str) -> None:
     applied = all(isinstance(kind, Causal) for kind in kinds)
     dense = Dense(shape=(2, 1, seqlen_q, seqlen_kv), dtype="bool")
     mask = MaskSpec(kinds=kinds, flag=Flag.READ) if applied else MaskSpec(kinds=kinds, dense=dense)
-    found = fp8_seen.keys(specs.make_spec(mask=mask, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv))
+    found = visible_keys.keys(specs.make_spec(mask=mask, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv))
     if right is None:
         assert found is None
         return
@@ -254,7 +254,7 @@ def test_which_keys_are_seen(name: str) -> None:
 
 def test_a_vector_of_keys_is_read_as_it_is() -> None:
     mask = MaskSpec(dense=Dense(shape=(2, 1, 1, 128), dtype="bool"), reason="not read")
-    found = fp8_seen.keys(specs.make_spec(mask=mask))
+    found = visible_keys.keys(specs.make_spec(mask=mask))
     assert found is not None
     assert found.keys_given
 
