@@ -25,7 +25,7 @@ from attn_compiler.torch_private import (
     compat as torch_compat,
     fp8_state,
     inductor as torch_inductor,
-    meanings,
+    known_masks,
     packed as torch_packed,
 )
 
@@ -162,7 +162,7 @@ def _compile_with(
     _publish(report, own)
     meetings = rewritten.meetings
     known = () if is_recorded else rewritten.known
-    return lockstep.in_step(meanings.telling(checked(compiled, plan), known, rewritten.read), meetings)
+    return lockstep.in_step(known_masks.telling(checked(compiled, plan), known, rewritten.read), meetings)
 
 
 def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from attn_compiler.reasons.errors import AttnCompilerError, CannotCompare
 from attn_compiler.reporting.report import Report, Reports
 from attn_compiler.torch_private import (
     compat as torch_compat,
-    meanings,
+    known_masks,
     observe as torch_observe,
     packed as torch_packed,
 )
@@ -99,7 +99,7 @@ def explainer(
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             rewritten = _rewrite(gm, own)
             found.append(rewritten.report)
-            return meanings.telling(_runnable(gm, rewritten), rewritten.known, rewritten.read)
+            return known_masks.telling(_runnable(gm, rewritten), rewritten.known, rewritten.read)
 
         backend.own_options = own  # type: ignore[attr-defined]
         linear_attention.watch(backend)

@@ -25,17 +25,17 @@ class Meeting:
 
 def in_step(compiled: Callable[..., Any], meetings: Sequence[Meeting]) -> Callable[..., Any]:
     """A graph's compiled function, which meets the other ranks before each call."""
-    from attn_compiler.torch_private import meetings as torch_meetings
+    from attn_compiler.torch_private import rank_sync
 
-    met = [one for one in meetings if not torch_meetings.is_fake(one.group)]
+    met = [one for one in meetings if not rank_sync.is_fake(one.group)]
     if not met:
         return compiled
 
     def call(*args: Any) -> Any:
         for one in met:
             try:
-                torch_meetings.enter(one.group, one.code, one.told)
-            except torch_meetings.RanksDisagree as differ:
+                rank_sync.enter(one.group, one.code, one.told)
+            except rank_sync.RanksDisagree as differ:
                 raise _told(str(differ)) from differ
         return compiled(*args)
 
@@ -62,8 +62,8 @@ def telling_of_failure(group: str | None, starts_over: Callable[[Exception], boo
         yield
     except Exception as error:
         if group is not None and not starts_over(error):
-            from attn_compiler.torch_private import meetings as torch_meetings
+            from attn_compiler.torch_private import rank_sync
 
-            if not torch_meetings.is_fake(group) and not torch_meetings.is_at_odds(group):
-                torch_meetings.say(group, f"could not compile: {described(error)}")
+            if not rank_sync.is_fake(group) and not rank_sync.is_at_odds(group):
+                rank_sync.say(group, f"could not compile: {described(error)}")
         raise

@@ -25,8 +25,8 @@ from torch._guards import CompileContext, Source, TracingContext
 from torch._subclasses import FakeTensor
 
 from attn_compiler.reasons.errors import described
-from attn_compiler.torch_private import meanings
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private import known_masks
+from attn_compiler.torch_private.known_masks import Known
 
 
 def guard_modules() -> None:
@@ -143,12 +143,12 @@ def forget_meanings() -> None:
 
 
 def guard_known(placeholder: fx.Node, known: Known) -> None:
-    """Let the code of the compilation under way serve only calls where the same is known of this input (meanings.py)."""
+    """Let the code of the compilation under way serve only calls where the same is known of this input (known_masks.py)."""
     if TracingContext.try_get() is None:
         return
 
     def is_known(value: object) -> bool:
-        found = meanings.of(value)
+        found = known_masks.recall(value)
         return found is known or found == known
 
     def check(builder: Any, guard: Any) -> None:

@@ -20,7 +20,7 @@ from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.passes.graph.first_look import FirstLook
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.reasons.errors import VerificationMismatch, described
-from attn_compiler.torch_private import meetings as torch_meetings
+from attn_compiler.torch_private import rank_sync
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
 #: seconds to wait for a rank: it may still compile
@@ -62,13 +62,13 @@ class Ranks:
 
     def meet(self, subject: str) -> None:
         """Wait for all ranks before something that all of them have to do. Raises RanksDisagree where one has failed."""
-        torch_meetings.agree(self.group, subject, f"at {subject}", seconds=_PATIENCE)
+        rank_sync.agree(self.group, subject, f"at {subject}", seconds=_PATIENCE)
 
     def failed(self, error: Exception) -> None:
         """Tell those that wait for this rank that it will not come."""
-        groups = self.beside if isinstance(error, torch_meetings.RanksDisagree) else (self.group, *self.beside)
+        groups = self.beside if isinstance(error, rank_sync.RanksDisagree) else (self.group, *self.beside)
         for group in groups:
-            torch_meetings.say(group, f"failed: {described(error)}")
+            rank_sync.say(group, f"failed: {described(error)}")
 
     def raise_first(self, found: Sequence[tuple[int, VerificationMismatch]]) -> None:
         """Raise on every rank the first mismatch that one of them found, with a note that names the others.
@@ -149,10 +149,10 @@ class _Found:
 def _of_all(group: str, found: list[_Found]) -> list[_Found]:
     """What every rank of a group has found. Raises RanksDisagree where the check of one failed."""
     said = json.dumps([dataclasses.asdict(one) for one in found])
-    by_rank = torch_meetings.answers(group, "what was found", said, seconds=_PATIENCE)
+    by_rank = rank_sync.answers(group, "what was found", said, seconds=_PATIENCE)
     lost = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if not text.startswith("[")]
     if lost:
-        raise torch_meetings.RanksDisagree("; ".join(lost))
+        raise rank_sync.RanksDisagree("; ".join(lost))
     return [_Found(**fields) for text in by_rank for fields in json.loads(text)]
 
 

@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.context_parallel import collectives as torch_collectives, layout
-from attn_compiler.torch_private import meetings as torch_meetings
-from attn_compiler.torch_private.meetings import RanksDisagree, agree
+from attn_compiler.torch_private import rank_sync
+from attn_compiler.torch_private.rank_sync import RanksDisagree, agree
 from tests.meshes import fake_mesh
 
 C10D = torch.ops._c10d_functional
@@ -114,7 +114,7 @@ def test_without_that_they_are_kept() -> None:
 def test_no_rank_stands_in_a_graph() -> None:
     with fake_mesh(4, rank=2) as mesh:
         group = str(mesh.get_group().group_name)
-        assert torch_meetings.rank_of(group) == 2
+        assert rank_sync.rank_of(group) == 2
         assert torch_collectives.sequence_rank(torch.zeros(()), group).tolist() == 2
 
 
@@ -153,5 +153,5 @@ def test_no_answer_raises_after_a_while(store: dist.HashStore) -> None:
 
 def test_the_ranks_of_a_group_are_those_of_the_world() -> None:
     with fake_mesh(2, 3, rank=4, names=("dp", "cp")) as mesh:
-        found = [torch_meetings.ranks_of(mesh[name].get_group().group_name) for name in ("dp", "cp")]
+        found = [rank_sync.ranks_of(mesh[name].get_group().group_name) for name in ("dp", "cp")]
     assert found == [{1, 4}, {3, 4, 5}]

@@ -9,8 +9,8 @@ from attn_compiler.context_parallel import lockstep
 from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.options.options import Options
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import meetings as torch_meetings
-from attn_compiler.torch_private.meetings import RanksDisagree
+from attn_compiler.torch_private import rank_sync
+from attn_compiler.torch_private.rank_sync import RanksDisagree
 from tests.meshes import fake_mesh
 
 _MEETING = Meeting(group="0", code="abc", told="runs")
@@ -18,12 +18,12 @@ _MEETING = Meeting(group="0", code="abc", told="runs")
 
 @pytest.fixture(autouse=True)
 def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_meetings, "is_fake", lambda _: False)
+    monkeypatch.setattr(rank_sync, "is_fake", lambda _: False)
 
 
 def test_each_call_meets_every_group_first(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(torch_meetings, "enter", lambda group, code, told: done.append(f"{group} {code} {told}"))
+    monkeypatch.setattr(rank_sync, "enter", lambda group, code, told: done.append(f"{group} {code} {told}"))
     other = Meeting(group="1", code="def", told="runs too")
     call = lockstep.in_step(lambda x: done.append(x), [_MEETING, other])
     call("first")
@@ -38,7 +38,7 @@ def test_code_runs_on_no_rank_where_they_differ(monkeypatch: pytest.MonkeyPatch)
     def compiled() -> None:
         raise AssertionError
 
-    monkeypatch.setattr(torch_meetings, "enter", enter)
+    monkeypatch.setattr(rank_sync, "enter", enter)
     with pytest.raises(ContextParallelUnsupported, match="rank 0: runs; rank 1: compiles"):
         lockstep.in_step(compiled, [_MEETING])()
 
@@ -48,14 +48,14 @@ def test_code_without_meetings_is_what_it_was() -> None:
 
 
 def test_a_fake_group_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_meetings, "is_fake", lambda _: True)
+    monkeypatch.setattr(rank_sync, "is_fake", lambda _: True)
     assert lockstep.in_step(len, [_MEETING]) is len
 
 
 def _told(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at_odds: bool = False, size: int = 2) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(torch_meetings, "is_at_odds", lambda _: at_odds)
-    monkeypatch.setattr(torch_meetings, "say", lambda _, text: said.append(text))
+    monkeypatch.setattr(rank_sync, "is_at_odds", lambda _: at_odds)
+    monkeypatch.setattr(rank_sync, "say", lambda _, text: said.append(text))
     with fake_mesh(size) as mesh:
         options = Options(context_parallel=ContextParallel(mesh))
         telling = lockstep.telling_of_failure(options.sequence_group, lambda found: isinstance(found, KeyError))

@@ -21,7 +21,7 @@ from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.reporting import verifications as results
-from attn_compiler.torch_private import meetings as torch_meetings
+from attn_compiler.torch_private import rank_sync
 from attn_compiler.verifying import Verification, as_read, verifications
 from tests.context_parallel import models
 from tests.context_parallel.against_one import LENGTH, Run
@@ -167,7 +167,7 @@ def _scores_read_twice_as_large() -> Iterator[None]:
 @contextlib.contextmanager
 def _check_fails_on_rank_1() -> Iterator[None]:
     """Before it meets the others at the second attention."""
-    right, calls = torch_meetings.agree, []
+    right, calls = rank_sync.agree, []
 
     def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
         calls.append(subject) if subject.startswith("the attention") else None
@@ -175,7 +175,7 @@ def _check_fails_on_rank_1() -> Iterator[None]:
             raise MemoryError("out of luck")
         right(group, subject, said, seconds=seconds)
 
-    with mock.patch.object(torch_meetings, "agree", agree):
+    with mock.patch.object(rank_sync, "agree", agree):
         yield
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attn_compiler.torch_private import meanings
+from attn_compiler.torch_private import known_masks
 
 S = 8
 
@@ -138,7 +138,7 @@ def outcomes() -> dict[str, Outcome]:
     x, found = _numbers(), {}
     for name, write in WRITES.items():
         mask = make(x)
-        was_known, before = meanings.of(mask) is not None, mask.clone()
+        was_known, before = known_masks.recall(mask) is not None, mask.clone()
         off = [_off(attend(x, mask), _attend(x, before))]
         write(mask)
         off.append(_off(attend(x, mask), _attend(x, mask.clone())))
@@ -146,7 +146,7 @@ def outcomes() -> dict[str, Outcome]:
             off=max(off),
             is_changed=not torch.equal(mask, before),
             was_known=was_known,
-            is_known=meanings.of(mask) is not None,
+            is_known=known_masks.recall(mask) is not None,
         )
     return found
 

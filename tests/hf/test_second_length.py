@@ -21,7 +21,7 @@ from attn_compiler.passes.writing.select import decide
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import meanings
+from attn_compiler.torch_private import known_masks
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,7 +104,7 @@ class Recorder:
         rewritten = rewrite(gm, OPTIONS)
         self.reports.append(rewritten.report)
         gm.recompile()
-        return meanings.telling(gm.forward, rewritten.known)
+        return known_masks.telling(gm.forward, rewritten.known)
 
 
 def reads_a_dense_mask(spec: AttentionSpec, lowering: str, target: Target) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
-from attn_compiler.torch_private import meanings
+from attn_compiler.torch_private import known_masks
 from tests.passes.border_masks import B, D, H, S, attend, causal, padded
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -130,7 +130,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("make", [causal, four_axes, additive])
 def test_a_mask_that_was_written_means_what_it_holds(make: Callable[[Tensor], Tensor], name: str) -> None:
     q, layer, mask = torch.randn(B, H, S, D), _layer(), _made(make)
-    assert meanings.of(mask) is not None
+    assert known_masks.recall(mask) is not None
     torch.testing.assert_close(layer(q, mask), attend(q, make(q)))
     WRITES[name](mask)
     wanted = attend(q, mask.clone())
@@ -187,7 +187,7 @@ def test_layers_are_trained_by_one_mask_step_after_step_with_code_that_knows_it(
                 )
             y.sin().sum().backward()
         torch.testing.assert_close(xs[0].grad, xs[1].grad)
-        assert meanings.of(mask) is not None
+        assert known_masks.recall(mask) is not None
     (site,) = [site for report in attn_compiler.reports() for site in report.sites]
     assert "causal ∧ key padding" in site.spec.mask.words
     mask.data.copy_(_other(mask))
@@ -200,10 +200,10 @@ def test_a_backward_that_reads_a_mask_leaves_it_known() -> None:
     out = function(x, mask)
     for _ in range(2):
         out.sum().backward(retain_graph=True)
-        assert meanings.of(mask) is not None
+        assert known_masks.recall(mask) is not None
     mask.data[1:, 1] = False
     out.sum().backward()
-    assert meanings.of(mask) is None
+    assert known_masks.recall(mask) is None
 
 
 def test_what_a_compiled_function_only_reads_stays_known_to_the_next() -> None:

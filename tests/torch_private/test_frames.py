@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from attn_compiler import index_expr as ix
-from attn_compiler.torch_private import frames as torch_frames, meanings
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private import frames as torch_frames, known_masks
+from attn_compiler.torch_private.known_masks import Known
 
 
 class Scaled(nn.Module):
@@ -209,14 +209,14 @@ def test_a_guard_on_what_is_known_lets_no_other_tensor_through() -> None:
     def ask(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         (placeholder,) = gm.graph.find_nodes(op="placeholder")
         given.append(torch_frames.given_tensor(placeholder))
-        if meanings.of(given[-1]) is not None:
+        if known_masks.recall(given[-1]) is not None:
             torch_frames.guard_known(placeholder, known)
         return gm.forward
 
     function = torch.compile(lambda x: x * 3, backend=ask)
     first, second, other = (torch.ones(4) for _ in range(3))
-    meanings.remember(first, known)
-    meanings.remember(second, known)
+    known_masks.remember(first, known)
+    known_masks.remember(second, known)
     for x in (first, second, first):
         function(x)
     assert [x is first for x in given] == [True]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.reasons.errors import VerificationMismatch
-from attn_compiler.torch_private import meetings as torch_meetings
-from attn_compiler.torch_private.meetings import RanksDisagree
+from attn_compiler.torch_private import rank_sync
+from attn_compiler.torch_private.rank_sync import RanksDisagree
 from attn_compiler.verifying.ranks import Ranks, WholeLoads
 from attn_compiler.verifying.values import NoValueError, Values
 from tests.verifying.planning import LENGTH, Tensor, planned, qkv
@@ -57,7 +57,7 @@ def _said(*found: tuple[int, str], rank: int = 0) -> str:
         return ["[]"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_meetings, "answers", answers)
+        patch.setattr(rank_sync, "answers", answers)
         own.raise_first([(place, _mismatch(what)) for place, what in found])
     return said[0]
 
@@ -66,7 +66,7 @@ def _answered(monkeypatch: pytest.MonkeyPatch, *by_rank: str) -> None:
     def answers(*_: Any, **__: Any) -> list[str]:
         return list(by_rank)
 
-    monkeypatch.setattr(torch_meetings, "answers", answers)
+    monkeypatch.setattr(rank_sync, "answers", answers)
 
 
 def test_the_first_check_of_the_lowest_rank_is_what_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_rank_whose_check_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_another_rank_failed_by_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(torch_meetings, "say", lambda group, text: said.append(f"{group}: {text}"))
+    monkeypatch.setattr(rank_sync, "say", lambda group, text: said.append(f"{group}: {text}"))
     ranks = dataclasses.replace(_ranks(), beside=("heads",))
     ranks.failed(RanksDisagree("rank 1: failed"))
     # Those that share heads did not meet that rank.
@@ -108,7 +108,7 @@ def test_what_another_rank_failed_by_is_not_said_again(monkeypatch: pytest.Monke
 
 def test_what_one_share_of_the_heads_found_is_raised_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     by_group = {"of nobody": ["[]", "[]"], "heads": ["[]", _said((2, "e"), rank=1)]}
-    monkeypatch.setattr(torch_meetings, "answers", lambda group, *_, **__: by_group[group])
+    monkeypatch.setattr(rank_sync, "answers", lambda group, *_, **__: by_group[group])
     with pytest.raises(VerificationMismatch, match="the e is not"):
         dataclasses.replace(_ranks(), beside=("heads",)).raise_first([])
 

@@ -40,7 +40,7 @@ from attn_compiler.passes.graph.site import Miss, Site
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.writing import lower
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import frames as torch_frames, meetings as torch_meetings
+from attn_compiler.torch_private import frames as torch_frames, rank_sync
 
 #: what a user may name in ContextParallel(allow=...), besides ops
 GRAPH_BREAK = "graph_break"
@@ -148,7 +148,7 @@ def _rewritten(
         given,
         found.sites,
         cp.allow,
-        torch_meetings.ranks_of(cp.group_name),
+        rank_sync.ranks_of(cp.group_name),
         None if compared is None else compared.differing_axes,
     )
     others = [miss for miss in found.misses if places.holds_still(miss.anchor)]

@@ -17,8 +17,8 @@ from attn_compiler.passes.graph.unit import Unit, module_path, source_line
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import ContextParallelUnsupported, described
-from attn_compiler.torch_private import compat as torch_compat, meetings as torch_meetings
-from attn_compiler.torch_private.meetings import TOLD
+from attn_compiler.torch_private import compat as torch_compat, rank_sync
+from attn_compiler.torch_private.rank_sync import TOLD
 
 #: seconds to wait until all ranks have compiled a graph: cold caches of one may take minutes
 _PATIENCE = 900.0
@@ -57,16 +57,16 @@ def together(
     same = "\n".join([found.text, *saying.of_options(unit.options)])
     beside_of_call = TOLD + "\n".join(of_call)
     try:
-        torch_meetings.agree(cp.group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)
-    except torch_meetings.RanksDisagree as differ:
+        rank_sync.agree(cp.group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)
+    except rank_sync.RanksDisagree as differ:
         remedy = "give every rank a batch of the same shapes (ContextParallel.shard does), the same options and the same modes"
         error = _differing(mirror, differ, remedy, error)
     # Tensor parallelism: what fails for one share of the heads is not to leave the others in a collective.
     for group in beside:
         has_failed = "compiles" if error is None else "compiles\nan error"
         try:
-            torch_meetings.agree(group, subject, has_failed + beside_of_call, seconds=_PATIENCE)
-        except torch_meetings.RanksDisagree as differ:
+            rank_sync.agree(group, subject, has_failed + beside_of_call, seconds=_PATIENCE)
+        except rank_sync.RanksDisagree as differ:
             remedy = "the error is told on the rank that has it: heads that all ranks have as many of may help"
             error = error or _differing(mirror, differ, remedy, None)
     if error is not None:
@@ -80,7 +80,7 @@ def together(
 
 
 def _differing(
-    mirror: Mirror, differ: torch_meetings.RanksDisagree, remedy: str, cause: Exception | None
+    mirror: Mirror, differ: rank_sync.RanksDisagree, remedy: str, cause: Exception | None
 ) -> ContextParallelUnsupported:
     reason = Reason(
         code=Code.CONTEXT_PARALLEL_UNSUPPORTED,

@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
 from attn_compiler.passes.graph import bodies, mutation, whole_calls
-from attn_compiler.passes.graph.alike import FakeLike, FakeRecorder, Remaker
+from attn_compiler.passes.graph.fake_records import FakeLike, FakeRecorder, Remaker
 from attn_compiler.passes.graph.fragment_keys import NodeInputs, Stands, Unknown, key_of
 from attn_compiler.torch_private import symbols as torch_symbols, tracing as torch_tracing
 

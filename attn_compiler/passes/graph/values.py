@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from attn_compiler.passes.graph import bodies
-from attn_compiler.passes.graph.alike import FakeLike, FakeRecorder, Remaker
+from attn_compiler.passes.graph.fake_records import FakeLike, FakeRecorder, Remaker
 from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of
 from attn_compiler.torch_private import tracing as torch_tracing
 

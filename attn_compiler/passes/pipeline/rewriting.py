@@ -21,7 +21,7 @@ from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import collector, compat as torch_compat, inductor as torch_inductor
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private.known_masks import Known
 from attn_compiler.torch_private.snapshots import Snapshot
 from attn_compiler.torch_private.store import Store
 

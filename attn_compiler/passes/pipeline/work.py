@@ -21,7 +21,7 @@ from attn_compiler.reporting.dump import Dumper
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private.known_masks import Known
 from attn_compiler.torch_private.snapshots import Snapshot
 from attn_compiler.torch_private.store import Store
 

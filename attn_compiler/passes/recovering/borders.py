@@ -24,8 +24,8 @@ from attn_compiler.passes.recovering import buffers, reading
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.recovering.reading.borders import GraphRow, Made, known_of
 from attn_compiler.passes.recovering.reading.readers import Readers
-from attn_compiler.torch_private import frames as torch_frames, meanings, tracing as torch_tracing
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private import frames as torch_frames, known_masks, tracing as torch_tracing
+from attn_compiler.torch_private.known_masks import Known
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,7 +54,7 @@ def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options, readers
     mode = torch_tracing.fake_mode_of_values(gives) if root is None else None
     if mode is not None:
         root = Unit.of(gm, options, UnitPlace(name="", mode=mode))
-    if gives or row.made or meanings.are_any():
+    if gives or row.made or known_masks.are_any():
         row.written.append(set(ways.written))
     return Border(root=root, row=row, place=len(row.written) - 1, readers=readers, read=tuple(_read(ways)))
 
@@ -124,7 +124,7 @@ def _is_like(node: fx.Node, example: torch.Tensor) -> bool:
 
 def _element(reader: Reader, node: fx.Node) -> Expr:
     """Raises Unreadable."""
-    at = meanings.indices(reading.fake(node).dim())
+    at = known_masks.indices(reading.fake(node).dim())
     found = reader.read_at(len(reader.mirror.graph.nodes), node, at)
     return ix.decide(found, reader.within(found, node, at))
 

@@ -1,6 +1,6 @@
 """Masks that a module holds from its constructor on, such as a `tril` that is a buffer: they are read once, and known from then on.
 
-What a tensor holds is no fact of a graph. So it counts as what another graph gave back does (meanings.py): a guard asks at each call for
+What a tensor holds is no fact of a graph. So it counts as what another graph gave back does (known_masks.py): a guard asks at each call for
 the very tensor, unwritten. A tensor is read a second time after a write, as a loaded checkpoint is, and not again: code that relies on
 nothing serves what is written more often.
 """
@@ -17,8 +17,8 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import TRUE, Const, Expr
 from attn_compiler.passes.graph.mirroring import may_be_of_mask
 from attn_compiler.passes.graph.ways import Ways
-from attn_compiler.torch_private import frames as torch_frames, meanings
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private import frames as torch_frames, known_masks
+from attn_compiler.torch_private.known_masks import Known
 
 #: how often one tensor is read
 _MOST_LOOKS = 2
@@ -41,7 +41,7 @@ def look(ways: Ways) -> None:
             continue
         element = band_of(tensor)
         if element is not None:
-            meanings.remember(tensor, Known(element=element, dims=tensor.dim()))
+            known_masks.remember(tensor, Known(element=element, dims=tensor.dim()))
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
@@ -49,7 +49,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
     if not is_plain or tensor.dim() < 2 or math.prod(tensor.shape[:-2]) != 1 or not 1 < tensor.numel() <= _MOST:
         return False
-    return min(tensor.shape[-2:]) > 1 and not tensor.is_complex() and meanings.of(tensor) is None
+    return min(tensor.shape[-2:]) > 1 and not tensor.is_complex() and known_masks.recall(tensor) is None
 
 
 def _is_next(tensor: torch.Tensor) -> bool:
@@ -66,7 +66,7 @@ def _forget(dead: weakref.ref[torch.Tensor]) -> None:
 
 
 def band_of(tensor: torch.Tensor) -> Expr | None:
-    """The elements of a tensor over meanings.indices, if there are two numbers in it and the distance of query and key tells which."""
+    """The elements of a tensor over known_masks.indices, if there are two numbers in it and the distance of query and key tells which."""
     with torch.no_grad():
         numbers = tensor.detach().reshape(tensor.shape[-2:])
         inside = numbers[0, 0].item()
@@ -95,7 +95,7 @@ def _positions(numbers: torch.Tensor, axis: int) -> torch.Tensor:
 
 def _band(tensor: torch.Tensor, ahead: int, back: int) -> Expr:
     """Less than `ahead` keys after the query, and less than `back` before it; an end that no pair reaches is none."""
-    query, key = meanings.indices(tensor.dim())[-2:]
+    query, key = known_masks.indices(tensor.dim())[-2:]
     return ix.apply("and", *_ends(tensor, ahead, back, query, key))
 
 

@@ -13,8 +13,8 @@ from attn_compiler.passes.recovering.borders import Border
 from attn_compiler.passes.recovering.reading.borders import Made
 from attn_compiler.passes.rewrites.refusing import Unkeyed
 from attn_compiler.spec.attention import CODEC
-from attn_compiler.torch_private import frames as torch_frames, meanings
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private import frames as torch_frames, known_masks
+from attn_compiler.torch_private.known_masks import Known
 
 _CODEC = CODEC.beside(Known)
 
@@ -51,7 +51,7 @@ def learned(gm: fx.GraphModule, border: Border) -> list[Any]:
     found: list[Any] = []
     for node, example in zip(inputs, examples, strict=True):
         made = border.row.find(example)
-        known = meanings.of(torch_frames.given_tensor(node))
+        known = known_masks.recall(torch_frames.given_tensor(node))
         if made is None and known is None:
             found.append(None)
             continue
@@ -90,7 +90,7 @@ def was_heard(nodes: Sequence[fx.Node]) -> bool:
     """Whether the passes were allowed to rely on all that is known of a graph's inputs. Another process may be allowed to, with the same
     key."""
     for node in nodes:
-        known = meanings.of(torch_frames.given_tensor(node)) if node.op == "placeholder" else None
+        known = known_masks.recall(torch_frames.given_tensor(node)) if node.op == "placeholder" else None
         if known is not None and not torch_frames.has_room_for(node, known):
             return False
     return True
@@ -99,7 +99,7 @@ def was_heard(nodes: Sequence[fx.Node]) -> bool:
 def may_be_told(crossing: Crossing, nodes: Sequence[fx.Node]) -> bool:
     """Whether the code of the compilation under way may rely on what the passes relied on."""
     for place in crossing.relied_on:
-        known = meanings.of(torch_frames.given_tensor(nodes[place]))
+        known = known_masks.recall(torch_frames.given_tensor(nodes[place]))
         if known is None or not torch_frames.may_rely_on(nodes[place], known):
             return False
     return True
@@ -112,6 +112,6 @@ def tell(crossing: Crossing, border: Border, nodes: Sequence[fx.Node], values: S
         loads: dict[str, Any] = {name: values[place] for name, place in told.loads}
         border.row.made.append(Made(example=example, element=told.element, loads=loads, graph=border.place))
     for place in crossing.relied_on:
-        known = meanings.of(torch_frames.given_tensor(nodes[place]))
+        known = known_masks.recall(torch_frames.given_tensor(nodes[place]))
         if known is not None:
             torch_frames.guard_known(nodes[place], known)

@@ -38,7 +38,7 @@ from attn_compiler.spec.attention import CODEC
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private.known_masks import Known
 from attn_compiler.torch_private.store import Store
 
 log = logging.getLogger(__name__)

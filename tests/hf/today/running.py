@@ -26,7 +26,7 @@ from attn_compiler.reasons.decisions import Decision
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import compat as torch_compat, meanings, observe as torch_observe
+from attn_compiler.torch_private import compat as torch_compat, known_masks, observe as torch_observe
 from tests.hf import mask_kinds
 from tests.hf.counting import AttentionCounter
 from tests.hf.packages import Unavailable
@@ -92,7 +92,7 @@ class Watching:
             with self.counter:
                 return gm.forward(*args)
 
-        return meanings.telling(counted, rewritten.known, rewritten.read)
+        return known_masks.telling(counted, rewritten.known, rewritten.read)
 
     def left(self, found: torch_observe.Break) -> None:
         told = left_to_python.report(found)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
 from attn_compiler import ContextParallel
-from attn_compiler.torch_private import meetings as torch_meetings
+from attn_compiler.torch_private import rank_sync
 from tests.meshes import fake_mesh
 
 #: positions of a rank, sequences, width, heads
@@ -76,7 +76,7 @@ def compile_and_run(
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
         # The other rank is not there.
         told = [] if said is None else said
-        patch.setattr(torch_meetings, "agree", lambda _, __, text, **___: told.append(text))
+        patch.setattr(rank_sync, "agree", lambda _, __, text, **___: told.append(text))
         options = {"context_parallel": ContextParallel(mesh, **description), "inner": "eager"}
         compiled = torch.compile(Model(before, attend, after), backend="attn_compiler", options=options)
         found: torch.Tensor = compiled(torch.randn(BATCH, length, WIDTH), **(data or {}))

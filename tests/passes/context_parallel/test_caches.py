@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from attn_compiler import ContextParallel, ContextParallelUnsupported
-from attn_compiler.torch_private import meetings as torch_meetings
+from attn_compiler.torch_private import rank_sync
 from tests.passes.context_parallel.compiled import (
     BATCH,
     HEADS,
@@ -85,7 +85,7 @@ def _step(cache: Cache, length: int, *, held: int) -> None:
     """One call of a compiled model with a cache that holds some positions."""
     model = LlamaForCausalLM(_LLAMA).eval()
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(torch_meetings, "agree", lambda *_, **__: None)
+        patch.setattr(rank_sync, "agree", lambda *_, **__: None)
         ids = torch.randint(40, (2, held + length))
         if held:
             model(input_ids=ids[:, :held], past_key_values=cache)

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attn_compiler import ContextParallel
 from attn_compiler.passes.context_parallel import outside
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import meetings as torch_meetings
+from attn_compiler.torch_private import rank_sync
 from tests.passes.context_parallel.compiled import BATCH, HEADS, LENGTH, WIDTH, compile_and_run, fresh_mesh, positions
 
 #: within the sequence of two ranks, and wider than a rank's part
@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 def _run(*layers: Layer, **description: Any) -> None:
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_meetings, "agree", lambda *_, **__: None)
+        patch.setattr(rank_sync, "agree", lambda *_, **__: None)
         options = {"context_parallel": ContextParallel(mesh, **description), "inner": "eager"}
         for layer in layers:
             layer.compile(backend="attn_compiler", options=options, fullgraph=True)

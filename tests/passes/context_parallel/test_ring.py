@@ -19,7 +19,7 @@ from attn_compiler.passes import rewrite
 from attn_compiler.passes.context_parallel import ring
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.torch_private import meetings as torch_meetings
+from attn_compiler.torch_private import rank_sync
 from tests.lowerings.emitting import GraphEmitter
 from tests.meshes import fake_mesh
 from tests.passes.context_parallel.compiled import BATCH, HEADS, LENGTH, WIDTH, Attend, Data, Model
@@ -37,7 +37,7 @@ def _unit(monkeypatch: pytest.MonkeyPatch, attend: Attend | None = None, *, size
         found.extend(rewrite(gm, options).units)
         return lambda *inputs: gm.graph.output_node().args[0] and [torch.zeros(BATCH, LENGTH, WIDTH)]
 
-    monkeypatch.setattr(torch_meetings, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(rank_sync, "agree", lambda *_, **__: None)
     torch._dynamo.reset()
     with fake_mesh(size) as mesh:
         cp = ContextParallel(mesh, **description)

@@ -16,7 +16,7 @@ from attn_compiler import ContextParallel
 from attn_compiler.passes.graph import bodies
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import inductor as torch_inductor, meetings as torch_meetings
+from attn_compiler.torch_private import inductor as torch_inductor, rank_sync
 from tests.passes.context_parallel.compiled import (
     BATCH,
     HEADS,
@@ -53,7 +53,7 @@ def test_a_graph_break_may_be_allowed() -> None:
 @pytest.mark.parametrize("in_buckets", [True, False])
 def test_the_buckets_of_ddp_are_refused_by_name(in_buckets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They cut graphs of models of some MB. What to do about it makes one graph."""
-    monkeypatch.setattr(torch_meetings, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(rank_sync, "agree", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 100)
     with fresh_mesh() as mesh, torch._dynamo.config.patch(optimize_ddp=in_buckets):
         options = {"context_parallel": ContextParallel(mesh), "inner": "eager"}
@@ -79,7 +79,7 @@ def test_local_positions_do_not_leave_a_graph() -> None:
 
 def test_the_last_recompilation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one after it would run without a compiler."""
-    monkeypatch.setattr(torch_meetings, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(rank_sync, "agree", lambda *_, **__: None)
     with fresh_mesh() as mesh, torch._dynamo.config.patch(recompile_limit=3):
         options = {"context_parallel": ContextParallel(mesh), "inner": "eager"}
         compiled = torch.compile(Model(None, None, None), backend="attn_compiler", options=options, dynamic=False)

@@ -16,8 +16,8 @@ from attn_compiler.passes.context_parallel.together import Said, together
 from attn_compiler.passes.graph import unit
 from attn_compiler.passes.graph.unit import Unit, UnitPlace
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import meetings as torch_meetings, tracing as torch_tracing
-from attn_compiler.torch_private.meetings import TOLD, RanksDisagree
+from attn_compiler.torch_private import rank_sync, tracing as torch_tracing
+from attn_compiler.torch_private.rank_sync import TOLD, RanksDisagree
 from tests.meshes import fake_mesh
 from tests.passes.compiling import captured
 
@@ -37,7 +37,7 @@ def _together(
         if differs is not None:
             raise RanksDisagree(differs)
 
-    monkeypatch.setattr(torch_meetings, "agree", agree)
+    monkeypatch.setattr(rank_sync, "agree", agree)
     gm, mirror = captured(lambda x: x.cos(), torch.randn(2, 8, 4))
     mode = torch_tracing.fake_mode_of_values(unit.examples(gm))
     assert mode is not None

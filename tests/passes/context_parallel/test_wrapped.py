@@ -15,7 +15,7 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 import attn_compiler
 from attn_compiler import ContextParallel
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import meetings as torch_meetings
+from attn_compiler.torch_private import rank_sync
 from tests import dtensor_kernels
 from tests.meshes import fake_mesh
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model
@@ -46,7 +46,7 @@ def _run_on(mesh: DeviceMesh, after: OnMesh, data: Data, **description: Any) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         # The other ranks are not there.
-        patch.setattr(torch_meetings, "agree", lambda *_, **__: None)
+        patch.setattr(rank_sync, "agree", lambda *_, **__: None)
         options = {"context_parallel": ContextParallel(mesh["cp"], **description), "inner": "eager"}
         compiled = torch.compile(Model(None, None, last), backend="attn_compiler", options=options, fullgraph=True)
         return compiled(torch.randn(BATCH, LENGTH, WIDTH), **data)

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
 from attn_compiler import ContextParallel
-from attn_compiler.torch_private import inductor as torch_inductor, meetings as torch_meetings
+from attn_compiler.torch_private import inductor as torch_inductor, rank_sync
 from tests.meshes import fake_mesh
 
 HEADS, HEADS_KV, HEAD_DIM, WIDTH = 4, 2, 16, 48
@@ -71,7 +71,7 @@ def graphs(
         return aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=parted)(gm, list(inputs))
 
     monkeypatch.setattr(torch_inductor, "compile_with_inductor", compile_with_inductor)
-    monkeypatch.setattr(torch_meetings, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(rank_sync, "agree", lambda *_, **__: None)
     torch._dynamo.reset()
     attn_compiler.reset()
     with fake_mesh(size) as mesh:

@@ -14,7 +14,7 @@ from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.passes.graph.first_look import SharedGraph
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.torch_private import meetings as torch_meetings
+from attn_compiler.torch_private import rank_sync
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model, causal, fresh_mesh
 
 
@@ -27,7 +27,7 @@ def _unit(attend: Any, data: Data, **description: Any) -> Unit:
         return gm.forward
 
     with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_meetings, "agree", lambda *_, **__: None)
+        patch.setattr(rank_sync, "agree", lambda *_, **__: None)
         cp = ContextParallel(mesh, **description)
         torch.compile(Model(None, attend, None), backend=backend)(torch.randn(BATCH, LENGTH, WIDTH), **data)
     (unit,) = found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import attn_compiler
 from attn_compiler import index_expr as ix
 from attn_compiler.passes.recovering import buffers
-from attn_compiler.torch_private import meanings
+from attn_compiler.torch_private import known_masks
 
 B, H, S, D, MOST = 2, 3, 13, 8, 20
 LOWEST = torch.finfo(torch.float32).min
@@ -203,7 +203,7 @@ def test_an_argument_is_not_read() -> None:
     attn_compiler.reset()
     mask = KEPT[:S, :S].clone()
     torch.compile(attend, backend="attn_compiler", options=OPTIONS)(*_inputs(), mask)
-    assert meanings.of(mask) is None
+    assert known_masks.recall(mask) is None
     assert "dense bool" in _words()[0]
 
 

@@ -2,7 +2,7 @@
 
 Two ways lead over a border. Graphs that were cut out of one (DDP's buckets) share Dynamo's example values, run in a row, and are compiled
 in that order: what one gives back is known in the next without any check. Everything else comes in as an argument: what is known
-of that very tensor (meanings.py) holds as long as a guard finds the same known of it.
+of that very tensor (known_masks.py) holds as long as a guard finds the same known of it.
 
 What a mask was made from, such as which tokens are padding, may not be at hand on the other side. A row of the mask says the same, if
 nothing else shuts out a key there that it lets another query see: of "causal, and these keys are padding" the last query's row is that.
@@ -24,15 +24,15 @@ from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.recovering.reading.converting import kind_of_dtype
 from attn_compiler.passes.recovering.reading.core import At, Reader
 from attn_compiler.passes.recovering.reading.nodes import fake, size
-from attn_compiler.torch_private import frames as torch_frames, meanings
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private import frames as torch_frames, known_masks
+from attn_compiler.torch_private.known_masks import ITSELF, Known, own_element, size_of_axis
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Made:
     """What one of several graphs in a row gives back.
 
-    example: Dynamo's value, which the graphs share. element: over meanings.indices. loads: Dynamo's values of what the element loads
+    example: Dynamo's value, which the graphs share. element: over known_masks.indices. loads: Dynamo's values of what the element loads
     from, by name; they are inputs of that graph, and it does not write to them. graph: its place in the row.
     """
 
@@ -92,7 +92,7 @@ class BorderInputs:
             names = {name: place.name for name, place in given.items() if place is not None}
             element = of_itself(made.element, made.element.facts.tensors - names.keys(), value)
             return None if element is None else _renamed(element, names)
-        known = meanings.of(torch_frames.given_tensor(dynamo))
+        known = known_masks.recall(torch_frames.given_tensor(dynamo))
         # What is known is that of the frame's beginning: a graph before this one may write to the tensor.
         if known is None or known.dims != value.dim() or row.is_written([example]):
             return None
@@ -105,8 +105,8 @@ class BorderInputs:
         """A known element at these indices, its loads and sizes as this graph has them."""
         inputs = {n.name: n for n in reader.mirror.graph.nodes if n.op == "placeholder"}
         dynamo_names = {d.name: n for n in inputs.values() if (d := reader.mirror.dynamo_node(n)) is not None}
-        lengths = {meanings.size_of_axis(i): size(axes.size_expr(s)) for i, s in enumerate(fake(node).shape)}
-        indices = dict(zip(meanings.indices(len(at)), at, strict=True))
+        lengths = {size_of_axis(i): size(axes.size_expr(s)) for i, s in enumerate(fake(node).shape)}
+        indices = dict(zip(known_masks.indices(len(at)), at, strict=True))
 
         def change(part: Expr) -> Expr:
             if isinstance(part, Index):
@@ -115,7 +115,7 @@ class BorderInputs:
                 return lengths.get(part) or part
             if isinstance(part, Load):
                 # As it came in, whatever is written to it here.
-                return reader.load_at(0, node if part.tensor == meanings.ITSELF else dynamo_names[part.tensor], part.at)
+                return reader.load_at(0, node if part.tensor == ITSELF else dynamo_names[part.tensor], part.at)
             return part
 
         return throughout(x, change)
@@ -134,13 +134,13 @@ def _input_like(unit: Unit, example: torch.Tensor) -> fx.Node | None:
 
 
 def known_of(x: Expr, value: torch.Tensor) -> Known | None:
-    """What can be said of a tensor where nothing but the tensor itself is at hand. x: its element, over meanings.indices."""
+    """What can be said of a tensor where nothing but the tensor itself is at hand. x: its element, over known_masks.indices."""
     found = of_itself(x, x.facts.tensors, value)
     if found is None:
         return None
-    by_size = {size(axes.size_expr(s)): meanings.size_of_axis(axis) for axis, s in enumerate(value.shape)}
+    by_size = {size(axes.size_expr(s)): size_of_axis(axis) for axis, s in enumerate(value.shape)}
     element = throughout(found, lambda part: by_size.get(part, part) if isinstance(part, ix.Size) else part)
-    own = {meanings.size_of_axis(axis).name for axis in range(value.dim())}
+    own = {size_of_axis(axis).name for axis in range(value.dim())}
     return Known(element=element, dims=value.dim()) if ix.sizes(element) <= own else None
 
 
@@ -150,11 +150,11 @@ def of_itself(x: Expr, foreign: Iterable[str], value: torch.Tensor) -> Expr | No
     if not x.facts.tensors & foreign:
         return x
     if ix.kind_of(x) == "bool":
-        return _condition(x, foreign, value, lambda at: meanings.own_element(at, "bool"))
+        return _condition(x, foreign, value, lambda at: own_element(at, "bool"))
     if isinstance(x, Apply) and x.op == "where" and _are_two_numbers(x):
         condition, chosen, _ = x.args
         kind = kind_of_dtype(value.dtype)
-        told = _condition(condition, foreign, value, lambda at: ix.apply("eq", meanings.own_element(at, kind), chosen))
+        told = _condition(condition, foreign, value, lambda at: ix.apply("eq", own_element(at, kind), chosen))
         return None if told is None else ix.where(told, *x.args[1:])
     return None
 
@@ -176,7 +176,7 @@ def _condition(x: Expr, foreign: frozenset[str], value: torch.Tensor, element: o
     if value.dim() < 2:
         return None
     parts = x.args if isinstance(x, Apply) and x.op == "and" else (x,)
-    own = meanings.indices(value.dim())
+    own = known_masks.indices(value.dim())
     query, key = own[-2], own[-1]
     if any(ix.mentions(part, query) for part in parts if part.facts.tensors & foreign):
         return None
@@ -207,12 +207,12 @@ def _rows(value: torch.Tensor, key: Index) -> Sequence[tuple[Expr, Expr]]:
     last = size(queries)
     found: list[tuple[Expr, Expr]] = []
     if last is not None:
-        found.append((ix.add(last, Const(-1)), ix.add(meanings.size_of_axis(value.dim() - 2), Const(-1))))
+        found.append((ix.add(last, Const(-1)), ix.add(size_of_axis(value.dim() - 2), Const(-1))))
     return [*found, (key, key)] if queries == keys else found
 
 
 def _ranges(value: torch.Tensor) -> Ranges:
     known = {
-        index.name: size(axes.size_expr(s)) for index, s in zip(meanings.indices(value.dim()), value.shape, strict=True)
+        i.name: size(axes.size_expr(s)) for i, s in zip(known_masks.indices(value.dim()), value.shape, strict=True)
     }
     return {name: ix.combine(ix.linear(n), Linear((), 1), -1) for name, n in known.items() if n is not None}

@@ -16,7 +16,7 @@ from attn_compiler.passes.recovering.reading.borders import BorderInputs
 from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp
 from attn_compiler.passes.recovering.reading.inputs import BodyInputs
 from attn_compiler.passes.recovering.reading.outputs import BodyOutputs
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private.known_masks import Known
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

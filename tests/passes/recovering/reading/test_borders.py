@@ -12,11 +12,11 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.recovering.reading.borders import GraphRow, Made, known_of, of_itself
-from attn_compiler.torch_private import meanings
+from attn_compiler.torch_private import known_masks
 from tests.spec.meanings import Inputs
 
 B, S = 2, 6
-(I0, I1, Q, K) = meanings.indices(4)
+(I0, I1, Q, K) = known_masks.indices(4)
 VALUE = torch.empty(B, 1, S, S, dtype=torch.bool)
 CAUSAL = ix.compare("<=", K, Q)
 PADDING = ix.as_bool(Load("padding", (I0, K), "int"))
@@ -52,7 +52,7 @@ def _and(*conditions: Expr) -> Expr:
 def test_a_row_of_the_mask_itself_says_which_keys_are_padding(condition: Expr) -> None:
     own = of_itself(condition, ["padding"], VALUE)
     assert own is not None
-    assert own.facts.tensors == {meanings.ITSELF}
+    assert own.facts.tensors == {known_masks.ITSELF}
     mask = torch.tensor(_values(condition)).reshape(VALUE.shape)
     assert _values(own, mask) == mask.flatten().tolist()
 

@@ -115,7 +115,7 @@ def remember(tensor: torch.Tensor, known: Known) -> None:
     _entries[key] = entry
 
 
-def of(tensor: object) -> Known | None:
+def recall(tensor: object) -> Known | None:
     """What is known of a tensor as it is now."""
     entry = _entries.get(id(tensor))
     return entry.known if entry is not None and isinstance(tensor, torch.Tensor) and entry.is_of(tensor) else None

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attn_compiler.passes.graph.alike import FakeLike, FakeRecorder, Remaker
+from attn_compiler.passes.graph.fake_records import FakeLike, FakeRecorder, Remaker
 from attn_compiler.passes.graph.fragment_keys import Unknown
 from attn_compiler.torch_private import tracing as torch_tracing
 

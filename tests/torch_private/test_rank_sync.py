@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from attn_compiler.torch_private import meetings as torch_meetings
-from attn_compiler.torch_private.meetings import TOLD, RanksDisagree
+from attn_compiler.torch_private import rank_sync
+from attn_compiler.torch_private.rank_sync import TOLD, RanksDisagree
 from tests.meshes import fake_mesh
 
 
@@ -40,45 +40,45 @@ def _later(store: dist.HashStore, key: str, value: str | None = None) -> threadi
 
 def test_what_is_told_is_not_compared(store: dist.HashStore, group: str) -> None:
     store.set("attn_compiler/0-1/1/1", f"same{TOLD}x: strides (1, 2)")
-    torch_meetings.agree(group, "graph", f"same{TOLD}x: strides (2, 1)", seconds=5)
-    assert not torch_meetings.is_at_odds(group)
+    rank_sync.agree(group, "graph", f"same{TOLD}x: strides (2, 1)", seconds=5)
+    assert not rank_sync.is_at_odds(group)
 
 
 def test_only_the_lines_that_differ_are_said(store: dist.HashStore, group: str) -> None:
     store.set("attn_compiler/0-1/1/1", f"compiles\nmethod: 'ring'\npacked: False{TOLD}x: int32")
     with pytest.raises(RanksDisagree) as caught:
-        torch_meetings.agree(group, "graph", f"compiles\nmethod: 'auto'\npacked: False{TOLD}x: int64", seconds=5)
+        rank_sync.agree(group, "graph", f"compiles\nmethod: 'auto'\npacked: False{TOLD}x: int64", seconds=5)
     assert str(caught.value) == "rank 0: method: 'auto', x: int64; rank 1: method: 'ring', x: int32"
-    assert torch_meetings.is_at_odds(group)
+    assert rank_sync.is_at_odds(group)
 
 
 def test_a_failure_is_not_held_against_what_a_call_is_given(store: dist.HashStore, group: str) -> None:
     store.set("attn_compiler/0-1/1/1", "could not compile: MemoryError")
     with pytest.raises(RanksDisagree, match=r"^rank 0: compiles; rank 1: could not compile: MemoryError$"):
-        torch_meetings.agree(group, "graph", f"compiles\nmethod: 'auto'{TOLD}x: int64", seconds=5)
+        rank_sync.agree(group, "graph", f"compiles\nmethod: 'auto'{TOLD}x: int64", seconds=5)
 
 
 def test_a_call_waits_for_the_others(store: dist.HashStore, group: str) -> None:
     timer = _later(store, "attn_compiler/0-1/0/runs/code")
-    torch_meetings.enter(group, "code", "runs")
+    rank_sync.enter(group, "code", "runs")
     timer.join()
     store.add("attn_compiler/0-1/0/runs/code", 1)
-    torch_meetings.enter(group, "code", "runs")
+    rank_sync.enter(group, "code", "runs")
 
 
 def test_calls_leave_nothing_in_the_store(store: dist.HashStore, group: str) -> None:
     store.add("attn_compiler/0-1/0/runs/code", 50)
-    torch_meetings.enter(group, "code", "runs")
+    rank_sync.enter(group, "code", "runs")
     before = store.num_keys()
     for _ in range(20):
-        torch_meetings.enter(group, "code", "runs")
+        rank_sync.enter(group, "code", "runs")
     assert store.num_keys() == before
 
 
 def test_a_rank_that_compiles_instead_ends_a_call(store: dist.HashStore, group: str) -> None:
     timer = _later(store, "attn_compiler/0-1/1/1", f"compiles{TOLD}x: int32")
     with pytest.raises(RanksDisagree, match="rank 0: runs, x: int64; rank 1: compiles, x: int32"):
-        torch_meetings.enter(group, "code", f"runs{TOLD}x: int64")
+        rank_sync.enter(group, "code", f"runs{TOLD}x: int64")
     timer.join()
     assert store.get("attn_compiler/0-1/1/0").decode() == f"runs{TOLD}x: int64"
 
@@ -87,39 +87,39 @@ def test_a_rank_that_runs_other_code_ends_a_call(store: dist.HashStore, group: s
     store.set("attn_compiler/0-1/0/waits/1", "1 other")
     timer = _later(store, "attn_compiler/0-1/1/1", "runs other")
     with pytest.raises(RanksDisagree, match="rank 0: runs code; rank 1: runs other"):
-        torch_meetings.enter(group, "code", "runs code")
+        rank_sync.enter(group, "code", "runs code")
     timer.join()
 
 
 def test_that_a_rank_waited_in_an_earlier_call_says_nothing(store: dist.HashStore, group: str) -> None:
     store.add("attn_compiler/0-1/0/runs/code", 1)
-    torch_meetings.enter(group, "code", "runs code")
+    rank_sync.enter(group, "code", "runs code")
     store.set("attn_compiler/0-1/0/waits/1", "1 other")
     timer = threading.Timer(0.5, lambda: store.add("attn_compiler/0-1/0/runs/code", 1))
     timer.start()
-    torch_meetings.enter(group, "code", "runs code")
+    rank_sync.enter(group, "code", "runs code")
     timer.join()
 
 
 def test_a_call_waits_no_longer_than_the_store(store: dist.HashStore, group: str) -> None:
     store.set_timeout(datetime.timedelta(seconds=1))
     with pytest.raises(RanksDisagree, match="a rank did not come to this call"):
-        torch_meetings.enter(group, "code", "runs")
+        rank_sync.enter(group, "code", "runs")
 
 
 def test_groups_of_the_same_ranks_count_together(store: dist.HashStore, group: str) -> None:
-    torch_meetings.say(group, "one")
+    rank_sync.say(group, "one")
     other = str(dist.new_group([0, 1]).group_name)
-    assert torch_meetings.say(other, "two")[0] == "attn_compiler/0-1/2/0"
+    assert rank_sync.say(other, "two")[0] == "attn_compiler/0-1/2/0"
 
 
 def test_another_store_is_begun_anew(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_meetings.say(group, "one")
+    rank_sync.say(group, "one")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
-    assert torch_meetings.say(group, "one")[0] == "attn_compiler/0-1/1/0"
+    assert rank_sync.say(group, "one")[0] == "attn_compiler/0-1/1/0"
 
 
 def test_a_fake_group_has_nobody_to_meet(group: str) -> None:
-    assert torch_meetings.is_fake(group)
-    assert torch_meetings.rank_of(group) == 0
-    assert torch_meetings.ranks_of(group) == {0, 1}
+    assert rank_sync.is_fake(group)
+    assert rank_sync.rank_of(group) == 0
+    assert rank_sync.ranks_of(group) == {0, 1}

@@ -14,24 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler import index_expr as ix
-from attn_compiler.torch_private import meanings, writes as torch_writes
-from attn_compiler.torch_private.meanings import Known
+from attn_compiler.torch_private import known_masks, writes as torch_writes
+from attn_compiler.torch_private.known_masks import Known
 
-KNOWN = Known(
-    element=ix.test(">=", ix.combine(ix.linear(meanings.indices(2)[0]), ix.linear(meanings.indices(2)[1]), -1)), dims=2
-)
+QUERY, KEY = map(ix.linear, known_masks.indices(2))
+KNOWN = Known(element=ix.test(">=", ix.combine(QUERY, KEY, -1)), dims=2)
 
 
 @pytest.fixture
 def mask() -> Tensor:
     tensor = torch.ones(4, 4, dtype=torch.bool)
-    meanings.remember(tensor, KNOWN)
+    known_masks.remember(tensor, KNOWN)
     return tensor
 
 
 def test_the_tensor_itself_is_known(mask: Tensor) -> None:
-    assert meanings.of(mask) == KNOWN
-    assert meanings.of(mask) == KNOWN
+    assert known_masks.recall(mask) == KNOWN
+    assert known_masks.recall(mask) == KNOWN
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_the_tensor_itself_is_known(mask: Tensor) -> None:
 )
 def test_after_a_write_nothing_is_known(mask: Tensor, write: Callable[[Tensor], object]) -> None:
     write(mask)
-    assert meanings.of(mask) is None
+    assert known_masks.recall(mask) is None
 
 
 @pytest.mark.parametrize(
@@ -79,38 +78,38 @@ def test_after_a_write_nothing_is_known(mask: Tensor, write: Callable[[Tensor], 
     ],
 )
 def test_of_other_objects_nothing_is_known(mask: Tensor, other: Callable[[Tensor], object]) -> None:
-    assert meanings.of(other(mask)) is None
-    assert meanings.of(mask) == KNOWN
+    assert known_masks.recall(other(mask)) is None
+    assert known_masks.recall(mask) == KNOWN
 
 
 def test_of_tensors_whose_writes_are_not_counted_nothing_is_known() -> None:
     with torch.inference_mode():
         tensor = torch.ones(4, 4, dtype=torch.bool)
-        meanings.remember(tensor, KNOWN)
-        assert meanings.of(tensor) is None
-    assert meanings.of(tensor) is None
+        known_masks.remember(tensor, KNOWN)
+        assert known_masks.recall(tensor) is None
+    assert known_masks.recall(tensor) is None
 
 
 def test_entries_go_with_their_tensors() -> None:
     gc.collect()
-    before = len(meanings._entries)
+    before = len(known_masks._entries)
     for _ in range(10):
-        meanings.remember(torch.ones(4, 4, dtype=torch.bool), KNOWN)
+        known_masks.remember(torch.ones(4, 4, dtype=torch.bool), KNOWN)
     gc.collect()
-    assert len(meanings._entries) == before
+    assert len(known_masks._entries) == before
 
 
 def test_what_was_known_last_counts(mask: Tensor) -> None:
     other = Known(element=ix.TRUE, dims=2)
     mask.fill_(True)
-    meanings.remember(mask, other)
-    assert meanings.of(mask) == other
+    known_masks.remember(mask, other)
+    assert known_masks.recall(mask) == other
 
 
 def test_of_memory_that_cannot_be_watched_nothing_is_known() -> None:
     tensor = torch.from_numpy(np.ones((4, 4), dtype=bool))
-    meanings.remember(tensor, KNOWN)
-    assert meanings.of(tensor) is None
+    known_masks.remember(tensor, KNOWN)
+    assert known_masks.recall(tensor) is None
 
 
 # ---- code that reads a mask ----------------------------------------------------------------------------------------
@@ -123,22 +122,22 @@ def _takes_address(x: Tensor) -> Tensor:
 
 
 def test_code_that_reads_a_mask_leaves_it_known(mask: Tensor) -> None:
-    read = meanings.telling(_takes_address, (), (0,))
+    read = known_masks.telling(_takes_address, (), (0,))
     for _ in range(2):
         read(mask)
-        assert meanings.of(mask) == KNOWN
+        assert known_masks.recall(mask) == KNOWN
 
 
 def test_other_code_that_takes_the_address_ends_what_is_known(mask: Tensor) -> None:
-    for read in (_takes_address, meanings.telling(_takes_address, (), ())):
+    for read in (_takes_address, known_masks.telling(_takes_address, (), ())):
         read(mask)
-        assert meanings.of(mask) is None
+        assert known_masks.recall(mask) is None
 
 
 def test_code_that_reads_a_written_mask_does_not_make_it_known_again(mask: Tensor) -> None:
     mask.data[0, 0] = False
-    meanings.telling(_takes_address, (), (0,))(mask)
-    assert meanings.of(mask) is None
+    known_masks.telling(_takes_address, (), (0,))(mask)
+    assert known_masks.recall(mask) is None
 
 
 def test_code_that_fails_leaves_a_mask_known(mask: Tensor) -> None:
@@ -146,30 +145,30 @@ def test_code_that_fails_leaves_a_mask_known(mask: Tensor) -> None:
         raise ValueError(f"at {x.data_ptr()}")
 
     with pytest.raises(ValueError, match="at "):
-        meanings.telling(fails, (), (0,))(mask)
-    assert meanings.of(mask) == KNOWN
+        known_masks.telling(fails, (), (0,))(mask)
+    assert known_masks.recall(mask) == KNOWN
 
 
 def test_while_one_call_reads_a_mask_another_one_that_ends_leaves_it_unwatched(mask: Tensor) -> None:
     """PyTorch does not bear that two threads end the watch at once."""
-    inner = meanings.telling(_takes_address, (), (0,))
+    inner = known_masks.telling(_takes_address, (), (0,))
 
     def outer(x: Tensor) -> Tensor:
-        assert meanings.of(x) is None
+        assert known_masks.recall(x) is None
         inner(x)
         assert not torch_writes.is_unwritten(x)
         return _takes_address(x)
 
-    meanings.telling(outer, (), (0,))(mask)
-    assert meanings.of(mask) == KNOWN
+    known_masks.telling(outer, (), (0,))(mask)
+    assert known_masks.recall(mask) == KNOWN
 
 
 def test_threads_may_share_a_mask_that_they_read() -> None:
     mask = torch.zeros(64, 64)
-    meanings.remember(mask, KNOWN)
+    known_masks.remember(mask, KNOWN)
     q = torch.ones(1, 1, 64, 8)
     # On a CPU this kernel takes the address of numbers that are added, and Python's lock is not held.
-    read = meanings.telling(lambda m: F.scaled_dot_product_attention(q, q, q, attn_mask=m), (), (0,))
+    read = known_masks.telling(lambda m: F.scaled_dot_product_attention(q, q, q, attn_mask=m), (), (0,))
     raised: list[BaseException] = []
 
     def many() -> None:
@@ -185,4 +184,4 @@ def test_threads_may_share_a_mask_that_they_read() -> None:
     for thread in threads:
         thread.join()
     assert raised == []
-    assert meanings.of(mask) == KNOWN
+    assert known_masks.recall(mask) == KNOWN
