@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
+from attn_compiler.passes.context_parallel.agreement import Said, together
 from attn_compiler.passes.context_parallel.decoding import amount, note_decoding
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.spread import Rewrite, SequenceRewrite, SlotRewrite, Spread
-from attn_compiler.passes.context_parallel.together import Said, together
 from attn_compiler.passes.graph.first_look import SharedGraph
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 

@@ -15,12 +15,13 @@ from attn_compiler.passes.context_parallel import (
     choosing,
     decoding,
     following,
-    outside,
+    lost_masks,
+    rank_facts,
     ring,
-    saying,
     sites,
     wrapped,
 )
+from attn_compiler.passes.context_parallel.agreement import told
 from attn_compiler.passes.context_parallel.compared import NotComparable, compare
 from attn_compiler.passes.context_parallel.decoding import SlotOutcome, note_decoding
 from attn_compiler.passes.context_parallel.following import Following, Input
@@ -30,7 +31,6 @@ from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.sites import RewrittenSite
 from attn_compiler.passes.context_parallel.spread import SequenceRewrite, SlotRewrite, Spread
-from attn_compiler.passes.context_parallel.together import told
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.graph import axes, first_look
 from attn_compiler.passes.graph.emit import GraphBuilder
@@ -100,7 +100,7 @@ def _tried(
     beside: Sequence[str],
     rewrite: Callable[[], SequenceRewrite | SlotRewrite],
 ) -> Spread:
-    before = Spread(cp=cp, beside=tuple(beside), mirror=mirror, call=tuple(saying.of_call(unit.graph)))
+    before = Spread(cp=cp, beside=tuple(beside), mirror=mirror, call=tuple(rank_facts.of_call(unit.graph)))
     try:
         return dataclasses.replace(before, rewrite=rewrite())
     except Exception as error:  # noqa: BLE001 (the others are not to wait for a rank that has failed: agreeing.py raises it)
@@ -341,10 +341,10 @@ def _rewrite_sites(
         sites.check_shareable(site, site.spec)
         if not are_chance:
             sites.check_scale(site, site.spec)
-        if outside.WINDOW not in cp.allow and isinstance(site.spec.seqlen_q, int):
-            outside.check_window(mirror, site, site.spec.seqlen_q * cp.size)
+        if lost_masks.WINDOW not in cp.allow and isinstance(site.spec.seqlen_q, int):
+            lost_masks.check_window(mirror, site, site.spec.seqlen_q * cp.size)
         if cp.packed:
-            outside.check_documents(site, wholes)
+            lost_masks.check_documents(site, wholes)
         if cp.is_balanced and isinstance(site.spec.seqlen_q, int) and site.spec.seqlen_q % 2:
             raise CannotShard(
                 "a rank has two chunks of the sequence",

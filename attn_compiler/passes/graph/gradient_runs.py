@@ -12,10 +12,10 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler.lowerings.base import GIVEN
 from attn_compiler.passes.graph import bodies, closed, mutation
+from attn_compiler.passes.graph.aliasing import Storages, memory_of
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of_all
 from attn_compiler.passes.graph.mirror import is_opaque
-from attn_compiler.passes.graph.ways import Storages, memory_of
 from attn_compiler.torch_private import tracing as torch_tracing
 from attn_compiler.torch_private.op_library import NAMESPACE
 

@@ -26,13 +26,13 @@ from torch import fx
 
 from attn_compiler.lowerings.base import PART
 from attn_compiler.passes.graph import mutation
+from attn_compiler.passes.graph.aliasing import Storages, memory_of
 from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.gradient_runs import GradientRun, run_on_fakes
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import KeptOutputs, Match, Operand
 from attn_compiler.passes.graph.unit import BodyCall, Unit
-from attn_compiler.passes.graph.ways import Storages, memory_of
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.torch_private.op_library import NAMESPACE
 
@@ -112,7 +112,7 @@ class Keeping:
             return None
         if danger.of_checkpoint or not self._is_saved(dynamo):
             return danger.why
-        if not danger.by_user and memory_of(dynamo) & self.unit.memory.ways.taken_as_data:
+        if not danger.by_user and memory_of(dynamo) & self.unit.memory.aliases.taken_as_data:
             raise AxisError(f"{node.name} is written to through .data after the model's autograd saved it")
         return None if danger.by_user else danger.why
 
@@ -158,7 +158,7 @@ def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | 
 def written_by_user(unit: Unit, node: fx.Node) -> str | None:
     """Who may write to the memory of a Dynamo node outside of the graph; None if nobody."""
     memory = memory_of(node)
-    danger = _from_outside(unit, memory, is_written=bool(memory & unit.memory.ways.written))
+    danger = _from_outside(unit, memory, is_written=bool(memory & unit.memory.aliases.written))
     return None if danger is None else danger.why
 
 
@@ -172,7 +172,7 @@ def copy(operand: str, node: fx.Node, why: str) -> Copy:
 
 def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger | None:
     """Who may write to this memory of a graph from outside of it. is_written: nodes of the graph do."""
-    reached = unit.memory.ways
+    reached = unit.memory.aliases
     is_output = bool(reached.returned & memory)
     if not unit.is_body:
         if is_output:
@@ -194,7 +194,7 @@ def _by_caller(call: BodyCall, inputs: Iterable[int], *, is_output: bool) -> Dan
     given = [call.node.args[call.first + i] for i in inputs]
     nodes = [*(x for x in given if isinstance(x, fx.Node)), *([call.node] if is_output else [])]
     memory: Storages = set().union(*map(memory_of, nodes))
-    reached = call.unit.memory.ways
+    reached = call.unit.memory.aliases
     writer = next((n for n, written in reached.writers.items() if call.node < n and written & memory), None)
     if writer is not None:
         return Danger(why=f"{writer.name} writes to it after the call")

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import bodies, closed, library_ops
+from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.faults import Log
 from attn_compiler.passes.graph.first_look import SharedGraph
@@ -22,7 +23,6 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
 from attn_compiler.passes.graph.site import Miss, Site
 from attn_compiler.passes.graph.spelling import Spelling
-from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
@@ -77,9 +77,9 @@ class UnitPlace:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GraphMemory:
-    """ways: how the graph's memory is reached from outside, as Dynamo made the graph. runs: what autograd saves of calls that are alike."""
+    """aliases: who else reaches the memory of the graph, as Dynamo made it. runs: what autograd saves of calls that are alike."""
 
-    ways: Ways
+    aliases: Aliases
     runs: dict[Hashable, AlikeRun] = field(default_factory=dict)
 
 
@@ -140,7 +140,7 @@ class Unit:
     @classmethod
     def of(cls, graph_module: fx.GraphModule, options: Options, place: UnitPlace) -> Unit:
         """A graph that nothing was done to."""
-        memory = GraphMemory(ways=Ways(graph=graph_module.graph))
+        memory = GraphMemory(aliases=Aliases(graph=graph_module.graph))
         return cls(
             graph_module=graph_module, options=options, place=place, memory=memory, log=Log(strict=options.strict)
         )

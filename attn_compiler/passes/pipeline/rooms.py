@@ -7,7 +7,6 @@ from attn_compiler.passes.recovering import block_masks, body_inputs, recover
 from attn_compiler.passes.spelling import checkpoints, plain_calls
 from attn_compiler.passes.unpad import judging, packing
 from attn_compiler.passes.writing import (
-    beside,
     buffers,
     fp8_sites,
     layout,
@@ -15,12 +14,12 @@ from attn_compiler.passes.writing import (
     select,
     summary,
     time_kernels,
+    unpacked_graph,
     verify,
 )
 
 __all__ = [
     "agreeing",
-    "beside",
     "block_masks",
     "body_inputs",
     "buffers",
@@ -38,6 +37,7 @@ __all__ = [
     "spreading",
     "summary",
     "time_kernels",
+    "unpacked_graph",
     "unseen",
     "verify",
 ]

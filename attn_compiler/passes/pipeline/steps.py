@@ -9,10 +9,10 @@ import dataclasses
 import logging
 
 from attn_compiler.passes.graph import faults
+from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.first_look import SharedGraph
 from attn_compiler.passes.graph.padding_outcome import Packed
 from attn_compiler.passes.graph.unit import GraphMemory, Unit, closed_to_us, units
-from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep, check_contracts
 from attn_compiler.passes.pipeline.work import Work, timed
 from attn_compiler.passes.recovering import borders
@@ -176,7 +176,7 @@ def _context_parallel(work: Work, unit: Unit) -> Again | None:
     work.trial = rooms.spreading.spread(unit, unit.mirrored, unit.found, work.targets)
     if not isinstance(work.trial, Spread) or not work.trial.is_other_graph:
         return None
-    unit.memory = GraphMemory(ways=Ways(graph=unit.graph))
+    unit.memory = GraphMemory(aliases=Aliases(graph=unit.graph))
     work.readers.longer.pop(unit, None)
     return Again(step="mirror", judge="agree")
 
@@ -253,7 +253,7 @@ def _lower(work: Work, unit: Unit) -> None:
 def _padded(work: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    work.padded = rooms.beside.written(unit, work.padded, work.targets)
+    work.padded = rooms.unpacked_graph.written(unit, work.padded, work.targets)
 
 
 def _give_back(_: Work, unit: Unit) -> None:

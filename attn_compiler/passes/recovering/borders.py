@@ -16,10 +16,10 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import faults, mutation
+from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mirroring import handed_on, may_be_of_mask
 from attn_compiler.passes.graph.unit import Unit, UnitPlace
-from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.passes.recovering import buffers, reading
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.recovering.reading.borders import GraphRow, Made, known_of
@@ -47,21 +47,21 @@ def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options, readers
     """To be called before anything of the graph is rewritten. What the graph's modules hold is looked at here (buffers.py)."""
     row = torch_frames.of_compilation(GraphRow)
     root = next((unit for unit in _with_callers(units) if unit.graph_module is gm), None)
-    ways = Ways(graph=gm.graph)
+    reach = Aliases(graph=gm.graph)
     if root is not None:
-        buffers.look(ways)
+        buffers.look(reach)
     gives = [node.meta["example_value"] for node in handed_on(gm.graph)]
     mode = torch_tracing.fake_mode_of_values(gives) if root is None else None
     if mode is not None:
         root = Unit.of(gm, options, UnitPlace(name="", mode=mode))
     if gives or row.made or known_masks.are_any():
-        row.written.append(set(ways.written))
-    return Border(root=root, row=row, place=len(row.written) - 1, readers=readers, read=tuple(_read(ways)))
+        row.written.append(set(reach.written))
+    return Border(root=root, row=row, place=len(row.written) - 1, readers=readers, read=tuple(_read(reach)))
 
 
-def _read(ways: Ways) -> Iterator[int]:
-    for place, node in enumerate(ways.graph.find_nodes(op="placeholder")):
-        if node.users and may_be_of_mask(node.meta.get("example_value")) and not ways.inputs[place] & ways.written:
+def _read(reach: Aliases) -> Iterator[int]:
+    for place, node in enumerate(reach.graph.find_nodes(op="placeholder")):
+        if node.users and may_be_of_mask(node.meta.get("example_value")) and not reach.inputs[place] & reach.written:
             yield place
 
 

@@ -15,8 +15,8 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import TRUE, Const, Expr
+from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.mirroring import may_be_of_mask
-from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.torch_private import frames as torch_frames, known_masks
 from attn_compiler.torch_private.known_masks import Known
 
@@ -28,13 +28,13 @@ _MOST = 2**26
 _looks: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
 
-def look(ways: Ways) -> None:
+def look(reach: Aliases) -> None:
     """Have what a graph's modules hold known, where it is a mask by how far query and key are apart. The graph does not write to it."""
     if torch_frames.is_cut_into_buckets():
         # DistributedDataParallel writes to buffers before each call.
         return
-    for place, node in enumerate(ways.graph.find_nodes(op="placeholder")):
-        if not node.users or ways.inputs[place] & ways.written or not may_be_of_mask(node.meta.get("example_value")):
+    for place, node in enumerate(reach.graph.find_nodes(op="placeholder")):
+        if not node.users or reach.inputs[place] & reach.written or not may_be_of_mask(node.meta.get("example_value")):
             continue
         tensor = torch_frames.given_tensor(node)
         if tensor is None or not torch_frames.is_of_module(node) or not _is_readable(tensor) or not _is_next(tensor):

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import faults, mutation
+from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.faults import Fault, Log
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed, fake_inputs
 from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit, module_path, source_line
-from attn_compiler.passes.graph.ways import Ways
 from attn_compiler.passes.unpad import asked_sizes, drawing, exits, facts as run_time_facts, masks, scores
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.making import Maker, Tokens
@@ -174,7 +174,7 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
         inputs=tuple(x.meta["example_value"] for x in vars(maker.given).values()),
     )
     trial = Trial(packed=packed, before=Before.of(unit, mirror, found))
-    unit.graph_module.graph, unit.memory = graph, GraphMemory(ways=Ways(graph=graph))
+    unit.graph_module.graph, unit.memory = graph, GraphMemory(aliases=Aliases(graph=graph))
     return trial
 
 

@@ -10,13 +10,13 @@ from torch import fx, nn
 
 from attn_compiler import ContextParallel
 from attn_compiler.options.options import Options
-from attn_compiler.passes.context_parallel import saying
+from attn_compiler.passes.context_parallel import rank_facts
 from tests.meshes import fake_mesh
 
 
 def _lines(options: dict[str, Any], rank: int = 0, **description: Any) -> set[str]:
     with fake_mesh(2, rank=rank) as mesh:
-        return set(saying.of_options(Options(context_parallel=ContextParallel(mesh, **description), **options)))
+        return set(rank_facts.of_options(Options(context_parallel=ContextParallel(mesh, **description), **options)))
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -62,7 +62,7 @@ def test_a_call_is_told_by_its_inputs() -> None:
         l_self_modules_q_parameters_weight_=nn.Parameter(torch.zeros(4, 4)),
     )
     with torch.no_grad():
-        assert saying.of_call(graph) == [
+        assert rank_facts.of_call(graph) == [
             "with gradients: False",
             "l_x_: torch.float32 (8, 2, 4), strides (4, 32, 1), requires a gradient",
             "l_ids_: torch.int32 (2, 8), strides (8, 1)",

@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.context_parallel.lockstep import Meeting
-from attn_compiler.passes.context_parallel import saying
+from attn_compiler.passes.context_parallel import rank_facts
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.unit import Unit, module_path, source_line
@@ -42,7 +42,7 @@ def together(
 ) -> tuple[Meeting, ...]:
     """Rewrite a graph on all ranks, or raise on all of them. Gives where they meet before each call.
 
-    beside: groups of ranks that have other heads. of_call: what tells this call apart (saying.py).
+    beside: groups of ranks that have other heads. of_call: what tells this call apart (rank_facts.py).
     """
     error: Exception | None = None
     try:
@@ -54,7 +54,7 @@ def together(
         # The others are not to wait for a rank that has failed.
         error, found = failed, Said(text=f"error: {described(failed)}", exchanges=False)
     subject = f"graph {torch_compat.graph_name()}{unit.name}"
-    same = "\n".join([found.text, *saying.of_options(unit.options)])
+    same = "\n".join([found.text, *rank_facts.of_options(unit.options)])
     beside_of_call = TOLD + "\n".join(of_call)
     try:
         rank_sync.agree(cp.group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)

@@ -1,4 +1,4 @@
-"""By which ways memory is reached from outside of a graph."""
+"""Which storages are reached from outside of a graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attn_compiler.passes.graph.ways import Ways, memory_of
+from attn_compiler.passes.graph.aliasing import Aliases, memory_of
 from tests.passes.compiling import captured
 
 Tensor = torch.Tensor
@@ -31,22 +31,22 @@ def _named(graph: fx.Graph) -> dict[str, Any]:
 
 def test_what_goes_in_and_out_and_who_writes() -> None:
     gm, _ = captured(_Model(), torch.randn(3), torch.randn(3))
-    ways, nodes = Ways(graph=gm.graph), _named(gm.graph)
+    aliases, nodes = Aliases(graph=gm.graph), _named(gm.graph)
     x, y, weight = (next(node for name, node in nodes.items() if part in name) for part in ("l_x_", "l_y_", "weight"))
     made = next(node for name, node in nodes.items() if name.startswith("made"))
-    assert memory_of(made) <= ways.returned
-    assert not memory_of(x) & ways.returned
-    assert memory_of(x) | memory_of(y) | memory_of(weight) == ways.given
-    assert ways.parameters == memory_of(weight)
-    assert ways.written == memory_of(y)
-    assert ways.taken_as_data == memory_of(y)
+    assert memory_of(made) <= aliases.returned
+    assert not memory_of(x) & aliases.returned
+    assert memory_of(x) | memory_of(y) | memory_of(weight) == aliases.given
+    assert aliases.parameters == memory_of(weight)
+    assert aliases.written == memory_of(y)
+    assert aliases.taken_as_data == memory_of(y)
     assert memory_of(None) == set()
 
 
 def test_it_is_of_the_graph_as_it_was_when_it_was_first_asked() -> None:
     gm, _ = captured(lambda x: x.exp(), torch.randn(3))
-    ways = Ways(graph=gm.graph)
-    before = ways.returned
+    aliases = Aliases(graph=gm.graph)
+    before = aliases.returned
     output = gm.graph.output_node()
     output.args = ((gm.graph.find_nodes(op="placeholder")[0],),)
-    assert ways.returned is before
+    assert aliases.returned is before

@@ -10,9 +10,9 @@ import torch
 from attn_compiler import ContextParallel
 from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.options.options import Options
-from attn_compiler.passes.context_parallel import saying
+from attn_compiler.passes.context_parallel import rank_facts
+from attn_compiler.passes.context_parallel.agreement import Said, together
 from attn_compiler.passes.context_parallel.refusing import CannotShard
-from attn_compiler.passes.context_parallel.together import Said, together
 from attn_compiler.passes.graph import unit
 from attn_compiler.passes.graph.unit import Unit, UnitPlace
 from attn_compiler.reasons.errors import ContextParallelUnsupported
@@ -44,7 +44,7 @@ def _together(
     with fake_mesh(2) as mesh:
         cp = ContextParallel(mesh)
         found = Unit.of(gm, Options(context_parallel=cp), UnitPlace(name="", mode=mode))
-        call = saying.of_call(gm.graph)
+        call = rank_facts.of_call(gm.graph)
         meetings = together(found, mirror, cp, [] if beside is None else [beside], call, rewrite)
     return said, meetings
 

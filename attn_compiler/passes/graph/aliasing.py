@@ -1,4 +1,4 @@
-"""By which ways the memory of a graph is reached from outside of it."""
+"""Which storages of a graph are reached from outside of it, and how."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Storages = set[StorageWeakRef]
 
 
 @dataclass(kw_only=True, eq=False)
-class Ways:
-    """By which ways a graph's memory is reached from its Dynamo nodes, worked out once a graph, before it is rewritten.
+class Aliases:
+    """Storages of a graph that code outside of it reaches, found from the Dynamo nodes once a graph, before it is rewritten.
 
     returned: what it gives back. given: its inputs. parameters: those of them that are parameters. writers: its nodes that write, with
     the memory that they write to, in order.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler import ContextParallel
-from attn_compiler.passes.context_parallel import outside
+from attn_compiler.passes.context_parallel import lost_masks
 from attn_compiler.reasons.errors import ContextParallelUnsupported
 from attn_compiler.torch_private import rank_sync
 from tests.passes.context_parallel.compiled import BATCH, HEADS, LENGTH, WIDTH, compile_and_run, fresh_mesh, positions
@@ -48,7 +48,7 @@ TOLD: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("name", TOLD)
 def test_what_a_module_says(name: str) -> None:
     given, expected = TOLD[name]
-    assert outside.told(_config(**given)) == expected
+    assert lost_masks.told(_config(**given)) == expected
 
 
 class Layer(nn.Module):
