@@ -12,6 +12,7 @@ from typing import Any
 from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
 from attn_compiler.lowerings.choice import timed
 from attn_compiler.lowerings.choice.evidence import estimate, evidence
+from attn_compiler.lowerings.choice.first import first_unopposed, with_reason
 from attn_compiler.lowerings.choice.flex import check_flex_call as check_flex_call
 from attn_compiler.lowerings.choice.fp8_speed import check_fp8_speed as check_fp8_speed
 from attn_compiler.lowerings.choice.hopper_added import check_added_speed as check_added_speed
@@ -65,6 +66,7 @@ __all__ = [
     "estimate",
     "evidence",
     "faster",
+    "first_unopposed",
     "has_failed",
     "linear_table",
     "names",
@@ -72,6 +74,7 @@ __all__ = [
     "packaged_twin",
     "standing",
     "timed",
+    "with_reason",
 ]
 
 LOWERINGS: tuple[Lowering, ...] = (

@@ -81,7 +81,7 @@ def _rows() -> Iterator[tuple[str, Row]]:
     with _BY_HAND.open("rb") as file:
         for group, entries in tomllib.load(file).items():
             for entry in entries:
-                yield from ((group, row) for row in (_read() if "file" in entry else rows.read(entry)))
+                yield from ((group, row) for row in (_read() if "file" in entry else rows.read(entry, Row)))
 
 
 _GROUPED = tuple(_rows())

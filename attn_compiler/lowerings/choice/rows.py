@@ -1,11 +1,11 @@
-"""One row of the order that lowerings are asked in (priorities.py): which machines and sites it is for."""
+"""One row of the order that lowerings are asked in: which machines and sites it is for, and how a TOML file writes it."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.shape_class import ShapeClass
@@ -29,13 +29,39 @@ MOST_QUERIES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """The order for some machines and sites. Every field that is not None has to hold.
+class EvidenceRow:
+    """An order of lowerings with its evidence, for some machines. Every field that is not None has to hold.
 
     sms: architectures from .. to, both included; None: the CPU.
+    dtypes: of q, or of x.
+    training: the call needs gradients.
+    order: the lowerings, the first one first; none where the model's own computation is to stay.
+    since: the date of the evidence.
+    why: the evidence.
+    measured: on such machines. Otherwise it is reasoning.
+    """
+
+    sms: tuple[int, int] | None
+    dtypes: tuple[str, ...] | None = None
+    training: bool | None = None
+    order: tuple[str, ...]
+    since: str
+    why: str
+    measured: bool = field(default=True, compare=False)
+
+    def serves(self, target: Target, dtype: str, needs_grad: bool) -> bool:
+        """True if the machine, the dtype and the mode are the row's."""
+        of_machine = target.device == "cpu"
+        if self.sms is not None:
+            of_machine = target.device == "cuda" and self.sms[0] <= target.sm <= self.sms[1]
+        return of_machine and (self.dtypes is None or dtype in self.dtypes) and self.training in (None, needs_grad)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row(EvidenceRow):
+    """The order for some machines and sites. Every field that is not None has to hold.
+
     cudnn: at least this version.
-    dtypes: q's.
-    training: the site needs gradients.
     decomposed: as in AttentionSpec.
     upcast: q and k are float32, and the output is half precision.
     one_query: decode.
@@ -51,17 +77,10 @@ class Row:
     seqlens: the same of its lengths. On a GPU, here and in bounds on scores, one that is not known counts as shape_class.py says; on a CPU
         it is within none.
     least_elements, most_elements: q has so many, and they are known.
-    order: the lowerings, the first one first.
-    since: the date of the evidence.
-    why: the evidence.
-    measured: on such machines. Otherwise it is reasoning.
     times: of lowerings that ran on such sites, in multiples of the fastest one's; none where they were not timed together.
     """
 
-    sms: tuple[int, int] | None
     cudnn: int = 0
-    dtypes: tuple[str, ...] | None = None
-    training: bool | None = None
     decomposed: bool | None = None
     upcast: bool | None = None
     one_query: bool | None = None
@@ -80,18 +99,13 @@ class Row:
     seqlens: tuple[int, int | None] | None = None
     least_elements: int | None = None
     most_elements: int | None = None
-    order: tuple[str, ...]
-    since: str
-    why: str
-    measured: bool = field(default=True, compare=False)
     # It says no more than the evidence does.
     times: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def fits(self, spec: AttentionSpec, target: Target) -> bool:
         return (
-            self._fits_machine(target)
-            and (self.dtypes is None or spec.dtype in self.dtypes)
-            and self.training in (None, spec.needs_grad)
+            self.serves(target, spec.dtype, spec.needs_grad)
+            and (self.sms is None or target.cudnn >= self.cudnn)
             and self.decomposed in (None, spec.decomposed)
             and self.upcast in (None, spec.dtype == "float32" and spec.out_dtype in HALF)
             and self.one_query in (None, spec.seqlen_q == 1)
@@ -104,12 +118,6 @@ class Row:
             and (self.parts is None or bool(self.parts & site_parts.parts(spec).kinds))
             and self.learned in (None, site_parts.parts(spec).bias_grad)
         )
-
-    def _fits_machine(self, target: Target) -> bool:
-        if self.sms is None:
-            return target.device == "cpu"
-        first, last = self.sms
-        return target.device == "cuda" and first <= target.sm <= last and target.cudnn >= self.cudnn
 
     def _fits_queries(self, spec: AttentionSpec) -> bool:
         """An unknown number of queries is few only if guards say so."""
@@ -149,6 +157,7 @@ def _is_within(sizes: tuple[int, int] | None, bounds: tuple[int, int | None] | N
 
 # ---- rows as priorities.toml writes them -------------------------------------------------------------------------------
 
+OneRow = TypeVar("OneRow", bound=EvidenceRow)
 _ORDERS = {"FLASH_FIRST": FLASH_FIRST, "CUDNN_FIRST": CUDNN_FIRST}
 _WORDS: dict[str, Any] = {"yes": True, "no": False, "preferred": PREFERRED_CUDNN, "many": MANY_SCORES, "last": LAST_SM}
 
@@ -167,10 +176,12 @@ _READ: Mapping[str, Callable[[str], Any]] = {
     "sm": _range,
     "head_dims": _range,
     "seqlens": _range,
+    "lengths": _range,
     "dtypes": lambda text: HALF if text == "half" else tuple(text.split(",")),
     "parts": lambda text: frozenset(text.split(",")),
     "mask": str,
     "band": str,
+    "recurrence": str,
 }
 
 
@@ -181,10 +192,10 @@ def _selected(text: str) -> dict[str, Any]:
     return {"sms": found.pop("sm", None)} | found
 
 
-def read(line: Mapping[str, Any]) -> Iterator[Row]:
+def read(line: Mapping[str, Any], row: type[OneRow]) -> Iterator[OneRow]:
     """The rows of one entry: one for each line of its "for". Raises KeyError for a word, and TypeError for a field, that there is not."""
     order = itertools.chain.from_iterable(_ORDERS.get(name, (name,)) for name in line["order"].split())
     shared = {**line, "order": tuple(order)}
     del shared["for"]
     texts = [line["for"]] if isinstance(line["for"], str) else line["for"]
-    return (Row(**_selected(text), **shared) for text in texts)
+    return (row(**_selected(text), **shared) for text in texts)

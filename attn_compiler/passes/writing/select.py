@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 
 from attn_compiler import lowerings
 from attn_compiler.lowerings import by_name
@@ -14,7 +15,6 @@ from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.spelling import flex, library_calls
-from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Faster, Reason, Refusal
 from attn_compiler.reasons.errors import LoweringUnavailable
 from attn_compiler.spec.attention import AttentionSpec
@@ -63,47 +63,71 @@ def leave_alone(site: Site, reason: Reason) -> None:
     site.copies.clear()
 
 
-def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool = False) -> Decision:
-    """The lowering for a spec on a target. Reads nothing else: no environment, no tensor values, no globals.
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """All that a decision reads: no environment, no tensor values, no globals.
 
-    of_flex: FlexAttention's own kernel computes it if no other one does, or a library's that the model calls.
+    of_flex: FlexAttention's own kernel computes the site if no other one does, or a library's that the model calls.
     """
 
-    @functools.cache
-    def without_fp8() -> str:
-        """The lowering that the spec gets without its recipe."""
-        return decide(dataclasses.replace(spec, fp8=None), target, options, of_flex).lowering
+    spec: AttentionSpec
+    target: Target
+    options: Options
+    of_flex: bool = False
 
-    refusals: list[Refusal] = []
-    for name in _candidates(spec, target, options):
-        lowering = by_name(name)
-        reasons = (lowering.cannot_package() if target.packaged else []) or lowering.why_not(spec, target)
-        reasons = reasons or lowerings.check_own_rows(spec, name) or lowerings.check_scope(spec, name)
-        if not reasons and _may_be_slower(name, spec, options):
-            reasons = lowerings.check_fp8_speed(spec, target, name, without_fp8())
-        if not reasons and of_flex and not _is_named(options):
-            reasons = lowerings.check_flex_call(spec, name)
-        if not reasons and not _is_named(options):
-            reasons = lowerings.check_added_speed(spec, name)
-        # Last: it may build kernels.
-        broken = [] if reasons else lowerings.cannot_build(name, spec, target)
-        if not reasons and not broken:
-            is_unasked = name == UNTOUCHED and not refusals and not _is_named(options)
-            return Decision(lowering=name, refusals=_none_asked(spec, target) if is_unasked else tuple(refusals))
-        refusals.append(Refusal(lowering=name, reasons=tuple(reasons or broken), when_built=bool(broken)))
-    return Decision(lowering=UNTOUCHED, refusals=tuple(refusals))
+    @property
+    def is_named(self) -> bool:
+        """True if the user names lowerings."""
+        return _asked(self.options) is not None
+
+    @functools.cached_property
+    def without_fp8(self) -> str:
+        """The lowering that the site gets without its recipe."""
+        return decide(dataclasses.replace(self.spec, fp8=None), self.target, self.options, self.of_flex).lowering
 
 
-def _none_asked(spec: AttentionSpec, target: Target) -> tuple[Refusal, ...]:
-    """Why no lowering was asked at all: for such a site on such a machine, none is known to gain anything."""
-    row = lowerings.evidence(spec, target)
-    reason = Reason(
-        code=Code.OWN_IS_FASTEST,
-        rule="a kernel is known to be faster than what the inner compiler makes of the model's own attention",
-        observed=f"none is for such a site on {target.words}" if row is None else f"{row.why} ({row.since})",
-        remedy="options={'lowering': ...} takes a kernel all the same",
-    )
-    return (Refusal(lowering="any", reasons=(reason,)),)
+def _unpackaged(of: Question, name: str) -> list[Reason]:
+    return by_name(name).cannot_package() if of.target.packaged else []
+
+
+def _slow_in_fp8(of: Question, name: str) -> list[Reason]:
+    """Object to a lowering in FP8 that has to be faster, since the user did not ask for it by name, and is not."""
+    recipe = of.spec.fp8
+    if name not in FP8 or recipe is None or recipe.force or of.is_named:
+        return []
+    return lowerings.check_fp8_speed(of.spec, of.target, name, of.without_fp8)
+
+
+#: what may speak against a lowering, in the order in which it is asked
+OBJECTIONS: tuple[Callable[[Question, str], list[Reason]], ...] = (
+    _unpackaged,
+    lambda of, name: by_name(name).why_not(of.spec, of.target),
+    lambda of, name: lowerings.check_own_rows(of.spec, name),
+    lambda of, name: lowerings.check_scope(of.spec, name),
+    _slow_in_fp8,
+    lambda of, name: lowerings.check_flex_call(of.spec, name) if of.of_flex and not of.is_named else [],
+    lambda of, name: [] if of.is_named else lowerings.check_added_speed(of.spec, name),
+)
+
+
+def _objection(of: Question, name: str) -> Refusal | None:
+    for ask in OBJECTIONS:
+        if reasons := ask(of, name):
+            return Refusal(lowering=name, reasons=tuple(reasons))
+    # Last: it may build kernels.
+    broken = lowerings.cannot_build(name, of.spec, of.target)
+    return Refusal(lowering=name, reasons=tuple(broken), when_built=True) if broken else None
+
+
+def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool = False) -> Decision:
+    """The lowering for a spec on a target. Arguments: as in Question."""
+    of = Question(spec=spec, target=target, options=options, of_flex=of_flex)
+    order = _asked(options) or lowerings.order(spec, target)
+    decision = lowerings.first_unopposed(order, functools.partial(_objection, of))
+    if of.is_named or decision.lowering != UNTOUCHED:
+        return decision
+    remedy = "options={'lowering': ...} takes a kernel all the same"
+    return lowerings.with_reason(decision, lowerings.evidence(spec, target), target, "attention", remedy)
 
 
 def faster(spec: AttentionSpec, target: Target, decision: Decision) -> Faster | None:
@@ -115,11 +139,6 @@ def faster(spec: AttentionSpec, target: Target, decision: Decision) -> Faster | 
     return None
 
 
-def _may_be_slower(name: str, spec: AttentionSpec, options: Options) -> bool:
-    """Whether a lowering has to be faster to be chosen: one in FP8 that the user did not ask for by name."""
-    return name in FP8 and spec.fp8 is not None and not spec.fp8.force and not _is_named(options)
-
-
 def _is_named(options: Options) -> bool:
     return _asked(options) is not None
 
@@ -127,10 +146,6 @@ def _is_named(options: Options) -> bool:
 def _asked(options: Options) -> tuple[str, ...] | None:
     """What the user named, but for lowerings of linear attention."""
     return tuple(name for name in options.asked or () if name not in lowerings.LINEAR_NAMES) or None
-
-
-def _candidates(spec: AttentionSpec, target: Target, options: Options) -> tuple[str, ...]:
-    return _asked(options) or lowerings.order(spec, target)
 
 
 def require_available(options: Options, devices: Set[str], targets: Iterable[Target]) -> None:
