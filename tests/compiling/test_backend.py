@@ -1,3 +1,5 @@
+"""The backend, the inner compiler that it hands on to, and attempts that failed."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,7 +1,8 @@
-"""The first torch.compile of a process may come from many threads at once."""
+"""The name of the backend in PyTorch's registry, and the compilers behind it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,9 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
+from torch._dynamo.exc import SkipFrame
 
+from attn_compiler.compiling.attempts import StepFailed, step
+from attn_compiler.compiling.inner import Inner
+from attn_compiler.options.options import Options
+from attn_compiler.reasons.errors import AttnCompilerWarning, CompileFailed, InvalidOption
 from tests import fresh
 
+# The first torch.compile of a process may come from many threads at once.
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -108,3 +116,45 @@ torch.compile(torch.cos, backend="attn_compiler", options={"inner": "eager"})(to
 print("fine")
 """
     assert _run_in_a_fork(code, installed) == "fine"
+
+
+# A step that fails is told once, as a warning or, with strict, as an error.
+WRONG = InvalidOption(option="inner", value="''", expected="a compiler")
+
+
+def test_a_failure_is_told_with_its_step_and_what_is_done_instead() -> None:
+    with pytest.raises(StepFailed) as failed, step("bake"):
+        raise ValueError("no flour")
+    with pytest.warns(AttnCompilerWarning, match="bake.*no flour"):
+        text = failed.value.told(Options(), "0/0", "bread is bought")
+    assert "bread is bought" in text
+    assert "ValueError: no flour" in text
+
+
+def test_strict_raises_it() -> None:
+    with pytest.raises(StepFailed) as failed, step("bake"):
+        raise ValueError("no flour")
+    with pytest.raises(CompileFailed) as raised:
+        failed.value.told(Options(strict=True), "0/0", "bread is bought")
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_what_tells_dynamo_to_go_on_passes_through() -> None:
+    with pytest.raises(SkipFrame), step("bake"):
+        raise SkipFrame("leave it")
+
+
+@pytest.mark.parametrize(("user_errors", "raised"), [(True, InvalidOption), (False, StepFailed)])
+def test_what_users_did_wrong_passes_through_where_it_is_theirs(user_errors: bool, raised: type[Exception]) -> None:
+    with pytest.raises(raised), step("bake", user_errors=user_errors):
+        raise WRONG
+
+
+def test_other_compilers_get_none_of_inductors_options(caplog: pytest.LogCaptureFixture) -> None:
+    """What has no effect is told of."""
+    inner = Inner(options=Options(inner="eager"), patches={"max_autotune": True}, region=None, ahead=None)
+    gm = fx.symbolic_trace(lambda x: x.sin())
+    with caplog.at_level(logging.WARNING, logger="attn_compiler.compiling.inner"):
+        function = inner.compile_rewritten(gm, [torch.ones(3)], "key")
+    torch.testing.assert_close(function(torch.ones(3)), torch.ones(3).sin())
+    assert "max_autotune" in caplog.text

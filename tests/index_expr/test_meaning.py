@@ -1,4 +1,4 @@
-"""Texts for people: what they say, and that each says one thing (they are read again here, and evaluated)."""
+"""What an expression means, and in which normal form."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import OPS, Const, Expr, Index, Load, Size
+from attn_compiler.index_expr import OPS, Apply, Const, Expr, Index, Linear, Load, Size
+from attn_compiler.index_expr.linear_forms import combine, linear, plain
 from attn_compiler.index_expr.looking import parts
 from tests.index_expr.expressions import Tree, bools, element, floats, ints, points
 
+# Texts for people.
 B, H, Q, K = map(Index, "bhqk")
 PADDING, FLAG, X = Load("mask", (B, K), "int"), Load("flag", (B, Q), "bool"), Load("x", (K,), "float")
 CAUSAL = ix.compare("<=", K, Q)
@@ -184,3 +186,107 @@ def test_text_that_is_cut_off() -> None:
     assert ix.text(x, 6) == ix.text(x) == "k <= q"
     assert ix.text(x, 4) == "k <=…"
     assert ix.shortened("words", 5) == "words"
+
+
+# The normal forms that the package shows are those that its functions give.
+_SHOWN = re.compile(r"^    (\S.*?) {2,}(Test\(.*\))$", re.MULTILINE)
+
+
+class _Written:
+    """An expression that Python's operators build."""
+
+    def __init__(self, x: Expr) -> None:
+        self.x = x
+
+    def _with(self, other: object, make: Callable[[Expr, Expr], Expr]) -> _Written:
+        return _Written(make(self.x, other.x if isinstance(other, _Written) else Const(other)))  # type: ignore[arg-type]
+
+    def __sub__(self, other: object) -> _Written:
+        return self._with(other, lambda a, b: ix.add(a, b, -1))
+
+    def __mod__(self, other: object) -> _Written:
+        return self._with(other, lambda a, b: ix.apply("mod", a, b))
+
+    def __floordiv__(self, other: object) -> _Written:
+        return self._with(other, lambda a, b: ix.apply("floordiv", a, b))
+
+    def __le__(self, other: object) -> _Written:
+        return self._with(other, lambda a, b: ix.compare("<=", a, b))
+
+    def __lt__(self, other: object) -> _Written:
+        return self._with(other, lambda a, b: ix.compare("<", a, b))
+
+    def __eq__(self, other: object) -> _Written:  # type: ignore[override]
+        return self._with(other, lambda a, b: ix.compare("==", a, b))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Ids:
+    def __getitem__(self, at: tuple[_Written, ...]) -> _Written:
+        return _Written(Load("ids", tuple(one.x for one in at), "int"))
+
+
+def _shown(x: Expr) -> str:
+    """An expression as the table writes it."""
+    match x:
+        case ix.Test(relation=relation, form=form):
+            return f'Test("{relation}", {_shown(form)})'
+        case Linear():
+            terms = [("-" if factor < 0 else "+", _shown(term)) for term, factor in _added_first(x)]
+            words = " ".join(f"{sign} {term}" for sign, term in terms).removeprefix("+ ")
+            return words + (f" + {x.const}" if x.const else "")
+        case Apply(op=op, args=args):
+            return f'Apply("{op}", {", ".join(map(_shown, args))})'
+        case Load(tensor=tensor, at=at):
+            return f'Load("{tensor}", {", ".join(map(_shown, at))})'
+        case Index(name=name):
+            return name
+        case Const(value=value):
+            return str(value)
+    raise TypeError(x)
+
+
+def _added_first(x: Linear) -> list[tuple[Any, int]]:
+    """What is added comes first."""
+    return sorted(x.terms, key=lambda term: term[1] < 0)
+
+
+def test_the_forms_that_are_shown_are_those_that_are_made() -> None:
+    shown = _SHOWN.findall(ix.__doc__ or "")
+    assert len(shown) == 5
+    names: dict[str, Any] = {name: _Written(Index(name)) for name in "bhqk"} | {"ids": _Ids()}
+    made = {words: eval(words, {}, names).x for words, _ in shown}
+    assert {words: _shown(x) for words, x in made.items()} == dict(shown)
+
+
+def test_numbers_and_other_expressions_as_forms() -> None:
+    assert linear(Const(3)) == Linear((), 3)
+    assert linear(Const(True)) == Linear((), 1)
+    assert linear(Q) == Linear(((Q, 1),))
+    form = combine(linear(Q), linear(K), 2)
+    assert linear(form) is form
+
+
+@pytest.mark.parametrize("factor", [1, -2, 7])
+def test_the_order_of_building_does_not_show(factor: int) -> None:
+    one = combine(combine(linear(Q), linear(K), factor), linear(Const(5)), 1)
+    other = combine(combine(linear(Const(5)), linear(K), factor), linear(Q), 1)
+    assert one == other
+    assert dict(one.terms) == {Q: 1, K: factor}
+    assert one.const == 5
+
+
+def test_what_cancels_out_is_gone() -> None:
+    difference = combine(linear(Q), linear(K), -1)
+    assert combine(difference, difference, -1) == Linear(())
+    assert combine(difference, linear(K), 1) == linear(Q)
+    assert combine(difference, linear(K), 0) is difference
+
+
+def test_forms_are_wrapped_only_where_needed() -> None:
+    assert plain(Linear((), 4)) == Const(4)
+    assert plain(linear(Q)) is Q
+    doubled, shifted = Linear(((Q, 2),)), Linear(((Q, 1),), 1)
+    assert plain(doubled) is doubled
+    assert plain(shifted) is shifted

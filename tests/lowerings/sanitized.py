@@ -35,7 +35,7 @@ from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.lowerings import emitting, kernel_problems, poison
 from tests.lowerings.decode import problems
-from tests.lowerings.fp8 import problems as fp8_problems, test_rounding_launch, test_visible_keys
+from tests.lowerings.fp8 import problems as fp8_problems, test_rounding, test_visible_keys
 from tests.lowerings.hopper import problems as hopper_problems, test_fp8_launch as test_hopper_launch
 from tests.lowerings.kernel_cases import BY_NAME, Case
 from tests.lowerings.specs import refusal
@@ -115,14 +115,12 @@ def rounding(name: str, head_dim: int) -> Callable[[], None]:
     """Rounding with and without given magnitudes, looking for magnitudes, means; some keys that nobody sees."""
 
     def run() -> None:
-        how = (test_rounding_launch.CASES | test_rounding_launch.ROTATED)[name]
+        how = (test_rounding.CASES | test_rounding.ROTATED)[name]
         each = tuple(dataclasses.replace(one, of_keys=i > 0) for i, one in enumerate(how.each))
         how = dataclasses.replace(how, each=each, per="head")
         read = [
             x[:, :, :150]
-            for x in test_rounding_launch.sharing_heads(
-                how, test_rounding_launch.given(DEVICE, BF16, head_dim=head_dim)
-            )
+            for x in test_rounding.sharing_heads(how, test_rounding.given(DEVICE, BF16, head_dim=head_dim))
         ]
         read = [x[:1, :1] for x in read]
         seen = torch.rand(1, 150, device=DEVICE) < 0.7
@@ -133,7 +131,7 @@ def rounding(name: str, head_dim: int) -> Callable[[], None]:
         for given in ([], largest):
             mine = fp8_rounding.round_fp8(read, mean, given, how.to_text(), seen)
             wanted = fp8_rounding._round_in_pytorch(read, mean, given, how, seen)
-            test_rounding_launch.assert_same(mine, wanted, how)
+            test_rounding.assert_same(mine, wanted, how)
         found = fp8_rounding.largest_fp8(read, mean, how.to_text(), seen)
         right = fp8_rounding._largest_in_pytorch(read, mean, how, seen)
         torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-5)

@@ -1,12 +1,17 @@
+"""Errors that users see, those of FP8 recipes too."""
+
 from __future__ import annotations
 
+import dataclasses
 import pickle
+import subprocess
+import sys
 
 import pytest
 
 from attn_compiler.reasons import errors, fp8_errors
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Copy, Decision, Reason, Refusal
 
 EXAMPLES = [
     errors.UnknownOption(option="stric", ours=("strict", "dump_dir"), inductors=("max_autotune",)),
@@ -112,3 +117,73 @@ def test_a_part_that_is_not_enough_may_have_no_source_and_no_remedy() -> None:
 def test_fields_are_keyword_only() -> None:
     with pytest.raises(TypeError):
         errors.InvalidOption("strict", "True or False", 1)  # type: ignore[misc]
+
+
+# Errors of FP8 name the first of many, and what there is instead.
+MANY = tuple(f"layers.{i}/amax" for i in range(5))
+FIRST = "layers.0/amax, layers.1/amax, layers.2/amax, ..."
+
+
+def test_a_recipe_that_no_attention_gets_names_modules_and_patterns() -> None:
+    error = fp8_errors.Fp8RecipeUnused(modules=MANY, exclude=("layers.*",))
+    assert FIRST in str(error)
+    assert "layers.*" in str(error)
+    assert MANY[3] not in str(error)
+
+
+def test_what_no_history_can_hold_is_shortened_too() -> None:
+    assert FIRST in str(fp8_errors.Fp8StateInvalid(problems=MANY))
+
+
+def test_a_state_of_before_says_whether_there_is_one_now() -> None:
+    there = fp8_errors.Fp8StateOutdated(given=MANY, wanted=("'layers.0/amax' (16, 3)",))
+    assert "'layers.0/amax' (16, 3)" in str(there)
+    none = fp8_errors.Fp8StateOutdated(given=MANY, wanted=())
+    assert "there is none yet, run the model once first" in str(none)
+
+
+def test_whoever_catches_all_errors_catches_these() -> None:
+    kinds = (fp8_errors.Fp8RecipeUnused, fp8_errors.Fp8StateMismatch, fp8_errors.Fp8StateInvalid)
+    assert all(issubclass(kind, errors.AttnCompilerError) for kind in (*kinds, fp8_errors.Fp8StateOutdated))
+
+
+# The words of a decision, which reports and tests compare and print.
+REASON = Reason(code=Code.HEAD_DIM, rule="head_dim is at most 256", observed="512", remedy="split the heads")
+
+
+def test_a_reason_reads_as_one_line() -> None:
+    assert str(REASON) == "head_dim is at most 256; observed 512; split the heads (AC208)"
+    assert str(dataclasses.replace(REASON, remedy=None)) == "head_dim is at most 256; observed 512 (AC208)"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        REASON,
+        Refusal(lowering="fa4", reasons=(REASON,)),
+        Decision(lowering="untouched", refusals=(Refusal(lowering="fa4", reasons=(REASON,)),)),
+        Copy(operand="q", bytes=None, why="strides"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_they_are_values(value: Reason | Refusal | Decision | Copy) -> None:
+    """Equal ones are one key, nothing changes them, and they hold what they were given by name."""
+    assert hash(value) == hash(dataclasses.replace(value))
+    assert value == dataclasses.replace(value)
+    first = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, first, "other")
+    with pytest.raises(TypeError):
+        type(value)(*(getattr(value, field.name) for field in dataclasses.fields(value)))
+
+
+def test_nothing_is_refused_by_default() -> None:
+    assert Decision(lowering="math").refusals == ()
+    assert REASON.remedy is not None
+    assert Reason(code=Code.DTYPE, rule="a", observed="b").remedy is None
+
+
+def test_they_come_without_torch() -> None:
+    code = "import sys; import attn_compiler.reasons.decisions; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

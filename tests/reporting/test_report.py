@@ -1,22 +1,28 @@
-"""Reports as data: the JSON's schema, and merging."""
+"""What a report says, as text and as facts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from attn_compiler import index_expr as ix
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Reason, Refusal
 from attn_compiler.reasons.errors import ReportNotSaved
-from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport
+from attn_compiler.reporting import wording
+from attn_compiler.reporting.facts import GraphReport, LinearReport, MissReport, SiteReport, UnpadReport
 from attn_compiler.reporting.report import Report, Reports
 from attn_compiler.spec import masks, scores
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.torch_private.batches_before import Steps
 from tests.lowerings.linear import linear_forms
+from tests.reporting.test_render import REPORT, SITE, SPEC as WORDING_SPEC, TARGET
 
+# Reports as data.
 QKV = TensorSpec(shape=(2, 4, "s0", 8), strides=("32*s0", 8, 32, 1), dtype="float32", requires_grad=True)
 SPEC = AttentionSpec(
     q=QKV,
@@ -216,3 +222,43 @@ def test_layers_of_linear_attention_have_rows_of_their_own() -> None:
     assert "3 attention sites of 1 kind, 2 layers of linear attention (linear_reference 2), 2 misses" in str(report)
     assert f"computes  {one.spec.words}" in str(report)
     assert "graph-1-linear-1" in report.to_html()
+
+
+# What is counted from a report's data.
+def test_rows_stand_for_as_many_sites_as_they_have_modules() -> None:
+    report = make_report()
+    assert (len(report.sites), report.num_sites) == (1, 3)
+    assert (len(report.misses), report.num_misses) == (1, 2)
+    assert report.total_seconds == 0.75
+
+
+def test_a_report_is_its_data_with_ways_to_show_it() -> None:
+    assert {field.name for field in fields(Report)} == {field.name for field in fields(GraphReport)}
+    assert not hasattr(make_report(), "__dict__")
+
+
+def test_padding_that_stays_has_no_last_calls() -> None:
+    assert UnpadReport().last == ()
+    assert UnpadReport(steps=Steps()).last == ()
+
+
+# What a log says of a report, in a line.
+def test_summary_is_one_line() -> None:
+    assert wording.summary(REPORT) == f"graph 0/0 on {TARGET}: 32 attention sites (sdpa 32), 1 miss, 125 ms in passes"
+
+
+def test_the_first_line_of_a_process_names_masks_and_lowerings() -> None:
+    assert wording.introduction(REPORT) == (
+        f"{wording.summary(REPORT)}; by mask: 32 × causal: sdpa; attn_compiler.reports().save('report.html') shows why"
+    )
+
+
+def test_the_first_line_of_a_process_stays_a_line() -> None:
+    long = masks.MaskSpec(kinds=(masks.Formula(condition=ix.Load("a_name_" * 20, (ix.Index("q"),), "bool")),))
+    sites = tuple(
+        dataclasses.replace(SITE, pattern=str(n), spec=dataclasses.replace(WORDING_SPEC, mask=long)) for n in range(9)
+    )
+    line = wording.introduction(dataclasses.replace(REPORT, sites=sites))
+    assert "5 more kinds" in line
+    assert "\n" not in line
+    assert len(line) < 700

@@ -1,3 +1,5 @@
+"""Masks and their kinds."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,7 +11,10 @@ import torch
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Index, Load, Size
-from attn_compiler.spec import masks
+from attn_compiler.spec import added_scores, mask_kinds, masks, reads
+from attn_compiler.spec.added_scores import ProvedScore
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import (
     Alignment,
     AnyOf,
@@ -18,13 +23,17 @@ from attn_compiler.spec.masks import (
     Chunked,
     Dense,
     Document,
+    Flag,
     Formula,
     KeyBound,
     KeyPadding,
+    MaskKind,
+    MaskSpec,
     Prefix,
     SlidingWindow,
 )
-from tests.spec.meanings import Inputs, allows
+from tests.lowerings.specs import make_spec
+from tests.spec.meanings import Inputs, allows, names
 
 B, H, Q, K = map(Index, "bhqk")
 SEQLEN_Q, SEQLEN_KV = 5, 7
@@ -179,3 +188,133 @@ def test_dense_of_either_kind(dtype: str, is_bool: bool) -> None:
 def test_kinds_are_frozen_and_hashable(kind: type[masks.MaskKind]) -> None:
     assert dataclasses.is_dataclass(kind)
     assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+MASKS_PADDING = Load("padding", (B, K), "int")
+
+
+def test_every_kind_is_had_from_here() -> None:
+    kinds = (*mask_kinds.KINDS, mask_kinds.Dense)
+    assert [kind for kind in kinds if getattr(masks, kind.__name__, None) is not kind] == []
+
+
+def test_words_of_a_mask() -> None:
+    dense = Dense(shape=(1,), dtype="bool")
+    assert MaskSpec().words == "none"
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=dense).words == "causal ∧ dense bool[1]"
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.READ).words == "causal (proved)"
+    proved = MaskSpec(kinds=(Causal(), KeyPadding(condition=ix.as_bool(MASKS_PADDING))), dense=dense)
+    assert proved.words == "causal ∧ key padding padding[b, k] (proved), as dense bool[1]"
+    assert MaskSpec(kinds=(Causal(),)).words == "causal (proved), within the bias"
+    assert proved.formula == "k <= q ∧ padding[b, k] ≠ 0"
+    assert MaskSpec(dense=dense, reason="it is not in the graph").formula is None
+
+
+def test_words_of_a_mask_that_was_read_in_part() -> None:
+    dense = Dense(shape=(2, 1, 5, 7), dtype="bool")
+    rest = Formula(condition=ix.invert(Load("chosen", (B, Q, K), "bool")))
+    mask = MaskSpec(kinds=(Causal(), KeyPadding(condition=ix.as_bool(MASKS_PADDING))), dense=dense, reason="not read")
+    assert mask.is_partial
+    assert mask.words == "causal ∧ key padding padding[b, k] (proved) ∧ a rest, as dense bool[2, 1, 5, 7]"
+    assert mask.formula == "k <= q ∧ padding[b, k] ≠ 0 ∧ …"
+    assert mask.conditions == mask.kinds
+    known = dataclasses.replace(mask, rest=rest)
+    assert known.words.startswith("causal ∧ key padding padding[b, k] (proved) ∧ ¬chosen[b, q, k], as dense")
+    assert known.formula == "k <= q ∧ padding[b, k] ≠ 0 ∧ ¬chosen[b, q, k]"
+    assert known.conditions == (*mask.kinds, rest)
+    within = dataclasses.replace(mask, dense=None)
+    assert within.words.endswith("∧ a rest, within the bias")
+    called = dataclasses.replace(mask, kinds=(Causal(),), flag=Flag.CALLED)
+    assert not called.is_partial
+    assert called.formula is None
+
+
+def test_parts_of_a_mask() -> None:
+    dense = Dense(shape=(1,), dtype="float32")
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=dense).is_causal
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=dense).dense is dense
+    assert not MaskSpec(dense=dense).is_causal
+    assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED).dense is None
+    # What it was shown to be is not what a lowering has to apply.
+    assert not MaskSpec(kinds=(Causal(),), dense=dense).is_causal
+
+
+def test_each_kind_stands_once_and_says_how_it_is_known() -> None:
+    dense, padding = Dense(shape=(1,), dtype="bool"), KeyPadding(condition=ix.as_bool(MASKS_PADDING))
+    called = MaskSpec(kinds=(Causal(), padding), flag=Flag.CALLED, dense=dense)
+    assert (called.flagged, called.held, called.read) == (Causal(), (padding,), (padding,))
+    read = MaskSpec(kinds=(Causal(),), flag=Flag.READ)
+    assert (read.flagged, read.held, read.read) == (Causal(), (), (Causal(),))
+    within = MaskSpec(kinds=(Causal(), padding), dense=dense)
+    assert (within.flagged, within.held, within.read) == (None, (Causal(), padding), (Causal(), padding))
+
+
+def test_a_flag_says_nothing_but_a_diagonal() -> None:
+    padding = KeyPadding(condition=ix.as_bool(MASKS_PADDING))
+    other = MaskSpec(kinds=(padding,), flag=Flag.CALLED)
+    assert (other.flagged, other.held) == (None, (padding,))
+
+
+SCATTERED = ix.invert(Load("scattered", (B, Q, K), "bool"))
+CHOSEN = Chosen(tensor="top", at=(B, Q), count=2, distinct=True, condition=SCATTERED)
+ROWS = torch.tensor([[[0, 3], [1, 1]], [[2, 0], [3, 2]]])
+
+
+def test_a_query_has_the_keys_of_its_row() -> None:
+    inputs = Inputs(seqlen_q=2, seqlen_kv=4, load=lambda name, at: int(ROWS[at].item()))
+    found = [[[k for k in range(4) if names(CHOSEN, b, 0, q, k, inputs)] for q in range(2)] for b in range(2)]
+    assert found == [[[0, 3], [1]], [[0, 2], [2, 3]]]
+
+
+def test_a_number_may_name_a_block_of_keys() -> None:
+    inputs = Inputs(seqlen_q=2, seqlen_kv=16, load=lambda name, at: int(ROWS[at].item()))
+    chosen = dataclasses.replace(CHOSEN, block=3)
+    assert [k for k in range(16) if names(chosen, 0, 0, 0, k, inputs)] == [0, 1, 2, 9, 10, 11]
+    assert chosen.words == "top[b, q, :], in blocks of 3"
+
+
+def test_a_row_of_symbolic_length() -> None:
+    inputs = Inputs(seqlen_q=2, seqlen_kv=4, load=lambda name, at: int(ROWS[at].item()), sizes={"s3": 1})
+    chosen = dataclasses.replace(CHOSEN, count="s3")
+    assert [k for k in range(4) if names(chosen, 1, 0, 1, k, inputs)] == [3]
+    with pytest.raises(LookupError, match="s4"):
+        names(dataclasses.replace(CHOSEN, count="s4"), 1, 0, 1, 3, inputs)
+
+
+def test_words_and_what_is_read() -> None:
+    assert CHOSEN.words == "top[b, q, :]"
+    assert dataclasses.replace(CHOSEN, at=(Const(0),)).words == "top[0, :]"
+    assert reads.tensors(CHOSEN) == {"top", "scattered"}
+
+
+def test_a_spec_holds_it() -> None:
+    dense = Dense(shape=(2, 1, 128, 128), dtype="bool")
+    spec = make_spec(mask=MaskSpec(kinds=(Causal(),), dense=dense, reason="not read", chosen=CHOSEN))
+    assert AttentionSpec.from_text(spec.to_text()) == spec
+    assert spec.mask.conditions == (Causal(), CHOSEN)
+
+
+READS_LENGTH = Load("length", (B,), "int")
+READS_PADDING = ix.as_bool(Load("attention_mask", (B, Load("order", (K,), "int")), "int"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "sizes"),
+    [
+        (masks.Causal(), set(), set()),
+        (masks.CausalFrom(offset=ix.add(Size("s1"), READS_LENGTH)), {"length"}, {"s1"}),
+        (masks.KeyPadding(condition=READS_PADDING), {"attention_mask", "order"}, set()),
+        (masks.Chunked(size=4, start=READS_LENGTH), {"length"}, set()),
+        (masks.AnyOf(alternatives=((masks.Causal(),), (masks.KeyPadding(condition=READS_PADDING),))), {"attention_mask", "order"}, set()),
+        (added_scores.RelativeBias(table="table", at=(ix.add(K, Q, -1), H), distance=ix.add(K, Q, -1)), {"table"}, set()),
+        (added_scores.Bias(tensor="bias", at=(READS_LENGTH, Size("s2")), shape=(1, 1, 1, 1)), {"bias", "length"}, {"s2"}),
+    ],
+)  # fmt: skip
+def test_what_a_kind_reads(kind: MaskKind | ProvedScore, tensors: set[str], sizes: set[str]) -> None:
+    assert reads.tensors(kind) == tensors
+    assert reads.sizes(kind) == sizes
+    assert reads.names(kind) == tensors | sizes
+
+
+def test_what_an_expression_reads() -> None:
+    assert reads.names_in(ix.add(READS_LENGTH, Size("s3"))) == {"length", "s3"}

@@ -1,7 +1,11 @@
+"""Machines, and the versions that were tried there."""
+
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -10,8 +14,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attn_compiler.lowerings.shared.limits import triton_releases
+from attn_compiler.spec import dtypes
+from attn_compiler.spec.dtypes import ALL
+from attn_compiler.spec.numerics import FLOOR_ULPS, difference, exact_dtype, largest
 from attn_compiler.spec.target import Target, cudnn_words
-from tests import fresh
+from attn_compiler.spec.tried import NEWEST, not_tried, on
+from tests import fresh, imports
 
 
 def test_cpu_has_no_gpu_facts() -> None:
@@ -112,3 +121,88 @@ def test_words() -> None:
 @pytest.mark.parametrize(("version", "words"), [(91900, "9.19.0"), (92601, "9.26.1"), (8902, "8.9.2")])
 def test_cudnn_words(version: int, words: str) -> None:
     assert cudnn_words(version) == words
+
+
+def test_what_is_newer_is_said() -> None:
+    said = not_tried("torch", "2.16.0+cu132")
+    assert said == "torch 2.16 was not tried with this version of attn_compiler; 2.15 is the newest that was"
+    assert not_tried("triton", "4.0.0") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("torch", "2.15.3"), ("torch", "2.11.0+cpu"), ("triton", "3.9.1"), ("triton", "")]
+)
+def test_of_what_was_tried_or_is_absent_nothing_is_said(name: str, version: str) -> None:
+    assert not_tried(name, version) is None
+
+
+def test_the_newest_triton_that_was_tried_is_the_newest_that_kernels_were_compiled_with() -> None:
+    assert NEWEST["triton"] == max(release for releases in triton_releases.COMPILED.values() for release in releases)
+
+
+def test_of_a_machine_both_are_said() -> None:
+    target = Target.fake(torch="2.16.0", triton="3.10.0")
+    assert [said.split(" was")[0] for said in on(target)] == ["torch 2.16", "triton 3.10"]
+    assert len(on(Target.fake(device="cpu", torch="2.16.0", triton="3.10.0"))) == 1
+    assert on(Target.fake()) == ()
+
+
+# The numeric rule.
+INF, NAN = math.inf, math.nan
+
+
+def test_every_dtype_of_attention_has_a_rounding_and_a_wider_dtype() -> None:
+    assert {str(dtype).removeprefix("torch.") for dtype in FLOOR_ULPS} == set(ALL)
+    for dtype in FLOOR_ULPS:
+        wider = exact_dtype(dtype)
+        assert torch.finfo(wider).eps < torch.finfo(dtype).eps or wider is dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("x", "exact", "apart"),
+    [
+        (1.0, 3.5, 2.5),
+        (-2.0, -2.0, 0.0),
+        (INF, INF, 0.0),
+        (NAN, NAN, 0.0),
+        (INF, -INF, INF),
+        (NAN, 0.0, INF),
+        (1.0, NAN, INF),
+    ],
+)
+def test_differences_of_what_is_not_finite(x: float, exact: float, apart: float) -> None:
+    found = difference(torch.tensor([x], dtype=torch.float16), torch.tensor([exact], dtype=torch.float32))
+    assert (found.item(), found.dtype) == (apart, torch.float32)
+
+
+def test_the_largest_of_what_counts() -> None:
+    x = torch.tensor([1.0, -7.0, 9.0, NAN])
+    assert largest(x, torch.tensor([True, True, False, True])) == 7.0
+    assert largest(x, torch.zeros(4).bool()) == 0.0
+    assert largest(torch.empty(0, 3), torch.empty(0, 3).bool()) == 0.0
+
+
+#: who may name dtypes in half precision one by one: what a family takes, a library's names
+NAMED = {"dtypes.py", "takes.py", "graphs.py", "fp8_launch.py"}
+
+
+def test_half_precision_is_two_bytes_and_the_rest_is_wider() -> None:
+    assert {dtypes.BYTES[name] for name in dtypes.HALF} == {2}
+    assert [dtypes.BYTES[name] for name in dtypes.ALL] == [2, 2, 4, 8]
+    assert (torch.bfloat16, torch.float16) == dtypes.HALVES
+
+
+def test_half_precision_alone_is_computed_in_another_dtype() -> None:
+    assert {dtype: dtypes.computed_in(dtype) for dtype in dtypes.EVERY} == {
+        **dict.fromkeys(dtypes.HALVES, torch.float32),
+        **{dtype: dtype for dtype in map(torch.__dict__.__getitem__, dtypes.FULL)},
+    }
+
+
+def test_no_other_list_of_half_precision_is_kept() -> None:
+    both = re.compile(
+        r"\b(torch\.|\")float16\b.*\b(torch\.|\")bfloat16\b|\b(torch\.|\")bfloat16\b.*\b(torch\.|\")float16\b"
+    )
+    files = (imports.ROOT / imports.PACKAGE).rglob("*.py")
+    listed = [path for path in files if path.name not in NAMED and any(map(both.search, path.read_text().splitlines()))]
+    assert listed == []

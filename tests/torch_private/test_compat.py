@@ -1,21 +1,33 @@
+"""What every torch that we support has under other names, and its collector and caches."""
+
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
+import operator
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler._cache import CacheArtifactManager
 
 from attn_compiler.reasons.errors import InvalidOption, PassFailed, UnsupportedTorch
-from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.torch_private import (
+    caches as torch_caches,
+    collector,
+    compat as torch_compat,
+    inductor as torch_inductor,
+)
 
 Capture = Callable[..., list[fx.GraphModule]]
 
@@ -232,3 +244,113 @@ def test_where_dynamo_ends_a_graph_is_the_models_line() -> None:
     assert first[0] == "torch._dynamo.graph_break()"
     assert first[1].startswith("test_compat.py:")
     assert second is None
+
+
+# Python's cyclic collector is paused, or looks more rarely, and goes on as it was.
+@pytest.fixture(params=[True, False], ids=["on", "off"])
+def enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+def test_it_goes_on_as_it_was(enabled: bool) -> None:
+    with collector.paused():
+        assert not gc.isenabled()
+        with collector.paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() is enabled
+
+
+def test_it_goes_on_after_an_error(enabled: bool) -> None:
+    with pytest.raises(ZeroDivisionError), collector.paused():
+        raise ZeroDivisionError
+    assert gc.isenabled() is enabled
+
+
+@pytest.fixture
+def young(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How many new objects start a collection outside of the block."""
+    before = gc.get_threshold()
+    gc.set_threshold(request.param, *before[1:])
+    yield request.param
+    gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("young", [700, 2000], indirect=True)
+def test_it_looks_more_rarely_within(young: int) -> None:
+    before = gc.get_threshold()
+    with collector.rarely():
+        assert gc.get_threshold() == (50_000, *before[1:])
+        with collector.rarely():
+            assert gc.get_threshold()[0] == 50_000
+        assert gc.get_threshold()[0] == 50_000
+    assert gc.get_threshold() == before
+    with pytest.raises(ZeroDivisionError), collector.rarely():
+        raise ZeroDivisionError
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("young", [700], indirect=True)
+def test_what_is_set_within_stays(young: int) -> None:
+    with collector.rarely():
+        gc.set_threshold(1234, 3, 3)
+    assert gc.get_threshold() == (1234, 3, 3)
+
+
+@pytest.mark.parametrize("young", [0, 80_000], indirect=True)
+def test_who_has_it_look_more_rarely_yet_is_left_alone(young: int) -> None:
+    with collector.rarely():
+        assert gc.get_threshold()[0] == young
+
+
+# What is private to PyTorch in caching.
+def test_inductors_switches_and_users_patches_of_them() -> None:
+    on = {"fx_graph_cache": True, "force_disable_caches": False}
+    assert torch_caches.are_wanted(on)
+    assert not torch_caches.are_wanted({**on, "fx_graph_cache": False})
+    assert not torch_caches.are_wanted({**on, "force_disable_caches": True})
+    with torch._inductor.config.patch(on):
+        assert torch_caches.are_wanted({})
+    with torch._inductor.config.patch({**on, "force_disable_caches": True}):
+        assert not torch_caches.are_wanted({})
+
+
+def test_the_state_is_plain_and_the_same_when_asked_again() -> None:
+    state = torch_caches.state([torch.device("cpu")])
+    assert json.loads(json.dumps(state)) == state == torch_caches.state([torch.device("cpu")])
+
+
+def test_the_state_names_modes() -> None:
+    before = torch_caches.state([])
+    with torch.device("meta"):
+        inside = torch_caches.state([])
+    assert before["modes"] != inside["modes"]
+    assert before["default"] != inside["default"]
+
+
+@pytest.mark.parametrize("part", ["cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul"])
+def test_the_state_is_known_where_precisions_are_set_one_by_one(part: str) -> None:
+    """PyTorch's functions for all of them raise then."""
+    before, owner = torch_caches.state([]), operator.attrgetter(part)(torch.backends)
+    precision = owner.fp32_precision
+    try:
+        owner.fp32_precision = "tf32" if precision == "ieee" else "ieee"
+        assert torch_caches.state([])["precision"] != before["precision"]
+    finally:
+        owner.fp32_precision = precision
+    assert torch_caches.state([]) == before
+
+
+def test_a_file_that_comes_along_is_written_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    data = {"key": "a", "rewrite": [1, "ü", None]}
+    with CacheArtifactManager.with_fresh_cache():
+        torch_caches.carry("some/folder/a.json", data)
+        saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    assert torch.compiler.load_cache_artifacts(saved[0]) is not None
+    path = torch_inductor.cache_folder() / "some/folder/a.json"
+    assert path.read_bytes() == torch_caches.content(data)

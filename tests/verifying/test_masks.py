@@ -1,6 +1,9 @@
+"""Masks, shared operands and outputs of a site against the model's own."""
+
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +11,15 @@ import pytest
 import torch
 
 from attn_compiler import index_expr as ix
+from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.index_expr import Const, Expr, Index, Load, on_tensors
 from attn_compiler.reasons.errors import VerificationMismatch
-from attn_compiler.verifying import pairs, running
-from attn_compiler.verifying.values import Values
-from tests.verifying.planning import LENGTH, Planned, Tensor, causal, masked, planned, qkv
+from attn_compiler.reporting.verifications import Verification
+from attn_compiler.verifying import pairs, recomputing, running
+from attn_compiler.verifying.ranks import Ranks, WholeLoads
+from attn_compiler.verifying.shared import SharedSite
+from attn_compiler.verifying.values import Key, Values
+from tests.verifying.planning import LENGTH, SHAPE, Planned, Tensor, causal, masked, planned, qkv
 
 PADDING = torch.tensor([[1] * LENGTH, [1, 1, 1, 0, 0, 1]])
 
@@ -130,3 +137,207 @@ def test_a_load_of_a_tensor_that_is_not_known_can_not_be_recorded() -> None:
     check = found.check("mask")
     check.find_needs(Values(bodies=found.plan.mirrors))
     assert check.skipped == "where unknown is read from is not known"
+
+
+def _with_factor(found: Planned, factor: float) -> Planned:
+    """The same plan, with a kernel whose result is too large by a factor."""
+    check = found.check("output")
+    assert check.new_out is not None
+    graph = check.new_out.graph
+    with graph.inserting_after(check.new_out):
+        check.new_out = graph.call_function(torch.mul, (check.new_out, factor))
+    check.body.outs[check.new_out.name] = check.body.outs[str(check.new_out.args[0])]
+    del check.body.outs[str(check.new_out.args[0])]
+    return found
+
+
+# Off by a part of 1 of the result: what has to be allowed, and what has to be noticed.
+@pytest.mark.parametrize(
+    ("dtype", "little", "much"),
+    [(torch.float32, 1e-7, 1e-5), (torch.bfloat16, 2e-3, 5e-2), (torch.float16, 2e-4, 5e-3)],
+    ids=lambda x: str(x)[6:] if isinstance(x, torch.dtype) else None,
+)
+def test_the_rule_is_neither_too_strict_nor_too_lax(dtype: torch.dtype, little: float, much: float) -> None:
+    found = _with_factor(planned(causal, *qkv(dtype=dtype)), 1 + little)
+    assert running.run_checks(found.plan, found.args).found[-1].skipped is None
+    found = _with_factor(planned(causal, *qkv(dtype=dtype)), 1 + much)
+    with pytest.raises(VerificationMismatch, match="output of sdpa_cpu_flash"):
+        running.run_checks(found.plan, found.args)
+
+
+def test_errors_of_small_results_count() -> None:
+    """The rounding that is allowed is that of the values, not an absolute number."""
+    q, k, v = qkv()
+    found = _with_factor(planned(causal, q, k, v * 1e-6), 1 + 1e-3)
+    with pytest.raises(VerificationMismatch):
+        running.run_checks(found.plan, found.args)
+
+
+def test_another_dtype_is_a_mismatch() -> None:
+    found = planned(causal, *qkv())
+    check = found.check("output")
+    assert check.new_out is not None
+    graph = check.new_out.graph
+    old = check.new_out
+    with graph.inserting_after(old):
+        check.new_out = graph.call_function(torch.Tensor.double, (old,))
+    check.body.outs[check.new_out.name] = check.body.outs.pop(old.name)
+    with pytest.raises(VerificationMismatch, match=r"torch\.float64 .*differ"):
+        running.run_checks(found.plan, found.args)
+
+
+def test_a_site_of_the_model_that_wrote_its_scores_in_place() -> None:
+    """The exact result is made from copies, so that the model's own values stay what they are."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        scores *= 0.3
+        scores.masked_fill_(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1) @ v + q
+
+    found = planned(function, *qkv())
+    output = running.run_checks(found.plan, found.args).found[-1]
+    assert output.skipped is None
+    assert output.elements == math.prod(SHAPE)
+
+
+def test_exact_results_are_closer_than_the_models_own() -> None:
+    found = planned(masked, *qkv(dtype=torch.float32), torch.ones(2, 6, dtype=torch.int64))
+    output = running.run_checks(found.plan, found.args).found[-1]
+    assert output.error is not None
+    assert 0 < output.error < 1e-6
+
+
+def test_where_the_model_itself_overflows_there_is_nothing_to_compare() -> None:
+    q, k, v = qkv(dtype=torch.float16)
+    v[0, 0, 0, 0] = torch.inf
+    found = planned(causal, q, k, v)
+    output = running.run_checks(found.plan, found.args).found[-1]
+    assert output.skipped is None
+
+
+def test_not_enough_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    found = planned(causal, *qkv())
+    monkeypatch.setattr(recomputing, "output", full)
+    output = running.run_checks(found.plan, found.args).found[-1]
+    assert output.skipped == "there is not enough memory for the exact result"
+
+
+# One rank that has the whole sequence.
+MASK = torch.tensor([[1] * LENGTH, [0, *[1] * (LENGTH - 1)]])
+
+
+class _Alone(Ranks):
+    """A rank that has all positions."""
+
+    def meet(self, subject: str) -> None:
+        assert subject.startswith("the attention of")
+
+    def whole(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x
+
+
+class _Reversed(_Alone):
+    """What the rank has of keys, values and masks is put together the wrong way; but for q, which stays."""
+
+    def whole(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.flip(axis) if x.is_floating_point() else x
+
+
+def _planned(ranks: type[Ranks]) -> Planned:
+    found = planned(masked, *qkv(), MASK)
+    check = found.check("output")
+    assert check.site.spec is not None
+    assert check.new_out is not None
+    nodes = {node.name: node for node in found.plan.module.graph.nodes}
+    (mask,) = (name for name in nodes if "attention_mask" in name)
+    check.shared = SharedSite(
+        site=check.site,
+        spec=check.site.spec,
+        body=check.body,
+        new_out=check.new_out,
+        whole=WholeLoads(body=check.body, nodes=nodes, axes={mask: 1}),
+        ranks=ranks(layout=Layout(size=1, balanced=False), rank=0, group=""),
+    )
+    check.find_needs(Values(bodies=found.plan.mirrors))
+    return found
+
+
+def _output(found: Planned) -> Verification:
+    return next(x for x in running.run_checks(found.plan, found.args).found if x.subject == "output")
+
+
+def test_a_rank_with_the_whole_sequence_holds() -> None:
+    output = _output(_planned(_Alone))
+    assert output.skipped is None
+    assert output.elements == SHAPE[0] * SHAPE[1] * LENGTH * SHAPE[3]
+
+
+def test_keys_in_another_order_beside_their_padding_are_told() -> None:
+    with pytest.raises(VerificationMismatch) as error:
+        _output(_planned(_Reversed))
+    assert error.value.what == "output of sdpa_cpu_flash over the whole sequence"
+    assert "attention_mask" in error.value.formula
+
+
+def test_what_was_misread_is_told_by_the_model_s_own_part() -> None:
+    found = _planned(_Alone)
+    check = found.check("output")
+    assert check.shared is not None
+    spec = check.shared.spec
+    score = dataclasses.replace(spec.score, scale=2 * spec.score.scale)
+    check.shared = dataclasses.replace(check.shared, spec=dataclasses.replace(spec, score=score))
+    with pytest.raises(VerificationMismatch, match="attention as it was read"):
+        _output(found)
+
+
+def test_what_comes_after_goes_on_with_the_attention_over_the_whole_sequence() -> None:
+    found = _planned(_Alone)
+    check = found.check("output")
+    assert check.shared is not None
+    other = qkv()[0].new_full(SHAPE, 0.25)
+
+    class _Whole(_Alone):
+        def whole(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+            return torch.full_like(x, 0.25) if x.is_floating_point() else x
+
+    ranks = _Whole(layout=Layout(size=1, balanced=False), rank=0, group="")
+    check.shared = dataclasses.replace(check.shared, ranks=ranks)
+    # The rewritten graph is given the same values, so that nothing differs.
+    check.new_out = check.shared.new_out
+    graph = check.new_out.graph
+    with graph.inserting_after(check.new_out):
+        made = graph.call_function(torch.full_like, (check.new_out, 0.25))
+    check.shared = dataclasses.replace(check.shared, new_out=made)
+    check.find_needs(Values(bodies=found.plan.mirrors))
+    (out,) = running.run_checks(found.plan, found.args).ran.outs
+    assert torch.allclose(out, other)
+
+
+# What a check asks for before anything runs, and what it says of a site that can't be checked.
+def test_what_it_needs_is_what_it_reads() -> None:
+    found = planned(causal, *qkv())
+    mask, output = found.check("mask"), found.check("output")
+    assert {key.name for key in mask.needs} == {"le"}
+    assert mask.needs < output.needs
+    assert {"l_q_", "l_k_", "l_v_"} < {key.name for key in output.needs}
+    recorded: dict[Key, torch.Tensor] = {}
+    values = Values(bodies=found.plan.mirrors, recorded=recorded)
+    output.find_needs(values)
+    assert recorded == {}
+
+
+def test_a_site_without_a_kernel_has_nothing_to_compare() -> None:
+    check = planned(causal, *qkv(), lowerings=("untouched",)).check("output")
+    assert check.skipped == "the site is as the model made it"
+    assert check.is_as_it_was
+
+
+def test_what_was_read_is_said() -> None:
+    found = planned(causal, *qkv())
+    assert (found.check("mask").formula, found.check("output").formula) == ("k <= q", None)
+    found.check("mask").site.condition = None
+    assert found.check("mask").formula is None

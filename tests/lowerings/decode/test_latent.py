@@ -1,4 +1,4 @@
-"""The lowering over a latent, whole: what it takes, what it emits, and the numbers of sites in Triton's interpreter."""
+"""The lowering over a latent, whole: what it takes, what it emits, how its work is shared out, and its numbers in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 import attn_compiler
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.choice import priorities
-from attn_compiler.lowerings.decode import latent_schedule
+from attn_compiler.lowerings.decode import latent_hopper, latent_schedule
+from attn_compiler.lowerings.decode.latent_schedule import ROWS, schedule
 from attn_compiler.passes.writing import keyless_nodes
+from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec, TensorSpec
 from attn_compiler.spec.masks import MaskSpec
-from attn_compiler.spec.scores import ScoreSpec
+from attn_compiler.spec.scores import ScoreSpec, Sinks, Softcap
 from attn_compiler.spec.target import Target
+from tests.lowerings.specs import dense
 from tests.passes.compiling import Compiled, compiled, mark
 
+# The lowering over a latent, whole.
 H100 = Target.fake(sm=90)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter, on a CPU")
 
@@ -200,3 +204,145 @@ def test_a_length_that_grows_is_compiled_once() -> None:
             torch.testing.assert_close(function(*given), attention(*given), atol=2e-6, rtol=1e-4)
     assert len(function.reports) == 1
     assert function.site.decision.lowering == "decode_latent"
+
+
+# How the work over a latent is shared out, on every machine that has a row.
+MACHINES = (80, 90, 100, 120)
+
+
+@pytest.mark.parametrize("sm", MACHINES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("heads", [1, 16, 40, 128])
+def test_every_machine_has_a_schedule(heads: int, dtype: str, sm: int) -> None:
+    found = schedule(latent_spec(heads=heads, dtype=dtype), Target.fake(sm=sm))
+    assert found.rows in {row.rows for row in ROWS}
+    assert found.keys >= 16
+    assert found.splits is not None
+    assert found.splits >= 1
+
+
+def test_hopper_alone_has_tiles_of_more_rows() -> None:
+    rows = {sm: schedule(latent_spec(heads=128), Target.fake(sm=sm)).rows for sm in MACHINES}
+    assert rows == {80: 16, 90: 64, 100: 16, 120: 16}
+    narrow = {heads: schedule(latent_spec(heads=heads), Target.fake(sm=90)).rows for heads in (1, 16, 17, 32, 33)}
+    assert narrow == {1: 16, 16: 16, 17: 32, 32: 32, 33: 64}
+
+
+def test_kernels_begin_early_on_the_gpus_of_data_centers_since_hopper() -> None:
+    assert [schedule(latent_spec(), Target.fake(sm=sm)).early for sm in MACHINES] == [False, True, True, False]
+
+
+def test_lengths_that_are_not_known_are_left_to_the_launch() -> None:
+    assert schedule(unknown_keys(latent_spec()), Target.fake(sm=90)).splits is None
+
+
+def unknown_keys(spec: AttentionSpec) -> AttentionSpec:
+    k, v = (dataclasses.replace(x, shape=(*x.shape[:2], "s0", x.shape[3])) for x in (spec.k, spec.v))
+    return dataclasses.replace(spec, k=k, v=v)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (dataclasses.replace(latent_spec(), latent=None), "the site has no latent"),
+        (latent_spec(rank=1024), "no schedule for a latent of 1024 in bfloat16"),
+        (latent_spec(dtype="float64"), "no schedule for a latent of 512 in float64"),
+    ],
+)
+def test_what_has_no_row(spec: AttentionSpec, said: str) -> None:
+    with pytest.raises(LookupError, match=said):
+        latent_schedule.schedule(spec, Target.fake(sm=90))
+
+
+# Which attention over a latent goes to the kernel for Hopper, and with how many splits.
+H200 = Target.fake(sm=90, processors=132)
+SERVED = latent_spec(heads=128)
+
+
+def _scored(**given: object) -> AttentionSpec:
+    return dataclasses.replace(SERVED, score=dataclasses.replace(ScoreSpec(scale=0.1), **given))
+
+
+@pytest.mark.parametrize("heads", [33, 64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_it_takes(heads: int, dtype: str) -> None:
+    spec = latent_spec(heads=heads, dtype=dtype)
+    assert latent_hopper.refused(spec, H200) == []
+    assert latent_schedule.schedule(spec, H200).hopper
+    assert latent_hopper.note([]).startswith("the kernel for Hopper")
+
+
+@pytest.mark.parametrize(
+    ("spec", "target", "code", "observed"),
+    [
+        (SERVED, Target.fake(sm=80), Code.ARCHITECTURE, "sm80"),
+        (SERVED, Target.fake(sm=100), Code.ARCHITECTURE, "sm100"),
+        (SERVED, dataclasses.replace(H200, triton="3.5.1"), Code.LIBRARY_VERSION, "3.5.1"),
+        (SERVED, dataclasses.replace(H200, triton_interpreted=True), Code.ARCHITECTURE, "Triton's interpreter"),
+        (latent_spec(heads=128, dtype="float32"), H200, Code.DTYPE, "float32"),
+        (latent_spec(heads=128, rank=256), H200, Code.LATENT, "256 and 64"),
+        (latent_spec(heads=128, rope=32), H200, Code.LATENT, "512 and 32"),
+        (latent_spec(heads=128, rope=0), H200, Code.LATENT, "512 and 0"),
+        (latent_spec(heads=32), H200, Code.LATENT, "32 heads"),
+        (latent_spec(heads=128, queries=2), H200, Code.LENGTHS, "seqlen_q 2"),
+        (dataclasses.replace(SERVED, mask=dense(1, 1, 1, 4096)), H200, Code.MASK_KIND, "keys: dense bool"),
+        (_scored(changes=(Sinks(requires_grad=False),)), H200, Code.SINKS, "one learned logit"),
+        (_scored(changes=(Softcap(cap=30.0),)), H200, Code.SOFTCAP, "30"),
+        (_scored(scale=-0.1), H200, Code.SCALE, "-0.1"),
+        (_scored(scale=1e-35), H200, Code.SCALE, "1e-35"),
+    ],
+)
+def test_what_it_refuses_goes_to_the_triton_kernel(
+    spec: AttentionSpec, target: Target, code: Code, observed: str
+) -> None:
+    reasons = latent_hopper.refused(spec, target)
+    assert [reason.code for reason in reasons] == [code]
+    assert observed in reasons[0].observed
+    found = latent_schedule.schedule(spec, target)
+    assert found == latent_schedule.of_triton(spec, target)
+    assert not found.hopper
+    assert str(reasons[0]) in latent_hopper.note(reasons)
+
+
+def test_a_site_without_a_latent_is_not_asked_about() -> None:
+    without = dataclasses.replace(SERVED, latent=None)
+    for ask in (latent_hopper.refused, latent_schedule.of_triton):
+        with pytest.raises((ValueError, LookupError), match="the site has no latent"):
+            ask(without, H200)
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "keys", "splits"),
+    [
+        (128, 16, 4096, 4),
+        (128, 16, 32768, 4),
+        (128, 64, 4096, 1),
+        (128, 64, 32768, 1),
+        (128, 1, 4096, 32),
+        (128, 1, 32768, 66),
+        (64, 16, 4096, 8),
+        (64, 16, 32768, 8),
+    ],
+)
+def test_it_is_given_as_many_splits_as_were_the_fastest(heads: int, batch: int, keys: int, splits: int) -> None:
+    found = latent_schedule.schedule(latent_spec(heads=heads, batch=batch, keys=keys), H200)
+    assert (found.hopper, found.rows, found.splits) == (True, 64, splits)
+
+
+def test_lengths_that_are_not_known_leave_the_splits_to_the_launch() -> None:
+    found = latent_schedule.schedule(unknown_keys(SERVED), H200)
+    assert (found.hopper, found.splits) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits", "parts", "columns"),
+    [(2048, 4, 4, 512), (1024, 8, 8, 512), (256, 8, 8, 128), (128, 32, 32, 32), (128, 66, 64, 32), (2048, 2, 4, 512)],
+)
+def test_few_programs_add_up_what_many_rows_leave(rows: int, splits: int, parts: int, columns: int) -> None:
+    schedule = latent_schedule.schedule(SERVED, H200)
+    assert latent_schedule.merging(schedule, rows=rows, splits=splits, width=512) == (parts, columns)
+
+
+def test_no_program_adds_up_more_dims_than_there_are() -> None:
+    schedule = latent_schedule.schedule(SERVED, H200)
+    assert latent_schedule.merging(schedule, rows=4096, splits=4, width=64) == (4, 64)

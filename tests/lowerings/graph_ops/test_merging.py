@@ -1,18 +1,23 @@
-"""Parts of an attention over other keys, merged: the whole attention, forward and backward."""
+"""Parts of an attention are merged by their logsumexp; linear attention has an op of its own."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from attn_compiler.lowerings.graph_ops.linear_recurrence import LinearOperands, definition, prepared, token_by_token
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse, softmax_and_lse
 from attn_compiler.lowerings.graph_ops.merging import as_part, merged_parts, whole_of_parts
+from tests.lowerings.linear import linear_forms
 from tests.passes.compiling import compiled
 
+# Parts of an attention over other keys, merged.
 SCALE = 0.4
 
 
@@ -175,3 +180,105 @@ def test_dtypes() -> None:
     assert whole_of_parts(acc, lse, None, torch.float32).data_ptr() != acc.data_ptr()
     assert whole_of_parts(acc, lse, torch.randn(2).half(), torch.bfloat16).dtype == torch.bfloat16
     assert merged_parts(acc, lse, acc.bfloat16(), lse)[0].dtype == torch.float32
+
+
+# The op that passes write where a logsumexp is read, run as it is.
+NOTHING = -torch.inf
+
+
+def test_without_a_mask_it_is_sdpa_and_a_logsumexp() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, s, 8, dtype=torch.float64) for n, s in ((4, 5), (2, 7), (2, 7)))
+    out, lse = attention_with_lse(q, k, v, scale=0.3)
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(lse, torch.logsumexp(q @ k.repeat_interleave(2, 1).mT * 0.3, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes_of_the_outputs(dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(3, 1, 2, 4, 8).to(dtype)
+    out, lse = attention_with_lse(q, k, v, None, True, scale=0.5, softcap=2.0)
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_a_row_of_nothing_has_no_part_in_any_gradient() -> None:
+    scores = torch.tensor([[NOTHING, NOTHING], [0.0, NOTHING], [1e5, 1e5]], dtype=torch.float64, requires_grad=True)
+    weights, lse = softmax_and_lse(scores)
+    assert weights.tolist() == [[0.0, 0.0], [1.0, 0.0], [0.5, 0.5]]
+    assert lse.tolist()[:2] == [NOTHING, 0.0]
+    (weights.square().sum() + torch.exp(lse - 1e5).sum()).backward()
+    assert scores.grad is not None
+    assert torch.isfinite(scores.grad).all()
+    assert (scores.grad[0] == 0).all()
+
+
+def test_its_gradients_are_those_of_differences() -> None:
+    torch.manual_seed(1)
+    tensors = [torch.randn(1, n, s, 4, dtype=torch.float64, requires_grad=True) for n, s in ((2, 3), (1, 5), (1, 5))]
+    mask = torch.rand(3, 5) < 0.6
+    mask[0] = True
+
+    def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attention_with_lse(q, k, v, mask, scale=0.4, softcap=1.0)
+        return out, torch.exp(lse)
+
+    assert torch.autograd.gradcheck(both, tensors)
+
+
+# The recurrence itself, on numbers that are known by hand, and what functions make of their operands before it.
+def test_a_state_decays_is_written_and_is_read() -> None:
+    one, half = torch.ones(1, 3, 1, 1), torch.full((1, 3, 1), 0.5).log()
+    out, state = token_by_token(LinearOperands(q=one, k=one, v=one, g=half))
+    assert out.flatten().tolist() == [1.0, 1.5, 1.75]
+    assert state.item() == 1.75
+
+
+def test_the_delta_rule_writes_what_the_state_does_not_say_yet() -> None:
+    one, kept = torch.ones(1, 3, 1, 1), torch.zeros(1, 3, 1)
+    beta = torch.full((1, 3, 1), 0.5)
+    out, _ = token_by_token(LinearOperands(q=one, k=one, v=one, g=kept, beta=beta))
+    assert out.flatten().tolist() == [0.5, 0.75, 0.875]
+
+
+def test_a_decay_of_channels_is_one_of_heads_where_all_are_equal() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 5, 2, 4).unbind()
+    g, beta = -torch.rand(2, 5, 2), torch.rand(2, 5, 2)
+    of_heads = token_by_token(LinearOperands(q=q, k=k, v=v, g=g, beta=beta))
+    of_channels = token_by_token(LinearOperands(q=q, k=k, v=v, g=g[..., None].expand(-1, -1, -1, 4), beta=beta))
+    torch.testing.assert_close(of_heads, of_channels)
+
+
+def test_a_given_state_is_gone_on_from() -> None:
+    for form, inputs in linear_forms.problems(length=8, dtype=torch.float64):
+        wide = dataclasses.replace(form, out_dtype="float64", state_dtype="float64")
+        whole, last = definition(wide, inputs)
+        tokens = [x.dim() > 1 and x.shape[1] == 8 for x in inputs]
+        first = [x[:, :5] if is_one else x for x, is_one in zip(inputs, tokens, strict=True)]
+        head, between = definition(wide, first)
+        roles = (*(role for role in form.roles if role != "state"), "state")
+        by_role = dict(
+            zip(form.roles, (x[:, 5:] if t else x for x, t in zip(inputs, tokens, strict=True)), strict=True)
+        )
+        rest = [{**by_role, "state": between}[role] for role in roles]
+        tail, end = definition(dataclasses.replace(wide, roles=roles), rest)
+        torch.testing.assert_close(torch.cat([head, tail], 1), whole)
+        torch.testing.assert_close(end, last)
+
+
+def test_dt_is_shifted_grows_and_is_clamped_before_it_counts() -> None:
+    (_, _), (_, _), (form, given) = linear_forms.problems(length=4)
+    by_role = dict(zip(form.roles, given, strict=True))
+    narrow = prepared(dataclasses.replace(form, limits=(0.1, 0.5)), given)
+    dt = F.softplus(by_role["dt"] + by_role["dt_bias"]).clamp(0.1, 0.5)
+    torch.testing.assert_close(narrow.v, by_role["x"] * dt[..., None])
+    torch.testing.assert_close(narrow.g, by_role["A"] * dt)
+
+
+def test_heads_of_q_and_k_are_read_by_as_many_of_v_in_a_row() -> None:
+    (form, given), *_ = linear_forms.problems(length=4)
+    found = prepared(dataclasses.replace(form, eps=None), given)
+    torch.testing.assert_close(found.k[:, :, 1], given[1][:, :, 0])
+    torch.testing.assert_close(found.k[:, :, 2], given[1][:, :, 1])

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-
 from attn_compiler.lowerings.hopper import launch, plan
 from attn_compiler.lowerings.shared.calls.arguments import prepare
 from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call, head_dim_sums
 from attn_compiler.lowerings.triton import launch as triton_launch
 from tests.lowerings import kernel_problems
-from tests.lowerings.hopper import problems
+from tests.lowerings.hopper import any_size, compiled_ahead, problems
 from tests.lowerings.kernel_cases import BY_NAME, Case
+from tests.lowerings.shared.kernels.compilers import of_a_known_compiler, printed_by
 
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+# The kernel for Hopper, run in PyTorch on the arguments of its launch (gluon_in_torch.py), and in the interpreter the one after it.
 _CAUSAL: Any = {"band": Band(right=0)}
 _SIZES: Any = {"seqlen_q": 200, "seqlen_kv": 300, "needs_grad": False}
 _EVEN: Any = {"seqlen_q": 200, "seqlen_kv": 200, "needs_grad": False}
@@ -289,3 +291,36 @@ def test_calls_are_none_of_the_triton_familys() -> None:
     first, second = (replaying.alike(op, problem.text, inputs) for op in ops)
     assert first is not second
     assert replaying.alike(ops[0], problem.text, inputs) is first
+
+
+# Nothing that a call launches is compiled by the call.
+@pytest.mark.further
+@of_a_known_compiler
+def test_all_kernels_are_compiled_before_they_are_launched() -> None:
+    found = {each["name"]: each for each in printed_by(compiled_ahead)}
+    assert found["forward"]["begun"] == ["attention_forward_sm90", "attention_again"]
+    assert found["backward"]["begun"] == [
+        "attention_before_backward",
+        "attention_backward_sm90",
+        "attention_after_backward",
+        "attention_sum_groups",
+        "attention_grad_q",
+        "attention_grad_kv",
+    ]
+    assert found["forward, bias"]["begun"] == ["attention_forward_sm90"]
+    # Those that come after are the same as the other backward's, which were begun for that.
+    own = ["attention_before_backward", "attention_ranks", "attention_backward_sm90"]
+    assert found["in order"]["begun"] == own
+    assert not [each for call in found.values() for each in call["left"]]
+
+
+@pytest.mark.further
+@of_a_known_compiler
+def test_calls_of_50_lengths_want_two_variants_of_each_kernel() -> None:
+    """One for multiples of 16, one for other lengths. Both are compiled with the graph of symbolic sizes."""
+    (found,) = printed_by(any_size)
+    assert list(found) == [case.name for case in any_size.CASES]
+    for case in found.values():
+        assert {"attention_forward_sm90", "attention_backward_sm90"} <= set(case["variants"])
+        assert set(case["variants"].values()) <= {1, 2}
+        assert case["late"] == []

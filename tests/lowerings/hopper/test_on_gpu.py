@@ -1,9 +1,9 @@
-"""The kernel for Hopper on one: by its definition, through the whole backend with gradients, and where tensors lie as they please."""
+"""The kernel for Hopper on one: by its definition, through the whole backend with gradients, for tensors and lengths as they please."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-
 import attn_compiler
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.target import Target
-from tests.lowerings import kernel_problems
+from tests.lowerings import any_length, kernel_problems
+from tests.lowerings.any_length import FORMS, Form
 from tests.lowerings.hopper import problems
 from tests.lowerings.hopper.test_backward_launch import CASES as GRADIENT_CASES, WIDE as WIDE_GRADIENTS
 from tests.lowerings.hopper.test_launch import ADDED, CASES, MASKED, SUMMED, WIDE
 from tests.lowerings.kernel_cases import Case
 
-pytestmark = pytest.mark.gpu
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+# The kernel for Hopper on one.
 _TIMES = 4
 
 
@@ -44,11 +44,13 @@ def _results(case: Case, target: Target, dtype: torch.dtype) -> None:
         kernel_problems.assert_within_rule(problems.by_ops(problem), problem)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in CASES if case.head_dim % 8 == 0], ids=lambda case: case.name)
 def test_attention_by_its_definition(case: Case, hopper: Target) -> None:
     _results(case, hopper, torch.bfloat16)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [*ADDED, *MASKED], ids=lambda case: case.name)
 def test_what_is_added_by_its_definition(case: Case, hopper: Target) -> None:
     # Tiles that the copy engine wrote over too early were wrong in one call of four, or of a hundred.
@@ -56,12 +58,14 @@ def test_what_is_added_by_its_definition(case: Case, hopper: Target) -> None:
         _results(case, hopper, torch.bfloat16)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
 def test_wide_heads_by_their_definition(case: Case, hopper: Target) -> None:
     for _ in range(_TIMES):
         _results(case, hopper, torch.bfloat16)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_learned_bias_and_its_gradients(head_dim: int, hopper: Target) -> None:
     """The forward is this family's, the backward the Triton kernels'."""
@@ -82,6 +86,7 @@ def test_a_learned_bias_and_its_gradients(head_dim: int, hopper: Target) -> None
         assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.02
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
     sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 4500, "seqlen_kv": 4500, "needs_grad": False}
@@ -91,12 +96,14 @@ def test_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
         )
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.name)
 def test_head_dims_that_are_sums(case: Case, hopper: Target) -> None:
     with problems.summed():
         _results(case, hopper, torch.bfloat16)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [72, 80, 96, 112])
 def test_long_sequences_with_head_dims_that_are_sums(head_dim: int, hopper: Target) -> None:
     """More blocks than programs, of odd lengths."""
@@ -115,11 +122,13 @@ def test_long_sequences_with_head_dims_that_are_sums(head_dim: int, hopper: Targ
             _results(case, hopper, torch.float16)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
 def test_gradients_by_their_definition(case: Case, hopper: Target) -> None:
     _results(case, hopper, torch.bfloat16)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", WIDE_GRADIENTS, ids=lambda case: case.name)
 def test_gradients_of_wide_heads_are_the_same_in_every_run(case: Case, hopper: Target) -> None:
     problem = problems.build(case, dtype=torch.bfloat16, device="cuda", target=hopper)
@@ -130,6 +139,7 @@ def test_gradients_of_wide_heads_are_the_same_in_every_run(case: Case, hopper: T
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
 def test_gradients_in_one_order_are_the_same_in_every_run(case: Case, hopper: Target) -> None:
     problem = problems.build(case, dtype=torch.bfloat16, device="cuda", target=hopper)
@@ -140,6 +150,7 @@ def test_gradients_in_one_order_are_the_same_in_every_run(case: Case, hopper: Ta
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [GRADIENT_CASES[1], GRADIENT_CASES[7]], ids=lambda case: case.name)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_in_one_order_of_many_blocks_do_not_wait_for_ever(case: Case, head_dim: int, hopper: Target) -> None:
@@ -171,6 +182,7 @@ def _backwards() -> list[str]:
     return [note for site in attn_compiler.reports()[-1].sites for note in site.notes if note.startswith("backward: ")]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "note"),
     [
@@ -210,6 +222,7 @@ def test_a_deterministic_session_has_the_same_bits_in_every_step(
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 384])
 def test_gradients_of_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
     sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 3100, "seqlen_kv": 3100}
@@ -225,6 +238,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 @pytest.mark.parametrize("dynamic", [False, None])
 def test_a_padded_batch_and_its_gradients(head_dim: int, dynamic: bool | None, hopper: Target) -> None:
@@ -253,6 +267,7 @@ def test_a_padded_batch_and_its_gradients(head_dim: int, dynamic: bool | None, h
             assert float(error / torch.where(seen, theirs.nan_to_num(), 0.0).norm()) < 0.02
 
 
+@pytest.mark.gpu
 def test_tensors_that_begin_between_vectors(hopper: Target) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -272,6 +287,7 @@ def test_tensors_that_begin_between_vectors(hopper: Target) -> None:
             assert float((mine.float() - theirs).norm() / theirs.norm()) < 0.02
 
 
+@pytest.mark.gpu
 def test_a_bias_that_begins_between_vectors(hopper: Target) -> None:
     def attention(q: Tensor, bias: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, q, q, attn_mask=bias)
@@ -291,6 +307,7 @@ def test_a_bias_that_begins_between_vectors(hopper: Target) -> None:
         assert float((found.double() - wanted).norm() / wanted.norm()) < 0.02
 
 
+@pytest.mark.gpu
 def test_whoever_told_triton_where_to_get_memory_keeps_that(hopper: Target) -> None:
     from triton.runtime import _allocation
 
@@ -303,3 +320,43 @@ def test_whoever_told_triton_where_to_get_memory_keeps_that(hopper: Target) -> N
         assert _allocation._allocator.get() is own
     finally:
         _allocation._allocator.reset(before)
+
+
+# On a GPU.
+
+#: odd, shorter than a tile, multiples of tiles; the second one makes the graph for all
+LENGTHS = (640, 333, 1024, 77, 2111)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("lowering", ["hopper", "triton", None])
+def test_one_graph_serves_every_length_after_the_first(lowering: str | None, form: Form, head_dim: int) -> None:
+    target = Target.current("cuda")
+    reasons = by_name(lowering or "triton").unavailable(target)
+    if reasons:
+        pytest.skip(str(reasons[0]))
+    torch._dynamo.reset()
+    attn_compiler.reset()
+    options: dict[str, Any] = {"strict": True} | ({} if lowering is None else {"lowering": lowering})
+
+    def compile_(function: Callable[..., Any]) -> Any:
+        return torch.compile(function, backend="attn_compiler", options=options)
+
+    any_length.check(
+        form, compile_, device="cuda", dtype=torch.bfloat16, head_dim=head_dim, within=0.03, lengths=LENGTHS
+    )
+    first, others = (report.sites for report in attn_compiler.reports())
+    assert [len(first), len(others)] == [1, 1]
+    assert isinstance(first[0].spec.seqlen_q, int)
+    assert isinstance(others[0].spec.seqlen_q, str)
+    chosen = others[0].decision.lowering
+    if lowering is not None:
+        assert chosen == lowering
+        return
+    assert others[0].evidence is not None
+    assert others[0].evidence.length.startswith("any, chosen as for 4096")
+    # No kernel of PyTorch's: they would read a mask for each pair, and take no sinks and no softcap.
+    assert chosen != "untouched"
+    assert form.name == "causal" or not chosen.startswith("sdpa_")

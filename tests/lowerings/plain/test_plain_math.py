@@ -1,3 +1,5 @@
+"""Plain products: ops, plans, and values that were absorbed."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -6,12 +8,17 @@ import pytest
 import torch
 
 from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.plain import ops as plain_ops, reference
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
+from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.scores import ScoreSpec, Unusual
 from attn_compiler.spec.target import Target
 from tests import cases, numerics
-from tests.cases import BY_NAME, CASES, Case
+from tests.cases import BY_NAME, CASES, Case, Inputs
+from tests.lowerings.decode.test_latent import latent_attention, latent_inputs, latent_spec
 from tests.lowerings.emitting import arguments, calls, emit, output_value
 from tests.lowerings.specs import UNLISTED
+from tests.passes.compiling import compiled
 from tests.thinned import in_full
 
 CPU = Target.current("cpu")
@@ -98,3 +105,128 @@ def test_what_it_refuses_and_where_it_runs() -> None:
         assert word in str(reason)
     assert MATH.unavailable(Target.fake()) == MATH.unavailable(CPU) == []
     assert not MATH.demand(spec).last_stride_one
+
+
+# The leaf op of the reference as PyTorch sees it.
+NAMES = ["causal", "gqa", "bias_heads", "sinks", "causal_bfloat16"]
+
+
+def built(name: str) -> tuple[Inputs, list[torch.Tensor]]:
+    """A case, and the operands of its op."""
+    inputs = cases.build(BY_NAME[name])
+    return inputs, [x for x in (inputs.mask, inputs.bias, inputs.sinks) if x is not None]
+
+
+def detached(inputs: Inputs) -> list[torch.Tensor]:
+    return [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def test_schema_and_strides() -> None:
+    op = torch.ops.attn_compiler.reference.default
+    assert str(op._schema) == f"attn_compiler::reference{ops.LEAF_SCHEMA}"
+    assert torch.Tag.needs_exact_strides in op.tags
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str) -> None:
+    inputs, operands = built(name)
+    arguments = (inputs.q, inputs.k, inputs.v, operands, inputs.spec.to_text())
+    torch.library.opcheck(torch.ops.attn_compiler.reference.default, arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck_of_the_backward(name: str) -> None:
+    inputs, operands = built(name)
+    given, operands, text = detached(inputs), [x.detach() for x in operands], inputs.spec.to_text()
+    out, lse = torch.ops.attn_compiler.reference(*given, operands, text)
+    arguments = (torch.ones_like(out), torch.zeros_like(lse), *given, operands, out, lse, text)
+    torch.library.opcheck(torch.ops.attn_compiler.reference_backward.default, arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_forward_is_the_reference_s_in_the_model_s_dtype(name: str) -> None:
+    inputs, operands = built(name)
+    given, operands = detached(inputs), [x.detach() for x in operands]
+    out, lse = torch.ops.attn_compiler.reference(*given, operands, inputs.spec.to_text())
+    exact_out, exact_lse = reference.forward(*given, operands, inputs.spec)
+    assert out.dtype == inputs.q.dtype
+    assert lse.dtype == torch.float32
+    assert torch.equal(out, exact_out.to(out.dtype))
+    assert torch.equal(lse, exact_lse.to(lse.dtype))
+
+
+@pytest.mark.parametrize("name", ["bias_heads", "sinks"])
+def test_gradients_of_operands_come_in_their_dtype_and_order(name: str) -> None:
+    inputs, operands = built(name)
+    out, lse = torch.ops.attn_compiler.reference(inputs.q, inputs.k, inputs.v, operands, inputs.spec.to_text())
+    wanted = (inputs.q, inputs.k, inputs.v, *operands)
+    got = torch.autograd.grad((out, lse), wanted, (torch.ones_like(out), torch.ones_like(lse)))
+    given = (*detached(inputs), [x.detach() for x in operands])
+    *exact, exact_operands = reference.backward(torch.ones_like(out), torch.ones_like(lse), *given, inputs.spec)
+    for gradient, tensor, right in zip(got, wanted, (*exact, *exact_operands), strict=True):
+        assert (gradient.dtype, gradient.shape) == (tensor.dtype, tensor.shape)
+        torch.testing.assert_close(gradient, right.to(tensor.dtype))
+
+
+def test_operands_are_those_of_the_spec() -> None:
+    inputs, operands = built("bias_heads")
+    text = inputs.spec.to_text()
+    assert plain_ops._reference_differentiable(operands, text) == [True]
+    with pytest.raises(ValueError, match="the spec has 1 operands"):
+        plain_ops._reference_differentiable([*operands, operands[0]], text)
+
+
+# Attention over the latent, as plain nodes.
+def refused(spec: AttentionSpec) -> str:
+    return "; ".join(map(str, by_name("absorbed").why_not(spec, CPU)))
+
+
+def test_it_runs_everywhere_and_reads_neither_k_nor_v() -> None:
+    absorbed = by_name("absorbed")
+    assert absorbed.unavailable(CPU) == absorbed.unavailable(Target.fake()) == []
+    assert absorbed.cannot_package() == []
+    spec = latent_spec()
+    assert refused(spec) == ""
+    broken = dataclasses.replace(spec.k, strides=(1, 1, 1, 2))
+    assert absorbed.demand(spec).broken_by(broken) is None
+
+
+def test_what_is_refused() -> None:
+    assert "k and v are linear maps of one latent" in refused(dataclasses.replace(latent_spec(), latent=None))
+    assert "no gradient is needed" in refused(latent_spec(needs_grad=True))
+    # So many queries that to make k and v once costs less.
+    assert "queries" in refused(latent_spec(queries=1024))
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_site(queries: int, dtype: torch.dtype) -> None:
+    inputs = latent_inputs(queries, dtype)
+    function = compiled(latent_attention, lowering="absorbed", verify=True)
+    with torch.no_grad():
+        found, expected = function(*inputs), latent_attention(*inputs)
+    close = {"atol": 2e-6, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 1e-12, "rtol": 1e-12}
+    torch.testing.assert_close(found, expected, **close)
+    assert function.site.decision.lowering == "absorbed"
+    assert not {"linear", "scaled_dot_product_attention"} & set(function.calls)
+
+
+def test_keys_that_no_query_sees_may_hold_anything() -> None:
+    inputs = latent_inputs(1)
+    with torch.no_grad():
+        expected = latent_attention(*inputs)
+        for x in inputs[1:3]:
+            x[:, :, 60:] = torch.nan
+        found = compiled(latent_attention, lowering="absorbed")(*inputs)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
+
+
+def test_half_precision_is_float32_inside() -> None:
+    inputs = latent_inputs(1, torch.float16)
+    with torch.no_grad():
+        found = compiled(latent_attention, lowering="absorbed")(*inputs)
+        exact = latent_attention(*(x.double() if x.is_floating_point() else x for x in inputs))
+        own = (latent_attention(*inputs).double() - exact).norm()
+    assert found.dtype == torch.float16
+    assert (found.double() - exact).norm() <= own

@@ -1,18 +1,26 @@
+"""The plain lowerings: the reference, attention untouched, in half precision and in FP8."""
+
 from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
-from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.plain import reference
-from attn_compiler.spec.scores import ScoreSpec, Unusual
+from attn_compiler.lowerings import Emitter, Operands, by_name
+from attn_compiler.lowerings.plain import fp8_reference as reference_fp8, reference, takes
+from attn_compiler.lowerings.shared.parts import score_changes
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
+from attn_compiler.spec.scores import ScoreSpec, Sinks, Softcap, Unusual
 from attn_compiler.spec.target import Target
 from tests import cases, numerics
-from tests.cases import BY_NAME, CASES, Case
+from tests.cases import BY_NAME, CASES, Case, Inputs as InputsFp8
 from tests.lowerings.emitting import arguments, calls, emit, output_value
 from tests.lowerings.specs import UNLISTED
 from tests.spec.meanings import Inputs, allows
@@ -141,3 +149,117 @@ def test_an_empty_batch_may_stand_for_the_heads() -> None:
     grad = torch.zeros(1, 0, 3, 4)
     assert reference.repeated(grad, torch.zeros(1, 0, 5, 4)).shape == (1, 0, 3, 4)
     assert reference._folded(grad, torch.zeros(1, 0, 5, 4)).shape == (1, 0, 3, 4)
+
+
+RECIPES = {
+    "head": Fp8Recipe(),
+    "accurate": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
+}
+
+
+FP8_REFERENCE = by_name("reference_fp8")
+
+
+def half(case: Case, recipe: str) -> InputsFp8:
+    inputs = cases.build(dataclasses.replace(case, dtype=torch.bfloat16))
+    return dataclasses.replace(inputs, spec=dataclasses.replace(inputs.spec, fp8=RECIPES[recipe]))
+
+
+FP8_SERVED = [case for case in CASES if not FP8_REFERENCE.why_not(half(case, "head").spec, CPU)]
+
+
+def test_refuses_what_fp8_or_the_reference_does() -> None:
+    refused = {case.name for case in CASES if case.dtype == torch.float32} - {case.name for case in FP8_SERVED}
+    few_queries, odd_head_dims = (
+        {"one_key", "decode", "decode_bottom_right", "mask_decode"},
+        {"head_dim_72", "head_dim_odd"},
+    )
+    assert refused == few_queries | odd_head_dims | {"bias_mask", "everything", "dropout"}
+
+
+@pytest.mark.in_turns(2)
+@pytest.mark.parametrize(
+    "case", [case for case in FP8_SERVED if case.dtype == torch.float32], ids=lambda case: case.name
+)
+def test_results_and_gradients_are_near_the_exact_ones(case: Case) -> None:
+    """FP8 rounds by 2**-4; of what is rounded apart, sums are nearer."""
+    for recipe in RECIPES:
+        inputs = half(case, recipe)
+        if FP8_REFERENCE.why_not(inputs.spec, CPU):
+            continue
+        module = emit(FP8_REFERENCE, inputs)
+        got = numerics.with_gradients(lambda given: module(*arguments(given)), inputs)  # noqa: B023
+        exact = numerics.with_gradients(numerics.attention, numerics.cast(inputs, torch.float32))
+        for mine, right in zip(got, exact, strict=True):
+            error = (mine.float() - right).square().mean().sqrt()
+            # Where scores are large, what rounding adds to them is too.
+            share = 0.08 if case.scale is None else 0.15
+            assert float(error) <= share * float(right.square().mean().sqrt()) + 1e-4
+
+
+def test_weights_are_rounded() -> None:
+    """Without that, what is left is the rounding of q, k and v alone: smaller by a third."""
+    inputs = half(BY_NAME["causal"], "head")
+    out = emit(FP8_REFERENCE, inputs)(*arguments(inputs))
+    with mock.patch.object(reference_fp8, "WEIGHT", 2.0**-9):
+        coarse = emit(FP8_REFERENCE, inputs)(*arguments(inputs))
+    exact = numerics.attention(numerics.cast(inputs, torch.float32))
+    assert numerics.worst(coarse, exact) > 3 * numerics.worst(out, exact) > 0
+
+
+UNTOUCHED = by_name("untouched")
+
+
+def test_takes_anything_anywhere() -> None:
+    spec = cases.build(BY_NAME["everything"]).spec
+    unlisted = dataclasses.replace(spec, mask=UNLISTED, returns_weights=True)
+    for target in (Target.fake(), Target.fake(device="cpu"), Target.fake(sm=0)):
+        assert UNTOUCHED.unavailable(target) == []
+        assert UNTOUCHED.why_not(unlisted, target) == []
+
+
+def test_asks_for_no_layout_and_emits_nothing() -> None:
+    spec = cases.build(BY_NAME["plain"]).spec
+    demand = UNTOUCHED.demand(spec)
+    assert (demand.last_stride_one, demand.alignment, demand.zero_strides) == (False, 1, True)
+    node = fx.Graph().placeholder("q")
+    with pytest.raises(TypeError, match="never emitted"):
+        UNTOUCHED.emit(cast("Emitter", None), spec, Operands(q=node, k=node, v=node))
+    with pytest.raises(TypeError, match="gives no lse"):
+        UNTOUCHED.emit_with_lse(cast("Emitter", None), spec, Operands(q=node, k=node, v=node))
+
+
+# What attention in plain PyTorch takes, it computes.
+DTYPES = {name: getattr(torch, name) for name in takes.MATH.dtypes}
+#: how a case is told of a change that is taken
+CHANGES = {Softcap: {"softcap": 5.0}, Sinks: {"sinks": True}}
+
+
+def test_it_takes_every_part_and_runs_everywhere() -> None:
+    for taken in (takes.MATH, takes.REFERENCE):
+        assert taken.parts == MASKING | ADDED
+        assert (taken.sms, taken.head_dims, taken.tensors) == (None, None, None)
+    assert set(takes.MATH.changes) == set(CHANGES)
+
+
+def test_the_reference_takes_more_shapes_and_no_dropout() -> None:
+    assert dataclasses.replace(takes.REFERENCE, any_shape=False, dropout=True) == takes.MATH
+    dropout, empty = (cases.build(Case(name="taken", **{k: x})).spec for k, x in (("dropout_p", 0.5), ("seqlen_kv", 0)))
+    refusals = [[bool(by_name(name).why_not(spec, CPU)) for spec in (dropout, empty)] for name in ("math", "reference")]
+    assert refusals == [[False, True], [True, False]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", ["math", "reference"])
+def test_what_is_taken_is_computed(name: str, change: type, dtype: str) -> None:
+    case = Case(name="taken", seqlen_q=9, seqlen_kv=13, head_dim=16, dtype=DTYPES[dtype], **CHANGES[change])
+    inputs = cases.build(case)
+    lowering = by_name(name)
+    assert lowering.why_not(inputs.spec, CPU) == []
+    module = emit(lowering, inputs)
+    numerics.assert_within_rule(numerics.with_gradients(lambda given: module(*arguments(given)), inputs), inputs)
+
+
+def test_each_change_of_each_score_is_taken() -> None:
+    assert set(score_changes.KINDS) <= set(takes.MATH.changes)

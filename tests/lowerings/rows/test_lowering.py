@@ -1,3 +1,5 @@
+"""Rows of one token and in pieces: what the lowering takes and emits."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,9 +11,19 @@ import torch
 import torch.nn.functional as F
 
 import attn_compiler
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import by_name
+from attn_compiler.lowerings.rows import ops as rows_ops
+from attn_compiler.lowerings.rows.takes import TAKES
+from attn_compiler.lowerings.shared.limits.takes import refused
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
+from attn_compiler.lowerings.shared.parts.site_parts import ADDED
+from attn_compiler.spec.masks import Dense, Document, KeyPadding, MaskSpec
+from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
-from tests.lowerings.specs import make_spec
+from tests.lowerings.rows.test_pieces import Built, built
+from tests.lowerings.specs import CAUSAL, bias, make_spec, words
 
 HEADS, SEQLEN, HEAD_DIM = 4, 70, 8
 LENGTHS = (SEQLEN, 20, 41)
@@ -206,3 +218,81 @@ def test_what_is_refused() -> None:
     dropping = dataclasses.replace(plain, score=dataclasses.replace(plain.score, dropout_p=0.1))
     assert "no dropout" in [reason.rule for reason in rows.why_not(dropping, cpu)]
     assert [reason.rule for reason in rows.why_not(plain, Target.fake())] == ["runs on the CPU"]
+
+
+# The leaf op of attention by rows.
+def test_schema_and_strides() -> None:
+    op = torch.ops.attn_compiler.rows.default
+    assert str(op._schema) == f"attn_compiler::rows{ops.LEAF_SCHEMA}"
+    assert torch.Tag.needs_exact_strides in op.tags
+
+
+def test_no_operand_gets_a_gradient() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    assert rows_ops._differentiable([mask, mask], "text") == [False, False]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck(causal: bool) -> None:
+    given: Built = built(causal=causal)
+    q, k, v = (x.detach().requires_grad_() for x in (given.q, given.k, given.v))
+    torch.library.opcheck(torch.ops.attn_compiler.rows.default, (q, k, v, [given.keys], given.text))
+
+
+def test_opcheck_of_the_backward() -> None:
+    given = built(causal=True)
+    out, lse = torch.ops.attn_compiler.rows(given.q, given.k, given.v, [given.keys], given.text)
+    tensors = (torch.ones_like(out), torch.zeros_like(lse), given.q, given.k, given.v)
+    arguments = (*tensors, [given.keys], out, lse, given.text)
+    torch.library.opcheck(torch.ops.attn_compiler.rows_backward.default, arguments)
+
+
+def test_it_is_a_cpus_alone() -> None:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("attn_compiler::rows", "CPU")
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("attn_compiler::rows", "CUDA")
+
+
+# What attention by rows takes.
+PADDED = KeyPadding(condition=ix.as_bool(Load("mask", (Index("b"), Index("k")), "int")))
+#: the model's own
+TENSOR = Dense(shape=(2, 1, 128, 128), dtype="bool")
+PACKED = Document(of_key=Load("ids", (Index("b"), Index("k")), "int"))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"mask": CAUSAL},
+        {"mask": MaskSpec(kinds=(PADDED,), dense=TENSOR)},
+        {"mask": MaskSpec(kinds=(PACKED,), dense=TENSOR)},
+        {"dtype": "float64"},
+        {"head_dim": 7},
+        {"heads_kv": 2},
+        {"batch": 70_000},
+        {"seqlen_q": "s0", "seqlen_kv": "s0"},
+    ],
+    ids=str,
+)
+def test_it_takes_any_sizes_and_masks_that_leave_pieces(spec: dict[str, Any]) -> None:
+    asked = make_spec(device="cpu", **spec)
+    assert refused(TAKES, asked) == []
+    assert TAKES.beyond(asked) == set()
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ({"changes": (Softcap(cap=30.0),)}, "no softcap"),
+        ({"changes": (Sinks(requires_grad=False),)}, "no attention sinks"),
+        ({"head_dim_v": 32}, "q, k and v have one head_dim"),
+        ({"dropout_p": 0.1}, "no dropout"),
+        ({"dtype": "float8_e4m3fn"}, "observed float8_e4m3fn"),
+    ],
+)
+def test_what_it_has_no_argument_for_is_refused(spec: dict[str, Any], rule: str) -> None:
+    assert rule in words(refused(TAKES, make_spec(device="cpu", **spec)))
+
+
+def test_of_what_is_added_to_scores_it_takes_numbers_by_distance() -> None:
+    assert TAKES.parts & ADDED == {"distances", "slopes"}
+    assert TAKES.beyond(make_spec(device="cpu", changes=(bias(1, 8, 128, 128),))) == {"bias"}

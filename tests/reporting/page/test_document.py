@@ -1,18 +1,26 @@
-"""The whole page: well formed, by itself, and closed to whatever a model's names hold."""
+"""The page as a document: markup, graphs, differences of sources."""
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import re
+from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
-from attn_compiler.reporting.page import page
+from attn_compiler.reporting.facts import UnpadReport
+from attn_compiler.reporting.page import diffs, graphs, page
+from attn_compiler.reporting.page.markup import Markup, element, escaped, facts, folded, joined, table
 from attn_compiler.reporting.report import Report, Reports
-from tests.reporting.page.making import HOSTILE, REPORT, hostile
+from attn_compiler.torch_private.batches_before import Steps, UnpaddedStep
+from tests.reporting.page.making import HOSTILE, REASON, REPORT, SITE, hostile
 from tests.reporting.page.reading import Element, read
 
+# The whole page.
 SEVERAL = Reports((REPORT, Report(graph="1/0", target="cpu"), dataclasses.replace(REPORT, graph="2/0")))
 
 
@@ -50,9 +58,9 @@ def _everything(element: Element) -> list[Element]:
 def test_every_table_has_a_caption_and_scopes_and_every_drawing_a_name() -> None:
     root = read(page(SEVERAL))
     assert len(root.all("table")) > 4
-    for table in root.all("table"):
-        assert table.one("caption").text
-        assert all(cell.attributes["scope"] in ("col", "row") for cell in table.all("th"))
+    for each in root.all("table"):
+        assert each.one("caption").text
+        assert all(cell.attributes["scope"] in ("col", "row") for cell in each.all("th"))
     for drawing in root.all("svg"):
         assert drawing.attributes.get("aria-hidden") == "true" or drawing.attributes["role"] == "img"
 
@@ -142,3 +150,227 @@ def test_text_has_the_contrast_of_wcag_aa(scheme: int) -> None:
     for area in ("fully", "hatch"):
         assert _contrast(colours[area], colours["skipped"]) >= 3, area
     assert _contrast(colours["hatch"], colours["taking"]) >= 3
+
+
+# Markup.
+MARKUP_HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onload='x",
+    "&lt;b&gt;",
+    "]]></style>",
+]
+
+
+class _Seen(HTMLParser):
+    """What a parser makes of a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("text", MARKUP_HOSTILE)
+def test_text_stays_text_and_attributes_stay_attributes(text: str) -> None:
+    seen = _Seen(element("p", text, title=text))
+    assert seen.tags == ["p"]
+    assert seen.attributes == [("title", text)]
+    assert seen.text == text
+
+
+@given(st.text())
+def test_any_text_can_be_read_again(text: str) -> None:
+    seen = _Seen(element("p", text, title=text))
+    assert seen.tags == ["p"]
+    assert seen.text == html.unescape(escaped(text))
+    seen.text.encode("utf-8")
+
+
+def test_what_no_document_holds_is_shown_by_its_number() -> None:
+    assert escaped("a\x00b\x1b\ud800\u202ec\n") == "a\\u0000b\\u001b\\ud800\\u202ec\n"
+
+
+def test_markup_is_not_escaped_again() -> None:
+    inner = element("b", "<")
+    assert element("p", inner) == "<p><b>&lt;</b></p>"
+    assert escaped(inner) is inner
+
+
+def test_joining_a_string_to_markup_gives_a_string_that_is_escaped() -> None:
+    assert not isinstance(element("b") + "<i>", Markup)
+    assert element("p", element("b") + "<i>") == "<p>&lt;b&gt;&lt;/b&gt;&lt;i&gt;</p>"
+
+
+def test_attributes_are_left_out_or_have_no_value() -> None:
+    assert (
+        element("details", open_=True, class_=None, hidden=False, aria_label="x")
+        == '<details open aria-label="x"></details>'
+    )
+    assert element("meta", charset="utf-8") == '<meta charset="utf-8">'
+
+
+def test_what_is_empty_is_left_out() -> None:
+    assert joined(["a", None, "", "b"], "<") == "a&lt;b"
+    assert facts([("Nothing", None)]) == ""
+    assert facts([("A", "1"), ("B", "")]) == "<dl><div><dt>A</dt><dd>1</dd></div></dl>"
+
+
+def test_tables_have_headers_with_scopes() -> None:
+    made = table("All", ("Name", "Bytes"), [("q", "8"), ("k", "4")], numbers=frozenset({1}))
+    assert (
+        '<caption>All</caption><thead><tr><th scope="col">Name</th><th scope="col" class="number">Bytes</th></tr>'
+        in made
+    )
+    assert '<tr><th scope="row">q</th><td class="number">8</td></tr><tr><th scope="row">k</th>' in made
+    # It scrolls by keys where it is too wide.
+    assert made.startswith('<div class="wide" tabindex="0" role="group" aria-label="All">')
+
+
+def test_folds() -> None:
+    assert folded("More", "text") == "<details><summary>More</summary>text</details>"
+
+
+# The section of one graph.
+def _section(report: Report) -> Element:
+    first = {graphs.likeness(site): name for name, site in graphs.site_identities(report, "g").items()}
+    return read(graphs.section(report, "g", first))
+
+
+def test_a_section_has_its_parts_under_headings() -> None:
+    section = _section(REPORT).one("section")
+    assert section.attributes["aria-labelledby"] == section.one("h2").attributes["id"] == "g"
+    assert section.one("h2").text == "Graph 0/0"
+    assert [heading.text for heading in section.all("h3")] == [
+        "model.layers.{0..4}.self_attn ×5 hopper",
+        "pool.attn miss",
+        "Compile time",
+        "What each pass did to the graph",
+    ]
+    assert "5 attention sites of 1 kind, 1 miss. Decided for cuda sm90." in section.text
+
+
+def test_seconds_by_pass_and_by_kernel() -> None:
+    tables = {table.one("caption").text: table for table in _section(REPORT).all("table")}
+    assert [[cell.text for cell in row.inside] for row in tables["Passes"].one("tbody").inside] == [
+        ["mirror", "250 ms"],
+        ["match", "4.2 ms"],
+    ]
+    assert "attention_forward1.50 s" in tables["Kernels, beside Inductor"].text
+    assert "Passes 254 ms, kernels 1.50 s" in [fold.text for fold in _section(REPORT).all("summary")]
+
+
+def test_equal_sites_are_told_once() -> None:
+    other = dataclasses.replace(SITE, modules=("other",))
+    report = dataclasses.replace(REPORT, sites=(SITE,))
+    first = {graphs.likeness(other): "elsewhere-site-1"}
+    cards = read(graphs.section(report, "g", first)).all("article")
+    assert cards[0].one("a").attributes["href"] == "#elsewhere-site-1"
+
+
+def test_what_failed_is_in_a_box_with_a_word_for_it() -> None:
+    report = Report(
+        graph="1/0", target="cpu", failure="KeyError in lower\nTraceback\n  File x", faults=("a site failed",)
+    )
+    boxes = _section(report).all("div", "bad")
+    assert [box.one("b").text for box in boxes] == ["Failed; the graph was left as it was: ", "Fault: "]
+    assert boxes[0].one("details").one("pre").text == "Traceback\n  File x"
+    assert "a site failed" in boxes[1].text
+
+
+def test_a_rewrite_from_the_cache_and_one_that_is_not_kept() -> None:
+    assert "it is from the cache" in _section(dataclasses.replace(REPORT, from_cache=True)).text
+    assert (
+        "not kept for the next process: sizes are symbolic."
+        in _section(dataclasses.replace(REPORT, not_kept="sizes are symbolic")).text
+    )
+
+
+def test_padding_that_is_computed_has_its_reason() -> None:
+    unpad = UnpadReport(kept=REASON, module="layers.0", source="m.py:3")
+    text = _section(dataclasses.replace(REPORT, unpad=unpad)).text
+    assert "Placelayers.0 (m.py:3)" in text
+    assert f"Remedy{REASON.remedy}" in text
+
+
+def test_padding_that_is_left_out_has_what_it_rests_on() -> None:
+    steps = Steps()
+    steps.last.extend([UnpaddedStep(fill=0.5, failed=()), UnpaddedStep(fill=0.25, failed=("the first key is real",))])
+    unpad = UnpadReport(
+        zeroed=("last_hidden_state",), facts=("rows begin with a token",), notes=("a note",), steps=steps
+    )
+    text = _section(dataclasses.replace(REPORT, unpad=unpad)).text
+    for part in (
+        "last_hidden_state",
+        "rows begin with a token",
+        "a note",
+        "50%, 25%",
+        "1 time, since not: the first key is real",
+    ):
+        assert part in text
+
+
+# The diffs of a dump in the page.
+DIFF = "ops: 8 -> 9 (+1)\n  abs: 0 -> 1 (+1)\n\n--- before\n+++ after\n@@ -1,2 +1,2 @@\n same\n-old <b>\n+new\n"
+SAME = "ops: 8, none added or removed\n\nthe graph's text is the same\n"
+
+
+def _dump(folder: Path) -> None:
+    (folder / "01_match.diff.txt").write_text(SAME)
+    (folder / "02_lower.diff.txt").write_text(DIFF)
+    (folder / "02_lower.after.txt").write_text("no diff")
+    (folder / "report.json").write_text("{}")
+
+
+def test_files_are_read_in_the_order_of_passes(tmp_path: Path) -> None:
+    _dump(tmp_path)
+    found = list(diffs.read(tmp_path))
+    assert [(one.step, len(one.lines)) for one in found] == [("01 match", 0), ("02 lower", 6)]
+    assert found[1].counts == ("ops: 8 -> 9 (+1)", "  abs: 0 -> 1 (+1)")
+
+
+def test_changes_are_folded_and_marked(tmp_path: Path) -> None:
+    _dump(tmp_path)
+    shown = read(diffs.section(str(tmp_path)))
+    fold = shown.one("details")
+    assert "open" not in fold.attributes
+    assert fold.one("summary").text == "02 lower: ops: 8 -> 9 (+1)"
+    # The signs stay, so that colour is not all that tells.
+    assert (fold.one("ins").text, fold.one("del").text) == ("+new\n", "-old <b>\n")
+    assert fold.one("pre").text == "@@ -1,2 +1,2 @@\n same\n-old <b>\n+new\n"
+    assert [item.text for item in fold.all("li")] == ["abs: 0 -> 1 (+1)"]
+    assert "Nothing changed in 01 match." in shown.text
+    assert str(tmp_path) in shown.text
+
+
+def test_a_long_diff_ends_with_where_the_rest_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffs, "_LINES", 2)
+    _dump(tmp_path)
+    fold = read(diffs.section(str(tmp_path))).one("details")
+    assert fold.one("pre").text == "@@ -1,2 +1,2 @@\n same\n"
+    assert f"2 more lines are in {tmp_path / '02_lower.diff.txt'}" in fold.text
+
+
+def test_without_a_dump_it_is_said_how_to_get_one() -> None:
+    assert "options={'dump_dir': ...}" in read(diffs.section(None)).text
+
+
+def test_a_dump_that_is_gone_costs_the_diffs(tmp_path: Path) -> None:
+    assert "can't be read any more: No such file" in read(diffs.section(str(tmp_path / "gone"))).text
+
+
+def test_names_in_a_graph_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "01_x.diff.txt").write_text(f"ops: 1 -> 2 (+1)\n  {HOSTILE}: 0 -> 1 (+1)\n\n--- a\n+++ b\n+{HOSTILE}\n")
+    shown = read(diffs.section(str(tmp_path)))
+    assert shown.all("script") == shown.all("img") == []
+    assert shown.one("ins").text == f"+{HOSTILE}\n"

@@ -1,18 +1,22 @@
-"""The SVG of a mask: its areas, its words, and what tells tiles apart besides colour."""
+"""Masks as drawings: on a grid, from examples."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Index
-from attn_compiler.reporting.page import drawing
-from attn_compiler.reporting.page.examples import Drawable
-from attn_compiler.reporting.page.grid import Grid, grid_of
+from attn_compiler.index_expr import Const, Expr, Index, Load, Size
+from attn_compiler.reporting.page import drawing, grid
+from attn_compiler.reporting.page.examples import Drawable, NotDrawn, drawable
+from attn_compiler.reporting.page.grid import FULLY, PARTLY, SKIPPED, Grid, grid_of
+from attn_compiler.spec import masks
+from attn_compiler.spec.masks import Dense, MaskKind, MaskSpec
 from tests.reporting.page.reading import Element, read
 
+# The SVG of a mask.
 CAUSAL = ix.compare("<=", Index("k"), Index("q"))
 
 
@@ -100,3 +104,197 @@ def test_a_share_is_not_rounded_to_none_or_all() -> None:
 def test_many_tiles_have_no_borders() -> None:
     assert len(_svg(_grid(8192, 8192)).all("path", "borders")) == 1
     assert _svg(_grid(8320, 8320)).all("path", "borders") == []
+
+
+# Tiles and their counts, held against every pair.
+B, H, Q, K = map(Index, "bhqk")
+GRID_CAUSAL = ix.compare("<=", K, Q)
+WINDOW = ix.apply("and", GRID_CAUSAL, ix.compare(">=", K, ix.add(Q, Const(-200))))
+ODD = ix.compare("==", ix.apply("mod", ix.add(Q, K), Const(7)), Const(0))
+
+
+def _drawable(condition: Expr, seqlen_q: int, seqlen_kv: int) -> Drawable:
+    return Drawable(condition=condition, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, sizes={})
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("sizes", [(256, 256), (150, 400), (1, 300), (300, 1), (1, 1), (129, 127)], ids=str)
+@pytest.mark.parametrize(
+    "condition", [GRID_CAUSAL, WINDOW, ODD, ix.TRUE, ix.FALSE], ids=["causal", "window", "odd", "all", "none"]
+)
+def test_tiles_and_share_are_those_of_all_pairs(condition: Expr, sizes: tuple[int, int]) -> None:
+    seqlen_q, seqlen_kv = sizes
+    found = grid_of(_drawable(condition, seqlen_q, seqlen_kv))
+    pairs = torch.tensor(
+        [
+            [bool(ix.evaluate(condition, {"q": q, "k": k}, lambda *_: None)) for k in range(seqlen_kv)]
+            for q in range(seqlen_q)
+        ]
+    )
+    wanted = [[int(tile.any()) + int(tile.all()) for tile in row.split(128, dim=1)] for row in pairs.split(128, dim=0)]
+    assert [list(row) for row in found.tiles] == wanted
+    assert found.share == pytest.approx(float(pairs.double().mean()))
+    assert found.exact
+    assert found.num_tiles == sum(found.count(kind) for kind in (SKIPPED, PARTLY, FULLY))
+
+
+def test_cells_are_pairs_where_there_are_few_and_spread_where_there_are_many() -> None:
+    few = grid_of(_drawable(GRID_CAUSAL, 3, 4)).cells
+    assert few == ((True, False, False, False), (True, True, False, False), (True, True, True, False))
+    many = grid_of(_drawable(GRID_CAUSAL, 1280, 1280)).cells
+    assert (len(many), len(many[0])) == (128, 128)
+    assert all(cell == (key <= query) for query, row in enumerate(many) for key, cell in enumerate(row))
+
+
+def test_long_sequences_are_sampled_with_the_corners_of_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = grid_of(_drawable(WINDOW, 1000, 1000))
+    monkeypatch.setattr(grid, "_WORK", 100_000)
+    sampled = grid_of(_drawable(WINDOW, 1000, 1000))
+    assert not sampled.exact
+    # Where the first or the last query meets the first or the last key, a band begins or ends.
+    assert sampled.tiles == exact.tiles
+    assert sampled.share == pytest.approx(exact.share, rel=0.1)
+
+
+def test_tiles_grow_with_very_long_sequences() -> None:
+    found = grid_of(_drawable(GRID_CAUSAL, 2**17, 2**17))
+    assert (found.tile, len(found.tiles), len(found.tiles[0])) == (512, 256, 256)
+    assert (found.count(SKIPPED), found.count(PARTLY), found.count(FULLY)) == (256 * 255 // 2, 256, 256 * 255 // 2)
+
+
+def test_settings_of_the_process_change_nothing() -> None:
+    wanted = grid_of(_drawable(GRID_CAUSAL, 1000, 1000))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert grid_of(_drawable(GRID_CAUSAL, 1000, 1000)) == wanted
+    finally:
+        torch.set_default_dtype(default)
+
+
+# What is made up for tensors that are known at run time only, and what is not drawn.
+DENSE = Dense(shape=(2, 1, 100, 100), dtype="bool")
+
+
+def _allowed(drawn: Drawable, q: int, k: int) -> bool:
+    def no_tensor(tensor: str, at: tuple[int, ...]) -> object:
+        raise AssertionError(f"{tensor} is still read")
+
+    return bool(ix.evaluate(drawn.condition, {**drawn.sizes, "b": 0, "h": 0, "q": q, "k": k}, no_tensor))
+
+
+def _drawn(*kinds: MaskKind, seqlen_q: int = 100, seqlen_kv: int = 100) -> Drawable:
+    return drawable(MaskSpec(kinds=kinds, dense=DENSE), seqlen_q, seqlen_kv)
+
+
+def _keys(drawn: Drawable, q: int) -> list[int]:
+    return [k for k in range(drawn.seqlen_kv) if _allowed(drawn, q, k)]
+
+
+def test_what_positions_say_has_no_example() -> None:
+    drawn = _drawn(masks.Causal())
+    assert drawn.made_up == ()
+    assert _keys(drawn, 5) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        ix.as_bool(Load("m", (B, K), "int")),
+        ix.invert(Load("m", (B, K), "bool")),
+        ix.compare("==", Load("m", (B, K), "int"), Const(1)),
+        ix.compare("==", Load("m", (B, K), "int"), Const(0)),
+        ix.compare(">", Load("m", (B, K), "float"), Const(0.5)),
+    ],
+    ids=ix.text,
+)
+def test_padding_is_in_the_first_keys_whichever_value_says_so(condition: ix.Expr) -> None:
+    drawn = _drawn(masks.KeyPadding(condition=condition))
+    assert _keys(drawn, 0) == list(range(30, 100))
+    assert drawn.made_up == ("m leaves out the first 30 keys",)
+
+
+def test_packed_documents_are_four() -> None:
+    drawn = _drawn(masks.Causal(), masks.Document(of_key=Load("ids", (B, K), "int")))
+    assert _keys(drawn, 29) == list(range(30))
+    assert _keys(drawn, 31) == [30, 31]
+    assert _keys(drawn, 99) == list(range(80, 100))
+    assert drawn.made_up == ("ids tells four documents, which begin at 0, 30, 55, 80",)
+
+
+def test_documents_in_a_condition_of_its_own_are_found_too() -> None:
+    same = ix.compare("==", Load("ids", (B, K), "int"), Load("ids", (B, Q), "int"))
+    other = masks.Formula(condition=ix.apply("or", same, ix.compare("==", K, Const(0))))
+    assert _keys(_drawn(other), 31) == [0, *range(30, 55)]
+
+
+def test_numbers_that_tensors_give() -> None:
+    length = Load("lengths", (B,), "int")
+    right = _drawn(masks.KeyBound(side="last", bound=ix.add(length, Const(-1))))
+    assert (_keys(right, 0), right.made_up) == (list(range(75)), ("the length that lengths gives is 75",))
+    assert _keys(_drawn(masks.KeyBound(side="first", bound=length)), 0) == list(range(20, 100))
+    assert _keys(_drawn(masks.Prefix(length=length)), 2) == list(range(30))
+    assert _keys(_drawn(masks.Chunked(size=10, start=length)), 12) == list(range(10, 20))
+
+
+def test_a_cache_is_filled_for_the_most_part() -> None:
+    decode = _drawn(masks.CausalFrom(offset=Load("cache_position", (ix.ZERO,), "int")), seqlen_q=1)
+    assert _keys(decode, 0) == list(range(61))
+    prompt = _drawn(masks.CausalFrom(offset=Load("cache_position", (ix.ZERO,), "int")), seqlen_q=10)
+    assert _keys(prompt, 9) == list(range(100))
+    each = _drawn(masks.Formula(condition=ix.compare("<=", K, Load("cache_position", (Q,), "int"))), seqlen_q=10)
+    assert _keys(each, 0) == list(range(91))
+
+
+def test_one_of_alternatives() -> None:
+    ids = masks.Document(of_key=Load("ids", (B, K), "int"))
+    drawn = _drawn(masks.AnyOf(alternatives=((masks.Causal(),), (ids,))))
+    assert _keys(drawn, 40) == list(range(55))
+    assert len(drawn.made_up) == 1
+
+
+def test_symbolic_sizes_get_a_number_and_it_is_said() -> None:
+    drawn = drawable(
+        MaskSpec(kinds=(masks.Formula(condition=ix.compare("<", K, ix.add(Q, Size("s0")))),)),
+        "s0",
+        "s0",
+    )
+    assert (drawn.seqlen_q, drawn.seqlen_kv, drawn.made_up) == (1024, 1024, ("the size s0 is 1024",))
+
+
+def test_a_cache_whose_length_is_symbolic() -> None:
+    drawn = _drawn(masks.KeyBound(side="last", bound=Size("s7")), seqlen_q=1)
+    assert _keys(drawn, 0) == list(range(76))
+    assert drawn.made_up == ("the size s7 is 75",)
+
+
+def test_what_differs_by_batch_row_or_head_is_of_the_first_and_it_is_said() -> None:
+    drawn = _drawn(masks.Formula(condition=ix.compare("<", K, ix.add(H, B))))
+    assert drawn.made_up == ("the first batch row", "the first head")
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        (MaskSpec(dense=DENSE, reason="x adds more than masking"), "not proved, .* x adds more than masking"),
+        (MaskSpec(dense=DENSE), "what the mask tensor holds"),
+        (
+            MaskSpec(kinds=(masks.Formula(condition=ix.compare("<", ix.add(K, Size("s7")), Size("s8"))),)),
+            "s7, s8",
+        ),
+        (MaskSpec(kinds=(masks.Formula(condition=Load("pairs", (Q, K), "bool")),)), "pairs"),
+        (
+            MaskSpec(kinds=(masks.KeyPadding(condition=ix.compare("==", Load("t", (K,), "int"), Const(7))),)),
+            "no example",
+        ),
+    ],
+)
+def test_what_nothing_can_be_made_up_for_is_not_drawn(mask: MaskSpec, why: str) -> None:
+    with pytest.raises(NotDrawn, match=why):
+        drawable(mask, 100, 100)
+
+
+def test_a_tensor_that_adds_and_does_not_mask_leaves_no_pair_out() -> None:
+    drawn = drawable(MaskSpec(dense=DENSE), 100, 100, is_added=True)
+    assert _keys(drawn, 0) == list(range(100))

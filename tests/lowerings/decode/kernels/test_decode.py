@@ -1,4 +1,4 @@
-"""The decode kernel's numbers: every part of a plan, in Triton's interpreter and on a GPU."""
+"""The decode kernel's numbers: every part of a plan, a cache in FP8, and what becomes of results."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from attn_compiler.lowerings.decode import schedule as decode_schedule
+from attn_compiler.lowerings.decode.kernels.decode_fp8 import halves, near_the_top
+from attn_compiler.lowerings.decode.kernels.results import first_half, joined
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.spec.target import Target
-from tests.lowerings.decode import problems as decode_problems
-from tests.lowerings.decode.problems import ALL, BY_NAME, Case, Problem, build, planned, results, run
+from tests.lowerings.decode import problems, problems as decode_problems
+from tests.lowerings.decode.problems import ALL, BY_NAME, DEVICE, Case, Problem, build, planned, results, run
 
+pytest.importorskip("triton")
+
+# The decode kernel's numbers.
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run on the GPU, with larger tiles")
 
 
@@ -192,3 +199,165 @@ def test_two_streams_at_once() -> None:
         torch.cuda.synchronize()
     for i, both in enumerate(found):
         assert all(map(torch.equal, both, expected[i % 2]))
+
+
+# What the decode kernel makes of a cache in FP8, and of queries.
+FP8_CASES = [case for case in ALL if case.stored is not None]
+#: heads that are pairs as a whole
+WIDE = [
+    dataclasses.replace(case, name=f"{case.name}_wide", head_dim=32, head_dim_v=64)
+    for case in FP8_CASES
+    if case.head_dim_v is None
+]
+ON_GPU = DEVICE == "cuda"
+_TL = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@triton.jit
+def _halves(Pairs, First, Second, SIZE: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    first, second = halves(tl.load(Pairs + at), FP8, COMPILED)
+    tl.store(First + at, first)
+    tl.store(Second + at, second)
+
+
+@pytest.mark.parametrize("dtype", _TL, ids=str)
+def test_every_pair_is_both_its_numbers(dtype: torch.dtype) -> None:
+    """All 65536 of them, what is no number too."""
+    size = 2**16
+    pairs = torch.arange(size, dtype=torch.int32).to(torch.int16).to(DEVICE)
+    first, second = (torch.empty(size, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    _halves[(size // 1024,)](pairs, first, second, SIZE=1024, FP8=_TL[dtype], COMPILED=ON_GPU)
+    right = pairs.view(torch.uint8).view(dtype).reshape(size, 2).to(torch.float16)
+    found = torch.stack([first, second], 1)
+    if not ON_GPU and dtype == torch.float8_e4m3fn:
+        # Triton's interpreter makes a number of that dtype's NaN.
+        found = found.where(right.isfinite(), torch.nan)
+    torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _near(Q, Out, Back, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    rows, dims = tl.arange(0, ROWS)[:, None], tl.arange(0, DIMS)[None, :]
+    q = tl.load(Q + rows * DIMS + dims)
+    near, _, back = near_the_top(q, q, 1)
+    tl.store(Out + rows * DIMS + dims, near)
+    tl.store(Back + rows, back)
+
+
+def test_rows_of_any_size_become_float16_and_back() -> None:
+    sizes = torch.tensor([1.0, 0.0, 2.0, 3e38, 1e-35, 7e4, 1e-5, 448.0]).to(DEVICE)
+    numbers = torch.randn(len(sizes), 16, generator=torch.Generator().manual_seed(0)).to(DEVICE).clamp(-1, 1)
+    q = (numbers * sizes[:, None]).to(torch.bfloat16)
+    near, back = torch.empty_like(q, dtype=torch.float16), torch.empty(len(sizes), 1, device=DEVICE)
+    _near[(1,)](q, near, back, ROWS=len(sizes), DIMS=16)
+    assert bool(near.isfinite().all())
+    usual = q.abs().amax(1) > 1e-30
+    assert bool((near.abs().amax(1)[usual] >= 2.0**14).all())
+    found = near.double() * back.double()
+    assert bool(((found - q.double()).abs() <= 2.0**-22 * q.double().abs().amax(1, keepdim=True)).all())
+
+
+def check(case: Case, dtype: torch.dtype, *, slices: int = 1, large: float = 1.0) -> None:
+    schedule = dataclasses.replace(problems.SMALL, keys=16 * max(slices, 2), warps=max(slices, 4), slices=slices)
+    if ON_GPU:
+        schedule = decode_schedule.table(build(case, dtype=dtype).spec, Target.current("cuda"))
+    problem = build(case, dtype=dtype, schedule=schedule)
+    # The rows of one tile far apart.
+    problem.q[:, 0] *= large
+    problems.assert_within_rule(results(problem), problem)
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*FP8_CASES, *WIDE], ids=lambda case: case.name)
+def test_products_in_float16(case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype)
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize("case", [*WIDE, BY_NAME["fp8_head_dims_80_48"]], ids=lambda case: case.name)
+def test_warps_that_go_on_alone_fp8(case: Case, slices: int) -> None:
+    check(case, torch.bfloat16, slices=slices)
+
+
+@pytest.mark.parametrize("large", [2.0**-40, 2.0**40, 2.0**120])
+def test_queries_beyond_what_float16_holds(large: float) -> None:
+    case = dataclasses.replace(BY_NAME["fp8_scaled"], name=f"large_{large:g}", k_scale=0.5, head_dim=64)
+    check(case, torch.bfloat16, large=large)
+
+
+def test_a_long_row_of_small_weights() -> None:
+    """The peak is far above all others, which together count as much: in float16 as it is, each would be 0."""
+    case = Case(name="small_weights", head_dim=64, seqlen_kv=4096, stored="float8_e4m3fn", splits=2)
+    problem = build(case, dtype=torch.bfloat16)
+    problem.q.fill_(1.0)
+    k, v = problem.k, problem.v
+    k.copy_(torch.zeros_like(k, dtype=torch.float32))
+    k[:, :, 7] = torch.full_like(k[:, :, 7], 2.25, dtype=torch.float32)
+    v.copy_(torch.ones_like(v, dtype=torch.float32))
+    v[:, :, 7] = torch.zeros_like(v[:, :, 7], dtype=torch.float32)
+    out, _ = results(problem)
+    weight = torch.exp(torch.tensor(-2.25 * 64 * case.scale_used))
+    expected = 4095 * weight / (1 + 4095 * weight)
+    torch.testing.assert_close(out.float(), torch.full_like(out.float(), float(expected)), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", pytest.param("float8_e4m3fn", marks=pytest.mark.gpu)])
+def test_what_is_no_number_stays_none(dtype: str) -> None:
+    problem = build(Case(name=f"nan_{dtype}", head_dim=32, stored=dtype), dtype=torch.bfloat16)
+    problem.v[0, 1, 40, 3] = torch.nan
+    out, _ = results(problem)
+    assert bool(out[0, 2:, :, 3].isnan().all())
+    assert bool(out[:, :2].isfinite().all())
+
+
+# What becomes of the results of a tile's rows and of warps that went on alone.
+ROWS, WIDTH = 16, 32
+
+
+@triton.jit
+def _of_slices(Total, Peak, X, Out, Lse, SLICES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    rows = tl.arange(0, SLICES)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    x = tl.load(X + rows[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :])
+    total, peak = (
+        first_half(tl.load(Total + rows), SLICES, ROWS // 2),
+        first_half(tl.load(Peak + rows), SLICES, ROWS // 2),
+    )
+    total, peak, out, _ = joined(total, peak, first_half(x, SLICES, ROWS // 2), x, SLICES, 0)
+    kept = tl.arange(0, ROWS // 2)
+    tl.store(Lse + kept, peak + tl.log2(total))
+    tl.store(Out + kept[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], out / total[:, None])
+
+
+@pytest.mark.parametrize("slices", [2, 4, 8])
+def test_slices_are_joined_by_their_weights(slices: int) -> None:
+    torch.manual_seed(slices)
+    x = torch.randn(slices, ROWS, WIDTH, device=DEVICE)
+    total, peak = (
+        torch.rand(slices, ROWS, device=DEVICE) + 0.5,
+        torch.randn(slices, ROWS, device=DEVICE) * 9,
+    )
+    # A slice whose keys are all masked.
+    total[1, 3], peak[1, 3], x[1, 3] = 0.0, -torch.inf, 0.0
+    out, lse = torch.empty(ROWS // 2, WIDTH, device=DEVICE), torch.empty(ROWS // 2, device=DEVICE)
+    _of_slices[(1,)](total, peak, x, out, lse, SLICES=slices, ROWS=ROWS, WIDTH=WIDTH, num_warps=slices)
+    scale = 2.0 ** (peak - peak.amax(0))
+    weight = (total * scale).sum(0)
+    torch.testing.assert_close(out, ((x * scale[..., None]).sum(0) / weight[:, None])[: ROWS // 2])
+    torch.testing.assert_close(lse, (peak.amax(0) + weight.log2())[: ROWS // 2])
+
+
+@triton.jit
+def _of_rows(X, Out, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    kept = tl.arange(0, ROWS // 2)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(Out + kept, first_half(tl.load(X + at), 1, ROWS // 2))
+
+
+def test_the_first_half_of_rows_that_all_warps_share() -> None:
+    x = torch.randn(ROWS, WIDTH, device=DEVICE)
+    out = torch.empty(ROWS // 2, WIDTH, device=DEVICE)
+    _of_rows[(1,)](x, out, ROWS=ROWS, WIDTH=WIDTH)
+    assert torch.equal(out, x[: ROWS // 2])

@@ -1,4 +1,4 @@
-"""What a further launch reuses of the first, with stand-ins for kernels: on a GPU test_triton_launch.py runs each case twice."""
+"""What a further launch reuses of the first, with stand-ins for kernels: on a GPU the Triton family's tests run each case twice."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from triton.runtime import _allocation
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.kernels import tuples
-from attn_compiler.lowerings.shared.launching import launch as launching, replaying
+from attn_compiler.lowerings.shared.launching import launch as launching, persistent, replaying
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
-from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
+from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls, new_outputs, on
 from attn_compiler.lowerings.shared.launching.replaying import alike
+from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from tests.lowerings.shared.lying import LYING_OTHERWISE
 
+# What a further launch reuses of the first, with stand-ins for kernels.
 TILE = Tile(queries=32, keys=32, warps=8, stages=3)
 STREAM = 77
 
@@ -301,3 +303,68 @@ def test_no_tensor_of_the_first_call_is_held() -> None:
 def test_what_is_made_of_a_tensor_is_made_of_each() -> None:
     compiled, q, _ = further_launches({"Q": ("q", lambda x: x[1].data_ptr())}, {"Out": "out"})
     assert compiled.runs[-1][-4] == q[1].data_ptr()
+
+
+# Grids of kernels whose programs stay for several blocks.
+def _bytes(heads: int, seqlen: int) -> torch.Tensor:
+    return torch.empty((2, heads, seqlen, 128), dtype=torch.uint8, device="meta")
+
+
+def test_heads_that_take_turns_share_the_cache() -> None:
+    """64 heads of 8192 keys and values, of which 32 MB are used at a time."""
+    k = _bytes(heads=32, seqlen=8192)
+    assert persistent.section(k, k, heads_q=32, reach=8192) == 16
+    # Within a window of 1024 keys all heads' fit.
+    assert persistent.section(k, k, heads_q=32, reach=1024) == 64
+
+
+def test_heads_of_one_head_of_keys_stay_together() -> None:
+    k = _bytes(heads=8, seqlen=8192)
+    assert persistent.section(k, k, heads_q=32, reach=8192) == 64
+
+
+def test_halves_take_twice_the_room() -> None:
+    k = _bytes(heads=32, seqlen=8192).to(torch.bfloat16)
+    assert persistent.section(k, k, heads_q=32, reach=8192) == 8
+
+
+@pytest.mark.parametrize(
+    ("heads", "programs", "at_once"),
+    [(32, 132, 32), (66, 132, 66), (128, 132, 64), (256, 132, 64), (200, 132, 50), (3, 1, 1), (1, 132, 1), (0, 132, 0)],
+)
+def test_heads_at_once_have_two_blocks_under_way_each(heads: int, programs: int, at_once: int) -> None:
+    assert persistent.heads_at_once(heads, programs) == at_once
+
+
+def test_reach_is_what_a_band_lets_a_query_see() -> None:
+    far = 1 << 30
+    assert persistent.reach({"band_left": far, "band_right": 0, "seqlen_kv": 4096}) == 4096
+    assert persistent.reach({"band_left": 100, "band_right": 7, "seqlen_kv": 4096}) == 108
+    assert persistent.reach({"band_left": -100, "band_right": 7, "seqlen_kv": 4096}) == 1
+
+
+# On any device.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 7, 4), (1, 1, 1, 8, 8)])
+def test_outputs_lie_as_every_family_s(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch, heads, seqlen_q, head_dim, head_dim_v = sizes
+    q = torch.empty(batch, heads, seqlen_q, head_dim, dtype=dtype)
+    v = torch.empty(batch, heads, 9, head_dim_v, dtype=dtype)
+    for found, expected in zip(new_outputs(q, v), ops.empty_outputs(q, v), strict=True):
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        assert [s for s, n in zip(found.stride(), found.shape, strict=True) if n > 1] == [
+            s for s, n in zip(expected.stride(), expected.shape, strict=True) if n > 1
+        ]
+
+
+def test_what_is_allocated_lies_as_the_first() -> None:
+    first = torch.empty(3, 5, 4, dtype=torch.float16).transpose(0, 1)
+    found = Empty.like(first).make()
+    assert found.data_ptr() != first.data_ptr()
+    assert (found.shape, found.stride(), found.dtype) == (first.shape, first.stride(), first.dtype)
+
+
+def test_nothing_is_switched_where_there_is_one_device() -> None:
+    with on(torch.device("cpu")) as switched:
+        assert switched is None
