@@ -77,7 +77,7 @@ TEST_LINES = {
     "context_parallel": 4270,
     "distributed": 930,
     "export": 902,
-    "fuzz": 8345,
+    "fuzz": 8381,
     "gate": 697,
     "graphs": 144,
     "hf": 7237,
