@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from attn_compiler.spec import tried
+from attn_compiler.spec.target import INSTALL
 
 ROOT = Path(__file__).parents[1]
 #: of https://www.apache.org/licenses/LICENSE-2.0.txt
@@ -54,6 +56,20 @@ def test_the_torch_that_is_asked_for_is_the_torch_that_is_taken(pyproject: dict[
     assert torch == f"torch>={lowest}"
     assert f"| torch | {lowest} to {last} " in (ROOT / "docs/policy.md").read_text()
     assert f"torch from {lowest} to {last}," in (ROOT / "docs/start.md").read_text()
+
+
+def test_remedies_install_what_is_on_the_index(pyproject: dict[str, Any]) -> None:
+    """Nobody owns the name of this package there: a remedy that named it could install anything."""
+    extras = [Requirement(one) for extra in pyproject["project"]["optional-dependencies"].values() for one in extra]
+    for distribution, command in INSTALL.items():
+        named = Requirement(command.removeprefix("pip install ").strip("'"))
+        first = min(one.version for one in named.specifier if one.operator in ("==", ">="))
+        assert named.name == distribution
+        assert any(one.name == distribution and one.specifier.contains(first, prereleases=True) for one in extras)
+    texts = [
+        p for folder in ("attn_compiler", "docs") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".md")
+    ]
+    assert [p for p in texts if "attn_compiler[" in p.read_text()] == []
 
 
 def test_nox_tries_the_oldest_torch_and_the_newest() -> None:

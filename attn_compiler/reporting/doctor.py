@@ -22,6 +22,7 @@ from attn_compiler.reporting import wording
 from attn_compiler.spec.target import (
     CUDNN_FRONTEND_DISTRIBUTION,
     FLASH_ATTN_4_DISTRIBUTION,
+    INSTALL,
     Target,
     cudnn_version,
     cudnn_words,
@@ -114,8 +115,8 @@ def availabilities(lowerings: Iterable[Lowering], targets: Iterable[Target]) -> 
 def machine_facts(torch_advice: str | None = None, gains: Mapping[str, str] | None = None) -> tuple[Fact, ...]:
     """Versions and GPUs. torch_advice: what is wrong with the installed torch, if anything. gains: of packages, what they gain here."""
     found = {CUDNN_FRONTEND_DISTRIBUTION: "", FLASH_ATTN_4_DISTRIBUTION: ""} | dict(gains or {})
-    own_graphs = "optional: pip install 'attn_compiler[cudnn]' for cuDNN's own graphs"
-    flash = "optional, on Hopper and Blackwell: pip install 'attn_compiler[fa4]'"
+    own_graphs = f"optional: {INSTALL[CUDNN_FRONTEND_DISTRIBUTION]} for cuDNN's own graphs"
+    flash = f"optional, on Hopper and Blackwell: {INSTALL[FLASH_ATTN_4_DISTRIBUTION]}"
     return (
         Fact(name="attn_compiler", value=_version("attn_compiler")),
         Fact(name="Python", value=platform.python_version()),
@@ -127,7 +128,7 @@ def machine_facts(torch_advice: str | None = None, gains: Mapping[str, str] | No
         _package(FLASH_ATTN_4_DISTRIBUTION, flash + found[FLASH_ATTN_4_DISTRIBUTION]),
         *_gpus(),
         driver(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
-        _package("transformers", "optional: pip install 'attn_compiler[models]' to compile Hugging Face models"),
+        _package("transformers", f"optional: {INSTALL['transformers']} to compile Hugging Face models"),
     )
 
 

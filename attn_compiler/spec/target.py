@@ -21,6 +21,13 @@ FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
 CUDNN_FRONTEND_DISTRIBUTION = "nvidia-cudnn-frontend"
 #: what flash-linear-attention has its kernels in
 FLA_DISTRIBUTION = "fla-core"
+#: commands that install the releases that were tried, by package: these packages are on the index, and extras of this one are not
+INSTALL = {
+    FLASH_ATTN_4_DISTRIBUTION: "pip install 'flash-attn-4==4.0.0b36'",
+    CUDNN_FRONTEND_DISTRIBUTION: "pip install 'nvidia-cudnn-frontend>=1.27,<1.33'",
+    FLA_DISTRIBUTION: "pip install 'fla-core>=0.6,<0.7'",
+    "transformers": "pip install 'transformers>=5.17,<6'",
+}
 #: the major number of its compute capability
 _HOPPER = 9
 

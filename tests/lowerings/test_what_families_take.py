@@ -100,7 +100,7 @@ MACHINES: list[tuple[str, Target, str]] = [
     ("fa4", Target.fake(sm=91, flash_attn_4=FA4), "observed sm91"),
     ("fa4", Target.fake(sm=120, flash_attn_4=FA4), "sm90 or sm100 to sm109; observed sm120"),
     ("fa4", Target.fake(device="cpu", flash_attn_4=FA4), "device cpu"),
-    ("fa4", Target.fake(), "observed none; pip install 'attn_compiler[fa4]'"),
+    ("fa4", Target.fake(), "observed none; pip install 'flash-attn-4==4.0.0b36'"),
     ("fa4", Target.fake(flash_attn_4="4.0.0b33"), "observed 4.0.0b33"),
     ("fa4", Target.fake(flash_attn_4="4.0.0b34"), ""),
     ("fa4", Target.fake(flash_attn_4="4.0.0b37"), "4.0.0b34 to 4.0.0b36 is installed; observed 4.0.0b37"),

@@ -11,7 +11,7 @@ from attn_compiler.lowerings.choice import priorities
 from attn_compiler.lowerings.choice.rows import Row
 from attn_compiler.reasons.decisions import Faster
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.target import CUDNN_FRONTEND_DISTRIBUTION, FLASH_ATTN_4_DISTRIBUTION, Target
+from attn_compiler.spec.target import CUDNN_FRONTEND_DISTRIBUTION, FLASH_ATTN_4_DISTRIBUTION, INSTALL, Target
 
 #: less is within what two machines differ by
 _LEAST = 1.03
@@ -40,14 +40,14 @@ PACKAGES = (
     Package(
         lowering="fa4",
         distribution=FLASH_ATTN_4_DISTRIBUTION,
-        install="pip install 'attn_compiler[fa4]'",
+        install=INSTALL[FLASH_ATTN_4_DISTRIBUTION],
         field="flash_attn_4",
         version="4.0.0b36",
     ),
     Package(
         lowering="cudnn",
         distribution=CUDNN_FRONTEND_DISTRIBUTION,
-        install="pip install 'attn_compiler[cudnn]'",
+        install=INSTALL[CUDNN_FRONTEND_DISTRIBUTION],
         field="cudnn_frontend",
         version="1.27.0",
     ),

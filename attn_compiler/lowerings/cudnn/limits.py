@@ -12,7 +12,7 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.target import Target, cudnn_words
+from attn_compiler.spec.target import CUDNN_FRONTEND_DISTRIBUTION, INSTALL, Target, cudnn_words
 
 # 1.22 is the first to take addresses as a list (_execute_with_ptrs), and 1.27 the last. From 1.28 on they come as an array. A GPU ran the
 # tests with 1.27 and 1.32.
@@ -74,7 +74,7 @@ def check_graph_version(target: Target) -> list[Reason]:
 
 def _check_frontend(target: Target) -> list[Reason]:
     first, limit = (".".join(map(str, version)) for version in (_FIRST_FRONTEND, _FRONTEND_LIMIT))
-    rule, remedy = f"nvidia-cudnn-frontend from {first} to before {limit}", "pip install 'attn_compiler[cudnn]'"
+    rule, remedy = f"nvidia-cudnn-frontend from {first} to before {limit}", INSTALL[CUDNN_FRONTEND_DISTRIBUTION]
     if not target.cudnn_frontend:
         return [Reason(code=Code.LIBRARY_MISSING, rule=rule, observed="not installed", remedy=remedy)]
     release = limits.release(target.cudnn_frontend)

@@ -1,6 +1,6 @@
 """cuDNN's attention by its own graph API: what `sdpa_cudnn` can't say to it (windows, sinks, bottom-right, lengths, other head dims).
 
-Needs the optional package nvidia-cudnn-frontend (`pip install attn_compiler[cudnn]`). Plans are built when a graph is compiled,
+Needs the optional package nvidia-cudnn-frontend (`pip install nvidia-cudnn-frontend`). Plans are built when a graph is compiled,
 for the backward too: a shape that cuDNN refuses is refused here, with cuDNN's own message. A plan serves one shape, so symbolic
 sizes are refused: a plan for each new length would be built in the middle of a step.
 """

@@ -12,12 +12,11 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.target import FLASH_ATTN_4_DISTRIBUTION, Target
+from attn_compiler.spec.target import FLASH_ATTN_4_DISTRIBUTION, INSTALL, Target
 
 # Betas whose functions take what launch.py gives them: b33 has another order of arguments, and a later one may.
 FIRST_BETA, LAST_BETA = 34, 36
 _VERSION = re.compile(r"4\.0\.0b(\d+)")
-INSTALL = "pip install 'attn_compiler[fa4]'"
 
 _GRADIENT_MULTIPLE = 32
 
@@ -64,7 +63,7 @@ def _check_version(version: str) -> list[Reason]:
             code=Code.LIBRARY_VERSION if version else Code.LIBRARY_MISSING,
             rule=rule,
             observed=version or "none",
-            remedy=INSTALL,
+            remedy=INSTALL[FLASH_ATTN_4_DISTRIBUTION],
         )
     ]
 

@@ -1,4 +1,4 @@
-"""FlashAttention-4 (CuTe kernels, optional: `pip install 'attn_compiler[fa4]'`): causal, windows, softcap, sinks; Hopper and Blackwell.
+"""FlashAttention-4 (CuTe kernels, optional: `pip install flash-attn-4`): causal, windows, softcap, sinks; Hopper and Blackwell.
 
 Its kernels are compiled when the site is decided, forward and backward, so that one that does not compile is a refusal. Imports
 no flash_attn: a site is described, decided and rewritten on machines that have none.

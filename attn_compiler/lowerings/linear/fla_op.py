@@ -21,13 +21,12 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.linear import LinearForm, LinearSpec
-from attn_compiler.spec.target import FLA_DISTRIBUTION, Target
+from attn_compiler.spec.target import FLA_DISTRIBUTION, INSTALL, Target
 from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE, Late
 
 _NAME = "fla"
 #: the release whose functions fla_calls.py calls
 _RELEASE = "0.6."
-_INSTALL = "pip install 'attn_compiler[fla]'"
 _ANOTHER = "options={'lowering': 'linear_triton'}, or 'linear_reference'"
 _HOPPER = 90
 #: releases of Triton with which it refuses to train a decay a head on Hopper: from .. to, the last one excluded
@@ -76,7 +75,7 @@ def _check_machine(target: Target) -> list[Reason]:
             code=Code.LIBRARY_VERSION if target.fla else Code.LIBRARY_MISSING,
             rule=f"{FLA_DISTRIBUTION} {_RELEASE}x is installed",
             observed=target.fla or "none",
-            remedy=_INSTALL,
+            remedy=INSTALL[FLA_DISTRIBUTION],
         )
     ]
 

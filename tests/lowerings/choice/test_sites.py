@@ -214,7 +214,7 @@ def test_a_site_is_told_what_would_be_faster_and_how_much() -> None:
     found = _faster(WINDOW)
     row = priorities.row_of(WINDOW, Target.fake())
     assert row is not None
-    assert (found.lowering, found.install) == ("fa4", "pip install 'attn_compiler[fa4]'")
+    assert (found.lowering, found.install) == ("fa4", "pip install 'flash-attn-4==4.0.0b36'")
     assert found.speed == pytest.approx(row.times["hopper"] / row.times["fa4"])
     assert found.since == row.since
     assert "times as fast" in found.words

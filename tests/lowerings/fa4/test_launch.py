@@ -251,7 +251,7 @@ def test_sinks_that_are_not_learned_get_no_gradient(flash: StandIn) -> None:  # 
 
 
 needs_flash_attn = pytest.mark.skipif(
-    importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4: pip install 'attn_compiler[fa4]'"
+    importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4: pip install 'flash-attn-4==4.0.0b36'"
 )
 
 
