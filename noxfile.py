@@ -5,6 +5,7 @@ nox -s docs                      the site, strictly, into build/site; after -- w
 nox -s "api(2.11.0)"             one torch; arguments after -- go to pytest
 nox -s "transformers(4.57)"      one transformers
 nox -s slow                      tests that are too long for CI, once a night
+nox -s room -- passes/recovering lint, types, the tests of a room and of the rooms that import it, in the active environment
 nox -s triton                    all kernels, compiled by every release of Triton; after --: --write keeps the rows
 """
 
@@ -39,8 +40,8 @@ PUBLIC_API = (
     "tests/compiling/test_registration.py",
     "tests/reporting/test_report.py",
     "tests/torch_private/test_compat.py",
-    "tests/torch_private/test_observe.py",
-    "tests/torch_private/test_snapshots.py",
+    "tests/torch_private/test_op_library.py",
+    "tests/torch_private/test_store.py",
 )
 
 
@@ -84,6 +85,20 @@ def slow(session: nox.Session) -> None:
     session.install("-c", "constraints.txt", "torch")
     session.install("-c", "constraints.txt", "-e", ".[models,demo,integrations,dev]")
     session.run("python", "-m", "pytest", *(session.posargs or ("-n", "2", "-m", "slow or survey")))
+
+
+@nox.session(venv_backend="none")
+def room(session: nox.Session) -> None:
+    """The loop of a day: what has to hold after a change of one room, with the tools of the active environment."""
+    if not session.posargs:
+        session.error("name a folder of attn_compiler/: nox -s room -- passes/recovering")
+    folder, *more = session.posargs
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    tests = session.run("python", "-m", "tests.imports", folder, silent=True)
+    always = ("tests/test_layout.py", "tests/test_mirror.py")
+    session.run("python", "-m", "pytest", "-q", "-n", "2", *str(tests).split(), *always, *more)
 
 
 @nox.session

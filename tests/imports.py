@@ -37,6 +37,35 @@ def rooms(graph: Graph, folder: str) -> Graph:
     return {room: frozenset(others) for room, others in found.items()}
 
 
+def affected(room: str) -> list[str]:
+    """List the tests of a room and of the rooms that import it directly. room: a folder of the package, as "passes/recovering"."""
+    inside = f"{PACKAGE}.{room.replace('/', '.')}"
+    if not (ROOT / PACKAGE / room).is_dir():
+        raise SystemExit(f"{PACKAGE}/{room} is no folder")
+    files = {_dotted(path): path for path in (ROOT / PACKAGE).rglob("*.py")}
+    readers = {
+        files[name].parent for name, those in reading_graph().items() if any(_is_of(each, inside) for each in those)
+    }
+    # The package's own door imports a little of everything, and its tests are of whole models.
+    folders = {each.relative_to(ROOT / PACKAGE).as_posix() for each in readers - {ROOT / PACKAGE}} - {room}
+    return [
+        f"tests/{room}",
+        *(name for folder in sorted(folders) if not folder.startswith(f"{room}/") for name in _own(folder)),
+    ]
+
+
+def _is_of(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+def _own(folder: str) -> list[str]:
+    """List a folder of tests, or its files where it holds folders of other rooms."""
+    inside = ROOT / "tests" / folder
+    if not any(inside.glob("*/test_*.py")):
+        return [f"tests/{folder}"] if inside.is_dir() else []
+    return sorted(path.relative_to(ROOT).as_posix() for path in inside.glob("test_*.py"))
+
+
 def _room(module: str, folder: str) -> str | None:
     if module == folder:
         return "__init__"
@@ -102,7 +131,10 @@ def _anywhere(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def main() -> None:
-    """Prints the rooms, arrows and circles of each folder, late and type-only imports included: python -m tests.imports"""
+    """Print rooms, arrows and circles of each folder, or the tests of one room: python -m tests.imports [passes/recovering]"""
+    if len(sys.argv) > 1:
+        sys.stdout.write(" ".join(affected(sys.argv[1])) + "\n")
+        return
     found = reading_graph()
     folders = sorted({name.rpartition(".")[0] for name in found if "." in name})
     for folder in folders:
