@@ -50,11 +50,11 @@ def test_the_picture_is_what_its_command_prints() -> None:
 
 
 def test_peak_memory_is_said_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    llama, modern = gains.README[0], gains.README[8]
+    llama, mini = gains.README[2], gains.README[4]
     row = {**llama.wanted, "inductor_peak_mib": "2048", "attn_compiler_peak_mib": "512"}
     monkeypatch.setattr(gains, "rows_of", lambda name: [row] if name == "memory_h200" else [])
     assert gains._peaks(llama) == "[2.0 → 0.5 GiB](benchmarks/results/memory_h200.csv)"
-    assert gains._peaks(modern) == ""
+    assert gains._peaks(mini) == ""
     row["inductor_peak_mib"] = ""
     assert gains._peaks(llama) == ""
 

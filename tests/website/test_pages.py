@@ -73,7 +73,7 @@ def test_readmes_numbers_are_those_of_the_rows_that_they_link_to() -> None:
         (ROOT / "README.md").read_text(),
         re.MULTILINE,
     )
-    assert len(rows) == len(gains.README) > 6
+    assert len(rows) == len(gains.README) >= 4
     for inductor, ours, ratio, path in rows:
         numbers = [float(x) for x in re.findall(r"(?<=,)\d+\.?\d*(?=[,\n])", (ROOT / path).read_text())]
         assert any(_rounds_to(x, inductor) for x in numbers)
