@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import hashlib
+import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -56,6 +57,12 @@ def test_the_torch_that_is_asked_for_is_the_torch_that_is_taken(pyproject: dict[
     assert torch == f"torch>={lowest}"
     assert f"| torch | {lowest} to {last} " in (ROOT / "docs/policy.md").read_text()
     assert f"torch from {lowest} to {last}," in (ROOT / "docs/start.md").read_text()
+
+
+def test_commands_are_functions_that_there_are(pyproject: dict[str, Any]) -> None:
+    for place in pyproject["project"]["scripts"].values():
+        module, _, name = place.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_remedies_install_what_is_on_the_index(pyproject: dict[str, Any]) -> None:

@@ -153,7 +153,7 @@ OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Options
 
 
 def split_options(
-    mode: str | None, options: Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ
+    mode: str | None, options: Options | Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ
 ) -> tuple[Options, dict[str, Any]]:
     """Our options, and the config patches for Inductor: those of `mode` and the keys of `options` that are Inductor's.
 
@@ -161,8 +161,12 @@ def split_options(
     both, unpack `torch._inductor.list_mode_options(mode)` into the options.
     Raises UnknownOption for a key that is nobody's, InvalidOption for a value of the wrong type or an unknown mode.
     """
+    if isinstance(options, Options):
+        defaults = Options()
+        given = {name: getattr(options, name) for name in OPTION_NAMES}
+        options = {name: value for name, value in given.items() if value != getattr(defaults, name)}
     if not isinstance(options, Mapping | None):
-        raise InvalidOption(option="options", expected="a dict of options", value=options)
+        raise InvalidOption(option="options", expected="a dict of options, or attn_compiler.Options", value=options)
     ours: dict[str, Any] = {}
     inductors: dict[str, Any] = {}
     for key, value in (options or {}).items():

@@ -8,6 +8,7 @@ always there; a value that is not known is null, and a symbolic size is a string
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Sequence
@@ -62,6 +63,10 @@ class Report(GraphReport):
         """One page that needs no network (docs/report.md): what was found and chosen and why, with each mask as a drawing."""
         return _page((self,))
 
+    def _repr_html_(self) -> str:
+        """The page in a frame, for notebooks."""
+        return _framed(self.to_html())
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `to_html`: report.save("report.html"). Raises ReportNotSaved."""
         _save(self.to_html(), path)
@@ -112,6 +117,10 @@ class Reports(tuple[Report, ...]):
         """As Report.to_html: one page for all graphs."""
         return _page(self)
 
+    def _repr_html_(self) -> str:
+        """The page in a frame, for notebooks."""
+        return _framed(self.to_html())
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `to_html`: attn_compiler.reports().save("report.html"). Raises ReportNotSaved."""
         _save(self.to_html(), path)
@@ -128,6 +137,10 @@ class Reports(tuple[Report, ...]):
         from attn_compiler.reporting import render
 
         return render.reports_view(self)
+
+
+def _framed(page: str) -> str:
+    return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 36em; border: 0"></iframe>'
 
 
 def _page(reports: Sequence[Report]) -> str:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.options.options import (
+    CACHE_VARIABLE,
     DUMP_DIR_VARIABLE,
     GONE,
     OPTION_NAMES,
@@ -56,6 +58,14 @@ def test_mode_becomes_inductors_patches(mode: str) -> None:
     from torch._inductor import list_mode_options
 
     assert split_options(mode, None, NO_ENVIRONMENT)[1] == list_mode_options(mode) != {}
+
+
+def test_options_themselves_mean_what_a_dict_means() -> None:
+    given = Options(inner="eager", strict=True)
+    assert split_options(None, given, {}) == split_options(None, {"inner": "eager", "strict": True}, {})
+    assert split_options(None, Options(), {CACHE_VARIABLE: "0"})[0].cache_rewrites is False
+    double = torch.compile(lambda x: x * 2, backend="attn_compiler", options=given)
+    assert double(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_our_names_are_not_inductors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -171,6 +172,8 @@ def test_a_page_is_saved(tmp_path: Path, as_text: bool) -> None:
     several = Reports((make_report("0/0"), make_report("1/0")))
     several.save(path)
     assert path.read_text(encoding="utf-8") == several.to_html()
+    for shown in (make_report(), several):
+        assert html.escape(shown.to_html()) in shown._repr_html_()
     assert "Graph 1/0" in path.read_text(encoding="utf-8")
 
 
