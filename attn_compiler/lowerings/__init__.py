@@ -1,8 +1,8 @@
 """Every way to compute an attention site. To add one: its folder, its line in LOWERINGS, its row in choice, its tests.
 
-base.py says what a lowering is. shared is the floor that every family stands on, fp8 that of families with a forward in FP8, choice the
-order in which lowerings are asked. A family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, hopper; linear has the lowerings
-of linear attention. Passes ask here.
+base.py defines what a lowering is. shared holds code that every family uses, fp8 code of families with a forward in FP8, and choice the
+order in which lowerings are asked. A family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, hopper. The folder linear holds
+the lowerings of linear attention. Passes import from here.
 """
 
 from __future__ import annotations
@@ -106,29 +106,29 @@ _BY_NAME = {lowering.name: lowering for lowering in LOWERINGS}
 
 
 def by_name(name: str) -> Lowering:
-    """The lowering of that name. Raises KeyError, naming those that there are."""
+    """Return the lowering of that name. Raises KeyError that lists the known names."""
     if name not in _BY_NAME:
         raise KeyError(f"no lowering {name!r}; there are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 
 def names() -> tuple[str, ...]:
-    """What options may name."""
+    """Return the names that options may give."""
     return *(lowering.name for lowering in LOWERINGS), *LINEAR_NAMES
 
 
 def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What only building a lowering's kernels tells against a spec: that they failed before, or the lowering's own word."""
+    """Return why a lowering's kernels can't be built for a spec: they failed before, or the lowering itself says so."""
     return has_failed(name, spec, target) or by_name(name).cannot_build(spec, target)
 
 
 def has_failed(name: str, spec: AttentionSpec | LinearSpec, target: Target) -> list[Reason]:
-    """That a lowering's kernels failed before, for such a spec or on such a machine."""
+    """Return the failures of a lowering's kernels so far, for this spec or on this machine."""
     return FAILURES.reasons(name, spec) or untried.reasons(name, target)
 
 
 def packaged_twin(op: Any) -> Any:
-    """The op that stands for one of ours in a program that is compiled ahead (shared/launching/packaged_ops.py); None: there is none."""
+    """Return the op that replaces one of ours in an exported program (shared/launching/packaged_ops.py), or None if there is none."""
     from attn_compiler.lowerings.shared.launching.packaged_ops import twin
 
     return twin(op)

@@ -20,39 +20,39 @@ from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.target import Target
 
-#: what the name of an op ends with that hands on what other nodes computed, the first of its operands, and has a formula of autograd
+#: suffix of ops that return their first operands unchanged and carry an autograd formula for them (given_ops.py)
 GIVEN = "_given"
-#: what the name of a leaf op ends with whose lse gets minus delta in place of a gradient (merging.py)
+#: suffix of leaf ops whose backward gets minus delta in place of the gradient of the lse (merging.py)
 PART = "_part"
 
 _TILE = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+)(?: r(\d+))?( apart)?")
 
-#: Lowerings that read what k and v are made of, and neither k nor v: the first ones for a site that has it.
+#: Lowerings that read the latent of k and v, and neither k nor v. They come first for a site that has a latent.
 OF_LATENT = ("decode_latent", "absorbed")
 
 #: the lowering that leaves a site as the model has it
 UNTOUCHED = "untouched"
 
-#: Lowerings that read the filled part of a cache alone. To read all of it once more would cost more than they do.
+#: Lowerings that read only the filled part of a cache. Another pass over the whole cache would cost more than these kernels do.
 OF_CACHE = ("decode", "decode_latent")
 
-#: Lowerings that add a tensor's numbers to the scores as they are, and whose backward keeps the weights: the model's own in rows without
-#: keys, too.
+#: Lowerings that add a mask's numbers to the scores unchanged, and whose backward keeps the weights. In rows without keys they compute
+#: what the model computes.
 OF_NUMBERS = ("math", "reference")
 
-#: Those whose forward has, if not their backward, beside numbers that leave a score its digits.
+#: Lowerings whose forward does so too, but not their backward, as long as the numbers are too small to round the scores away.
 OF_NUMBERS_FORWARD = ("sdpa_cpu_flash", "sdpa_efficient", "sdpa_cudnn")
 
-#: Lowerings in FP8: the first ones for a site that the user gave a recipe for, and for no other. The oracle is asked for by name.
+#: Lowerings in FP8. They come first for a site with a recipe, and serve no other. The reference is used only if asked for by name.
 FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutDemand:
-    """What a kernel needs of its q, k and v. The layout pass copies an operand only where its strides break this.
+    """The layout of q, k and v that a kernel needs. The layout pass copies an operand only where its strides break this demand.
 
     last_stride_one: elements of one head are adjacent. alignment: bytes that every other stride must be a multiple of (1: any).
-    zero_strides: an expanded (stride-0) axis is readable. farthest: elements that the stride of positions has at most (None: any).
+    zero_strides: an expanded (stride-0) axis is readable. farthest: largest stride of positions, in elements (None: any).
     """
 
     last_stride_one: bool = True
@@ -61,7 +61,7 @@ class LayoutDemand:
     farthest: int | None = None
 
     def broken_by(self, tensor: TensorSpec) -> str | None:
-        """What the kernel can't read in these strides; None if it can read them. An axis of size one has no stride to speak of."""
+        """Return why the kernel can't read these strides, or None if it can. The stride of an axis of size one does not count."""
         *others, of_head = zip(tensor.strides, tensor.shape, strict=True)
         strides = [stride for stride, size in others if size != 1]
         last, last_size = of_head
@@ -85,10 +85,10 @@ class LayoutDemand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """One kernel's tile of the scores, queries × keys, and how it is compiled.
+    """The tile of scores, queries × keys, of one kernel, and its compile options.
 
     apart: dk and dv have a pass each: five products instead of four, but half the accumulators.
-    registers: the most that a thread takes. With fewer, more programs share a multiprocessor (65536 registers). None: the compiler decides.
+    registers: upper bound for a thread; with fewer, more programs share a multiprocessor (65536 registers). None: the compiler decides.
     """
 
     queries: int
@@ -100,7 +100,7 @@ class Tile:
 
     @property
     def words(self) -> str:
-        """For people: "64x128 w8 s3"."""
+        """Text for people: "64x128 w8 s3"."""
         capped = "" if self.registers is None else f" r{self.registers}"
         return f"{self.queries}x{self.keys} w{self.warps} s{self.stages}{capped}" + (" apart" if self.apart else "")
 
@@ -116,7 +116,7 @@ class Tile:
 
     @property
     def launch_options(self) -> dict[str, int]:
-        """What Triton's launch and compiler take."""
+        """Options of Triton's launch and compiler."""
         capped = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages, **capped}
 
@@ -125,7 +125,7 @@ class Tile:
 class Tiles:
     """Tiles of the three kernels: forward, the gradient of q, and the gradients of k and v.
 
-    grad_q: with tile lists it has the forward's keys, and all or a part of the forward's queries, because both walk the same lists.
+    grad_q: with tile lists it has the forward's keys, and all or a part of the forward's queries, because both read the same lists.
     """
 
     forward: Tile
@@ -135,7 +135,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOf:
-    """Where a symbolic size is at hand: an axis of a tensor's node, or a node that is the number itself (axis None)."""
+    """Source of a symbolic size: an axis of a tensor's node, or the node of the number itself (axis None)."""
 
     node: fx.Node
     axis: int | None = None
@@ -143,7 +143,7 @@ class SizeOf:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredNodes:
-    """k and v as a cache in FP8 holds them, logical BHSD; k_scale, v_scale: (), float32, what they are multiplied by."""
+    """k and v as an FP8 cache holds them, logical BHSD. k_scale, v_scale: (), float32, factors that restore the values."""
 
     k: fx.Node
     v: fx.Node
@@ -153,7 +153,7 @@ class StoredNodes:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentNodes:
-    """What k and v are made of.
+    """The latent and the weights that k and v are computed from.
 
     latent: (B, 1, Skv, rank).
     rope: (B, 1, Skv, p).
@@ -176,9 +176,11 @@ class Operands:
     loads, score_loads: the tensors that the spec's proved masks and scores read, by their names in the spec. Tensors that are out of reach
         (MaskSpec, ScoreSpec) are missing.
     sizes: the symbolic sizes in both, without those that are out of reach.
-    stored: what the spec's `stored` describes.
-    latent: what the spec's `latent` describes.
-    has_keys: bool (B|1, Hq|1, Sq|1, 1), which queries have a key; where a kernel is to give the others the mean of v, and that was read.
+    stored: the tensors that the spec's `stored` describes.
+    latent: the tensors that the spec's `latent` describes.
+    has_keys: bool (B|1, Hq|1, Sq|1, 1), True for queries with a key. Present where the kernel has to give all other queries the mean of v,
+        and
+        this condition was recovered.
     """
 
     q: fx.Node
@@ -195,45 +197,47 @@ class Operands:
 
 
 class Emitter(NodeMaker, Protocol):
-    """Puts nodes into the Dynamo graph at the site. Every node gets its fake value, source line and module path."""
+    """Inserts nodes into the Dynamo graph at the site. Every node gets its fake value, source line and module path."""
 
     @property
     def target(self) -> Target:
-        """The machine that the site runs on: the one that it was decided for."""
+        """The machine that the site was decided for, and runs on."""
         ...
 
     def note(self, text: str) -> None:
-        """Tell people something of the site: it stands in the report."""
+        """Add a remark on the site to the report."""
         ...
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
-        """A float32 tensor of the site's own that starts as zeros and lives as long as the compiled code: to be written in place, and
-        what it held before the call, which recomputation sees too."""
+        """Make a float32 buffer of the site, zeros at first, which lives as long as the compiled code. Returns the buffer, to be written in
+        place, and
+        its content before the call, which recomputation sees too."""
         ...
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """make(), or the node that it gave for an equal key before: what several sites of a graph need is made once."""
+        """Return make(), or the node that make() gave for an equal key before. Sites of a graph share nodes this way."""
         ...
 
     def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """`mask` as an additive tensor of `dtype` (bool True -> 0, False -> -inf), made once a graph however many sites share it."""
+        """Return `mask` as an additive tensor of `dtype` (bool True -> 0, False -> -inf), made once a graph however many sites share it."""
         ...
 
 
 class Lowering(Protocol):
     """One way to compute a site. Stateless; decides from the spec and the target alone.
 
-    A family's class inherits from this one, so that a question that it has nothing to say to has its answer here.
+    A family's class inherits from this one, and overrides only the methods where it differs from the defaults here.
     """
 
     name: str
 
     def unavailable(self, target: Target) -> list[Reason]:
-        """Every reason why this lowering can't run on that machine, whatever the site; empty means it can."""
+        """Return every reason why this lowering can't run on that machine, whatever the site. Empty: it can."""
         ...
 
     def cannot_package(self) -> list[Reason]:
-        """Why what it emits can't be in an exported program, whose package runs where this package is not; empty where it is ATen's ops, or
+        """Return why emitted nodes can't be in an exported program, which runs without this package. Empty for lowerings that emit only
+        ATen ops or
         launches of Triton kernels that Inductor can compile."""
         rule = "what is in an exported program runs without this package"
         remedy = (
@@ -250,48 +254,50 @@ class Lowering(Protocol):
         ]
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        """Every reason why this lowering can't or shouldn't serve the spec there; empty means yes. Builds and compiles nothing."""
+        """Return every reason why this lowering can't or shouldn't serve the spec there. Empty: it can. Builds and compiles nothing."""
         ...
 
     def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        """What only building or compiling the kernels tells against the spec; empty means that they are ready, or need no building.
+        """Return the reasons that only building or compiling the kernels reveals. Empty: they are ready, or need no building.
 
-        `select` asks this last, of a lowering that it would choose. An answer may take seconds. The first call uses what was built.
+        `select` asks this last, of a lowering that it would choose. An answer may take seconds. The first call uses the built kernels.
         """
         return []
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        """What the kernel needs of the strides of q, k and v."""
+        """Return the layout of q, k and v that the kernel needs."""
         ...
 
     def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
-        """Whether `emit` heeds `spec.mask.means`, in the forward and backward."""
+        """Return whether `emit` honours `spec.mask.means`, in the forward and backward."""
         return False
 
     def plan(self, spec: AttentionSpec, target: Target) -> Any:
-        """All that is decided of a site that this lowering takes, as frozen data. The spec itself where nothing else is to be decided."""
+        """Return all decisions for a site that this lowering takes, as frozen data. The default, the spec itself, is for lowerings that
+        decide no more."""
         return spec
 
     def emit(self, emitter: Emitter, plan: Any, operands: Operands, /) -> fx.Node:
-        """Insert the computation; returns the node of the output, logical (B, Hq, Sq, Dv), in any strides and in q's dtype.
+        """Insert the computation. Returns the node of the output, logical (B, Hq, Sq, Dv), in any strides and in q's dtype.
 
-        plan: what `plan` gave. Nothing is decided here.
+        plan: the result of `plan`. Nothing is decided here.
         """
         ...
 
     def emit_with_lse(self, emitter: Emitter, plan: Any, operands: Operands, /) -> tuple[fx.Node, fx.Node]:
-        """As `emit`, for a spec whose lse is read: the output, and (B, Hq, Sq) in float32, or in float64 for float64. -inf in a row
-        without any allowed key."""
+        """Insert the computation for a spec whose lse is read. Returns the output as `emit` does, and the lse: (B, Hq, Sq) in float32, or
+        in float64
+        for float64, and -inf in a row without any allowed key."""
         raise TypeError(f"{self.name} gives no lse: its why_not refuses a spec whose lse is read")
 
 
 def first_two(emitter: Emitter, outputs: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The output and the lse of a leaf op."""
+    """Return the output and the lse of a leaf op."""
     return emitter.call(operator.getitem, outputs, 0), emitter.call(operator.getitem, outputs, 1)
 
 
 def check_fp8_inputs(spec: AttentionSpec) -> list[Reason]:
-    """q, k and v in half precision: what the model computes in float32 it wants to be more exact than that."""
+    """Refuse q, k and v that are not in half precision: a model that computes in float32 wants more accuracy than FP8 has."""
     if spec.dtype in HALF:
         return []
     rule = "FP8 attention takes bfloat16 or float16"

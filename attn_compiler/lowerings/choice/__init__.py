@@ -1,1 +1,1 @@
-"""Which lowering comes first, from measured data."""
+"""The order in which lowerings are asked, from measured data."""

@@ -1,6 +1,6 @@
-"""What a choice rests on, for the report: the row that gave the order, and how long a site is estimated to take. It decides nothing.
+"""Evidence of a choice, for the report: the row that gave the order, and an estimate of the time of a site. It decides nothing.
 
-An estimate is made of speeds that fp8_speed.py holds. There is none where a part of it would be a guess.
+An estimate is computed from the speeds that fp8_speed.py holds. There is none where a part of it would be a guess.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.target import Target
 
-#: what PyTorch runs on the machine that was measured, with the model's own mask
+#: the kernel that PyTorch runs on the measured machine, with the model's own mask
 _PYTORCHS = "sdpa_cudnn"
 _SM = 90
 #: products of a backward for each two of a forward
 _BACKWARD = 2.5
-#: queries of one tile. With fewer tiles than multiprocessors the GPU is not full, and measured speeds don't hold.
+#: queries of one tile. With fewer tiles than multiprocessors the GPU is not full, and measured speeds don't apply.
 _TILE = 128
-#: number of keys and length may be so many times those that were measured
+#: largest ratio between a site's number of keys or length and the measured one
 _NEAR = 2.0
 
 
 def evidence(spec: AttentionSpec, target: Target) -> Evidence | None:
-    """The row of the machine and the site; None for a machine that no row knows."""
+    """Return the row of the machine and the site; None for a machine that no row knows."""
     row = priorities.row_of(spec, target)
     if row is None:
         return None
@@ -34,13 +34,15 @@ def evidence(spec: AttentionSpec, target: Target) -> Evidence | None:
 
 
 def estimate(spec: AttentionSpec, target: Target, lowering: str) -> Estimate | None:
-    """None where nothing like the site was measured: another GPU, unknown or small sizes, another mask, dropout, another lowering."""
+    """Estimate a site's time. None where nothing like the site was measured: another GPU, unknown or small sizes, another mask, dropout,
+    another
+    lowering."""
     mine = fp8_speed.estimate(lowering, spec) if _was_measured(spec, target) else None
     work = _teraflop(spec)
     if mine is None or work is None or not _is_near(spec, mine):
         return None
     its = fp8_speed.estimate(_PYTORCHS, spec, mine)
-    # What the model writes out itself would run as Inductor's own code, which was not measured.
+    # An attention that the model writes out itself would run as Inductor's own code, which was not measured.
     is_comparable = its is not None and (its.keys, its.seqlen) == (mine.keys, mine.seqlen) and not spec.decomposed
     other = its if is_comparable and lowering != _PYTORCHS else None
     return Estimate(
@@ -68,7 +70,8 @@ def _is_near(spec: AttentionSpec, row: fp8_speed.SpeedRow) -> bool:
 
 
 def _left_out(spec: AttentionSpec, row: fp8_speed.SpeedRow) -> float:
-    """How much more PyTorch's kernel computes for each pair that counts than at the row's sizes: beside a window it computes all."""
+    """Return how much more PyTorch's kernel computes for each allowed pair than at the row's sizes: beside a window it computes all
+    pairs."""
     sizes = fp8_speed.sizes_of(spec)
     if row.mask != "window" or sizes is None:
         return 1.0
@@ -77,7 +80,7 @@ def _left_out(spec: AttentionSpec, row: fp8_speed.SpeedRow) -> float:
 
 
 def _teraflop(spec: AttentionSpec) -> float | None:
-    """Of the products of matrices, for the pairs that positions allow."""
+    """Return the operations of the matrix products for the pairs that positions allow, in units of 1e12."""
     sizes = fp8_speed.sizes_of(spec)
     known = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.head_dim_qk, spec.head_dim_v)
     numbers = [size for size in known if isinstance(size, int)]

@@ -1,10 +1,12 @@
-"""Which lowerings may take the place of FlexAttention's own kernel, or of a library's that a model calls: those that read no tensor with
-an element for each score.
+"""Check of lowerings that replace FlexAttention's own kernel, or a library's that a model calls: they must read no tensor with an element
+for
+each score.
 
-Flex's kernel computes masks and what is added as it goes, and leaves out blocks without any score. A tensor of B · H · Sq · Skv elements
-that is made for another kernel costs memory that the model does not have to have, and takes time. On one thread of a CPU (torch 2.13, q of
-(1, 8, 1024, 64) in float32) Flex took 48 ms for a window of 128 keys, and PyTorch's flash kernel with that mask 122. Without a mask they
-took 119 and 70, and for a causal one 91 and 76. On GPUs that was not measured.
+Flex's kernel computes masks and biases as it goes, and skips blocks without any score. A tensor of B · H · Sq · Skv elements for another
+kernel costs memory that the model does not need otherwise, and takes time. On one thread of a CPU (torch 2.13, q of (1, 8, 1024, 64) in
+float32) Flex took 48 ms for a window of 128 keys, and PyTorch's flash kernel with that mask 122. Without a mask they took 119 and 70, and
+for
+a causal one 91 and 76. On GPUs that was not measured.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 
-#: hold the scores themselves
+#: lowerings that write all scores to memory
 _WRITE_SCORES = frozenset({"math", "reference", "reference_fp8"})
 
-#: how the names of those begin that are given the one tensor that joins the scores, whatever was proved of it
+#: prefix of lowerings that read the mask or bias as one tensor, even where its kinds were proved
 _GIVEN = "sdpa_"
 
 
 def check_flex_call(spec: AttentionSpec, name: str) -> list[Reason]:
-    """Why the lowering does not take the place of a call of FlexAttention's, or of a library's, that it could serve."""
+    """Return why the lowering does not replace a call of FlexAttention's, or of a library's, that it could serve."""
     if name in _WRITE_SCORES:
         return [_reason(name, "it writes the scores")]
     tensor = spec.added_tensor

@@ -1,8 +1,9 @@
-"""Whether FP8 is faster than the model's own dtype for a shape: by what was measured, which `python -m benchmarks.fp8_rows` writes down.
+"""Measured speed of FP8 beside the model's own dtype, by shape. `python -m benchmarks.fp8_rows` writes the rows.
 
 fp8_sm90.csv holds effective TFLOP/s of whole attentions on an H200, in FP8 with finding scales and rounding, and in bfloat16 beside them.
-A row speaks for shapes of its sort of mask and its head dims whose queries use about as many keys. Rounding takes as long for each query,
-and attention takes longer with each key. A shape that no row speaks for is not refused, unless it has far fewer keys than every row.
+A row applies to shapes with its class of mask and its head dims whose queries use about as many keys. Rounding takes as long for each
+query,
+and attention takes longer with each key. A shape without a row is not refused, unless it has far fewer keys than every row.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from attn_compiler.spec.fp8_recipe import CurrentScaling
 from attn_compiler.spec.target import Target
 
 _SM = 90
-#: Masks that are looked up by their band alone: the rest of them costs the same with and without FP8
+#: Masks that are looked up by their band alone: everything else in them costs the same with and without FP8
 _BY_BAND = ("sinks", "softcap", "lengths")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedRow:
-    """One lowering's speed. keys: that a query may use, on average. grouped: with fewer heads of k and v, which take less time to
-    round. training: of forward and backward together. scaling: of `scaling_of`, "" for no FP8. backward: that is in FP8 too, as the
-    recipe said; None: no FP8. since, case: the date, and what was measured."""
+    """Measured speed of one lowering.
+
+    keys: mean number of keys that a query may use. grouped: with fewer heads of k and v, which take less time to round. training: of
+        forward
+    and backward together. scaling: of `scaling_of`, "" for no FP8. backward: the backward is in FP8 too, as the recipe said; None: no FP8.
+    since, case: the date, and the measured case.
+    """
 
     lowering: str
     mask: str
@@ -48,11 +53,11 @@ class SpeedRow:
 
     @property
     def words(self) -> str:
-        """Its sizes, for people."""
+        """Sizes of the row, for people."""
         return f"S {self.seqlen}" + (f", {self.keys:.0f} keys a query" if self.mask == "window" else "")
 
     def fits(self, asked: SpeedAsked) -> bool:
-        """Whether it is of that mask, head dim and pass, and no faster for having fewer heads than the site."""
+        """Return whether the row is of that mask, head dim and pass, and no faster for having fewer heads than the site."""
         return (
             self.mask == asked.mask
             and self.training == asked.training
@@ -64,10 +69,10 @@ class SpeedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedAsked:
-    """What a site asks of rows: their columns, as far as they are its own.
+    """Columns of `SpeedRow` that a site determines.
 
     mask, head_dim, grouped, training: as in `SpeedRow`. scaling: of `scaling_of`. backward: its recipe wants it in FP8 too.
-    keys: that a query may use, on average. seqlen: of keys.
+    keys: mean number of keys that a query may use. seqlen: of keys.
     """
 
     mask: str
@@ -85,7 +90,7 @@ TABLE = Table("fp8_sm90.csv", SpeedRow)
 
 @functools.lru_cache(maxsize=1024)
 def asked_by(spec: AttentionSpec) -> SpeedAsked | None:
-    """What a spec asks of rows; None for unknown lengths or head dims."""
+    """Return the columns of a spec; None for unknown lengths or head dims."""
     shape, sizes = shape_class.of(spec), sizes_of(spec)
     if sizes is None or shape.head_dim is None:
         return None
@@ -102,10 +107,10 @@ def asked_by(spec: AttentionSpec) -> SpeedAsked | None:
 
 
 def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -> SpeedRow | None:
-    """What was measured nearest to a spec's number of keys, and then to its length; None if nothing like the spec was measured.
+    """Return the row nearest to a spec's number of keys, and then to its length; None if nothing like the spec was measured.
 
-    like: a row whose number of keys and length count in place of the spec's. Of rows that are as near, those of the spec's grouping
-    count, and of these those of its way to find scales, where there are any: the length decides more.
+    like: a row whose number of keys and length replace the spec's. Among rows that are equally near, rows with the spec's grouping are
+    preferred, and among these rows with its way to find scales: the length decides more.
     """
     asked = asked_by(spec)
     if asked is None:
@@ -119,14 +124,14 @@ def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -
 
 
 def sizes_of(spec: AttentionSpec) -> tuple[float, int] | None:
-    """(the mean number of keys that the band lets a query use, the number of all keys); None where a length is not known."""
+    """Return (the mean number of keys that the band lets a query use, the number of all keys); None where a length is not known."""
     if not isinstance(spec.seqlen_q, int) or not isinstance(spec.seqlen_kv, int):
         return None
     return keys_in_band(parts.parts(spec).band, spec.seqlen_q, spec.seqlen_kv), spec.seqlen_kv
 
 
 def keys_in_band(band: Band | None, seqlen_q: int, seqlen_kv: int) -> float:
-    """The mean number of keys that the band lets a query use."""
+    """Return the mean number of keys that the band lets a query use."""
     if band is None:
         return seqlen_kv
     shift = seqlen_kv - seqlen_q if band.from_end else 0
@@ -137,19 +142,20 @@ def keys_in_band(band: Band | None, seqlen_q: int, seqlen_kv: int) -> float:
 
 
 def _clipped(first: int, count: int, limit: int) -> int:
-    """Sum of so many successive numbers, each no less than 0 and no more than the limit."""
+    """Return the sum of `count` successive numbers from `first` on, each clipped to 0 .. `limit`."""
     return _clipped_below(first + count, limit) - _clipped_below(first, limit)
 
 
 def _clipped_below(end: int, limit: int) -> int:
-    """The same sum over all numbers below the end. They grow from 0 up to the limit, and stay there."""
+    """Return the sum of all numbers from 0 to `end`, without it, each clipped to `limit`."""
     growing = min(max(end, 0), limit + 1)
     return growing * (growing - 1) // 2 + max(end - limit - 1, 0) * limit
 
 
 def scaling_of(spec: AttentionSpec) -> str:
-    """How a site's recipe finds scales, as far as it costs time: for each "block", "head" or "tensor", which the last two read twice; or
-    "before" that step; or "accurate", with a rotation or a mean. "" without a recipe."""
+    """Return how a site's recipe finds scales, as far as it costs time. "block", "head" or "tensor": a scale for each; the last two read
+    the input
+    twice. "before": scales of former steps. "accurate": with a rotation or a mean. "": no recipe."""
     if spec.fp8 is None:
         return ""
     if spec.fp8.hadamard or spec.fp8.smooth_k:
@@ -159,9 +165,12 @@ def scaling_of(spec: AttentionSpec) -> str:
 
 
 def check_fp8_speed(spec: AttentionSpec, target: Target, lowering: str, other: str) -> list[Reason]:
-    """Refuses a lowering in FP8 that was slower than `other`, which the site gets without a recipe; or that was not measured, where the
-    fastest of those that were is slower. And where all that was measured has more than twice as many keys for a query: rounding takes
-    the larger share of the time, the fewer keys there are."""
+    """Refuse a lowering in FP8 that was measured slower than `other`, the lowering that the site gets without a recipe.
+
+    A lowering that was not measured is compared by the fastest FP8 row. Sites with less than half as many keys for a query as the nearest
+    row
+    are refused, too: the fewer keys, the larger the share of time that rounding takes.
+    """
     if target.sm != _SM:
         return []
     mine = estimate(lowering, spec) or _fastest(spec)

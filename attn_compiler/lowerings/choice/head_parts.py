@@ -1,8 +1,7 @@
-"""Whether Hopper's forward is faster with products of a head dim's own size, as a sum of powers of two, than with the next power of two, by
-what was measured.
+"""Measured speed of Hopper's forward with two ways to cover a head dim: a sum of powers of two, or the next power of two.
 
-head_parts_sm90.csv holds the TFLOP/s of both on an H200. A row speaks for shapes of its sort of mask and its head dims. Of these rows the
-ones of the nearest length decide. A shape that no row speaks for gets the next power of two.
+head_parts_sm90.csv holds the TFLOP/s of both on an H200. A row applies to shapes with its class of mask and its head dims. Among these rows
+the ones of the nearest length decide. A shape without a row gets the next power of two.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from attn_compiler.spec.attention import AttentionSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartsRow:
-    """head_dim_qk, head_dim_v: as sums. summed, padded: TFLOP/s on allowed pairs, of the forward alone. since, case: the date,
-    and what was measured."""
+    """head_dim_qk, head_dim_v: as sums. summed, padded: TFLOP/s on allowed pairs, of the forward alone. since, case: the date, and the
+    measured case."""
 
     mask: str
     band: str
@@ -35,7 +34,7 @@ TABLE = Table("head_parts_sm90.csv", PartsRow)
 
 
 def is_faster(spec: AttentionSpec) -> bool:
-    """Whether it was, in all rows that are as near. Raises TypeError for head dims that are not known."""
+    """Return whether the sum was faster in all of the nearest rows. Raises TypeError for head dims that are not known."""
     head_dims, seqlens = head_dim_sums(spec), shape_class.of(spec).seqlens
     if head_dims == head_dim_tiles(spec):
         return False

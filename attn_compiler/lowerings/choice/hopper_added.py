@@ -1,9 +1,9 @@
-"""Whether Hopper's kernel is faster than the Triton family's where it reads a tensor with an element for each score, or numbers by
-distance, by what was measured.
+"""Measured speed of Hopper's kernel beside the Triton family's, for masks and biases with an element for each score and biases by distance.
 
-hopper_added_sm90.csv holds the TFLOP/s of both, side by side on one GPU. A row speaks for sites with its part and its head dims. Of these
-rows the ones of the nearest length decide. A site that no row speaks for is left to the Triton kernels, unless the user names this one.
-With gradients, dense masks and biases that want none have to have rows of the backward, too. The backward of other biases is the Triton
+hopper_added_sm90.csv holds the TFLOP/s of both, side by side on one GPU. A row applies to sites with its part and its head dims. Among
+these
+rows the ones of the nearest length decide. A site without a row is left to the Triton kernels, unless the user names this one.
+With gradients, dense masks and biases that want none need rows of the backward, too. The backward of other biases is the Triton
 family's either way.
 """
 
@@ -20,18 +20,17 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 
-#: parts that rows have to speak for
+#: parts that need a measured row
 PARTS: frozenset[PartKind] = frozenset({"bias", "distances", "mask"})
 FORWARD, BACKWARD = "forward", "backward"
-#: whose kernel it is, and whose the other one is
+#: the two families that are compared
 FAMILY, OTHER = "hopper", "triton"
 _WORDS: Mapping[PartKind, str] = {"mask": "a dense mask", "bias": "a dense bias", "distances": "a bias by distance"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedRow:
-    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. device, since, case: the GPU, the date, and
-    what was measured."""
+    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. device, since, case: the GPU, the date, and the measured case."""
 
     part: str
     pass_: str
@@ -46,7 +45,7 @@ class AddedRow:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Text for people."""
         return f"{self.hopper:.0f} TFLOP/s, {OTHER} {self.triton:.0f} (S {self.seqlen}; {self.device}, {self.since})"
 
 
@@ -54,7 +53,8 @@ TABLE = Table("hopper_added_sm90.csv", AddedRow)
 
 
 def check_added_speed(spec: AttentionSpec, name: str) -> list[Reason]:
-    """Why a lowering that nobody asked for by name does not serve a site that it could: for each such part of it, one reason."""
+    """Return why a lowering that nobody asked for by name does not serve a site that it could: one reason for each slower or unmeasured
+    part."""
     wanted = site_parts.parts(spec).kinds & PARTS if name == FAMILY else frozenset()
     return [
         reason for part in sorted(wanted) for which in _passes(spec, part) for reason in _check_part(spec, part, which)
@@ -62,7 +62,7 @@ def check_added_speed(spec: AttentionSpec, name: str) -> list[Reason]:
 
 
 def _passes(spec: AttentionSpec, part: PartKind) -> tuple[str, ...]:
-    """Those that are this family's own."""
+    """Return the passes that this family's kernels run."""
     has_backward = part == "mask" or (part == "bias" and not site_parts.parts(spec).bias_grad)
     return (FORWARD, BACKWARD) if spec.needs_grad and has_backward else (FORWARD,)
 

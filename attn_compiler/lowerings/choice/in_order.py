@@ -1,7 +1,7 @@
-"""Whether Hopper's backward that adds dq up in one order is faster than the Triton kernels' own, by what was measured.
+"""Measured speed of Hopper's backward that sums dq in one order, beside the Triton kernels' own.
 
-Both give the same bits in every run. in_order_sm90.csv holds the TFLOP/s of both on an H200. A row speaks for shapes of its sort of mask
-and its head dims. Of these rows the ones that are nearest to a shape decide. A shape that no row speaks for is left to the Triton kernels.
+Both give the same bits in every run. in_order_sm90.csv holds the TFLOP/s of both on an H200. A row applies to shapes with its class of mask
+and its head dims. Among these rows the nearest to a shape decide. A shape without a row is left to the Triton kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-#: what the other side is called
+#: name of the other side
 OTHER = "triton"
 _RULE = "the backward that adds up in one order was measured to be faster than Triton's for such a shape"
 _REMEDY = (
@@ -27,8 +27,9 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderRow:
-    """heads: of all batch rows, as many as are under way at once. in_order, triton: TFLOP/s on allowed pairs, of the backward alone.
-    since, case: the date, and what was measured."""
+    """heads: of all batch rows, as many as run at once. in_order, triton: TFLOP/s on allowed pairs, of the backward alone. since, case: the
+    date,
+    and the measured case."""
 
     mask: str
     band: str
@@ -43,7 +44,7 @@ class OrderRow:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Text for people."""
         return (
             f"{self.in_order:.0f} TFLOP/s, {OTHER} {self.triton:.0f} (S {self.seqlen}, {self.heads} heads at once; H200, "
             f"{self.since})"
@@ -54,8 +55,9 @@ TABLE = Table("in_order_sm90.csv", OrderRow)
 
 
 def check_order_speed(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Refuses the backward in one order where it was slower, where nothing like the shape was measured, and for sizes that are not known:
-    whether blocks wait for each other depends on how many there are."""
+    """Refuse the backward in one order where it was slower, where nothing like the shape was measured, and for unknown sizes: whether
+    blocks wait
+    for each other depends on how many there are."""
     sizes = _sizes(spec)
     if sizes is None:
         return [_refused("sizes that are not known when the graph is compiled", "torch.compile(dynamic=False)")]
@@ -76,7 +78,7 @@ def _refused(observed: str, remedy: str) -> Reason:
 
 
 def _sizes(spec: AttentionSpec) -> tuple[int, tuple[int, int]] | None:
-    """Heads of all batch rows, and the smaller and the larger length; None where one is not known."""
+    """Return the heads of all batch rows, and the smaller and the larger length; None where one is not known."""
     shape = shape_class.of(spec)
     if shape.is_any or not isinstance(spec.batch, int) or not isinstance(spec.num_heads_q, int):
         return None
@@ -84,7 +86,7 @@ def _sizes(spec: AttentionSpec) -> tuple[int, tuple[int, int]] | None:
 
 
 def _of_its_sort(spec: AttentionSpec) -> list[OrderRow]:
-    """Rows that speak for a spec, of any length."""
+    """Return the rows with a spec's mask and head dims, of any length."""
     shape = shape_class.of(spec)
     mask = shape_class.sort_of_mask(spec)
     return [

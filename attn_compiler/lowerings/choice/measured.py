@@ -1,4 +1,4 @@
-"""Rows that were measured: CSV files beside this one, and a frozen class for each, whose fields are its columns."""
+"""Tables of measured rows: CSV files beside this one, and a frozen class for each, whose fields are its columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 
 
 class Table(Generic[Row]):
-    """path: of the file. kind: of its rows, a dataclass. A field that would be a word of Python ends in an underscore."""
+    """Rows of a CSV file. path: of the file. kind: a dataclass for the rows. A field that would be a word of Python ends in an
+    underscore."""
 
     def __init__(self, path: str | Path, kind: type[Row]) -> None:
         self.path = Path(__file__).with_name(path) if isinstance(path, str) else path
@@ -32,11 +33,11 @@ class Table(Generic[Row]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """In the order of the file."""
+        """Names of the columns, in the order of the file."""
         return tuple(self._columns)
 
     def rows(self) -> tuple[Row, ...]:
-        """The file is read once."""
+        """Return the rows. The file is read once."""
         if self._rows is None:
             with self.path.open(newline="") as file:
                 self._rows = tuple(map(self._row, csv.DictReader(file)))

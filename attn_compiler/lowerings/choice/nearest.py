@@ -1,4 +1,4 @@
-"""Which measured rows are nearest to a shape, and where a shape is too far from all of them."""
+"""Search for the measured rows nearest to a shape, and the limit beyond which a shape is too far from all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 
 class HasLength(Protocol):
-    """seqlen: that a row was measured at."""
+    """A row with the length that it was measured at."""
 
     @property
     def seqlen(self) -> int: ...
@@ -17,18 +17,18 @@ class HasLength(Protocol):
 Row = TypeVar("Row")
 OfLength = TypeVar("OfLength", bound=HasLength)
 
-#: Of a shape with so many times fewer positions than the shortest row, or so many times more keys than queries, nothing is known.
+#: largest ratio of the shortest row's length to a shape's, and of a shape's longer length to its shorter one: rows say nothing beyond
 _FAR = 2
 
 
 def is_far(seqlens: tuple[int, int], least: int) -> bool:
-    """Whether rows say nothing of these lengths. seqlens: the smaller and the larger one. least: the shortest row's."""
+    """Return whether rows say nothing of these lengths. seqlens: the smaller and the larger one. least: the shortest row's."""
     shorter, longer = seqlens
     return _FAR * shorter < least or longer > _FAR * shorter
 
 
 def of(rows: Iterable[Row], sizes: Callable[[Row], tuple[float, ...]], wanted: tuple[float, ...]) -> list[Row]:
-    """All rows that are as near as the nearest one. The first size decides, as a ratio, and then the next one.
+    """Return all rows that are as near as the nearest one. The first size decides, as a ratio, and then the next one.
 
     sizes: of a row, as many as `wanted` has.
     """
@@ -43,7 +43,7 @@ def of_length(
     further: Callable[[OfLength], tuple[float, ...]] = lambda row: (),
     wanted: tuple[float, ...] = (),
 ) -> list[OfLength] | str:
-    """The rows of the nearest length, and then of the nearest further sizes; or why none speaks for such lengths.
+    """Return the rows of the nearest length, and then of the nearest further sizes; or why no row applies to such lengths.
 
     rows: at least one. seqlens: the smaller and the larger one.
     """

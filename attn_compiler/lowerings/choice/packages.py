@@ -1,4 +1,4 @@
-"""What a package that is not installed would gain for a site, by the times of sites like it. It decides nothing: the report says it."""
+"""Gain of a package that is not installed, by the times of sites like the one at hand. It decides nothing: the report shows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_compiler.reasons.decisions import Faster
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import CUDNN_FRONTEND_DISTRIBUTION, FLASH_ATTN_4_DISTRIBUTION, INSTALL, Target
 
-#: less is within what two machines differ by
+#: smaller gains are within the difference between two machines
 _LEAST = 1.03
 
 
@@ -31,7 +31,7 @@ class Package:
     version: str
 
     def installed(self, target: Target) -> Target:
-        """The same machine with the package."""
+        """Return the same machine with the package."""
         changed: dict[str, Any] = {self.field: self.version}
         return dataclasses.replace(target, **changed)
 
@@ -55,9 +55,9 @@ PACKAGES = (
 
 
 def faster(spec: AttentionSpec, target: Target, chosen: str) -> list[tuple[Faster, Target]]:
-    """What was measured to be faster than the chosen lowering, the fastest first, and the machine with its package.
+    """Return the lowerings that were measured faster than the chosen one, the fastest first, each with the machine that has its package.
 
-    Whether that lowering would take the site is for the caller to ask it.
+    The caller asks whether that lowering would take the site.
     """
     row = priorities.row_of(spec, target)
     if row is None or chosen not in row.times:
@@ -83,7 +83,10 @@ def _faster(package: Package, speed: float, row: Row) -> Faster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """A package over all classes of sites that were timed: in how many it would be the fastest, of how many, and how much faster then."""
+    """Rank of a package over all classes of sites that were timed.
+
+    first: classes in which it would be the fastest. classes: all. speed: how much faster it is in those, as a ratio.
+    """
 
     first: int
     classes: int
@@ -91,7 +94,7 @@ class Standing:
 
 
 def standing(package: Package, sm: int) -> Standing | None:
-    """Beside what needs no package at all; None for an architecture without measured rows."""
+    """Compare a package with the lowerings that need no package; None for an architecture without measured rows."""
     rows = [row for row in priorities.ROWS if row.times and row.sms is not None and row.sms[0] <= sm <= row.sms[1]]
     others = {one.lowering for one in PACKAGES}
     gains = [

@@ -1,4 +1,4 @@
-"""Which lowering is asked first, by machine and shape: dated data, each row with what it rests on. `order` reads it.
+"""Order of lowerings by machine and shape: dated data, each row with its evidence. `order` reads it.
 
 Rows by classes of shapes come from priorities_sm90.csv, which `python -m benchmarks.select_rows` makes from the measured times of
 benchmarks/results/select_h200.csv and select_hopper_h200.csv: nobody writes in it. All others are written by hand in priorities.toml.
@@ -34,7 +34,7 @@ LAST = "untouched"
 _FP8_FIRST = ("hopper_fp8", "triton_fp8", "cudnn_fp8")
 
 
-#: Lowerings that give a logsumexp. They come after those of a measured order, and before `untouched`, which writes all scores to memory.
+#: Lowerings that return a logsumexp. They come after those of a measured order, and before `untouched`, which writes all scores to memory.
 _WITH_LSE = ("decode", "hopper", "triton", "math")
 
 _BY_HAND = Path(__file__).with_name("priorities.toml")
@@ -46,7 +46,8 @@ COLUMNS = tuple(
 
 
 def _measured(line: Mapping[str, str]) -> Row:
-    """A row of MEASURED. What is not said there: half precision, no dropout, and the cuDNN that PyTorch prefers too, or a newer one."""
+    """Return a row of MEASURED. Conditions without a column: half precision, no dropout, and the cuDNN that PyTorch prefers too, or a newer
+    one."""
     return Row(
         sms=(90, 90),
         cudnn=PREFERRED_CUDNN,
@@ -77,7 +78,7 @@ def _read() -> tuple[Row, ...]:
 
 
 def _rows() -> Iterator[tuple[str, Row]]:
-    """The rows of priorities.toml with the names of their groups; where that names MEASURED, its rows."""
+    """Yield the rows of priorities.toml with the names of their groups. An entry that names MEASURED stands for the rows of that file."""
     with _BY_HAND.open("rb") as file:
         for group, entries in tomllib.load(file).items():
             for entry in entries:
@@ -90,17 +91,17 @@ ROWS: tuple[Row, ...] = tuple(row for _, row in _GROUPED)
 
 
 def group(name: str) -> tuple[Row, ...]:
-    """The rows of one group of priorities.toml."""
+    """Return the rows of one group of priorities.toml."""
     return tuple(row for of, row in _GROUPED if of == name)
 
 
 def row_of(spec: AttentionSpec, target: Target) -> Row | None:
-    """The row that decides; None for a machine that no row knows."""
+    """Return the row that decides; None for a machine that no row knows."""
     return next((row for row in ROWS if row.fits(spec, target)), None)
 
 
 def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
-    """Names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them."""
+    """Return names of lowerings in the order to ask them; "untouched" is always the last. "reference" is never among them."""
     row = row_of(spec, target)
     fp8 = _FP8_FIRST if spec.fp8 is not None else ()
     measured = row.order if row is not None else ()
@@ -109,8 +110,10 @@ def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
 
 
 def _of_latent(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
-    """Before all others: they read a few bytes of each key where others have k and v made of it first (mla.md has the figures)."""
+    """Return the lowerings that come before all others for a latent: they read a few bytes of each key, where others need k and v made
+    first (mla.md
+    has the figures)."""
     if spec.latent is None:
-        # The reason is the same for all of them.
+        # One of them is enough to report the reason.
         return OF_LATENT[-1:] if spec.no_latent is not None else ()
     return OF_LATENT if target.device == "cuda" else OF_LATENT[-1:]

@@ -1,4 +1,4 @@
-"""One row of the order that lowerings are asked in: which machines and sites it is for, and how a TOML file writes it."""
+"""One row of the order in which lowerings are asked: its conditions on machine and site, and its form in a TOML file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FLASH_FIRST = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
 CUDNN_FIRST = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 #: PyTorch puts cuDNN first from 9.15.1 on (check_prefer_cudnn_attention in sdp_utils.cpp: "> 91500").
 PREFERRED_CUDNN = 91_501
-#: Fewer are over sooner than a kernel of ours is started.
+#: Fewer scores take less time than the launch of one of our kernels.
 MANY_SCORES = 512 * 512
-#: of what counts as decode: one token, several guessed ones, a piece of a prompt
+#: queries of a decode step, at most: one token, several guessed ones, a piece of a prompt
 MOST_QUERIES = 16
 
 
@@ -35,7 +35,7 @@ class EvidenceRow:
     sms: architectures from .. to, both included; None: the CPU.
     dtypes: of q, or of x.
     training: the call needs gradients.
-    order: the lowerings, the first one first; none where the model's own computation is to stay.
+    order: the lowerings, the first one first; none where the model's own computation stays.
     since: the date of the evidence.
     why: the evidence.
     measured: on such machines. Otherwise it is reasoning.
@@ -50,7 +50,7 @@ class EvidenceRow:
     measured: bool = field(default=True, compare=False)
 
     def serves(self, target: Target, dtype: str, needs_grad: bool) -> bool:
-        """True if the machine, the dtype and the mode are the row's."""
+        """Return whether the machine, the dtype and the mode are the row's."""
         of_machine = target.device == "cpu"
         if self.sms is not None:
             of_machine = target.device == "cuda" and self.sms[0] <= target.sm <= self.sms[1]
@@ -65,7 +65,7 @@ class Row(EvidenceRow):
     decomposed: as in AttentionSpec.
     upcast: q and k are float32, and the output is half precision.
     one_query: decode.
-    most_queries: no more, in every call.
+    most_queries: upper bound on the queries of every call.
     tensor: a dense mask or bias joins the scores.
     stored: a cache in FP8 holds k and v.
     dropout: some weights are dropped.
@@ -74,9 +74,9 @@ class Row(EvidenceRow):
     parts: the site has one of these.
     learned: a bias has a gradient.
     head_dims: both of the spec's are known and within them, bounds included; None is no upper bound.
-    seqlens: the same of its lengths. On a GPU, here and in bounds on scores, one that is not known counts as shape_class.py says; on a CPU
-        it is within none.
-    least_elements, most_elements: q has so many, and they are known.
+    seqlens: the same of its lengths. An unknown length is never within bounds on a CPU. On a GPU it counts as shape_class.py says, here and
+        in bounds on scores.
+    least_elements, most_elements: bounds on the elements of q, which are known.
     times: of lowerings that ran on such sites, in multiples of the fastest one's; none where they were not timed together.
     """
 
@@ -99,7 +99,7 @@ class Row(EvidenceRow):
     seqlens: tuple[int, int | None] | None = None
     least_elements: int | None = None
     most_elements: int | None = None
-    # It says no more than the evidence does.
+    # Equal evidence implies equal times.
     times: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def fits(self, spec: AttentionSpec, target: Target) -> bool:
@@ -120,7 +120,7 @@ class Row(EvidenceRow):
         )
 
     def _fits_queries(self, spec: AttentionSpec) -> bool:
-        """An unknown number of queries is few only if guards say so."""
+        """Return whether queries are few enough. An unknown number is few only if guards bound it."""
         most = dims.range_of(spec, spec.seqlen_q)[1]
         return self.most_queries is None or (most is not None and most <= self.most_queries)
 
@@ -148,7 +148,7 @@ class Row(EvidenceRow):
 
 
 def _is_within(sizes: tuple[int, int] | None, bounds: tuple[int, int | None] | None) -> bool:
-    """Whether the smaller and the larger size are known to be within the bounds."""
+    """Return whether the smaller and the larger size are known to be within the bounds."""
     if bounds is None:
         return True
     first, last = bounds
@@ -167,7 +167,7 @@ def _number(text: str) -> Any:
 
 
 def _range(text: str) -> tuple[int, int | None]:
-    """ "17..127", "512.." without an end, or one number."""
+    """Parse "17..127", "512.." without an end, or one number."""
     first, dots, last = text.partition("..")
     return _number(first), _number(last or first) if last or not dots else None
 
@@ -186,14 +186,15 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 
 
 def _selected(text: str) -> dict[str, Any]:
-    """The fields of a row that "cpu" or "sm=90", and "field=value" say."""
+    """Return the fields of a row that "cpu" or "sm=90", and "field=value" give."""
     pairs = (word.partition("=") for word in text.split())
     found = {name: _READ.get(name, _number)(value) for name, _, value in pairs if name != "cpu"}
     return {"sms": found.pop("sm", None)} | found
 
 
 def read(line: Mapping[str, Any], row: type[OneRow]) -> Iterator[OneRow]:
-    """The rows of one entry: one for each line of its "for". Raises KeyError for a word, and TypeError for a field, that there is not."""
+    """Return the rows of one entry: one for each line of its "for". Raises KeyError for an unknown word, and TypeError for an unknown
+    field."""
     order = itertools.chain.from_iterable(_ORDERS.get(name, (name,)) for name in line["order"].split())
     shared = {**line, "order": tuple(order)}
     del shared["for"]

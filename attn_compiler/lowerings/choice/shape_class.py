@@ -1,9 +1,11 @@
-"""What the choice of a kernel depends on, of a spec: its sizes, and the sort of its mask. `of` reads it off.
+"""Properties of a spec that the choice of a kernel depends on: its sizes, and the class of its mask.
 
-A length that is not known is chosen for as if it were `ANY_LENGTH`, or the nearest one that guards allow: the graph serves calls of every
-length, so the choice is right for long ones, where most time goes. Measured orders change little below: of the lowerings that need no
-further package, the one that this gives takes at most 1.2 times as long as the fastest one at any shorter length that was measured
-(tests/lowerings/choice/test_shape_class.py). What a lowering takes is never asked of that number.
+An unknown length counts as `ANY_LENGTH`, or the nearest length that guards allow. The graph serves calls of every length, so the choice is
+right for long ones, where most time goes. Measured orders change little below. Of the lowerings that need no further package, the chosen
+one
+takes at most 1.2 times as long as the fastest one at any shorter length that was measured (tests/lowerings/choice/test_shape_class.py).
+That
+number never decides whether a lowering takes a site.
 """
 
 from __future__ import annotations
@@ -19,24 +21,25 @@ from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.masks import Causal, KeyBound, MaskKind, SlidingWindow
 
-#: The first that applies. "added": a bias of any kind. "tensor": pairs that only run-time tensors know. "lengths": numbers of keys for
+#: The first that applies. "added": a bias of any kind. "tensor": pairs that only run-time tensors give. "lengths": numbers of keys for
 #: batch rows and, at most, a band. "padding": another interval of keys, or truth values of them, from run-time tensors. "sinks".
 #: "softcap". "window": a band that is no plain diagonal. "causal". "full".
 Mask = Literal["added", "tensor", "lengths", "padding", "sinks", "softcap", "window", "causal", "full"]
 MASKS: tuple[Mask, ...] = get_args(Mask)
-#: What positions alone allow, whatever else the mask says.
+#: The band that positions alone give, whatever other conditions the mask has.
 Band = Literal["window", "causal", "full"]
 BANDS: tuple[Band, ...] = get_args(Band)
-#: what a length that is not known is chosen for as
+#: stands for a length that is not known
 ANY_LENGTH = 4096
-#: masks that `sort_of_mask` has under their band
+#: masks that `sort_of_mask` classes by their band
 _BY_BAND: tuple[Mask, ...] = ("sinks", "softcap")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeClass:
-    """head_dim: the larger one. seqlens: the smaller and the larger one, as they are chosen for. is_any: one of these is not known.
-    grouped: k and v have fewer heads. elements: of q. None: not known."""
+    """head_dim: the larger one. seqlens: the smaller and the larger one, or what stands for them. is_any: one of these is not known.
+    grouped: k and
+    v have fewer heads. elements: of q. None: not known."""
 
     mask: Mask
     band: Band
@@ -49,7 +52,7 @@ class ShapeClass:
 
 @functools.lru_cache(maxsize=1024)
 def of(spec: AttentionSpec) -> ShapeClass:
-    """The class of a spec, whatever kernels there are for it."""
+    """Return the class of a spec, whatever kernels there are for it."""
     queries, keys = (chosen_for(spec, size) for size in (spec.seqlen_q, spec.seqlen_kv))
     head_dims = spec.head_dim_qk, spec.head_dim_v
     known = [size for size in head_dims if isinstance(size, int)]
@@ -65,13 +68,13 @@ def of(spec: AttentionSpec) -> ShapeClass:
 
 
 def chosen_for(spec: AttentionSpec, length: Dim) -> int:
-    """A length of a spec, or what one that is not known is chosen for as."""
+    """Return a length of a spec, or the number that stands for an unknown one."""
     least, most = dims.range_of(spec, length)
     return max(least, ANY_LENGTH if most is None else min(ANY_LENGTH, most))
 
 
 def words_of_any(spec: AttentionSpec) -> str | None:
-    """Of lengths that are not known, for people; nothing of others."""
+    """Describe lengths that are not known, for people; None if all are known."""
     symbolic = dict.fromkeys(size for size in (spec.seqlen_q, spec.seqlen_kv) if isinstance(size, str))
     if not symbolic:
         return None
@@ -89,8 +92,12 @@ def _words_of_range(spec: AttentionSpec, size: str) -> str:
 
 
 def sort_of_mask(spec: AttentionSpec) -> str:
-    """What rows measured on Hopper's kernels go by. Intervals of any length have their blocks in the order of these lengths, as documents
-    have. Score changes cost all of these kernels the same work: rows of their band speak for them."""
+    """Return the class of a mask in rows measured on Hopper's kernels.
+
+    Intervals of any length have their blocks ordered by length, as documents have. Score changes cost all of these kernels the same work:
+    rows
+    of their band apply to them.
+    """
     if "rows" in site_parts.parts(spec).kinds:
         return "intervals"
     shape = of(spec)

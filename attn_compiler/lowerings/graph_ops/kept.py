@@ -1,7 +1,7 @@
-"""What an attention gave is kept under a checkpoint, so that its forward runs once a step (`options={"checkpoint": "keep_attention"}`).
+"""Attention outputs that a checkpoint keeps, so that the forward runs once a step (`options={"checkpoint": "keep_attention"}`).
 
-A checkpoint marks what is made in it: the backward computes it once more. PyTorch parts the traced graph by those marks, which are the same
-in all its versions (`torch_private/marks.py`). The backward of an attention reads its output and its lse, and both are small.
+A checkpoint marks the nodes inside it for recomputation in the backward. PyTorch partitions the traced graph by those marks, which are the
+same in all its versions (`torch_private/marks.py`). The backward of an attention reads its output and its lse, and both are small.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from attn_compiler.lowerings.base import GIVEN
 from attn_compiler.torch_private import marks
 from attn_compiler.torch_private.op_library import NAMESPACE
 
-#: what the ops of attention are called that PyTorch has kernels for
+#: prefix of the names of PyTorch's attention kernels
 _ATEN = "_scaled_dot_product_"
 _BACKWARD = "_backward"
-#: what a leaf op gives (ops.LEAF_SCHEMA)
+#: names of a leaf op's outputs (ops.LEAF_SCHEMA)
 _OUTPUTS = ["out", "lse"]
 
 
 def keep_attention(graph: fx.Graph) -> None:
-    """Have the backward read what attentions gave in the forward.
+    """Mark the outputs of attentions as saved, so that the backward reads them instead of recomputing.
 
-    graph: of the forward and the backward, before they are parted. What a checkpoint's own policy decided of an attention stays.
+    graph: of the forward and the backward, before they are partitioned. A decision of a checkpoint's own policy on an attention stays.
     """
     for node in graph.nodes:
         if is_attention(node) and marks.is_left_to_partitioner(node):
@@ -33,7 +33,7 @@ def keep_attention(graph: fx.Graph) -> None:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether a node is the forward of an attention: a leaf op's, or that of a kernel of PyTorch's."""
+    """Return whether a node is the forward of an attention: a leaf op's, or that of one of PyTorch's kernels."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return False

@@ -2,12 +2,12 @@
 
     out, last = function(operands);  text: the LinearForm that the function was proved to be
 
-Dynamo puts it where the model calls the function (passes/matching/linear). A step of the pipeline puts a lowering in its place.
-`linear_own` is the same, of the function's own ops: it stands where nothing is to be put in the place of the function. Both run the
-model's function, so a graph that is given back as it came computes what the model computes.
+Dynamo records it where the model calls the function (passes/matching/linear). A step of the pipeline replaces it by a lowering.
+`linear_own` computes the same by the function's own ops, for calls that no lowering replaces. Both run the model's function, so an
+unchanged graph computes what the model computes.
 
-operands: by the roles of the form. out: (B, S, H, V), contiguous. last: the state after the last token, (B, H, K, V), of the state space
-(B, H, V, K).
+operands: by the roles of the form. out: (B, S, H, V), contiguous. last: the state after the last token, (B, H, K, V), for state-space
+models (B, H, V, K).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SCHEMA = "(Tensor[] operands, str text) -> (Tensor out, Tensor last)"
 
 Own = Callable[[LinearForm, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
-#: the models' own functions, by the name that a form has of them
+#: the models' own functions, by `LinearForm.function`
 FUNCTIONS: dict[str, Own] = {}
 
 
 def own(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """What the model's function gives. Raises KeyError in a process that has not met the function."""
+    """Run the model's function. Raises KeyError in a process where no model has called the function."""
     form = LinearForm.of_text(text)
     if form.function not in FUNCTIONS:
         raise KeyError(f"no model of this process has the function {form.function}")
@@ -38,7 +38,7 @@ def own(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
 
 
 def fake(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """Of tensors without memory."""
+    """Return outputs without memory."""
     form = LinearForm.of_text(text)
     given = dict(zip(form.roles, operands, strict=True))
     v, k = (given["x"], given["B"]) if form.recurrence == "ssd" else (given["v"], given["k"])
@@ -49,7 +49,7 @@ def fake(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
 
 
 def _without_aliases(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """An op's results are contiguous, and share no memory with each other or with what it was given."""
+    """Run the model's function with outputs that are contiguous, and share no memory with each other or with the inputs."""
     out, last = own([x.detach() for x in operands], text)
     return out.clone(memory_format=torch.contiguous_format), last.clone(memory_format=torch.contiguous_format)
 
@@ -61,7 +61,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[list[Tensor | None], None]:
-    """By the function's own backward, after it ran once more."""
+    """Run the function once more, and then its own backward."""
     with torch.enable_grad():
         operands = [x.detach().requires_grad_(wanted) for x, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
         outs = own(operands, ctx.text)
@@ -82,11 +82,11 @@ linear_own = getattr(torch.ops, NAMESPACE).linear_own.default
 
 
 def calls(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of a graph, in order."""
+    """Return the calls of a graph, in order."""
     return graph.find_nodes(op="call_function", target=linear_call, sort=True)
 
 
 def give_back(graph: fx.Graph) -> None:
-    """Every call becomes the model's own function again."""
+    """Replace every call by the model's own function."""
     for node in calls(graph):
         node.target = linear_own

@@ -1,6 +1,6 @@
-"""What a `LinearForm` says, in tensors: from a function's operands to q, k, v, g, beta and state, the recurrence itself, and back.
+"""The computation that a `LinearForm` describes, in tensors: operands to q, k, v, g, beta and state, the recurrence, and the outputs.
 
-Proofs, `verify` and tests hold everything against `definition`, which goes token by token.
+Proofs, `verify` and tests compare everything with `definition`, which goes token by token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attn_compiler.spec.linear import LinearForm
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearOperands:
-    """The operands of the recurrence, all in the dtype that is computed in, with as many heads of q and k as of v.
+    """The operands of the recurrence, all in its compute dtype, with as many heads of q and k as of v.
 
     q, k: (B, S, H, K).
     v: (B, S, H, V).
@@ -35,7 +35,7 @@ class LinearOperands:
 
     @property
     def first_state(self) -> Tensor:
-        """The state before the first token."""
+        """State before the first token."""
         if self.state is not None:
             return self.state
         batch, _, heads, dim = self.k.shape
@@ -43,13 +43,13 @@ class LinearOperands:
 
 
 def prepared(form: LinearForm, operands: Sequence[Tensor]) -> LinearOperands:
-    """What a function makes of its operands before the recurrence."""
+    """Compute the operands of the recurrence from those of the function."""
     given = dict(zip(form.roles, operands, strict=True))
     return _of_ssd(form, given) if form.recurrence == "ssd" else _of_delta(form, given)
 
 
 def finished(form: LinearForm, operands: Sequence[Tensor], out: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What the function gives: `out` (B, S, H, V) and the last state, as the recurrence gives them, in its dtypes and layouts."""
+    """Convert `out` (B, S, H, V) and the last state of the recurrence to the function's outputs, in its dtypes and layouts."""
     if form.recurrence == "ssd":
         given = dict(zip(form.roles, operands, strict=True))
         if "D" in given:
@@ -60,12 +60,12 @@ def finished(form: LinearForm, operands: Sequence[Tensor], out: Tensor, state: T
 
 
 def definition(form: LinearForm, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What the function computes, token by token."""
+    """Compute the function's outputs, token by token."""
     return finished(form, operands, *token_by_token(prepared(form, operands)))
 
 
 def token_by_token(given: LinearOperands) -> tuple[Tensor, Tensor]:
-    """The recurrence as it is written: o (B, S, H, V), and the state after the last token."""
+    """Run the recurrence token by token. Returns o (B, S, H, V), and the state after the last token."""
     state, outs = given.first_state, []
     decay = given.g.exp() if given.g.dim() == 4 else given.g.exp().unsqueeze(-1)
     for t in range(given.v.shape[1]):
@@ -79,12 +79,12 @@ def token_by_token(given: LinearOperands) -> tuple[Tensor, Tensor]:
 
 
 def _wide(form: LinearForm) -> torch.dtype:
-    """The dtype that is computed in: float32, whatever the operands are in. A function in float64 has a state in float64."""
+    """Return the compute dtype: float32 for all operands, or float64 for a function whose state is float64."""
     return torch.float64 if form.state_dtype == "float64" else torch.float32
 
 
 def normalised(x: Tensor, eps: float | None) -> Tensor:
-    """q or k by its norm, if the delta rule takes it so."""
+    """Divide q or k by its norm. eps None: the function does not normalise."""
     return x if eps is None else x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
@@ -98,7 +98,7 @@ def _of_delta(form: LinearForm, given: dict[str, Tensor]) -> LinearOperands:
 
 
 def steps(form: LinearForm, given: Mapping[str, Tensor]) -> Tensor:
-    """dt of the state space as the recurrence has it, of what the function is given."""
+    """Return dt of a state-space model as the recurrence uses it, after bias, softplus and limits."""
     dt = given["dt"]
     if "dt_bias" in given:
         dt = dt + given["dt_bias"].to(dt.dtype)

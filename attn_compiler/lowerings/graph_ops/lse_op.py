@@ -1,7 +1,6 @@
-"""`attn_compiler::scaled_dot_product_attention_with_lse`: what passes write into a graph where an attention's logsumexp is read.
+"""`attn_compiler::scaled_dot_product_attention_with_lse`: the op that passes insert where the logsumexp of an attention is read.
 
-It is to be matched (passes/matching/patterns/lse_call.py). A site that no lowering takes is left as it is, and computed by the products
-here.
+Patterns match it (passes/matching/patterns/lse_call.py). A site that no lowering takes keeps the op, which then runs the products here.
 
     out, lse = softmax(scores) v, logsumexp(scores);  scores = softcap · tanh(scale · (q kᵀ) / softcap), masked
 
@@ -11,7 +10,7 @@ attn_mask: truth values, or numbers that are added after the softcap; it broadca
 is_causal: query i sees keys up to i.
 out: in value's dtype. 0 in a row without any allowed key.
 lse: (B, Hq, Sq), float32, or float64 for float64, the natural logarithm. -inf in a row without any allowed key, which has no gradient.
-is_part: what comes back for the lse is minus delta, as merging.py says.
+is_part: the gradient of the lse is minus delta, as merging.py says.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ def _composite(
 
 
 def softmax_and_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the last axis. A row of -inf gets weights of 0, an lse of -inf, and no gradient by either: `torch.logsumexp` gives NaN."""
+    """Compute softmax and logsumexp over the last axis. A row of -inf gets weights of 0, an lse of -inf, and no gradient: `torch.logsumexp`
+    gives NaN."""
     peak = scores.detach().amax(-1, keepdim=True)
     is_empty = peak == -math.inf
     shift = torch.where(is_empty, 0.0, peak)

@@ -1,13 +1,19 @@
-"""Parts of one attention, each over other keys, merged by their logsumexp: the ops that passes write around such parts.
+"""Ops that merge parts of one attention, each over other keys, by their logsumexp. Passes insert them around such parts.
 
     acc, lse = merged_parts(acc, lse, out_j, lse_j)      for each part after the first
     out = whole_of_parts(acc, lse, sinks, dtype)         once
 
-A part is `attention_with_lse(..., is_part=True)` (lse_op.py). What comes back for its lse is no gradient of the lse, but minus delta: what
-is left of that gradient when sum(out_j · grad_out_j) is taken from it. With P the weights over all keys, the gradient of a part's scores
-is P · (grad_out vᵀ - delta), with delta = sum(out · grad_out) of the whole attention for every part. So the backward needs no part's
-output: `whole_of_parts` makes minus delta of the one output, and each step down multiplies it, and grad_out, with the part's share of
-the weights. FlashAttention's backward does the same with the output and the lse of all keys.
+A part is `attention_with_lse(..., is_part=True)` (lse_op.py). Its backward gets minus delta in place of the gradient of the lse. Minus
+delta
+is that gradient less sum(out_j · grad_out_j).
+
+With P the weights over all keys, the gradient of a part's scores is P · (grad_out vᵀ - delta). Here delta = sum(out · grad_out) of the
+whole
+attention, for every part. So the backward needs no part's output. `whole_of_parts` computes minus delta from the one output, and the
+backward
+of each merge multiplies minus delta and grad_out by the part's share of the weights. FlashAttention's backward does the same with the
+output
+and the lse of all keys.
 
 Parts are summed in acc's dtype (float32, or float64). A row whose lse is -inf in every part has an out of 0, and no gradient.
 """
@@ -24,14 +30,15 @@ from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 
 
 def shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the weights of two parts with these lses: exp(a) and exp(b) by their sum. They add up to 1 however large both are, and in a row
-    without any key, where either has a half of nothing."""
+    """Return the shares of two parts in the weights: exp(a) and exp(b) over their sum. They add up to 1, however large both are, and also
+    in a row
+    without any key, where both are a half."""
     apart = torch.where(a == b, 0.0, a - b)
     return torch.sigmoid(apart), torch.sigmoid(-apart)
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
-    """log(exp a + exp b), -inf of two -inf."""
+    """Return log(exp a + exp b); -inf for two -inf."""
     top = torch.maximum(a, b)
     shift = torch.where(top == -math.inf, 0.0, top)
     return shift + torch.log(torch.exp(a - shift) + torch.exp(b - shift))
@@ -69,9 +76,9 @@ class _Merged(torch.autograd.Function):
 
 
 def _whole(acc: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """sinks: (Hq,), a logit of each head that takes part in the softmax and has no value."""
+    """Return the output of the whole attention. sinks: (Hq,), a logit of each head that joins the softmax and has no value."""
     if sinks is None:
-        # An op gives what is its own.
+        # The output of an op must not alias its input.
         return acc.to(dtype, copy=True)
     of_keys, _ = shares(lse, sinks.to(lse.dtype)[:, None])
     return (acc * of_keys[..., None]).to(dtype)
@@ -130,5 +137,5 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "merged_parts"):
 
 merged_parts = getattr(torch.ops, NAMESPACE).merged_parts.default
 whole_of_parts = getattr(torch.ops, NAMESPACE).whole_of_parts.default
-#: hands on an output and its lse, whose gradients come as those of a part: it makes the lse's own gradient of minus delta
+#: returns an output and its lse unchanged; its backward converts minus delta, as for a part, to the gradient of the lse
 as_part = getattr(torch.ops, NAMESPACE).as_part.default

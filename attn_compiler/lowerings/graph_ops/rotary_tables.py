@@ -1,7 +1,7 @@
-"""Tables of cosines and sines are made once.
+"""Tables of cosines and sines that several kernels read, computed once.
 
-Inductor computes what is pointwise anew in each kernel that reads it. Of rotary embeddings it computes cosine and sine of every angle for
-every head of q and k, in each layer and again in the backward, from angles that lie with positions last. On an H200 that kernel of a
+Inductor recomputes pointwise values in each kernel that reads them. Of rotary embeddings it computes cosine and sine of every angle for
+every head of q and k, in each layer and again in the backward, from angles with positions as the last axis. On an H200 that kernel of a
 Llama-like model took 124 µs a layer, and 175 in the backward (16 heads of 128, 2 x 8192 tokens); with tables 71 and 73.
 """
 
@@ -18,16 +18,16 @@ from attn_compiler.torch_private.op_library import NAMESPACE, register_helper
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _FUNCTIONS = (aten.cos.default, aten.sin.default)
-#: what a table may pass through before it is read: other factors and dtypes
+#: ops that may follow before the table is read: other factors and dtypes
 _STEPS = (aten.mul.Tensor, prims.convert_element_type.default, aten._to_copy.default)
 
 
-#: elements of what is made of a table, for an op and its launch to be worth it: about 1 µs for each 2**20
+#: fewest elements computed from a table that are worth another op and its launch: about 1 µs for each 2**20
 _WORTH_IT = 2**24
 
 
 def keep_tables(graph: fx.Graph) -> None:
-    """Keep each cosine and sine of a traced graph in memory that several larger tensors are made of, by an op of its own."""
+    """Store each cosine and sine of a traced graph that several larger tensors are computed from, by an op of its own."""
     for node in list(graph.nodes):
         if node.target in _FUNCTIONS:
             table = _last_step(node)
@@ -46,7 +46,9 @@ def _last_step(node: fx.Node) -> fx.Node:
 
 
 def _sizes_of_larger_readers(table: fx.Node) -> list[Any]:
-    """In elements, of what Inductor computes tables anew for; none where somebody sees how the table lies in memory."""
+    """Return the sizes, in elements, of larger pointwise readers, for which Inductor recomputes a table. Empty where a reader depends on
+    the table's
+    strides."""
     found, waiting = [], list(table.users)
     while waiting:
         reader = waiting.pop()
@@ -62,13 +64,13 @@ def _sizes_of_larger_readers(table: fx.Node) -> list[Any]:
 
 
 def _size(node: fx.Node) -> Any:
-    """Elements; None of what is no tensor."""
+    """Return the number of elements; None if it is no tensor."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else None
 
 
 def _keep(graph: fx.Graph, table: fx.Node) -> None:
-    # First what may fail.
+    # This may fail, so it comes before the graph is changed.
     value = _table(table.meta["val"])
     with graph.inserting_after(table):
         kept = graph.call_function(getattr(torch.ops, NAMESPACE).table.default, (table,))
@@ -78,7 +80,7 @@ def _keep(graph: fx.Graph, table: fx.Node) -> None:
 
 
 def _table(x: torch.Tensor) -> torch.Tensor:
-    """As it is read, not as the product of positions and frequencies lies that angles come from."""
+    """Copy a table to contiguous memory, in which it is read. Angles are products whose strides have positions last."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,7 @@
-"""Attention over the latent that k and v are made of, as plain nodes, on any device: `shared/parts/latents.py` says when that costs less.
+"""Attention over the latent of k and v, as plain nodes, on any device. `shared/parts/latents.py` says when that costs less.
 
-q is multiplied by what makes k of the latent, and the result by what makes v of it: so there is one head of keys and values, the latent
-itself, for all heads of queries. The latent is read twice, once for each product; nothing is made of it.
+q is multiplied by the weight that makes k of the latent, and the result by the weight that makes v of it. So all heads of queries share one
+head of keys and values, the latent itself. The latent is read twice, once for each product; neither k nor v is made.
 
 All of it is float32 (float64 for float64), as in plain_math.py.
 """
@@ -24,7 +24,7 @@ from attn_compiler.spec.target import Target
 
 
 class Absorbed(Lowering):
-    """What plain math takes, of few queries over a latent, without gradients."""
+    """The sites that plain math takes, with few queries over a latent, without gradients."""
 
     name = "absorbed"
 

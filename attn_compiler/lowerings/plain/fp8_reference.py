@@ -1,8 +1,8 @@
-"""The oracle of FP8 attention: what the kernel of triton_fp8 computes, tile by tile, in plain PyTorch on any device.
+"""The reference of FP8 attention: the computation of the triton_fp8 kernel, tile by tile, in plain PyTorch on any device.
 
-q, k and v are rounded as for that one, the softmax's weights as the kernel rounds them: 2**8 times as large, against the largest score of
-the tiles so far, the last tile first. Products are summed in float32, where tensor cores keep fewer bits. All scores are in
-memory, so it runs only when asked for. The backward is the reference's, from q, k and v as they were rounded and the lse of the forward.
+q, k and v are rounded as for that kernel. The softmax's weights are rounded as the kernel rounds them: 2**8 times as large, against the
+largest score of the tiles so far, the last tile first. Products are summed in float32, where tensor cores keep fewer bits. All scores are
+in memory, so it runs only when asked for. The backward is the reference's, from the rounded q, k and v and the lse of the forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 #: keys that the online softmax takes at once
 TILE = 128
-#: what weights are rounded at: up to 256, of 448 (see triton/kernels/forward_fp8.py)
+#: factor of weights before rounding: they are up to 256, of 448 (see triton/kernels/forward_fp8.py)
 WEIGHT = 2.0**8
 
 
@@ -55,14 +55,14 @@ class ReferenceFp8(Lowering):
 
 
 def differentiable(operands: Tensors, text: str) -> list[bool]:
-    """For each of the reference's operands whether it gets a gradient."""
+    """Return for each of the reference's operands whether it gets a gradient."""
     return reference.differentiable(operands, AttentionSpec.from_text(text))
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
+    """Return out and lse, as `ops.LEAF_SCHEMA` says. Of q, k and v only shapes and dtypes are read."""
     spec = AttentionSpec.from_text(text)
     names = quantise.names(spec)
     given = dict(zip(names, operands[: len(names)], strict=True))
@@ -78,7 +78,7 @@ def forward(
 def _attention(
     logits: torch.Tensor, sinks: torch.Tensor | None, v: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, Hq, Sq, Dv) and (B, Hq, Sq), float32. dtype: of the rounded weights."""
+    """Return out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), float32. dtype: of the rounded weights."""
     total = torch.zeros_like(logits[..., 0])
     peak = torch.full_like(total, -torch.inf)
     out = v.new_zeros((*total.shape, v.shape[3]))

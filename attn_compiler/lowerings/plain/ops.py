@@ -28,7 +28,6 @@ def _reference(
 
 
 def _reference_backward(*arguments: Any) -> Gradients:
-    """arguments: as in BackwardArguments."""
     grad_out, grad_lse, q, k, v, operands, _, _, spec = BackwardArguments(*arguments)
     parsed = AttentionSpec.from_text(spec)
     *exact, exact_operands = reference.backward(grad_out, grad_lse, q, k, v, operands, parsed)

@@ -1,11 +1,11 @@
-"""Attention as plain nodes, two products and a softmax, which Inductor fuses the steps between: no kernel of its own.
+"""Attention as plain nodes: two products, and a softmax whose pointwise steps Inductor fuses. It has no kernel of its own.
 
 All scores are in memory, so it is for sizes where that is cheap; there it beats a fused kernel on the CPU (see priorities).
 It reads K/V of fewer heads without repeating them: query heads that share one are rows of the same product.
 
 All of it is float32 (float64 for float64), and the output is rounded once. The softmax runs in float64 where the model's own does. A
 product in half precision would round the scores themselves: one beyond 65504 is Inf in float16, and one of 300 is off by 1 in bfloat16,
-which no later step makes good. PyTorch's own kernels keep the scores in float32, too, and its math the weights and the values.
+which no later step repairs. PyTorch's own kernels keep the scores in float32, too, and its math the weights and the values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class PlainMath(Lowering):
-    """Everything that a spec can say, but for returned weights and what has no kind of its own; any device, any layout."""
+    """All sites but those with returned weights or with score changes and masks of no known kind; any device, any layout."""
 
     name = "math"
 
@@ -59,12 +59,11 @@ class PlainMath(Lowering):
 
 
 def handed_to_merge(emitter: Emitter, spec: AttentionSpec, out: fx.Node, lse: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The same, where what comes back for the lse of a merged site is to be its gradient."""
+    """Return out and lse, through the op that gives the lse of a merged site its gradient (graph_ops/merging.py)."""
     return first_two(emitter, emitter.call(as_part, out, lse)) if spec.lse == "merged" else (out, lse)
 
 
 def _weighted(emitter: Emitter, spec: AttentionSpec, operands: Operands, weights: fx.Node) -> fx.Node:
-    """The output in q's dtype."""
     dtype = emitter.value(operands.q).dtype
     if spec.score.dropout_p:
         weights = emitter.call(torch.dropout, weights, spec.score.dropout_p, True)
@@ -75,9 +74,9 @@ def _weighted(emitter: Emitter, spec: AttentionSpec, operands: Operands, weights
 
 
 def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-    """(B, Hq, Sq, Skv) in the compute dtype, scaled."""
+    """Return the scaled scores, (B, Hq, Sq, Skv) in the compute dtype."""
     compute = computed_in(emitter.value(operands.q).dtype)
-    # A scale behind the product would be one of the forms that Inductor turns into an SDPA call, and so into the kernel that
+    # Inductor turns a product with a scale behind it into an SDPA call, and so into the kernel that
     # this lowering was preferred to.
     q = emitter.call(torch.mul, cast(emitter, operands.q, compute), spec.score.scale)
     k = emitter.call(torch.transpose, cast(emitter, operands.k, compute), 2, 3)
@@ -85,19 +84,19 @@ def _scores(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Nod
 
 
 def attention_weights(emitter: Emitter, spec: AttentionSpec, operands: Operands, scores: fx.Node) -> fx.Node:
-    """Of the scaled scores (B, Hq, Sq, Skv): changed, masked, and through the softmax."""
+    """Return the softmax's weights for scaled scores (B, Hq, Sq, Skv), which are changed and masked first."""
     return _weights(emitter, spec, _softmaxed(emitter, spec, operands, scores), operands.sinks)
 
 
 def _softmaxed(emitter: Emitter, spec: AttentionSpec, operands: Operands, scores: fx.Node) -> fx.Node:
-    """What the softmax runs over, but for sinks."""
+    """Return the softmax's input, without sinks."""
     scores = score_changes.applied(emitter.call, scores, spec.score.pointwise)
     scores = _masked(emitter, spec, scores, operands.mask)
     return cast(emitter, scores, torch.float64) if spec.score.softmax_dtype == "float64" else scores
 
 
 def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Node | None) -> fx.Node:
-    """-inf where a pair is not allowed; `mask` added, or chosen by if it is bool."""
+    """Set scores of disallowed pairs to -inf: by `mask`, which selects if it is bool and is added otherwise, and by the causal flag."""
     if mask is not None and emitter.value(mask).dtype == torch.bool:
         scores = emitter.call(torch.where, mask, scores, -torch.inf)
     elif mask is not None:
@@ -109,7 +108,7 @@ def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Nod
 
 
 def _weights(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, sinks: fx.Node | None) -> fx.Node:
-    """The softmax over keys, and a sink that takes part and is dropped; 0 in a row without any allowed key."""
+    """Return the softmax over keys and sinks, without the sink's column. 0 in a row without any allowed key."""
     if sinks is None:
         if not _can_empty_a_row(spec):
             return emitter.call(torch.softmax, scores, -1)
@@ -130,7 +129,7 @@ def _with_sinks(emitter: Emitter, scores: fx.Node, sinks: fx.Node | None) -> fx.
 
 
 def _logsumexp(emitter: Emitter, spec: AttentionSpec, scores: fx.Node) -> fx.Node:
-    """-inf in a row of -inf, which `torch.logsumexp` gives a gradient of NaN."""
+    """Return the logsumexp over keys. A row of -inf has -inf: `torch.logsumexp` would give it a gradient of NaN."""
     if not _can_empty_a_row(spec):
         return emitter.call(torch.logsumexp, scores, -1)
     has_keys = emitter.call(torch.any, emitter.call(torch.ne, scores, -torch.inf), -1, True)
@@ -151,7 +150,7 @@ def _share_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node
 
 
 def _own_rows(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:
-    """The inverse of `_share_rows`."""
+    """Invert `_share_rows`."""
     if not spec.is_gqa:
         return node
     heads_q, heads_kv = spec.num_heads_q, spec.num_heads_kv

@@ -1,11 +1,11 @@
-"""The oracle: attention exactly as its spec says it, on any device, forward and backward. In float32, or in the widest dtype of the model.
+"""The reference: attention exactly as its spec says, on any device, forward and backward. In float32, or in the widest dtype of the model.
 
-Slow and large (all scores are in memory): it is what other lowerings are held against, and runs only when asked for.
+Slow and large (all scores are in memory): other lowerings are compared with it, and it runs only when asked for.
 
     s = scale · (q kᵀ);  s = softcap · tanh(s / softcap);  s = s + mask + bias;  p = softmax([s, sinks])[..., :Skv];  out = p v
 
-A row without any allowed key (and without a sink) gives 0, its lse is -inf, and its gradients are 0. What such a query holds, or a key
-that no query may see, gets nowhere, be it NaN.
+A row without any allowed key (and without a sink) gives 0, its lse is -inf, and its gradients are 0. The values of such a query, and of a
+key that no query may see, reach no result, even if they are NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Reference(Lowering):
-    """`attn_compiler::reference` (ops.py): everything that a spec can say, but for dropout and returned weights."""
+    """`attn_compiler::reference` (ops.py): every spec without dropout and returned weights."""
 
     name = "reference"
 
@@ -61,7 +61,7 @@ def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.No
 
 
 def check_site(spec: AttentionSpec) -> list[Reason]:
-    """What it can't say of a site."""
+    """Return why the reference can't compute a site."""
     return [*refused(REFERENCE, spec), *mask_limits.check_one_tensor(spec)]
 
 
@@ -70,9 +70,10 @@ def check_site(spec: AttentionSpec) -> list[Reason]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scores:
-    """changed: scale · (q kᵀ) after the change of each score; logits: after masks and biases, -inf where a pair is not allowed.
+    """Scores of one call, all (B, Hq, Sq, Skv) in the compute dtype.
 
-    All are (B, Hq, Sq, Skv) in the compute dtype; sinks: (Hq,) in it, or None.
+    changed: scale · (q kᵀ) after the change of each score. logits: after masks and biases, -inf where a pair is not allowed.
+    sinks: (Hq,) in the compute dtype, or None.
     """
 
     changed: torch.Tensor
@@ -83,7 +84,7 @@ class _Scores:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), the natural logarithm of the softmax's denominator, sinks included.
+    """Return out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), the natural logarithm of the softmax's denominator, sinks included.
 
     Both come in the compute dtype. operands: see `ops.LEAF_SCHEMA`. Sizes are those of the tensors, not the spec's.
     """
@@ -102,7 +103,7 @@ def backward(
     operands: Tensors,
     spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Gradients of q, k, v and of `differentiable(operands, spec)`, in the compute dtype; grad_lse: gradient of the lse."""
+    """Return the gradients of q, k, v and of `differentiable(operands, spec)`, in the compute dtype. grad_lse: gradient of the lse."""
     q, k, v = without_unused(q, k, v, operands, spec)
     scores = _scores(q, k, operands, spec)
     dtype = scores.logits.dtype
@@ -111,7 +112,7 @@ def backward(
     grad_out = grad_out.to(dtype)
     grad_v = _folded(weights.transpose(-1, -2) @ grad_out, v)
     grad_weights = grad_out @ repeated(v, q).to(dtype).transpose(-1, -2)
-    # softmax's own term and the lse's: both move a row's logits by its weights.
+    # The softmax's own term and the lse's: both add a multiple of the row's weights.
     row = grad_lse.to(dtype)[..., None] - (weights * grad_weights).sum(-1, keepdim=True)
     grad_logits = weights * (grad_weights + row)
     grad_raw = score_changes.through(grad_logits, scores.changed, spec.score.pointwise) * spec.score.scale
@@ -123,8 +124,9 @@ def backward(
 def without_unused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q with 0 in rows without any allowed key, k and v with 0 at keys that no query may see: products with weights of 0 would be NaN
-    where those are not finite. The tensors themselves where all may be used."""
+    """Return q with 0 in rows without any allowed key, and k and v with 0 at keys that no query may see. Weights of 0 times values that are
+    not
+    finite would be NaN. Without any mask the tensors themselves are returned."""
     allowed = _allowed(q, k, operands, spec)
     if allowed is None:
         return q, k, v
@@ -136,7 +138,7 @@ def without_unused(
 
 
 def _allowed(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec) -> torch.Tensor | None:
-    """bool (B|1, Hq|1, Sq, Skv); None if every pair is."""
+    """Return which pairs are allowed, bool (B|1, Hq|1, Sq, Skv); None if every pair is."""
     pairs = q.new_zeros((1, 1, q.shape[2], k.shape[2]), dtype=torch.bool)
     found = [] if spec.mask.flagged is None else [_causal(spec.mask.flagged, pairs)[None, None]]
     for tensor in _split(operands, spec)[0]:
@@ -146,7 +148,7 @@ def _allowed(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: Attentio
 
 
 def differentiable(operands: Tensors, spec: AttentionSpec) -> list[bool]:
-    """For each operand whether it gets a gradient: a bias or sinks whose spec asks for it; a mask never does."""
+    """Return for each operand whether it gets a gradient: a bias or sinks whose spec asks for it; a mask never does."""
     dense, bias, sinks = spec.mask.dense, spec.score.bias, spec.score.sinks
     wanted = [False] * (dense is not None)
     wanted += [bias.requires_grad] if bias is not None else []
@@ -157,7 +159,7 @@ def differentiable(operands: Tensors, spec: AttentionSpec) -> list[bool]:
 
 
 def _split(operands: Tensors, spec: AttentionSpec) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """What is added to the scores (mask and bias), and the sinks."""
+    """Return the tensors that are added to the scores (mask and bias), and the sinks."""
     differentiable(operands, spec)
     if spec.score.sinks is None:
         return list(operands), None
@@ -167,7 +169,7 @@ def _split(operands: Tensors, spec: AttentionSpec) -> tuple[list[torch.Tensor], 
 def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec) -> _Scores:
     if mask_limits.check_masks(spec):
         raise ValueError(f"the reference does not know the mask {spec.mask.words}")
-    # As wide as the widest step of the model.
+    # The dtype of the widest step of the model.
     dtype = torch.float64 if spec.score.softmax_dtype == "float64" else computed_in(q.dtype)
     added, sinks = _split(operands, spec)
     raw = (q.to(dtype) @ repeated(k, q).to(dtype).transpose(-1, -2)) * spec.score.scale
@@ -191,7 +193,7 @@ def _causal(kind: Causal, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _terms(scores: _Scores) -> torch.Tensor:
-    """What the softmax runs over: (B, Hq, Sq, Skv), and one more column where there are sinks."""
+    """Return the softmax's input: (B, Hq, Sq, Skv), and one more column where there are sinks."""
     if scores.sinks is None:
         return scores.logits
     sinks = scores.sinks[None, :, None, None].expand(*scores.logits.shape[:3], 1)
@@ -199,8 +201,9 @@ def _terms(scores: _Scores) -> torch.Tensor:
 
 
 def _weights(scores: _Scores) -> torch.Tensor:
-    """Of every term; 0 in a row that has nothing to attend to. Not by the lse: beside numbers as large as masks are made of (-1e9) it
-    can't hold the logarithm of how many keys there are."""
+    """Return the softmax of all terms; 0 in a row without any allowed key. It is not computed from the lse: beside numbers as large as
+    those of
+    masks (-1e9) an lse can't hold the logarithm of the number of keys."""
     weights: torch.Tensor = torch.ops.aten._safe_softmax.default(_terms(scores), -1)
     return weights
 
@@ -208,7 +211,7 @@ def _weights(scores: _Scores) -> torch.Tensor:
 def _operand_gradients(
     grad_logits: torch.Tensor, grad_sinks: torch.Tensor, operands: Tensors, spec: AttentionSpec
 ) -> list[torch.Tensor]:
-    """grad_sinks: (B, Hq, Sq, 1). A sink has no value to weigh: only the row's common term reaches it."""
+    """Return the gradients of bias and sinks. grad_sinks: (B, Hq, Sq, 1). A sink has no value, so only the row's common term reaches it."""
     added, sinks = _split(operands, spec)
     wanted = differentiable(operands, spec)
     gradients = [grad_logits.sum_to_size(x.shape) for x, is_wanted in zip(added, wanted, strict=False) if is_wanted]
@@ -220,22 +223,22 @@ def _operand_gradients(
 def logits(
     q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(B, Hq, Sq, Skv), -inf where a pair is not allowed, and the sinks (Hq,), both in the compute dtype."""
+    """Return logits (B, Hq, Sq, Skv), -inf where a pair is not allowed, and the sinks (Hq,), both in the compute dtype."""
     scores = _scores(q, k, operands, spec)
     return scores.logits, scores.sinks
 
 
 def repeated(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """(B, Hkv, ...) -> (B, Hq, ...): query head h reads kv head h // (Hq // Hkv)."""
+    """Repeat (B, Hkv, ...) to (B, Hq, ...): query head h reads kv head h // (Hq // Hkv)."""
     return tensor.repeat_interleave(_group(q.shape[1], tensor.shape[1]), dim=1)
 
 
 def _folded(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse for gradients: query heads that read one kv head add up."""
+    """Sum gradients of query heads that read one kv head: the inverse of `repeated`."""
     batch, heads_kv = like.shape[:2]
     return grad.reshape(batch, heads_kv, _group(grad.shape[1], heads_kv), *grad.shape[2:]).sum(2)
 
 
 def _group(heads_q: int, heads_kv: int) -> int:
-    """How many query heads read one kv head. Of three dimensions the first counts as heads, and may be an empty batch."""
+    """Return how many query heads read one kv head. In a tensor of three axes the first counts as heads, and may be an empty batch."""
     return heads_q // heads_kv if heads_kv else 1

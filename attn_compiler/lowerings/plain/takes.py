@@ -1,4 +1,4 @@
-"""What attention in plain PyTorch takes: nearly everything that a spec can say."""
+"""The sites that attention in plain PyTorch takes: nearly every spec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MATH = Takes(
     lse="differentiated",
 )
 
-#: by what is read in place of k and v
+#: the lowering that reads the latent in place of k and v
 ABSORBED = dataclasses.replace(MATH, dropout=False, gradients=False, lse="unread")
 
 REFERENCE = dataclasses.replace(MATH, any_shape=True, dropout=False)

@@ -1,6 +1,6 @@
-"""Attention on a CPU by rows: for each run of queries that see the same keys, PyTorch's flash kernel on those keys alone, and no mask.
+"""Attention on a CPU by rows: each run of queries that see the same keys is a call of PyTorch's flash kernel on those keys, without a mask.
 
-Padding, documents, windows and the empty part of a cache cost nothing then. Which keys those are is read on the host.
+Padding, documents, windows and the empty part of a cache cost nothing then. The host reads which keys those are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CpuRows(Lowering):
 
 
 def _check_added(spec: AttentionSpec) -> list[Reason]:
-    """PyTorch's kernel gives a mask no gradient, and what is added by distance is made in float32."""
+    """Refuse biases in float64, which are made in float32 here, and biases with a gradient, which PyTorch's kernel does not give."""
     if not parts.parts(spec).kinds & ADDED:
         return []
     if spec.dtype == "float64":

@@ -1,4 +1,4 @@
-"""What is added to the scores of a piece, as a tensor: numbers by distance, ALiBi's slopes."""
+"""Biases of one piece as a tensor: numbers by distance, and ALiBi's slopes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from attn_compiler.lowerings.rows.pieces import Piece
 
 @dataclass(kw_only=True)
 class PieceScores:
-    """Of one call.
+    """Biases of one call.
 
-    distances: (Hq|1, L), what is added where k - q + Sq - 1 is the index; None for nothing.
+    distances: (Hq|1, L), added where k - q + Sq - 1 is the index; None for nothing.
     slopes: (Hq,), slope · (k - q) is added; None for nothing.
     num_q: Sq.
     known: by k - q of a piece's first pair, the largest tensor so far: a smaller piece takes a part of it.
@@ -27,15 +27,15 @@ class PieceScores:
 
     @staticmethod
     def of(operands: Mapping[str, torch.Tensor], num_q: int) -> PieceScores | None:
-        """From the operands of a call, by name; None if nothing is added."""
+        """Read the biases from a call's operands by name; None if nothing is added."""
         distances, slopes = operands.get("distances"), operands.get("slopes")
         if distances is None and slopes is None:
             return None
-        # Copies for kernels that read whole vectors: the first one begins at the first distance.
+        # The operand holds 8 shifted copies for kernels that load vectors. The first copy begins at the first distance.
         return PieceScores(distances=None if distances is None else distances[:, 0], slopes=slopes, num_q=num_q)
 
     def to(self, piece: Piece) -> torch.Tensor:
-        """float32 (1, Hq|1, num_q, num_k) for a piece."""
+        """Return the biases of a piece: float32 (1, Hq|1, num_q, num_k)."""
         shift = piece.k - piece.q
         known = self.known.get(shift)
         if known is None or known.shape[2] < piece.num_q or known.shape[3] < piece.num_k:
@@ -47,7 +47,7 @@ class PieceScores:
         ahead = shift + torch.arange(num_k) - torch.arange(num_q)[:, None]
         made = torch.zeros((), dtype=torch.float32)
         if self.distances is not None:
-            # A tensor that covers two pieces may go beyond the distances that there are: nothing reads it there.
+            # A tensor that covers two pieces may go beyond the last distance: no piece reads that part.
             at = (ahead + self.num_q - 1).clamp(0, self.distances.shape[1] - 1)
             made = made + self.distances[:, at].float()
         if self.slopes is not None:

@@ -1,6 +1,6 @@
-"""How a call is cut: runs of queries, each with the keys that it may see. A piece needs a mask only where its keys have gaps, or where a
-band runs through it.
-"""
+"""Split a call into pieces: runs of queries, each with the keys that they may see. A piece needs a mask only where its keys have gaps, or
+where
+the edge of a band runs through it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from attn_compiler.spec.attention import AttentionSpec
 
 #: queries of a piece that a band runs through
 _BLOCK = 64
-#: runs of queries of one batch row, for each query: with more, a mask is cheaper than calls
+#: runs for each query of a batch row: with more, one call with a mask is cheaper than a call for each run
 _MOST_RUNS = 1 / 8
 
 
 def operand_names(spec: AttentionSpec) -> tuple[str, ...]:
-    """The tensors of the parts, by the names of `Plan`, in order."""
+    """Return the names of the operands in order, as `Plan` names them."""
     found = site_parts.parts(spec)
     has = {
         "rows": found.rows is not None,
@@ -61,22 +61,22 @@ _MASKING = ("rows", "keys", "documents_q", "documents_k")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
-    """Pieces with the numbers that they were made of."""
+    """Pieces, and the spec and operands that they were made from."""
 
     spec: AttentionSpec
     masking: dict[str, torch.Tensor]
     pieces: list[Piece]
 
 
-#: pieces of the last calls, by their lengths: the layers of a model ask with the same numbers
+#: pieces of the last calls, by spec and lengths: the layers of a model call with equal operands
 _KEPT: dict[tuple[object, ...], _Kept] = {}
 _MOST_KEPT = 16
 
 
 def cut(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, operands: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """The pieces of one call. A query that is in no piece has no key, and its output is 0.
+    """Return the pieces of one call. A query that is in no piece has no key, and its output is 0.
 
-    Kept by the numbers of the operands, since compiled code writes to memory without telling anybody.
+    The cache compares the values of the operands, because compiled code writes to memory without changing a tensor's version.
     """
     masking = {name: operands[name] for name in _MASKING if name in operands}
     key = (id(spec), q.shape[0], q.shape[2], k.shape[2], *(x.dtype for x in masking.values()))
@@ -116,9 +116,9 @@ def _cut(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, operands: Mappin
 
 
 def _joined(pieces: list[Piece], *, counts_distances: bool) -> list[Piece]:
-    """Pieces that are alike in neighbouring batch rows are one, and so are equally long ones that follow each other.
+    """Join equal pieces of neighbouring batch rows, and pieces of the same lengths that follow each other.
 
-    counts_distances: those that follow each other have to have as many queries as keys, so that k - q is the same in all of them.
+    counts_distances: pieces that follow each other must have as many queries as keys, so that k - q is the same in all of them.
     """
     by_place: dict[tuple[object, ...], Piece] = {}
     for piece in pieces:
@@ -174,7 +174,7 @@ class _Call:
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def same_as(self, batch: int) -> int:
-        """A batch row that is the same for masks: 0 where nothing differs by batch row."""
+        """Return a batch row with the same masks: 0 where nothing differs by batch row."""
         tensors = (self.rows[0] if self.rows is not None else None, self.keys, self.documents_q, self.documents_k)
         return batch if any(x is not None and x.shape[0] > 1 for x in tensors) else 0
 
@@ -186,7 +186,7 @@ class _Call:
     # ---- intervals -----------------------------------------------------------------------------------------------------
 
     def _runs(self, batch: int) -> tuple[bool, list[_Run]]:
-        """Whether keys within the intervals may be left out by tensors, and the runs of queries with one interval."""
+        """Return whether tensors may leave out keys within the intervals, and the runs of queries with one interval."""
         low, high = torch.zeros(self.num_q, dtype=torch.int64), torch.full((self.num_q,), self.num_k)
         has_gaps = False
         if self.rows is not None:
@@ -205,7 +205,7 @@ class _Call:
         runs = zip(starts, ends, *bounds, strict=True)
         found = [_Run(q=q, end=end, low=a, high=b) for q, end, a, b in runs if a < b]
         is_cut_up = len(starts) > max(2, self.num_q * _MOST_RUNS)
-        # Documents are no call together, in whatever order their queries are: what is NaN in one of them must not reach another.
+        # Documents never share a call, whatever the order of their queries: a NaN of one document must not reach another.
         if is_cut_up and self.documents_q is None and found and not _are_apart(found):
             return True, [_Run(q=0, end=self.num_q, low=int(low.min()), high=int(high.max()))]
         return has_gaps, found
@@ -237,7 +237,7 @@ class _Call:
         return Piece(first=batch, end=batch + 1, q=q, k=low, num_q=end - q, num_k=high - low, mask=mask)
 
     def _band(self, q: int, end: int, low: int, high: int) -> torch.Tensor | None:
-        """bool, where the band leaves out any pair; the same tensor wherever it lies the same."""
+        """Return a bool mask where the band leaves out any pair. Pieces at the same place relative to the band share one tensor."""
         if self.band is None:
             return None
         shift = (self.num_k - self.num_q if self.band.from_end else 0) + q - low
@@ -259,7 +259,7 @@ class _Call:
         return self._masks[key]
 
     def _gaps(self, batch: int, q: int, end: int, low: int, high: int) -> torch.Tensor:
-        """bool (queries, keys): what the tensors allow."""
+        """Return the pairs that the tensors allow, bool (queries, keys)."""
         allowed = torch.ones((end - q, high - low), dtype=torch.bool)
         if self.rows is not None:
             lower, upper = (_row(side, batch)[q:end, None] for side in self.rows)
@@ -273,7 +273,8 @@ class _Call:
 
 
 def _are_apart(runs: list[_Run]) -> bool:
-    """Whether no key is one of two runs: documents, rows of a packed batch. With one call for all, NaN of one would reach the others."""
+    """Return whether no key is in two runs, as in documents and packed rows. With one call for all, a NaN of one run would reach the
+    others."""
     ordered = sorted(runs, key=lambda run: run.low)
     return all(run.high <= following.low for run, following in itertools.pairwise(ordered))
 
@@ -283,7 +284,7 @@ def _row(x: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def _starts(low: torch.Tensor, high: torch.Tensor) -> list[int]:
-    """Where queries begin that have other keys than the one before."""
+    """Return the queries whose interval of keys differs from the one before."""
     if not low.numel():
         return []
     changes = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
@@ -291,7 +292,7 @@ def _starts(low: torch.Tensor, high: torch.Tensor) -> list[int]:
 
 
 def _extent(keys: torch.Tensor) -> tuple[int, int, bool]:
-    """The first key, the one after the last, and whether any in between is left out."""
+    """Return the first key, the one after the last, and whether any in between is left out."""
     places = keys.nonzero().flatten()
     if not places.numel():
         return 0, 0, False
@@ -300,7 +301,7 @@ def _extent(keys: torch.Tensor) -> tuple[int, int, bool]:
 
 
 def _documents(of_queries: torch.Tensor, of_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """For each query the first key of its document and the one after the last; and whether each document is in one piece."""
+    """Return for each query the first key of its document and the one after the last; and whether each document is in one piece."""
     changes = (of_keys[1:] != of_keys[:-1]).nonzero().flatten() + 1
     starts = torch.cat((changes.new_zeros(1), changes))
     ends = torch.cat((changes, changes.new_full((1,), of_keys.numel())))

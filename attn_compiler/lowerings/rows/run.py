@@ -1,4 +1,4 @@
-"""The bodies of attention by rows: a call of PyTorch's flash kernel for each piece."""
+"""Forward and backward of attention by rows: a call of PyTorch's flash kernel for each piece."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensors = Sequence[torch.Tensor]
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as `ops.LEAF_SCHEMA` says. A query without keys has 0, and an lse of -inf."""
+    """Return out and lse, as `ops.LEAF_SCHEMA` says. A query without keys has 0, and an lse of -inf."""
     parsed = AttentionSpec.from_text(spec)
     out, lse = empty_outputs(q, v)
     named = _named(parsed, operands)
@@ -47,7 +47,7 @@ def forward(
 
 
 def backward(*arguments: Any) -> Gradients:
-    """Gradients of q, k and v. Nothing reads the lse, so it has none."""
+    """Return the gradients of q, k and v. Nothing reads the lse, so it has no gradient."""
     grad_out, _, q, k, v, operands, out, lse, spec = BackwardArguments(*arguments)
     parsed = AttentionSpec.from_text(spec)
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
@@ -81,7 +81,7 @@ def _named(spec: AttentionSpec, operands: Tensors) -> dict[str, torch.Tensor]:
 
 
 def _cover(pieces: Sequence[Piece], q: torch.Tensor) -> bool:
-    """Whether each query is in a piece: no two pieces share one."""
+    """Return whether each query is in a piece. No two pieces share a query."""
     queries = sum((piece.end - piece.first) * piece.count * piece.num_q for piece in pieces)
     return queries == q.shape[0] * q.shape[2]
 
@@ -95,14 +95,15 @@ def _keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _slice(x: torch.Tensor, piece: Piece, start: int, length: int) -> torch.Tensor:
-    """A view (batch rows or pieces, heads, length, ...) of x (batch, heads, sequence, ...)."""
+    """Return a view (batch rows or pieces, heads, length, ...) of x (batch, heads, sequence, ...)."""
     whole = x[piece.first : piece.end, :, start : start + piece.count * length]
     return whole if piece.count == 1 else torch.unflatten(whole[0], 1, (piece.count, length)).transpose(0, 1)
 
 
 def _additive(piece: Piece, dtype: torch.dtype, added: PieceScores | None) -> torch.Tensor | None:
-    """The mask and what is added, as the kernel takes them: in its dtype, or in float32. A query without keys sees all here, and is made 0
-    by the caller: the kernel would give NaN."""
+    """Return mask and biases as the kernel takes them: in its dtype, or in float32. A query without keys sees all keys here, where the
+    kernel would
+    give NaN; the caller sets its output to 0."""
     scores = None if added is None else added.to(piece)
     if piece.mask is None:
         return scores
@@ -113,7 +114,7 @@ def _additive(piece: Piece, dtype: torch.dtype, added: PieceScores | None) -> to
 
 
 def _keyless(piece: Piece) -> torch.Tensor | None:
-    """bool (queries,); None if each has a key."""
+    """Return which queries have no key, bool (queries,); None if each has one."""
     if piece.mask is None:
         return None
     empty = ~piece.mask.any(1)
@@ -121,6 +122,6 @@ def _keyless(piece: Piece) -> torch.Tensor | None:
 
 
 def _readable_lse(lse: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
-    """In the order in which the kernel made it, and finite."""
+    """Return the lse in the strides that the kernel makes it in, and finite."""
     lse = lse if empty is None else lse.masked_fill(empty, 0.0)
     return lse.transpose(1, 2).contiguous().transpose(1, 2)

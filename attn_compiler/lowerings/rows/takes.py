@@ -1,4 +1,4 @@
-"""What the CPU's attention by rows takes: masks that leave keys in pieces, and what is added by distance."""
+"""The sites that attention by rows takes on a CPU: masks that leave keys in pieces, and biases by distance."""
 
 from __future__ import annotations
 

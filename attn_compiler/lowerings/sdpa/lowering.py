@@ -5,8 +5,8 @@ in the Dynamo graph by name, so the choice is part of the graph; ATen's own form
 
 Arguments are those of SDPA's composite (aten/src/ATen/native/transformers/attention.cpp): logsumexp only for a backward,
 a bool mask as 0 / -inf of q's dtype, the scale always given. Head dims are not padded here: the site is refused.
-With -inf, a row without any allowed key gives 0 on every kernel (up to 2.11 PyTorch gave cuDNN -65504, and such a row the
-attention without a mask: https://github.com/pytorch/pytorch/issues/177842).
+With -inf, a row without any allowed key gives 0 on every kernel. Up to 2.11 PyTorch gave cuDNN -65504, and such a row was computed
+without a mask: https://github.com/pytorch/pytorch/issues/177842.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.target import Target
 
-# Bytes that one CUDA kernel reads at once along a head: every other stride has to keep that alignment.
+# Bytes that CUDA kernels load at once along a head: every other stride is a multiple of them.
 _CUDA_ALIGNMENT = 16
-# Elements of any dtype that are a multiple of it.
+# Elements that are a multiple of that alignment in every dtype.
 _EFFICIENT_STEP = 8
 # PyTorch 2.15 reads K/V of fewer heads in the memory-efficient kernel (https://github.com/pytorch/pytorch/pull/191085).
 _EFFICIENT_GQA = (2, 15)
 
 
 class _Pinned(Lowering, ABC):
-    """One kernel. device: where it runs. kernel: its name in Target.disabled. takes: what it takes on the newest machines."""
+    """One kernel. device: where it runs. kernel: its name in Target.disabled. takes: the sites that it takes on the newest machines."""
 
     name: str
     device: str
@@ -53,22 +53,23 @@ class _Pinned(Lowering, ABC):
 
     @abstractmethod
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        """What this kernel can't do, besides what it does not take."""
+        """Return the kernel's limits that `takes` does not express."""
 
     def _taken(self, target: Target) -> Takes:
-        """What it takes on that machine."""
+        """Return the sites that the kernel takes on that machine."""
         return self.takes
 
     def cannot_package(self) -> list[Reason]:
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        # Without the machine the rest would be judged by an architecture that isn't there.
+        # Without such a machine all other checks would go by a wrong architecture.
         machine = self.unavailable(target) or limits.check_device(spec, self.device)
         return machine or self._refused(self.as_told(spec, target), target)
 
     def as_told(self, spec: AttentionSpec, target: Target) -> AttentionSpec:
-        """The site as the kernel is told of it: with a flag in the place of a mask tensor, where the flag says the same and serves."""
+        """Return the spec that the kernel is called with: a mask tensor becomes a causal flag where both mean the same and the kernel takes
+        the flag."""
         return as_told(spec, lambda told: self._refused(told, target))
 
     def _refused(self, spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -228,9 +229,9 @@ class SdpaEfficient(_Pinned):
 
 
 def _with_aligned_ones(emitter: Emitter, node: fx.Node) -> fx.Node:
-    """A view of q, k or v whose axes of size one have aligned strides: the memory-efficient kernel looks at them, too.
+    """Return a view of q, k or v whose axes of size one have aligned strides, because the memory-efficient kernel checks those strides too.
 
-    Such a stride is never used, and may be any number. A new axis has the stride of all that is inside of it.
+    Such a stride is never used, and may be any number. A new axis gets the number of elements inside it as its stride.
     """
     for axis in (2, 1, 0):
         value = emitter.value(node)
@@ -266,7 +267,8 @@ class SdpaCpuFlash(_Pinned):
         """Refuse half-precision operands that flash would need copies of.
 
         SDPA makes no copies for flash: it computes such a call in float32 throughout. Flash rounds the weights, which makes the error up to
-        1.5 times as large. Attention that a model computes by hand in half precision is no more exact than flash."""
+        1.5 times as large. Attention that a model computes by hand in half precision is no more exact than flash.
+        """
         if spec.decomposed or spec.dtype not in HALF:
             return []
         demand = self.demand(spec)
@@ -306,12 +308,12 @@ class SdpaCpuFlash(_Pinned):
 
 
 def _tensor(spec: AttentionSpec, operands: Operands) -> fx.Node | None:
-    """What joins the scores, if anything does."""
+    """Return the mask or bias that joins the scores, or None."""
     return operands.mask if spec.added_tensor is not None else None
 
 
 def _repeat_heads(emitter: Emitter, spec: AttentionSpec, node: fx.Node) -> fx.Node:
-    """(B, Hkv, S, D) -> (B, Hq, S, D): heads in the order that query heads are grouped in."""
+    """Repeat (B, Hkv, S, D) to (B, Hq, S, D), in the order in which query heads are grouped."""
     heads_q, heads_kv = spec.num_heads_q, spec.num_heads_kv
     if not isinstance(heads_q, int) or not isinstance(heads_kv, int):
         raise TypeError(f"why_not refuses unknown numbers of heads, got {heads_q!r} and {heads_kv!r}")

@@ -1,4 +1,4 @@
-"""What each of PyTorch's kernels takes, but for cuDNN's (shared/limits/takes.py). No one of them takes a softcap or sinks."""
+"""The sites that each of PyTorch's kernels takes, but for cuDNN's (shared/limits/takes.py). None of them takes a softcap or sinks."""
 
 from __future__ import annotations
 

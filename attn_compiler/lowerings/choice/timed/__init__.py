@@ -1,4 +1,4 @@
-"""Lowerings timed on the machine at hand, for sites that no measured row speaks for.
+"""Lowerings timed on the machine at hand, for sites without a measured row.
 
 which.py: which sites, and which lowerings. values.py: real tensors in the place of fake ones. eager.py: an emitter that computes at once.
 clock.py: microseconds of a GPU. timing.py: all of it for one site. passes/writing/time_kernels.py takes the fastest.

@@ -1,4 +1,4 @@
-"""How long a GPU takes for each of several computations, without what the host takes to start them.
+"""Time that a GPU takes for each of several computations, without the time that the host takes to start them.
 
 A kernel that spins holds the GPU until the host has enqueued all calls. No CUDA graph is recorded: a recording that fails breaks PyTorch's
 random numbers for the rest of the process.
@@ -20,11 +20,11 @@ from filelock import FileLock, Timeout
 from attn_compiler.lowerings.choice.timed.values import NoValues
 
 _CALLS, _ROUNDS = 8, 5
-#: rounds of one computation in which the host may be slower than the spinning kernel
+#: tries of one round, in each of which the kernel spins twice as long as before
 _MOST_TRIES = 4
-#: of a GPU in a second, at most
+#: clock cycles of a GPU in a second, at most
 _CYCLES = 2e9
-#: seconds
+#: seconds that the kernel spins, at most; a computation that takes the host longer is not timed
 _LONGEST = 0.1
 #: seconds that a process waits for others on its GPU
 _PATIENCE = 60.0
@@ -33,9 +33,9 @@ _IN_VAIN: set[str] = set()
 
 
 def microseconds(computations: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Of one call of each: the median of rounds, in turns. Each ran before.
+    """Return the time of one call of each computation: the median of rounds, in turns. Each has run before.
 
-    What takes the host long, or waits for the GPU, has no time. Raises NoValues where other processes time without end.
+    A computation that takes the host long, or waits for the GPU, is missing. Raises NoValues where other processes time without end.
     """
     with alone_on(str(torch.cuda.get_device_properties(device).uuid)):
         return _in_turns(computations, device)
@@ -75,7 +75,7 @@ def _in_turns(computations: Mapping[str, Callable[[], object]], device: torch.de
 
 
 def _host_seconds(computation: Callable[[], object], device: torch.device) -> float:
-    """What the host takes to enqueue the calls of a round."""
+    """Return the seconds that the host takes to enqueue the calls of a round."""
     torch.cuda.synchronize(device)
     begin = time.perf_counter()
     for _ in range(_CALLS):
@@ -86,7 +86,7 @@ def _host_seconds(computation: Callable[[], object], device: torch.device) -> fl
 
 
 def _round(computation: Callable[[], object], seconds: float, device: torch.device) -> float | None:
-    """Microseconds of a call; None if the host never was ahead of the GPU. seconds: what the host takes for a round."""
+    """Return the microseconds of a call; None if the host never was ahead of the GPU. seconds: time of the host for a round."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     for attempt in range(_MOST_TRIES):
         torch.cuda._sleep(int(min(1.5 * 2**attempt * seconds, _LONGEST) * _CYCLES))  # type: ignore[no-untyped-call]

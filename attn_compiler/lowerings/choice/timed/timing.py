@@ -1,4 +1,4 @@
-"""One site with several lowerings, each as a model's graph would run it: forward, and backward where the site is differentiated."""
+"""Times of one site with several lowerings, each run as in a model's graph: forward, and backward where the site is differentiated."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def microseconds(
     fakes: SiteTensors,
     device: torch.device,
 ) -> dict[str, float]:
-    """Of one call with each lowering, by name; what does not run there is missing. lowerings: that take the spec on this machine.
+    """Return the time of one call with each lowering, by name; lowerings that fail there are missing. lowerings: take the spec on this
+    machine.
 
-    Numbers are drawn apart from the model's. Nothing is left on the GPU. Raises NoValues, and OutOfMemoryError of PyTorch.
+    The random generator is not the model's. Nothing is left on the GPU. Raises NoValues, and OutOfMemoryError of PyTorch.
     """
     if torch.cuda.is_current_stream_capturing():
         raise NoValues("a CUDA graph is being recorded")
@@ -58,7 +59,7 @@ def microseconds(
 def _computation(
     spec: AttentionSpec, target: Target, lowering: Lowering, tensors: RealTensors, emitter: EagerEmitter
 ) -> Callable[[], object] | None:
-    """What a call runs, which has run twice; None where it fails. What layers of a model share is made before."""
+    """Return the computation of one call, after it ran twice; None where it fails. Tensors that layers of a model share are made before."""
     try:
         operands, leaves = _operands(emitter, tensors)
         run = functools.partial(_run, spec, target, lowering, emitter, operands, leaves)
@@ -75,7 +76,7 @@ def _computation(
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that an allocation may take, those that PyTorch keeps for the next one included."""
+    """Return the bytes that an allocation may take, PyTorch's cached ones included."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 
@@ -87,7 +88,7 @@ def _once(with_grad: bool, emitter: EagerEmitter, run: Callable[[], object]) -> 
 
 
 def _operands(emitter: EagerEmitter, tensors: RealTensors) -> tuple[Operands, list[Tensor]]:
-    """The nodes of a site's tensors, and the tensors with a gradient."""
+    """Return the nodes of a site's tensors, and the tensors with a gradient."""
     further = tensors.further
     named = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "mask": further.mask, "sinks": further.sinks}
     nodes = {name: emitter.given(name, x) for name, x in named.items() if x is not None}
@@ -128,11 +129,11 @@ def _run(
 
 
 def _makes_bias(spec: AttentionSpec) -> bool:
-    """Whether the model makes the tensor that is added anew in each layer, of a table or a formula."""
+    """Return whether the model computes the added tensor anew in each layer, from a table or a formula."""
     return bool(spec.score.proved) and not all(isinstance(kind, Bias) for kind in spec.score.proved)
 
 
 def _with_bias_made(bias: Tensor, run: Callable[[], object]) -> None:
-    """Making a bias writes it, and reads as much at most."""
+    """Copy a bias, as a lower bound on the time of making it, and run."""
     bias.detach().clone()
     run()

@@ -1,6 +1,6 @@
-"""Real tensors for a site, in the place of fake ones: of the same shapes and strides, with numbers that make it the usual work.
+"""Real tensors for a site in the place of fake ones, of the same shapes and strides, with typical values.
 
-Masks that are made from run-time tensors let through three quarters of the keys on the average: batch rows keep from all to half of
+Masks that are made from run-time tensors let through three quarters of the keys on average: batch rows keep from all to half of
 theirs. Packed rows hold four documents.
 """
 
@@ -18,13 +18,13 @@ from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.mask_kinds import Document, KeyBound, KeyPadding, MaskKind
 
 _DOCUMENTS = 4
-#: a mask of padding that lets through a smaller part of the keys was filled the wrong way round
+#: A padding mask that keeps a smaller part of the keys is taken to have 0 and 1 exchanged.
 _LEAST_KEPT = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteTensors:
-    """What a lowering reads at a site besides q, k and v, fake or real (lowerings/base.py, Operands).
+    """Tensors that a lowering reads at a site besides q, k and v, fake or real (lowerings/base.py, Operands).
 
     mask: the dense mask or bias. sinks: (Hq,). loads, score_loads: by their names in the spec.
     """
@@ -37,7 +37,7 @@ class SiteTensors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealTensors:
-    """q, k, v: logical BHSD, with numbers. further: what else the site reads."""
+    """q, k, v: logical BHSD, with numbers. further: the other tensors of the site."""
 
     q: Tensor
     k: Tensor
@@ -50,7 +50,7 @@ class NoValues(Exception):
 
 
 def real(spec: AttentionSpec, fakes: SiteTensors, device: torch.device) -> RealTensors:
-    """Tensors with numbers, on `device`. Draws from a generator of its own. Raises NoValues."""
+    """Return tensors with numbers, on `device`. Draws from a generator of its own. Raises NoValues."""
     draw = torch.Generator(device).manual_seed(0)
     sinks, bias = spec.score.sinks, spec.score.bias
     loads = _loads(spec, fakes.loads, device)
@@ -78,7 +78,7 @@ def _meta(x: TensorSpec) -> Tensor:
 
 
 def _lying_as(fake: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor of these strides, which may overlap: the tensor is what `as_strided` gives of it."""
+    """Allocate memory for a tensor of these strides, which may overlap. `as_strided` makes the tensor from it."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True) if size)
     return torch.empty(extent if fake.numel() else 0, dtype=fake.dtype, device=device)
 
@@ -89,14 +89,14 @@ def _noise(fake: Tensor, draw: torch.Generator, device: torch.device) -> Tensor:
 
 
 def _counting(fake: Tensor, rows: int, device: torch.device) -> Tensor:
-    """Indices into a table of so many rows, each as often as any other."""
+    """Return indices into a table of so many rows, each as often as any other."""
     base = _lying_as(fake, device)
     base.copy_(torch.arange(base.numel(), device=device) % rows)
     return base.as_strided(fake.shape, fake.stride())
 
 
 def _as_fake(values: Tensor, fake: Tensor, device: torch.device) -> Tensor:
-    """Values of the same shape, in the strides and the dtype of a fake tensor. Of an axis that repeats, the first."""
+    """Return values in the strides and the dtype of a fake tensor of the same shape. A repeated axis takes its first value."""
     base = _lying_as(fake, device)
     repeats = [axis for axis, stride in enumerate(fake.stride()) if stride == 0]
     for axis in repeats:
@@ -133,7 +133,8 @@ def _loads_of(
 
 
 def _along_keys(fake: Tensor, keys: int, device: torch.device, *, of_row: int | None) -> Tensor:
-    """Numbers of keys, or of batch rows. of_row: what stands at padding, where real keys have the other of 0 and 1; None: documents."""
+    """Return numbers of keys, or of batch rows. of_row: the value at padding, where real keys have the other of 0 and 1; None:
+    documents."""
     if fake.is_floating_point() or fake.dim() not in (1, 2) or (fake.dim() == 2 and fake.shape[1] != keys):
         raise NoValues(f"a mask reads {tuple(fake.shape)} of {fake.dtype}")
     rows = fake.shape[0]
@@ -151,7 +152,7 @@ def _along_keys(fake: Tensor, keys: int, device: torch.device, *, of_row: int | 
 def _mask(
     spec: AttentionSpec, fake: Tensor, loads: Mapping[str, Tensor], draw: torch.Generator, device: torch.device
 ) -> Tensor:
-    """The dense mask or bias: what is proved of it, and noise where numbers are added."""
+    """Return the dense mask or bias: its proved kinds, and noise where numbers are added."""
     shape = (1,) * (4 - fake.dim()) + tuple(fake.shape)
     allowed = _evaluated(spec.mask.held, loads, spec, device)
     for axis, size in enumerate(shape):
@@ -173,7 +174,7 @@ def _evaluated(
     *,
     few_queries: bool = False,
 ) -> Tensor:
-    """Whether pairs take part, (B, 1 or Hq, Sq, Skv). few_queries: of the first query alone."""
+    """Return which pairs take part, (B, 1 or Hq, Sq, Skv). few_queries: of the first query alone."""
     sizes = spec.batch, spec.num_heads_q, 1 if few_queries else spec.seqlen_q, spec.seqlen_kv
     values: dict[str, int | Tensor] = {"Sq": _whole(spec.seqlen_q), "Skv": _whole(spec.seqlen_kv)}
     for axis, (name, size) in enumerate(zip("bhqk", sizes, strict=True)):

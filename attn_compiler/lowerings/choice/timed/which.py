@@ -1,4 +1,4 @@
-"""Which sites are timed where they are compiled, and which lowerings are timed there.
+"""Choice of the sites that are timed when they are compiled, and of the lowerings that are timed there.
 
 A site is timed unless a row was measured near it: at its head dim, at its class of lengths, with enough work to fill the GPU.
 
@@ -19,22 +19,22 @@ from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.mask_kinds import Document, KeyBound, KeyPadding
 from attn_compiler.spec.target import Target
 
-#: PyTorch's kernels need no compiling, and Triton's little
+#: PyTorch's kernels need no compilation, and Triton's need little
 _QUICK = ("triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
-#: asked of sites with much work alone: they take seconds to compile or build
+#: only for sites with much work: they take seconds to compile or build
 _SLOW = ("hopper", "cudnn")
 _MUCH_WORK = 1e10
-#: what a measured row speaks for: as long, and a quarter of the elements of q (benchmarks/select_rows.py)
+#: sizes from which a measured row applies: its length, and a quarter of its elements of q (benchmarks/select_rows.py)
 _LEAST_SEQLEN = 1024
 _LEAST_ELEMENTS = 1 << 23
-#: bytes of a site's tensors and of their gradients
+#: bytes of a site's tensors and of their gradients, at most
 _MOST_BYTES = 1 << 30
-#: pairs of one mask
+#: pairs of one mask, at most
 _MOST_PAIRS = 1 << 26
 
 
 def lowerings_for(spec: AttentionSpec, target: Target, first: str) -> tuple[str, ...]:
-    """The lowerings to time, `first` among them; none where the site is not timed. Whether they take the site is not asked here."""
+    """Return the lowerings to time, `first` among them; none where the site is not timed. Some of them may not take the site."""
     if why_not(spec, target) is not None:
         return ()
     few = ("decode",) if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= MOST_QUERIES else ()
@@ -43,7 +43,7 @@ def lowerings_for(spec: AttentionSpec, target: Target, first: str) -> tuple[str,
 
 
 def why_not(spec: AttentionSpec, target: Target) -> str | None:
-    """Why a site is not timed; None if it is."""
+    """Return why a site is not timed; None if it is."""
     if target.device != "cuda" or target.packaged or target.triton_interpreted:
         return "it runs on another machine, or without a GPU"
     if spec.dtype not in HALF or spec.fp8 is not None or spec.stored is not None or spec.latent is not None:
@@ -56,7 +56,7 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
 
 
 def _why_not_values(spec: AttentionSpec) -> str | None:
-    """Why no tensors can stand for those that the site reads."""
+    """Return why no tensors can stand for those that the site reads."""
     mask = spec.mask
     if mask.is_partial or mask.chosen is not None or mask.out_of_reach or spec.score.out_of_reach:
         return "what its mask holds is not known in full"
@@ -82,7 +82,8 @@ def _is_near(spec: AttentionSpec, target: Target) -> bool:
 
 
 def _speaks_for(row: Row, spec: AttentionSpec) -> bool:
-    """Whether a row's lowerings were timed together on a shape like this one: rows of classes are measured at their largest head dim."""
+    """Return whether a row's lowerings were timed together on a shape like this one. Rows of classes are measured at their largest head
+    dim."""
     shape = shape_class.of(spec)
     return (
         bool(row.times)
@@ -94,7 +95,7 @@ def _speaks_for(row: Row, spec: AttentionSpec) -> bool:
 
 
 def _work(spec: AttentionSpec) -> float:
-    """Operations of the products of matrices for all pairs, with the backward's."""
+    """Return the operations of the matrix products for all pairs, with the backward's."""
     pairs = _product((spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv))
     widths = _number(spec.head_dim_qk) + _number(spec.head_dim_v)
     return 2.0 * pairs * widths * (3.5 if spec.needs_grad else 1.0)
@@ -105,7 +106,7 @@ def _pairs(spec: AttentionSpec) -> int:
 
 
 def bytes_of(spec: AttentionSpec) -> int:
-    """Of a site's tensors and their gradients, in half precision."""
+    """Return the bytes of a site's tensors and their gradients, in half precision."""
     elements = sum(_product(x.shape) for x in (spec.q, spec.q, spec.k, spec.v))
     bias = spec.score.bias
     added = 0 if bias is None else _product(bias.shape)
@@ -117,5 +118,5 @@ def _product(sizes: tuple[int | str, ...]) -> int:
 
 
 def _number(size: int | str) -> int:
-    """1 for a symbolic size, which `why_not` has refused."""
+    """Return 1 for a symbolic size, which `why_not` has refused."""
     return size if isinstance(size, int) else 1

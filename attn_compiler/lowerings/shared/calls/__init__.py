@@ -1,1 +1,1 @@
-"""What a call of a leaf op does on tensors: by our kernels, by a library, or by definition."""
+"""Calls of a leaf op on tensors: by our kernels, by a library, or by definition."""

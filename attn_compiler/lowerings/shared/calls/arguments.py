@@ -1,4 +1,4 @@
-"""The arguments of the Triton kernels: what follows from a Call, and from how its tensors lie in memory."""
+"""Arguments of the Triton kernels, computed from a Call and the layout of its tensors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.torch_private.symbols import statically_known
 
 Tensors = Sequence[torch.Tensor]
-#: of a call, by name
+#: tensors of a call, by name
 Named = dict[str, torch.Tensor]
 
-#: positions that no band bounds: further than any sequence is long, and sums with a position still fit into int32
+#: bound of an open side of a band: longer than any sequence, and sums with a position still fit into int32
 _FAR = 1 << 30
-#: row stats are whole blocks of so many rows, or of more
+#: smallest block of rows of the row stats
 STATS_BLOCK = 64
-#: head dims of a tile, at most: twice as many would be one product's result, for which a thread has no registers
+#: widest head dim of a tile: the result of a product twice as wide does not fit into a thread's registers
 _WIDEST_PART = 256
 
 
 def head_dim_parts(head_dim: int, least: int = 16) -> tuple[int, int]:
-    """Tile widths that a head dim is computed in: one power of two, or two of them where that is less work (80 = 64 + 16), or where one
-    is too wide (512 = 256 + 256).
+    """Return the tile widths that cover a head dim: one power of two, or two where that is less work (80 = 64 + 16) or where one is too
+    wide
+    (512 = 256 + 256).
 
     least: elements that tensor cores take at once.
     """
@@ -45,7 +46,7 @@ def head_dim_parts(head_dim: int, least: int = 16) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A Call as the kernels take it: `constants` are what they are compiled for."""
+    """A Call as the kernels take it. constants: the compile-time arguments."""
 
     call: Call
     plan: Plan
@@ -54,18 +55,18 @@ class Prepared:
 
     @functools.cached_property
     def any_size(self) -> bool:
-        """Whether sizes differ from call to call."""
+        """Return whether sizes differ from call to call."""
         spec = self.call.spec
         return any(isinstance(size, str) for x in (spec.q, spec.k, spec.v) for size in x.shape)
 
     def named(self, operands: Tensors) -> dict[str, torch.Tensor]:
-        """The operands by their names. Raises ValueError if their number is not the plan's."""
+        """Return the operands by their names. Raises ValueError if their number is not the plan's."""
         return dict(zip(self.operands, operands, strict=True))
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> Attention:
-        """What a call computes of such tensors."""
+        """Return the definition of a call on such tensors."""
         score = self.call.spec.score
         return Attention(
             q=q,
@@ -80,13 +81,13 @@ class Prepared:
         )
 
     def present(self, name: str) -> str | None:
-        """The name, if there is such an operand."""
+        """Return the name if there is such an operand, else None."""
         return name if name in self.operands else None
 
 
 @functools.lru_cache(maxsize=1024)
 def prepare(text: str) -> Prepared:
-    """Everything that follows from the leaf op's text."""
+    """Compute everything that follows from the leaf op's text."""
     call = Call.from_text(text)
     plan = parts.of(call.spec)
     spec = call.spec
@@ -107,7 +108,7 @@ def prepare(text: str) -> Prepared:
 
 
 def kernel_constants(spec: AttentionSpec, *, added: bool) -> dict[str, Any]:
-    """What every kernel is compiled for that follows from head dims, dtype and scores. added: something is added to the scores.
+    """Return the compile-time arguments that follow from head dims, dtype and scores. added: something is added to the scores.
 
     Raises TypeError for head dims that are not known.
     """
@@ -125,21 +126,21 @@ def kernel_constants(spec: AttentionSpec, *, added: bool) -> dict[str, Any]:
         "CHANGE": score_changes.name(change),
         "FAST_TANH": spec.dtype != "float32" and not triton.knobs.runtime.interpret,
         "PLAIN": change is None and not added and spec.score.scale > 0,
-        # tf32 has all digits of a bfloat16 number. What else products read, a model has rounded to bfloat16 (recovering/upcasts.py).
+        # tf32 has all digits of a bfloat16 number. The model has rounded all other inputs of products to bfloat16 (recovering/upcasts.py).
         "PRECISION": "tf32" if spec.of_bfloat16 else "ieee",
     }
 
 
 def strides(name: str, tensor: torch.Tensor) -> dict[str, Strides]:
-    """Of logical BHSD, the last one being 1: the kernels' parameter of that name."""
+    """Return the kernels' stride parameter `stride_<name>` for a tensor in logical BHSD, whose last stride is 1."""
     b, h, s, _ = tensor.stride()
     return {f"stride_{name}": Strides(b=b, h=h, s=s)}
 
 
 def alignment(*tensors: torch.Tensor) -> int:
-    """How many elements every head and position of every tensor begins at a multiple of: a whole vector, or no more than one.
+    """Return a number of elements of which the offset of every head and position is a multiple: a whole vector, or 1.
 
-    Symbolic sizes are multiples where that is known of all that they may be.
+    Symbolic sizes are multiples where that is known of all their values.
     """
     size = tensors[0].element_size()
     aligned = all(
@@ -155,12 +156,12 @@ def _is_aligned(tensor: torch.Tensor, dim: int, size: int) -> bool:
 
 
 def is_far(tensor: torch.Tensor) -> bool:
-    """Whether offsets within a tile may not fit into 32 bits."""
+    """Return whether offsets within a tile may not fit into 32 bits."""
     return not (statically_known(tensor.shape[2] <= 1) or statically_known(tensor.stride(2) <= FARTHEST))
 
 
 def check_lengths(q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ValueError for more positions than the kernels count. Where the lengths are known at compile time, `why_not` says so."""
+    """Raise ValueError for more positions than the kernels count. Where the lengths are known at compile time, `why_not` refuses them."""
     if any(statically_known(x.shape[2] > MOST_POSITIONS) for x in (q, k)):
         raise ValueError(
             f"the Triton kernels take at most {MOST_POSITIONS} positions, got {q.shape[2]} and {k.shape[2]}"
@@ -168,9 +169,9 @@ def check_lengths(q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def along(tensor: torch.Tensor, dim: int) -> int:
-    """The stride of an axis, 0 where it broadcasts."""
+    """Return the stride of an axis, 0 where it broadcasts."""
     size = tensor.shape[dim]
-    # Decoding asks in every call, where a number is none that has to be proved.
+    # Decoding calls this in every step. An int needs no symbolic proof.
     is_one = size == 1 if type(size) is int else statically_known(size == 1)
     return 0 if is_one else tensor.stride(dim)
 
@@ -190,12 +191,12 @@ _PARAMETERS = {
 
 
 def operand_parameters(prepared: Prepared) -> dict[str, str | None]:
-    """What every kernel reads of the operands, but for the tile lists."""
+    """Return the name of each operand by kernel parameter, but for the tile lists."""
     return {parameter: prepared.present(name) for parameter, name in _PARAMETERS.items()}
 
 
 def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Numbers that every kernel takes but for those of its tile lists. tensors: Q, K, V and the operands, by their names."""
+    """Return the numbers that every kernel takes, but those of its tile lists. tensors: Q, K, V and the operands, by their names."""
     q, k, v = tensors["Q"], tensors["K"], tensors["V"]
     plan, spec = prepared.plan, prepared.call.spec
     shift = k.shape[2] - q.shape[2] if plan.band is not None and plan.band.from_end else 0
@@ -222,7 +223,7 @@ def common(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _within_reach(bound: int) -> int:
-    """The same bound for all positions that there may be."""
+    """Clip a bound to the positions that can occur."""
     within: int = torch.sym_max(-_FAR, torch.sym_min(bound, _FAR))  # type: ignore[no-untyped-call]
     return within
 
@@ -247,11 +248,10 @@ def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, MaskStrides 
 
 
 def _along(tensor: torch.Tensor | None, dim: int) -> int:
-    """`along`, or 0 where there is no tensor."""
     return 0 if tensor is None else along(tensor, dim)
 
 
 def lists(tiles: torch.Tensor | None) -> dict[str, ListStrides]:
-    """Where the lists of a batch row, a head and a block are."""
+    """Return the strides that locate the list of a batch row, a head and a block."""
     row = 0 if tiles is None else tiles.stride(2)
     return {"lists": ListStrides(tiles_b=_along(tiles, 0), tiles_h=_along(tiles, 1), tiles_row=row)}

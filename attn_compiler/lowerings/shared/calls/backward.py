@@ -1,4 +1,4 @@
-"""One call of a backward, which its kernels share. Imports triton, so it comes late."""
+"""One call of a backward, which its kernels share. Imports triton, so this module is imported late."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from attn_compiler.lowerings.shared.launching.replaying import Alike
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """What the kernels of one backward share.
+    """Data that the kernels of one backward share.
 
     tensors: Q, K, V, GradOut, GradLse, Out, Lse, RowStats and the operands by their names; each kernel adds its own outputs.
     start: launches a kernel (shared.launching.launch.launch).
-    ran: what was launched so far.
+    ran: the launches so far.
     """
 
     prepared: Prepared
@@ -37,7 +37,7 @@ class Backward:
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether the pass over the keys comes first, and keeps the scores' gradients for the others."""
+        """Return whether the pass over the keys comes first, and stores the scores' gradients for the others."""
         return "Scores" in self.tensors
 
     def parameters(self, *outputs: str) -> dict[str, str | None]:
@@ -46,12 +46,12 @@ class Backward:
 
     @property
     def scores(self) -> dict[str, str | None]:
-        """The parameter for kept scores."""
+        """The parameter for stored scores."""
         return {"Scores": "Scores" if self.keeps_scores else None}
 
     @property
     def pitch(self) -> dict[str, int]:
-        """Elements from one row of kept scores to the next."""
+        """Elements from one row of stored scores to the next."""
         return {"pitch": self.tensors["Scores"].stride(2) if self.keeps_scores else 0}
 
     def launch(self, kernel: Any, arguments: Callable[[Backward], Arguments], part: str = "") -> None:

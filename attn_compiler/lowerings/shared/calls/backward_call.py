@@ -1,6 +1,6 @@
-"""What our kernels' backwards share on tensors: what is allocated, what each kernel is launched with, what is replayed. As forward_call.py.
+"""Steps that our kernels' backwards share: allocation, launches, replay. The backward's counterpart of forward_call.py.
 
-Imports triton, so it comes late.
+Imports triton, so this module is imported late.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ _INPUTS = ("GradOut", "GradLse", "Q", "K", "V", "Out", "Lse")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardByKernels(BackwardBody):
-    """operands: names of those that the op takes, in order.
+    """A backward by our kernels.
+
+    operands: names of those that the op takes, in order.
     rows_together: row stats come in multiples of so many rows, which every kernel's block of queries divides.
     start: launches a kernel (shared.launching.launch.launch).
-    make_room: allocates what the kernels write besides the row stats and the gradients of q, k and v.
-    run: launches the kernels, and gives the gradients of the operands that have one, in the plan's order.
+    make_room: allocates the kernels' outputs besides the row stats and the gradients of q, k and v.
+    run: launches the kernels, and returns the gradients of the operands that have one, in the plan's order.
     """
 
     operands: Callable[[Prepared], tuple[str, ...]]
@@ -59,7 +61,7 @@ class BackwardByKernels(BackwardBody):
         return prepare(given.text).plan.differentiable
 
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
-        """Gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
+        """Return the gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
         with on(given.q.device):
             shared = self.begin(*given)
             further = self.run(shared)
@@ -72,7 +74,7 @@ class BackwardByKernels(BackwardBody):
         return grads["GradQ"], grads["GradK"], grads["GradV"], further
 
     def begin(self, *arguments: Any) -> Backward:
-        """One call, with room for all that its kernels write. Tensors that they can't read are copied.
+        """Prepare one call, and allocate all outputs of its kernels. Tensors that they can't read are copied.
 
         arguments: as in BackwardArguments.
         """
@@ -97,7 +99,7 @@ class BackwardByKernels(BackwardBody):
         return shared
 
     def _keep(self, shared: Backward) -> None:
-        """Further calls like this one are replayed, if nothing was copied."""
+        """Replay further calls like this one, if nothing was copied."""
         if shared.same.facts["copies"]:
             return
         of_operands = [f"Grad{name.capitalize()}" for name in shared.prepared.plan.differentiable]
@@ -109,7 +111,8 @@ class BackwardByKernels(BackwardBody):
 
 
 def _empty_row_stats(lse: torch.Tensor, together: int) -> torch.Tensor:
-    """(B, Hq, 2, rows), whole blocks. One at least: without queries, too, the kernel that comes first has something to start for."""
+    """Allocate row stats, (B, Hq, 2, rows), in whole blocks. There is at least one block, so the first kernel has a program even without
+    queries."""
     batch, heads, seqlen_q = lse.shape
     rows = max(triton.cdiv(seqlen_q, together), 1) * together
     return torch.empty((batch, heads, 2, rows), dtype=torch.float32, device=lse.device)

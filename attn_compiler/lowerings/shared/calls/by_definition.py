@@ -1,8 +1,8 @@
-"""Attention by its definition, from what a leaf op is given: what runs in place of a kernel that can't be compiled or launched.
+"""Attention by its definition, for a leaf op whose kernel can't be compiled or launched.
 
     s = scale · (q kᵀ);  s = change(s);  s = s + bias + slopes;  p = softmax([s, sinks])[..., :Skv];  out = dropout(p) v
 
-In float32, or float64 for float64, with the scores of some queries at a time in memory. Imports torch alone, so that it serves where
+In float32, or float64 for float64, with the scores of some queries at a time in memory. Imports torch alone, so that it works where
 Triton does not.
 """
 
@@ -20,14 +20,14 @@ from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.scores import Pointwise
 
-#: scores that are in memory at a time, at most, unless one query has more
+#: scores in memory at a time, at most, unless one query has more
 _MOST_SCORES = 1 << 25
-#: of Philox-4x32: rounds, multipliers, and what is added to the keys after each round
+#: constants of Philox-4x32: rounds, multipliers, and the increments of the keys after each round
 _ROUNDS, _MULTIPLIERS, _KEYS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
-#: as tile_parts.LOW
+#: equals tile_parts.LOW
 _LOW = -1e8
-#: what makes a float below 1 of an int32, as Triton's `uint_to_uniform_float` has it
+#: factor that scales an int32 to a float below 1, from Triton's `uint_to_uniform_float`
 _UNIFORM = 4.6566127342e-10
 
 
@@ -36,8 +36,9 @@ class Attention:
     """One attention with its tensors.
 
     q, k, v: logical BHSD, as the model has them.
-    tensors: operands by the names and in the forms of `kernel_plan.Plan`, as far as they are read here: rows, keys, documents_q,
-        documents_k, mask, bias, distances, slopes, sinks, seed.
+    tensors: the operands that are read here, by the names and in the forms of `kernel_plan.Plan`: rows, keys, documents_q, documents_k,
+        mask,
+        bias, distances, slopes, sinks, seed.
     scale, change: as in ScoreSpec.
     band: of `kernel_plan.Plan`.
     dropout_p: the share of weights that is dropped.
@@ -57,7 +58,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """All are in the compute dtype. further: of bias, distances and sinks, by name, if they are there."""
+    """Gradients in the compute dtype. further: of bias, distances and sinks, by name, if present."""
 
     q: Tensor
     k: Tensor
@@ -66,8 +67,12 @@ class Gradients:
 
 
 def forward(given: Attention) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in the compute dtype. A row without any allowed key (and without a sink) gives
-    0, or with `means` -inf the mean of v, and -inf. `means` inf is of rows whose keys all got one low number: their lse is inf."""
+    """Return out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in the compute dtype.
+
+    A row without any allowed key (and without a sink) gives 0 and an lse of -inf; with `means` -inf it gives the mean of v. `means` inf is
+    for
+    rows whose keys all got one low number: their lse is inf.
+    """
     outs, lses = [], []
     whole = _Whole(given)
     for part in whole.parts():
@@ -81,7 +86,7 @@ def forward(given: Attention) -> tuple[Tensor, Tensor]:
         if given.means == torch.inf:
             is_one = terms.amin(-1) == terms.amax(-1)
             lse = torch.where(is_one & (lse < _LOW) & (lse > -torch.inf), torch.inf, lse)
-        # Not of the lse: beside -1e9 it can't hold how many keys share a row.
+        # Softmax, and not exp(terms - lse): beside -1e9 the lse can't hold how many keys share a row.
         weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.softmax(terms, -1))
         outs.append(part.dropped(weights[..., : logits.shape[-1]]) @ part.values(allowed))
         lses.append(lse)
@@ -93,7 +98,7 @@ def forward(given: Attention) -> tuple[Tensor, Tensor]:
 
 
 def backward(given: Attention, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    """out, lse: of the forward, or of all parts of an attention that is merged."""
+    """Return the gradients. out, lse: of the forward, or of all parts of an attention that is merged."""
     whole = _Whole(given)
     dtype, heads_kv = whole.dtype, given.k.shape[1]
     grad_q, further = [], whole.empty_gradients()
@@ -117,7 +122,7 @@ def backward(given: Attention, grad_out: Tensor, grad_lse: Tensor, out: Tensor, 
 
 
 def _with_means(given: Attention, found: Gradients, grad_out: Tensor, are_means: Tensor) -> Gradients:
-    """What comes back through the means of v, too (keyless_gradient.py has the formulas)."""
+    """Add the gradients that flow through the means of v (keyless_gradient.py has the formulas)."""
     heads_q, heads_kv, count = given.q.shape[1], given.k.shape[1], given.k.shape[2]
     q, k, v = (x.to(grad_out.dtype) for x in (given.q, given.k, given.v))
     grad = torch.where(are_means[..., None], grad_out / count, 0.0)
@@ -131,19 +136,19 @@ def _with_means(given: Attention, found: Gradients, grad_out: Tensor, are_means:
 
 
 def _of_heads(x: Tensor, heads_q: int) -> Tensor:
-    """(B, Hkv, ...) -> (B, Hq, ...)."""
+    """Repeat (B, Hkv, ...) to (B, Hq, ...)."""
     return x.repeat_interleave(heads_q // x.shape[1], 1)
 
 
 class _Whole:
-    """An attention, and in which steps it is computed."""
+    """An attention, and its split into parts that fit into memory."""
 
     def __init__(self, given: Attention) -> None:
         self.given = given
         self.dtype = computed_in(given.q.dtype)
 
     def parts(self) -> Iterator[_Part]:
-        """One at least, so that outputs without queries have their shapes, too."""
+        """Yield at least one part, so that outputs without queries have their shapes, too."""
         batch, heads, queries, _ = self.given.q.shape
         step = max(_MOST_SCORES // max(batch * heads * self.given.k.shape[2], 1), 1)
         for start in range(0, max(queries, 1), step):
@@ -158,7 +163,7 @@ class _Whole:
 
 
 class _Part:
-    """Some queries of an attention. rows: which."""
+    """Some queries of an attention. rows: their slice."""
 
     def __init__(self, whole: _Whole, rows: slice) -> None:
         self.given, self.dtype, self.rows = whole.given, whole.dtype, rows
@@ -169,7 +174,8 @@ class _Part:
         self.at_k = torch.arange(self.seqlen_kv, device=device)
 
     def logits(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, Hq, rows, Skv): logits, -inf where a pair is not allowed; scores after their change; which pairs are allowed, in a shape that
+        """Return, (B, Hq, rows, Skv): logits, -inf where a pair is not allowed; scores after their change; and which pairs are allowed, in
+        a shape that
         broadcasts."""
         allowed = self._allowed()
         raw = self.queries(allowed) @ self.keys(allowed).transpose(-1, -2) * self.given.scale
@@ -177,7 +183,7 @@ class _Part:
         return torch.where(allowed, changed + self._added(), -torch.inf), changed, allowed
 
     def queries(self, allowed: Tensor) -> Tensor:
-        """Those without any key are 0: what they hold gets nowhere, be it NaN."""
+        """Return queries, with 0 in rows without any key: their values reach no result, even if they are NaN."""
         q = self.given.q[:, :, self.rows].to(self.dtype)
         return torch.where(allowed.any(-1, keepdim=True), q, 0.0)
 
@@ -188,21 +194,21 @@ class _Part:
         return self._seen(self.given.v, allowed)
 
     def _seen(self, x: Tensor, allowed: Tensor) -> Tensor:
-        """Of all query heads, with 0 at keys that none of these queries may use."""
+        """Repeat x for all query heads, with 0 at keys that none of these queries may use."""
         return torch.where(allowed.any(-2)[..., None], x.to(self.dtype).repeat_interleave(self.group, 1), 0.0)
 
     def weights(self, logits: Tensor, lse: Tensor) -> Tensor:
-        """0 in rows whose lse lost how many keys share them."""
+        """Return the weights; 0 in rows whose lse can't hold how many keys share them."""
         lost = lse.isinf() | ((lse < _LOW) & (lse.dtype == torch.float32))
         return torch.where(lost[..., None], 0.0, torch.exp(logits - lse[..., None]))
 
     def dropped(self, x: Tensor) -> Tensor:
-        """Weights, or their gradients, after dropout."""
+        """Apply dropout to weights, or to their gradients."""
         p = self.given.dropout_p
         return torch.where(self._kept(p), x / (1.0 - p), 0.0) if p > 0 else x
 
     def _allowed(self) -> Tensor:
-        """bool (B|1, Hq|1, rows, Skv)."""
+        """Return which pairs are allowed, bool (B|1, Hq|1, rows, Skv)."""
         given, band = self.given.tensors, self.given.band
         found = (self.at_k >= 0).expand(len(self.at_q), -1)[None, None]
         if band is not None:
@@ -232,14 +238,14 @@ class _Part:
 
     @property
     def _places(self) -> Tensor:
-        """Of each pair among numbers by distance."""
+        """Index of each pair among numbers by distance."""
         return self.at_k - self.at_q + self.seqlen_q - 1
 
     def _of_rows(self, x: Tensor) -> Tensor:
         return x if x.shape[2] == 1 and self.seqlen_q != 1 else x[:, :, self.rows]
 
     def add_gradients(self, sums: dict[str, Tensor], of_logits: Tensor, lse: Tensor, delta: Tensor) -> None:
-        """Of the operands that join the scores, of these queries."""
+        """Add the gradients of bias, distances and sinks that these queries contribute."""
         if "bias" in sums:
             into = self._of_rows(sums["bias"])
             into += of_logits.sum_to_size(into.shape)
@@ -252,27 +258,26 @@ class _Part:
             sums["sinks"] -= (torch.exp(sinks - lse) * delta).sum((0, 2))
 
     def _kept(self, p: float) -> Tensor:
-        """bool (B, Hq, rows, Skv): as kernels/tile_parts.py draws."""
+        """Return which weights dropout keeps, bool (B, Hq, rows, Skv), drawn as in kernels/tile_parts.py."""
         batch, heads = self.given.q.shape[:2]
         head = torch.arange(batch * heads, device=self.at_q.device).view(batch, heads, 1, 1)
         bits = philox(self.given.tensors["seed"], self.at_k, self.at_q, head)
-        # As an int32, and its negative numbers mirrored.
+        # Read as an int32, whose negative numbers are mirrored.
         signed = torch.where(bits > _WORD >> 1, _WORD - bits, bits)
         return signed.to(torch.float32) * _UNIFORM >= p
 
 
 def philox(seed: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
-    """The first of the four numbers that Philox-4x32-10 gives for a counter whose fourth number is 0: int64, from 0 to 2³² − 1.
+    """Return the first of the four numbers that Philox-4x32-10 gives for a counter whose fourth number is 0: int64, from 0 to 2³² − 1.
 
     seed: int64 of one element. first, second, third: int64, of shapes that broadcast.
-
     J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
     a, b = _MULTIPLIERS
     key_0, key_1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1, c2, c3 = first, second, third, torch.zeros_like(third)
     for _ in range(_ROUNDS):
-        # A product that wraps has the right bits all the same.
+        # The product may wrap in int64; its lower 64 bits are right all the same.
         of_0, of_2 = a * c0, b * c2
         c0 = (of_2 >> 32 & _WORD) ^ c1 ^ key_0
         c2 = (of_0 >> 32 & _WORD) ^ c3 ^ key_1
@@ -282,7 +287,7 @@ def philox(seed: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor
 
 
 def _folded(grad: Tensor, heads: int) -> Tensor:
-    """Query heads that read one kv head add up."""
+    """Sum query heads that read one kv head."""
     return torch.unflatten(grad, 1, (heads, -1)).sum(2) if heads else grad
 
 

@@ -1,11 +1,11 @@
 """cuDNN's backward as PyTorch has it, `attn_compiler::sdpa_cudnn_backward`, for leaf ops with another forward.
 
-It needs out and lse of any forward, and no package besides PyTorch. Gradients of q, k and v lie in memory as those do.
+It needs out and lse of any forward, and no package besides PyTorch. Gradients of q, k and v have the strides of those.
 
-PyTorch keeps the graphs that cuDNN runs by how q, k and v lie, and not by how out and its gradient do (aten/src/ATen/native/cudnn/MHA.cpp,
-MHACacheKeyWrapper). A call of which those lie otherwise than when the graph was built reads the wrong numbers, and says nothing. On an
-H200, torch 2.11, after SDPA's own backward of the same q, k and v as (B, H, S, D) in memory, dQ and dK were wrong by 0.52 of their norms.
-So all calls from here have out and its gradient as BSHD (`grad_out_as_read`), and graphs of their own.
+PyTorch's cache of cuDNN graphs keys the strides of q, k and v, and not those of out and its gradient (aten/src/ATen/native/cudnn/MHA.cpp,
+MHACacheKeyWrapper). A call with other strides of out than the graph was built for silently reads the wrong numbers. On an H200, torch 2.11,
+after SDPA's own backward of the same q, k and v as (B, H, S, D) in memory, dQ and dK were wrong by 0.52 of their norms. So all calls from
+here have out and its gradient as BSHD (`grad_out_as_read`), and graphs of their own.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from attn_compiler.spec.target import Target
 
 Tensors = Sequence[torch.Tensor]
 
-#: As a number 0, so nothing is dropped; its bits are part of what PyTorch knows a graph by, and no call of SDPA's has these.
+#: Equal to 0, so nothing is dropped. Its bits are part of PyTorch's key of a graph, and no call of SDPA's has them.
 _NO_DROPOUT = -0.0
 
-#: bytes that cuDNN's kernels read at once: a tensor that begins between two vectors is copied, which a forward by another family may read
+#: bytes that cuDNN's kernels load at once. A tensor that begins between two vectors is copied; forwards of other families may take one.
 _VECTOR = 16
 
-#: its name without "_backward"
+#: name of the op without "_backward"
 FAMILY = "sdpa_cudnn"
 
 
 def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What keeps this backward from an attention: all that keeps cuDNN's own, and what its forward would have to hand over."""
+    """Return why this backward can't serve an attention: the limits of cuDNN's own, and states of its forward that another forward
+    lacks."""
     reasons = cudnn_called.why_not(spec, target)
     if spec.added_tensor is not None:
         reasons.append(Reason(code=Code.MASK_TENSOR, rule="no tensor joins the scores", observed="a mask or a bias"))
@@ -49,11 +50,11 @@ def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def gradients(*arguments: Any) -> Gradients:
-    """As `ops.BACKWARD_SCHEMA` says. text: a `kernel_plan.Call`. Of the lse nobody takes a gradient: graphs read out alone."""
+    """Return the gradients as `ops.BACKWARD_SCHEMA` says. text: a `kernel_plan.Call`. The lse has no gradient: graphs read out alone."""
     grad_out, _, q, k, v, _, out, lse, text = BackwardArguments(*arguments)
     spec = Call.from_text(text).spec
     q, k, v = (x if x.data_ptr() % _VECTOR == 0 else x.clone() for x in (q, k, v))
-    # Random numbers that no weight is dropped by.
+    # Dropout's random state, which is not used.
     nothing = torch.zeros((), dtype=torch.int64, device=q.device)
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad_out,
@@ -76,12 +77,12 @@ def gradients(*arguments: Any) -> Gradients:
     return grad_q, grad_k, grad_v, []
 
 
-#: what the gradient of the output is made before the backward
+#: layout of the output's gradient that the backward needs
 grad_out_as_read = like_output
 
 
 def differentiable(operands: Tensors, text: str) -> list[bool]:
-    """No operand gets a gradient."""
+    """Return False for every operand: none gets a gradient."""
     return [False] * len(operands)
 
 

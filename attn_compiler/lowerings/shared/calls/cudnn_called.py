@@ -1,4 +1,4 @@
-"""Whether cuDNN's attention, as PyTorch calls it, serves a site: asked for its forward, and for its backward after another forward."""
+"""Checks whether cuDNN's attention, as PyTorch calls it, serves a site: for its forward, and for its backward after another forward."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-# What PyTorch says of cuDNN's output to a compiler fails before, for an output of another shape than q with symbolic sizes.
+# Before this release PyTorch's fake of cuDNN's output fails for an output of another shape than q with symbolic sizes.
 _OUTPUT = (2, 13)
 #: its name in Target.disabled
 KERNEL = "cudnn"
 
 
 def unavailable(target: Target) -> list[Reason]:
-    """Why it can't run on that machine."""
+    """Return why it can't run on that machine."""
     gpu = takes.check_gpu(takes.CUDNN, target)
     return gpu or [*cudnn_limits.check_version(target), *limits.check_switch(KERNEL, target)]
 
 
 def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What keeps it from a site. The reasons of a machine that can't run it stand alone."""
+    """Return why it can't serve a site. The reasons of a machine that can't run it stand alone."""
     machine = unavailable(target) or limits.check_device(spec, "cuda")
     return machine or _refused(as_told(spec, target), target)
 
 
 def as_told(spec: AttentionSpec, target: Target) -> AttentionSpec:
-    """The site as the kernel is told of it (flags.py)."""
+    """Return the spec that the kernel is called with (flags.py)."""
     return flags.as_told(spec, lambda told: _refused(told, target))
 
 
 def check_beyond_takes(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What it can't do, besides what it does not take."""
+    """Return the kernel's limits that `takes.CUDNN` does not express."""
     return [
         *cudnn_limits.check_deterministic(target),
         *cudnn_limits.check_head_dims(spec, target),

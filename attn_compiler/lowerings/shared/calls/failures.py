@@ -1,8 +1,7 @@
-"""Kernels that failed in this process, when they were compiled or at their first launch, and who is told.
+"""Kernels that failed in this process, when they were compiled or at their first launch, and the code that calls them.
 
-A failure costs the sites whose leaf op has that text: they are decided again without the lowering (`reasons`), and code that was compiled
-with it is compiled anew before its next call. The call in which a launch fails is computed by its definition (by_definition.py). Imports
-no torch.
+A failure costs the sites whose leaf op has that text: they are decided again without the lowering (`reasons`), and their compiled code is
+compiled again before its next call. The call in which a launch fails is computed by its definition (by_definition.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from attn_compiler.spec.linear import LinearSpec
 
 log = logging.getLogger(__name__)
 
-#: The name of PyTorch's error for memory that ran out. No other way of computing makes that good.
+#: Name of PyTorch's error for memory that ran out. Computing in another way does not help then.
 _NO_MEMORY = "OutOfMemoryError"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Compiled code that calls a leaf op, and what was decided there.
+    """Compiled code that calls a leaf op, and the decision for its site.
 
     strict: as the option of that name.
-    start_over: has the code compiled anew before its next call.
+    start_over: has the code compiled again before its next call.
     """
 
     lowering: str
@@ -41,8 +40,10 @@ class Caller:
 
 @dataclass(kw_only=True)
 class Failures:
-    """callers: by the text of the leaf op that they call.
-    causes: of what failed, by text.
+    """Failures of one process.
+
+    callers: by the text of the leaf op that they call.
+    causes: of failures, by text.
     decided: causes by lowering and spec.
     """
 
@@ -52,7 +53,7 @@ class Failures:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def watch(self, texts: Iterable[str], caller: Caller) -> None:
-        """Tell a caller of failures of these texts."""
+        """Register a caller for failures of these texts."""
         with self.lock:
             for text in texts:
                 known = self.callers.setdefault(text, [])
@@ -60,7 +61,7 @@ class Failures:
                     known.append(caller)
 
     def fail(self, text: str, cause: str) -> list[Caller]:
-        """Note a failure. Gives the code that is concerned."""
+        """Record a failure. Returns the affected callers."""
         with self.lock:
             self.causes[text] = cause
             found = list(self.callers.get(text, ()))
@@ -68,7 +69,7 @@ class Failures:
         return found
 
     def reasons(self, lowering: str, spec: AttentionSpec | LinearSpec) -> list[Reason]:
-        """Why a lowering is not chosen again for a spec."""
+        """Return why a lowering is not chosen again for a spec."""
         cause = self.decided.get((lowering, spec))
         if cause is None:
             return []
@@ -77,24 +78,24 @@ class Failures:
         return [Reason(code=Code.NOT_COMPILED, rule=rule, observed=cause, remedy=remedy)]
 
     def forget(self) -> None:
-        """What was compiled is forgotten, too."""
+        """Forget all failures and callers."""
         with self.lock:
             self.callers.clear()
             self.causes.clear()
             self.decided.clear()
 
 
-#: those of this process
+#: the failures of this process
 FAILURES = Failures()
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether another way of computing may do better than what raised this."""
+    """Return whether computing in another way may succeed after this error."""
     return type(error).__name__ != _NO_MEMORY
 
 
 def at_compilation(op: str, text: str, error: Exception) -> list[Caller]:
-    """Tell of a kernel that does not compile. Gives the sites of the code that was compiled that are concerned. Raises as `at_launch`."""
+    """Report a kernel that does not compile. Returns the affected callers. Raises as `at_launch`."""
     concerned = FAILURES.fail(text, described(error)) if text else []
     if concerned:
         _tell(op, "compile", error, concerned, "its graph is compiled again without it")
@@ -104,7 +105,7 @@ def at_compilation(op: str, text: str, error: Exception) -> list[Caller]:
 
 
 def at_launch(op: str, text: str, error: Exception, seconds: float) -> None:
-    """Tell of a launch that failed, whose call was computed by its definition in so many seconds. Raises KernelFailed where the code was
+    """Report a launch that failed, whose call was computed by its definition in so many seconds. Raises KernelFailed where the code was
     compiled with strict=True."""
     concerned = FAILURES.fail(text, described(error))
     _tell(op, "start", error, concerned, "this call is computed without it, and its graph is compiled again")

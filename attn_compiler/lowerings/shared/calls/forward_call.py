@@ -1,7 +1,5 @@
-"""What our kernels' forwards share on tensors: what is allocated, what is launched the first time, and replayed after that.
-
-Imports triton, so it comes late.
-"""
+"""Steps that our kernels' forwards share: allocation, first launches, and replay afterwards. Imports triton, so this module is imported
+late."""
 
 from __future__ import annotations
 
@@ -25,9 +23,11 @@ Exact = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward(ForwardBody):
-    """operands: names of those that the leaf op takes, in order.
-    run: launches the kernels on Q, K, V, Out, Lse and the operands. Gives what `launch` gave, in order.
-    restore: of what operands q, k and v are made, where of those themselves only shapes and dtypes are read; None where they are read.
+    """A forward by our kernels.
+
+    operands: names of those that the leaf op takes, in order.
+    run: launches the kernels on Q, K, V, Out, Lse and the operands. Returns the results of `launch`, in order.
+    restore: computes q, k and v from operands, for an op that reads only shapes and dtypes of its own q, k and v; None where it reads them.
     """
 
     operands: Callable[[Prepared], tuple[str, ...]]
@@ -53,7 +53,7 @@ class Forward(ForwardBody):
             tensors["Lse"] = same.empty("Lse", lambda: empty_outputs(q, v)[1])
             ran = self.run(prepared, same, tensors)
             if prepared.call.spec.mask.means:
-                # Here and in backward_call.py: few models ask for it, and to define these kernels takes time in each process.
+                # Late, as in backward_call.py: few models need these kernels, and defining them takes time in each process.
                 from attn_compiler.lowerings.shared.calls import keyless_launch
 
                 ran = [*ran, *keyless_launch.fill(prepared, same, tensors)]

@@ -1,6 +1,5 @@
-"""Launches of the kernels for gradients that serve any mask and score change: of q, of k and v, and of sinks. More than one family asks
-for them. Imports triton, so it comes late.
-"""
+"""Launches of the gradient kernels that serve any mask and score change: of q, of k and v, and of sinks. Several families use
+them. Imports triton, so this module is imported late."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ _NARROW = 64
 
 
 def heads_last(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether programs of all batch rows follow each other before the next head's: where these share a bias, which is then read
-    from memory once, and from the L2 cache after that. Only with narrow heads: with wider ones it is not what bounds them
+    """Return whether programs of all batch rows precede those of the next head. Batch rows that share a bias then read it from memory once,
+    and from the L2 cache afterwards. Only with narrow heads: wider ones have another bottleneck
     (H200, B 8, S 2048, D 64 / 128: forward 922 to 849 µs / 746 to 757)."""
     bias, q, v = tensors.get("bias"), tensors["Q"], tensors["V"]
     shared = bias is not None and statically_known(along(bias, 0) == 0) and not statically_known(along(bias, 1) == 0)
@@ -31,18 +30,18 @@ def heads_last(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def grid(blocks: int, heads: int, batch: int, last: bool) -> Grid:
-    """last: programs of all batch rows follow each other before the next head's."""
+    """Return the grid. last: programs of all batch rows precede those of the next head."""
     return (blocks, batch, heads) if last else (blocks, heads, batch)
 
 
 def rounded_to(prepared: Prepared) -> int:
-    """The largest block of queries of all passes, each of which is a power of two."""
+    """Return the largest block of queries of all passes, each of which is a power of two."""
     tiles = prepared.call.tiles
     return max(STATS_BLOCK, tiles.grad_q.queries, tiles.grad_kv.queries)
 
 
 def grad_q(shared: Backward) -> Arguments:
-    """Of the kernel for the gradient of q, which also writes what each row needs in the other one."""
+    """Return the arguments of the kernel for the gradient of q, which also writes the row stats for the other one."""
     tiles, grad_q, listed = shared.prepared.call.tiles, shared.tensors["GradQ"], shared.tensors.get("tiles")
     tile = tiles.grad_q
     numbers = {**shared.numbers(), **lists(listed), **strides("dq", grad_q)}
@@ -65,7 +64,7 @@ def grad_q(shared: Backward) -> Arguments:
 
 
 def grad_kv(shared: Backward, part: str) -> Arguments:
-    """part: "k", "v" or "kv", the gradients that are computed."""
+    """Return the arguments of the kernel for the gradients of k and v. part: "k", "v" or "kv", the gradients to compute."""
     tile, grad_k, grad_v = shared.prepared.call.tiles.grad_kv, shared.tensors["GradK"], shared.tensors["GradV"]
     numbers = {**shared.numbers(), **shared.pitch, **lists(shared.tensors.get("tiles_by_key"))}
     numbers |= {**strides("dk", grad_k), **strides("dv", grad_v), "FOR_K": "k" in part, "FOR_V": "v" in part}
@@ -83,7 +82,7 @@ def grad_kv(shared: Backward, part: str) -> Arguments:
 
 
 def grad_sinks(shared: Backward) -> torch.Tensor:
-    """float32 (Hq,), launched."""
+    """Launch the kernel for the gradient of sinks, and return it: float32 (Hq,)."""
     sinks = shared.tensors["sinks"]
     shared.tensors["GradSinks"] = shared.same.empty("GradSinks", functools.partial(empty_gradient, sinks))
     shared.launch(sums_backward.attention_grad_sinks, _sinks)

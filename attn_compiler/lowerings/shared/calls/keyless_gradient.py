@@ -1,4 +1,4 @@
-"""`attn_compiler::keyless_gradient`: 0, with the gradient that q and k get from queries whose keys all got one number added.
+"""`attn_compiler::keyless_gradient`: 0, with the gradients of q and k that come from queries whose keys all got one number added.
 
 The softmax of such a row weighs all keys alike, whatever the scores are, and its derivative is not 0:
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """(B, Hq, Sq, Dv) in the dtype that `_gradient` computes in."""
+    """Return zeros, (B, Hq, Sq, Dv), in the compute dtype of `_gradient`."""
     return torch.zeros((), dtype=computed_in(q.dtype), device=q.device).expand(*q.shape[:3], v.shape[3])
 
 
@@ -34,7 +34,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v = (x.to(computed_in(x.dtype)) for x in ctx.saved_tensors)
     of_dtype, heads_kv = ctx.saved_tensors[0].dtype, k.shape[1]
     apart = v - v.mean(2, keepdim=True)
-    # Of the query heads that share a kv head, one after the other.
+    # The axis of query heads becomes (kv head, query head of that group).
     g = torch.unflatten(grad.to(q.dtype) * (ctx.scale / max(k.shape[2], 1)), 1, (heads_kv, -1))
     of_queries = torch.unflatten(q, 1, (heads_kv, -1))
     grad_q = g @ (apart.transpose(2, 3) @ k)[:, :, None]

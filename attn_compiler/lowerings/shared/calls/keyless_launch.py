@@ -1,6 +1,5 @@
-"""Launches behind a kernel for queries without keys, where `spec.mask.means` asks for it. Imports triton, so it comes
-late.
-"""
+"""Launches after a kernel for queries without keys, where `spec.mask.means` asks for it. Imports triton, so this module is imported
+late."""
 
 from __future__ import annotations
 
@@ -17,16 +16,17 @@ from attn_compiler.lowerings.shared.kernels import keyless_rows as kernels
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.launching.replaying import Alike
 
-#: parts that the sums of a head are made in
+#: partial sums of a head
 _CHUNKS = 8
-#: rows whose lse is looked at at once
+#: rows whose lse is read at once
 _SCAN = 1024
 #: elements of a tile of v or of products, so that several fit into shared memory of 99 KiB
 _MOST_OF_TILE = 8192
 
 
 def fill(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
-    """Fill rows of Out whose lse is -inf. Gives what `launch` gave: nothing beside a bias, where the kernel itself gives the mean."""
+    """Fill rows of Out whose lse is -inf. Returns the results of `launch`. Nothing is launched beside a bias, where the kernel itself gives
+    the mean."""
     if prepared.plan.bias:
         return []
     v = tensors["V"]
@@ -39,7 +39,7 @@ def fill(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
 
 
 def add_gradients(shared: Backward) -> None:
-    """Add to GradQ, GradK and GradV what comes back through rows without keys."""
+    """Add the gradients through rows without keys to GradQ, GradK and GradV."""
     tensors, same = shared.tensors, shared.same
     width, side = _width(tensors["V"].shape[3]), _side(tensors["V"])
     parts = triton.cdiv(tensors["K"].shape[3], side)
@@ -67,7 +67,7 @@ def _room(v: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> t
 
 
 def _side(v: torch.Tensor) -> int:
-    """Rows of a tile, and columns of q and k that products are made of at a time."""
+    """Return the rows of a tile, and the columns of q and k in one product."""
     return max(16, min(64, _MOST_OF_TILE // _width(v.shape[3])))
 
 

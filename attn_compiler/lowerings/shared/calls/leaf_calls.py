@@ -1,5 +1,6 @@
-"""What the leaf op and its backward are called with, and what every body of one does around the work of its family. It finds calls that lie
-alike, replays those that can be (replaying.py), and computes by its definition what a kernel fails at (by_definition.py).
+"""Arguments of the leaf op and its backward, and the steps that every body takes around the work of its family. A body finds the data of
+calls
+with the same layout, replays a call if it can (replaying.py), and computes it by definition if a kernel fails (by_definition.py).
 
 The arguments are described once, by the two tuples here. Their order is the schemas' (ops.py).
 """
@@ -26,14 +27,14 @@ from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient, empty_ou
 Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
 
-#: what `ops.LEAF_SCHEMA` returns
+#: results of `ops.LEAF_SCHEMA`
 Outputs = tuple[torch.Tensor, torch.Tensor]
-#: what `ops.BACKWARD_SCHEMA` returns
+#: results of `ops.BACKWARD_SCHEMA`
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
 
 class ForwardArguments(NamedTuple):
-    """Of `ops.LEAF_SCHEMA`. text: the spec's, and whatever else was decided."""
+    """Arguments of `ops.LEAF_SCHEMA`. text: the spec's, and all further decisions."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -43,7 +44,7 @@ class ForwardArguments(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """Of `ops.BACKWARD_SCHEMA`."""
+    """Arguments of `ops.BACKWARD_SCHEMA`."""
 
     grad_out: torch.Tensor
     grad_lse: torch.Tensor
@@ -57,21 +58,21 @@ class BackwardArguments(NamedTuple):
 
 
 def forward_inputs(given: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors of ForwardArguments: q, k, v and then the operands."""
+    """Return the tensors of ForwardArguments: q, k, v and then the operands."""
     q, k, v, operands, _ = given
     return [q, k, v, *operands]
 
 
 def backward_inputs(given: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors of BackwardArguments: grad_out, grad_lse, q, k, v, out, lse and then the operands."""
+    """Return the tensors of BackwardArguments: grad_out, grad_lse, q, k, v, out, lse and then the operands."""
     grad_out, grad_lse, q, k, v, operands, out, lse, _ = given
     return [grad_out, grad_lse, q, k, v, out, lse, *operands]
 
 
 def or_else(op: str, text: str, launch: Callable[[], T], instead: Callable[[], T]) -> T:
-    """What `launch` gives. What `instead` gives where a kernel can't be compiled or started, in every call of that text.
+    """Return launch(), or instead() where a kernel can't be compiled or started, also in every later call of that text.
 
-    Raises what `launch` raised where another way does not help, and KernelFailed with strict=True.
+    Raises the error of `launch` where another way does not help, and KernelFailed with strict=True.
     """
     if text in FAILURES.causes:
         return instead()
@@ -79,12 +80,12 @@ def or_else(op: str, text: str, launch: Callable[[], T], instead: Callable[[], T
     try:
         return launch()
     except Exception as error:
-        # A launch that is noted or recorded does not happen, and memory that ran out is gone for any other way.
+        # A launch that is recorded does not happen, and memory that ran out is missing for any other way, too.
         if noter() is not None or recorder() is not None or not failures.is_ours(error):
             raise
         try:
             found = instead()
-        except Exception:  # noqa: BLE001 (what the call was given serves no way of computing it)
+        except Exception:  # noqa: BLE001 (the arguments themselves are wrong, so the first error is the one to raise)
             raise error from None
         failures.at_launch(op, text, error, time.perf_counter() - begin)
         return found
@@ -92,27 +93,27 @@ def or_else(op: str, text: str, launch: Callable[[], T], instead: Callable[[], T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBody(abc.ABC):
-    """What a leaf op does. op: its name."""
+    """Body of a leaf op. op: its name."""
 
     op: str
 
     @abc.abstractmethod
     def first(self, given: ForwardArguments, same: Alike) -> Outputs:
-        """The first call of those that lie alike. Leaves in `same` what is replayed."""
+        """Run the first call of a layout. Stores the replay in `same`."""
 
     @abc.abstractmethod
     def definition(self, given: ForwardArguments) -> Attention:
-        """What a call computes."""
+        """Return the attention that a call computes."""
 
     def instead(self, given: ForwardArguments) -> Outputs:
-        """What a call gives, without a kernel."""
+        """Compute a call without a kernel."""
         out, lse = empty_outputs(given.q, given.v)
         with torch.no_grad():
             exact_out, exact_lse = by_definition.forward(self.definition(given))
         return out.copy_(exact_out), lse.copy_(exact_lse)
 
     def __call__(self, *given: Any) -> Outputs:
-        """out and lse. given: as in ForwardArguments."""
+        """Return out and lse. given: as in ForwardArguments."""
         inputs = forward_inputs(given)
         same = alike(self.op, given[-1], inputs)
         if same.replay is None:
@@ -129,28 +130,28 @@ class ForwardBody(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardBody(abc.ABC):
-    """What a leaf op's backward does. op: its name."""
+    """Body of a leaf op's backward. op: its name."""
 
     op: str
 
     @abc.abstractmethod
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
-        """As `ForwardBody.first`."""
+        """Run the first call of a layout. Stores the replay in `same`."""
 
     @abc.abstractmethod
     def definition(self, given: BackwardArguments) -> Attention:
-        """As `ForwardBody.definition`."""
+        """Return the attention that the forward of a call computes."""
 
     @abc.abstractmethod
     def differentiable(self, given: BackwardArguments) -> tuple[str, ...]:
-        """Names of the operands that get a gradient, in order."""
+        """Return the names of the operands that get a gradient, in order."""
 
     def unfilled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Room for the gradient of q, k or v."""
+        """Allocate the gradient of q, k or v."""
         return empty_gradient(tensor)
 
     def instead(self, given: BackwardArguments) -> Gradients:
-        """As `ForwardBody.instead`."""
+        """Compute a call without a kernel."""
         with torch.no_grad():
             attention = self.definition(given)
             grads = by_definition.backward(attention, given.grad_out, given.grad_lse, given.out, given.lse)
@@ -162,7 +163,7 @@ class BackwardBody(abc.ABC):
         return grad_q, grad_k, grad_v, further
 
     def __call__(self, *given: Any) -> Gradients:
-        """The gradients of q, k, v and of the operands that have one. given: as in BackwardArguments."""
+        """Return the gradients of q, k, v and of the operands that have one. given: as in BackwardArguments."""
         inputs = backward_inputs(given)
         same = alike(self.op, given[-1], inputs)
         if same.replay is None:
@@ -175,9 +176,8 @@ class BackwardBody(abc.ABC):
 
 
 class BodySite:
-    """A body for one place in compiled code, where tensors lie the same in every call: after the first one their addresses are all that
-    is asked.
-    """
+    """A body at one place in compiled code, where tensors have the same layout in every call. After the first call only their addresses are
+    checked."""
 
     __slots__ = ("body", "replay")
 
@@ -186,7 +186,7 @@ class BodySite:
         self.replay: Replay | None = None
 
     def by_body(self, given: Sequence[Any], inputs: Sequence[torch.Tensor]) -> Any:
-        """At first, and where an address is no multiple of a vector: such a call says nothing of others."""
+        """Call the body, at first and where an address is no multiple of a vector. Such a call does not decide the replay."""
         found = self.body(*given)
         if not any(x.data_ptr() & BETWEEN for x in inputs):
             self.replay = alike(self.body.op, given[-1], inputs).replay
@@ -194,24 +194,24 @@ class BodySite:
 
 
 class ForwardSite(BodySite):
-    """Of a leaf op. An lse that nothing reads may be None."""
+    """A leaf op's body at one place in compiled code. An lse that nothing reads may be None."""
 
     __slots__ = ()
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Any:
-        """As ForwardBody's, in the fewest steps: the host's time counts here."""
+        """Return out and lse as ForwardBody does, in the fewest steps: the host's time counts here."""
         inputs = [q, k, v, *operands]
         found = None if self.replay is None else self.replay.run(inputs, BETWEEN)
         return self.by_body((q, k, v, operands, text), inputs) if found is None else found
 
 
 class BackwardSite(BodySite):
-    """Of a leaf op's backward."""
+    """A backward's body at one place in compiled code."""
 
     __slots__ = ()
 
     def __call__(self, *given: Any) -> Any:
-        """As BackwardBody's, in the fewest steps."""
+        """Return the gradients as BackwardBody does, in the fewest steps."""
         grad_out, grad_lse, q, k, v, operands, out, lse, _ = given
         inputs = [grad_out, grad_lse, q, k, v, out, lse, *operands]
         found = None if self.replay is None else self.replay.run(inputs, BETWEEN)

@@ -1,4 +1,4 @@
-"""Calls the kernels that make lists of tiles. Imports triton, so it comes late."""
+"""Launches of the kernels that make lists of tiles. Imports triton, so this module is imported late."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from attn_compiler.lowerings.shared.ops.listing import OF_KEYS, OF_QUERIES, UNIT
 
 Tensor = torch.Tensor
 
-#: elements of the other side that a program reads at once, at most
+#: blocks of the other side that a program reads at once, at most
 _BLOCK = 128
-#: of units, of which a tile may have many
+#: units that a program reads at once, at most: a tile may have many
 _UNITS_AT_ONCE = 2048
 
-#: blocks that a program puts in order
+#: blocks that a program sorts
 _ORDERED = 64
 
-#: the parameters of the kernel that sums up blocks, and the tensors of `ListAsked`
+#: the parameters of the kernel that reduces blocks, and the tensors of `ListAsked`
 _SUMMED = {"Rows": "rows", "Keys": "keys", "DocumentsQ": "documents_q", "DocumentsK": "documents_k"}
 
 
 def lists(*given: Any) -> Tensor:
-    """As `listing.listed`."""
+    """Compute the op as `listing.listed` does."""
     return or_else("tile_lists", "tile_lists", lambda: _by_kernels(*given), lambda: listed(*given))
 
 
@@ -49,7 +49,7 @@ def _by_kernels(*given: Any) -> Tensor:
 
 
 def _bounds(same: Alike, asked: ListAsked, made: Tensor) -> dict[str, Tensor]:
-    """Room for what is known of each block."""
+    """Allocate the bounds of each block."""
     queries, keys = asked.blocks
 
     def room(numbers: int, blocks: int) -> Tensor:
@@ -68,7 +68,7 @@ def _sizes(asked: ListAsked) -> dict[str, int]:
 
 
 def _stride(x: Tensor | None, axis: int) -> int:
-    """0 for an axis of one element, which stands for all."""
+    """Return the stride of an axis, or 0 for an axis of one element, which broadcasts."""
     return 0 if x is None else along(x, axis)
 
 
@@ -122,7 +122,7 @@ def _order_arguments(asked: ListAsked, made: Tensor) -> Arguments:
 
 
 def _block(asked: ListAsked) -> int:
-    """Blocks that a program looks at at once."""
+    """Return the blocks that a program reads at once."""
     if asked.units is None:
         return _BLOCK
     units = (asked.queries // UNIT) * (asked.keys_of // UNIT)

@@ -1,4 +1,4 @@
-"""Tensors whose elements lie where our Triton kernels can't read them, and copies of those."""
+"""Checks for tensors that our Triton kernels can't read where they are, and copies of those."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from attn_compiler.torch_private.symbols import statically_known
 
 
 def _misaligned(*tensors: torch.Tensor) -> bool:
-    """Whether any begins between two vectors, in half precision on a GPU: what Triton 3.6 compiles for those reads the wrong
-    elements, or beyond the tensor, where a head dim takes two tiles."""
+    """Return whether any tensor begins between two vectors, in half precision on a GPU. Triton 3.6 compiles wrong code for those where a
+    head dim
+    takes two tiles: it reads the wrong elements, or beyond the tensor."""
     return any(x.is_cuda and x.element_size() < 4 and alignment(x) == 1 for x in tensors)
 
 
 def is_unreadable(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels can't read any of them where its elements are."""
+    """Return whether the kernels can't read any of these tensors where it is."""
     return any(not statically_known(x.stride(3) == 1) or is_far(x) for x in tensors) or _misaligned(*tensors)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it if its elements are not where a kernel can read them.
+    """Return x, or a copy of it if a kernel can't read it where it is.
 
-    The one copy outside of the graph. The layout pass sees to strides that are known; where a tensor begins in its memory none of them
-    says, and a slice at an odd element is rare. Nobody says how an upstream gradient lies: a sum expands one number.
+    This is the one copy outside of the graph. The layout pass handles known strides. No stride tells where a tensor begins in its memory,
+    and a
+    slice at an odd element is rare. The layout of an upstream gradient is unknown: a sum expands one number.
     """
     if not is_unreadable(x):
         return x

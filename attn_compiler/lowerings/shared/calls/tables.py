@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _gathered(table: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """(…, trailing sizes of the table): its elements at whole numbers of its first axes, which broadcast against each other."""
+    """Return elements of the table at indices of its first axes, which broadcast: (…, trailing sizes of the table)."""
     return table[tuple(at)]
 
 
@@ -47,7 +47,7 @@ def _sums(grad: Tensor, at: Sequence[Tensor], size: Sequence[int]) -> Tensor:
 
 
 def _sums_on_gpu(grad: Tensor, at: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-    """By the kernel for embeddings, which sorts, and adds up without atomics."""
+    """Sum by the kernel for embeddings, which sorts, and adds up without atomics."""
     rows, width = _rows(at, size), math.prod(size[len(at) :])
     grad = grad.reshape(rows.shape[0], width)
     sums: Tensor = aten.embedding_dense_backward.default(grad, rows, math.prod(size[: len(at)]), -1, False)
@@ -55,7 +55,7 @@ def _sums_on_gpu(grad: Tensor, at: Sequence[Tensor], size: Sequence[int]) -> Ten
 
 
 def _rows(at: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-    """(N,): where the axes that are indexed are one."""
+    """Return the index of each row, (N,), in a table whose indexed axes are flattened."""
     rows = torch.zeros((), dtype=torch.int64, device=at[0].device)
     for index, length in zip(at, size, strict=False):
         rows = rows * length + torch.where(index < 0, index + length, index)

@@ -1,1 +1,1 @@
-"""How a kernel is compiled, launched and launched again, whatever it computes."""
+"""Compilation, launch and replay of a kernel, whatever it computes."""

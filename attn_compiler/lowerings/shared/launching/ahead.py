@@ -1,13 +1,13 @@
-"""Compiles the Triton kernels of a graph while the inner compiler compiles the rest of it, instead of at their first launch.
+"""Compilation of a graph's Triton kernels while the inner compiler compiles the rest, instead of at their first launch.
 
-The graph that autograd was traced through calls the leaf ops of forward and backward, on values that say how each tensor will lie. The
-bodies of those ops are called here, with stand-ins for tensors (imagined.py), and their launches are noted (noting.py). So a launch is
-described once, by the code that launches. Equal calls, as those of equal layers, are asked once, and identical variants of a kernel are
+The graph that autograd was traced through calls the leaf ops of forward and backward, on values with the layout of each tensor. The bodies
+of those ops are called here with stand-ins for tensors (dry_tensors.py), and their launches are recorded (dry_run.py). So a launch is
+described once, by the code that launches. Equal calls, as those of equal layers, are run once, and identical variants of a kernel are
 compiled once (compiling.py). With symbolic sizes a launch is described three times: with this call's sizes, with multiples of 16 alone, and
-with none. A kernel of symbolic sizes has a variant for either sort (any_size.py).
+with none. A kernel of symbolic sizes has a variant for either class (any_size.py).
 
-A tensor that lies in another way at run time costs only time: its launch compiles what it needs. `Built` has each kernel that did not
-compile, with the text of its call. The site is decided again then.
+A tensor with another layout at run time costs only time: its launch compiles the variant that it needs. `Built` lists each kernel that
+failed to compile, with the text of its call. The site is decided again then.
 
 The backend waits for the kernels of the forward. A launch of a backward's kernel waits for that kernel: Inductor compiles a backward at
 its first call, and threads compile the kernels meanwhile. A kernel that does not compile fails at its launch.
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: how the name of a backward's leaf op ends
+#: suffix of a backward's leaf op
 _BACKWARD = "_backward"
-#: seconds after which a terminal shows what is waited for
+#: seconds of waiting after which a terminal shows a status line
 _SHOWN_AFTER = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchingCall:
-    """One call of a body, with its tensors described: equal for calls that launch the same. op: whose body it is."""
+    """One call of a body, with its tensors described: equal for calls with the same launches. op: the body's op."""
 
     body: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -53,7 +53,7 @@ class LaunchingCall:
 
     @property
     def text(self) -> str:
-        """`op_library.text_of` it."""
+        """The spec's text among the arguments (`op_library.text_of`)."""
         return op_library.text_of(self.op, self.arguments)
 
     @property
@@ -63,7 +63,7 @@ class LaunchingCall:
 
 @dataclass(frozen=True, kw_only=True)
 class NotCompiled:
-    """A kernel of a call of an op with a text that does not compile."""
+    """A kernel that does not compile, with the op and the text of its call."""
 
     op: str
     text: str
@@ -71,7 +71,7 @@ class NotCompiled:
 
 
 class KernelSeconds(Sequence[tuple[str, float]]):
-    """Kernels and the seconds that each took, of all its variants: of those that are done by the time that somebody looks."""
+    """Kernels and the seconds that each took for all its variants. Only kernels that are done when it is read are listed."""
 
     def __init__(self, begun: Iterable[Future[Compiled]]) -> None:
         self._begun = tuple(begun)
@@ -88,7 +88,7 @@ class KernelSeconds(Sequence[tuple[str, float]]):
         return len(self._so_far())
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
-        """Of one moment: a kernel that is done meanwhile moves the places of others."""
+        """Iterate over a snapshot: a kernel that is done meanwhile moves the places of others."""
         return iter(self._so_far())
 
     @overload
@@ -103,7 +103,7 @@ class KernelSeconds(Sequence[tuple[str, float]]):
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What became of kernels. failed: those of the forward that do not compile, and those of the backward that are known not to."""
+    """Result of compiling ahead. failed: kernels of the forward that do not compile, and those of the backward that are known not to."""
 
     seconds: Sequence[tuple[str, float]] = ()
     failed: tuple[NotCompiled, ...] = ()
@@ -113,8 +113,8 @@ class Built:
 class Ahead:
     """The kernels of one graph that are compiled ahead.
 
-    begin: starts to compile a kernel (`Workers.begin`); gives what it started.
-    started: what was begun, and for which call of a graph.
+    begin: starts to compile a kernel (`Workers.begin`); returns the futures.
+    started: the futures, and the call of a graph for each.
     """
 
     begin: Callable[..., list[Future[Compiled]]]
@@ -126,7 +126,7 @@ class Ahead:
         self.started |= dict.fromkeys(self.begin(kernel, positional, named), call)
 
     def read(self, graph: fx.Graph) -> None:
-        """Start to compile what the leaf ops of a graph launch."""
+        """Start to compile the kernels that a graph's leaf ops launch."""
         for call in dict.fromkeys(calls(graph)):
             try:
                 note_launches(call, functools.partial(self.note, call=call))
@@ -149,17 +149,16 @@ class Ahead:
 
 
 def _failure(future: Future[Compiled]) -> Exception | None:
-    """What Triton raised, which may be anything."""
+    """Return the exception that Triton raised, of any type."""
     error = future.exception() if future.done() and not future.cancelled() else None
     return error if isinstance(error, Exception) else None
 
 
 def here() -> Ahead | None:
-    """None where nothing is compiled ahead: kernels are interpreted, or CUDA is not in use.
+    """Return a new `Ahead`; None where nothing is compiled ahead: kernels are interpreted, or CUDA is not in use.
 
-    Where Inductor is to compile one thing at a time, so are these kernels, and still before a call: as Inductor has it with its own.
-
-    Imports triton, where there is a GPU.
+    Where Inductor is told to compile one thing at a time, these kernels are compiled so too, and still before a call. Imports triton, where
+    there is a GPU.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
@@ -174,7 +173,7 @@ def here() -> Ahead | None:
 
 
 def calls(graph: fx.Graph) -> Iterator[LaunchingCall]:
-    """The calls of bodies that launch Triton kernels on a GPU, in a graph whose nodes have values ("val")."""
+    """Yield the calls of bodies that launch Triton kernels on a GPU, in a graph whose nodes have values ("val")."""
     for node in graph.nodes:
         body = op_library.launching_body(node.target) if node.op == "call_function" else None
         if body is None:
@@ -200,7 +199,7 @@ def _multiple(size: int) -> int:
     return -(-size // MULTIPLE) * MULTIPLE
 
 
-#: of symbolic numbers: this call's, multiples of 16, and none of them
+#: examples of symbolic numbers: this call's, multiples of 16, and numbers that are none
 _EXAMPLES: tuple[imagined.Example, ...] = (
     torch_symbols.example,
     functools.partial(torch_symbols.example_of, size_of=_multiple),
@@ -215,7 +214,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def note_launches(call: LaunchingCall, note: Note) -> None:
-    """Call a body with stand-ins, and tell what it would launch."""
+    """Call a body with stand-ins, and pass each launch to `note`."""
     with imagined.imagining(), noting(note):
         arguments = imagined.made(call.arguments)
         call.body(*arguments, **{name: imagined.made(value) for name, value in call.named})
@@ -223,7 +222,7 @@ def note_launches(call: LaunchingCall, note: Note) -> None:
 
 @contextlib.contextmanager
 def _shown(started: Collection[Future[Compiled]]) -> Iterator[None]:
-    """On a terminal, what takes long has a line, which is gone when it is done."""
+    """Show a status line on a terminal if it takes long, and clear it at the end."""
     if started and wait(started, timeout=_SHOWN_AFTER).not_done:
         from rich.console import Console
 

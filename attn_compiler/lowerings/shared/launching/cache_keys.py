@@ -1,7 +1,8 @@
-"""Triton's key of a kernel, the same in every process. Imports triton, so it comes late.
+"""Triton's cache key of a kernel, made the same in every process. Imports triton, so this module is imported late.
 
-Triton 3.6 and 3.7 take into a function's key the constants of what it calls, but only if what it calls had its key before. So a kernel
-had another key, and was compiled again, in a process that had asked for other kernels before it. Here what is called has its key first.
+Triton 3.6 and 3.7 include the constants of a called function in the caller's key, but only if the called function had its key before. So a
+kernel had another key, and was compiled again, in a process that had used other kernels before it. Here called functions get their keys
+first.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 from triton.runtime.jit import JITCallable
 
-#: a key that another thread is about to ask for looks as if it were there
+#: Triton sets a placeholder before it computes a key, which another thread would read as the key
 _settling = threading.Lock()
 
 
 def settle(kernel: Any) -> None:
-    """Ask for the keys of all that a kernel calls, and then for its own. Nothing, where kernels are interpreted."""
+    """Compute the keys of all functions that a kernel calls, and then its own. Does nothing where kernels are interpreted."""
     if isinstance(kernel, JITCallable):
         with _settling:
             _settle(kernel, set())
@@ -31,11 +32,11 @@ def _settle(function: Any, met: set[int]) -> None:
     met.add(id(function))
     for called in _called(function):
         _settle(called, met)
-    function.cache_key  # noqa: B018 (it is kept where it is asked for)
+    function.cache_key  # noqa: B018 (the property stores the key)
 
 
 def _called(function: Any) -> Iterator[Any]:
-    """Functions that its code names, by themselves or as attributes of modules, and methods of aggregates."""
+    """Yield functions that its code names, by themselves or as attributes of modules, and methods of aggregates."""
     names = dict.fromkeys(_names(function.fn.__code__))
     given = {**function.fn.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
     for name in names:
@@ -49,7 +50,7 @@ def _called(function: Any) -> Iterator[Any]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Those of nested functions and comprehensions, too."""
+    """Yield names, also those in nested functions and comprehensions."""
     yield from code.co_names
     yield from code.co_freevars
     for constant in code.co_consts:

@@ -1,12 +1,12 @@
-"""Triton kernels are compiled in threads, beside whatever else compiles. Imports triton, so it comes late.
+"""Compilation of Triton kernels in threads, beside whatever else compiles. Imports triton, so this module is imported late.
 
 Threads and no processes: Triton works without Python's lock but for its first step, which reads the kernel's syntax tree. Of the 1.3 to
 2.7 s that a kernel took offline for sm90 (Triton 3.7.1, two cores), 0.1 s were that step (0.5 of the first kernel), and 0.06 to 0.14 s
 the lock was held in C++. A process of its own takes 3 to 5 s there only to import torch and triton. Eleven kernels of five families had
 the same machine code from six threads at once as from one, with Triton 3.6.0 and 3.7.1.
 
-What a thread compiled is in Triton's own caches, in memory and on disk: a launch finds it there, as if a launch had compiled it. A
-launch that comes early waits (`wait_for`). What could not be compiled is compiled by its launch.
+The result is in Triton's own caches, in memory and on disk: a launch finds it there, as if a launch had compiled it. A
+launch that comes early waits (`wait_for`). A kernel that a thread could not compile is compiled by its launch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """One variant of a kernel. seconds: that it took; next to nothing where it was on disk."""
+    """One variant of a kernel. seconds: time that it took; next to nothing where it was on disk."""
 
     kernel: str
     seconds: float
@@ -41,7 +41,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What Triton would compile. key: the same for identical variants."""
+    """A compilation that Triton would do. key: the same for identical variants."""
 
     key: str
     compile: Callable[[], Any]
@@ -52,8 +52,8 @@ Job = tuple["Future[Compiled]", Callable[[], Compiled]]
 
 
 class Threads:
-    """They do one job after the other. A process that ends waits for the jobs that are being done, and leaves the others undone, which
-    ThreadPoolExecutor does not."""
+    """Threads that do one job after the other. A process that ends waits for running jobs and drops the others; ThreadPoolExecutor would do
+    all."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -63,7 +63,7 @@ class Threads:
 
     def submit(self, work: Callable[[], Compiled]) -> Future[Compiled]:
         future: Future[Compiled] = Future()
-        if self._is_over:  # Nobody would do it, and whoever waits would wait for ever.
+        if self._is_over:  # No thread would do the job, so waiting for it would never end.
             future.cancel()
             future.set_running_or_notify_cancel()
             return future
@@ -74,7 +74,7 @@ class Threads:
         return future
 
     def end(self) -> None:
-        """Cancel what was not begun, and wait for the rest."""
+        """Cancel jobs that have not begun, and wait for the rest."""
         self._is_over = True
         for _ in self._threads:
             self._jobs.put(None)
@@ -95,8 +95,8 @@ class Threads:
 
 
 class InTurn(Threads):
-    """Whoever submits a job waits for it. It is done in a thread all the same: the one that asks is in the middle of tracing, and what
-    traces is said by thread."""
+    """A thread whose jobs are waited for at once. The job still runs in a thread: the caller is tracing, and tracing state is local to a
+    thread."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -111,9 +111,9 @@ class InTurn(Threads):
 class Workers:
     """Threads that compile.
 
-    started: by variant, what is being compiled.
-    waited: by kernel, what its launches wait for.
-    beginning: graphs may be compiled in several threads, and no variant is to be begun by two.
+    started: by variant, running compilations.
+    waited: by kernel, compilations that its launches wait for.
+    beginning: guards against two threads, each compiling a graph, that begin the same variant.
     """
 
     threads: Threads
@@ -122,7 +122,8 @@ class Workers:
     beginning: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Future[Compiled]]:
-        """Compile a kernel for such arguments, on the current device. Gives what was not begun before, and is not there yet."""
+        """Compile a kernel for such arguments, on the current device. Returns new compilations, without variants that exist or have
+        begun."""
         asked = variants(kernel, positional, named)
         with self.beginning:
             return [self._begun(kernel, one) for one in asked if one.key not in self.started]
@@ -142,7 +143,7 @@ _workers: Workers | None = None
 
 
 def workers(number: int) -> Workers:
-    """Those of this process. number: of kernels that are compiled at a time, asked the first time; 1: a graph waits for each."""
+    """Return the threads of this process. number: kernels compiled at a time, read at the first call; 1: a graph waits for each."""
     global _workers
     if _workers is None:
         _workers = Workers(threads=Threads(number) if number > 1 else InTurn())
@@ -150,13 +151,13 @@ def workers(number: int) -> Workers:
 
 
 def wait_for(kernel: Any) -> None:
-    """Until nothing of a kernel is being compiled ahead."""
+    """Wait until no variant of a kernel is being compiled ahead."""
     if _workers is not None and (begun := _workers.waited.get(id(kernel))):
         wait(list(begun))
 
 
 def _forget() -> None:
-    """A process that was forked has none of the threads."""
+    """Drop the threads: a forked process has none of them."""
     global _workers
     _workers = None
 
@@ -171,20 +172,22 @@ atexit.register(_end)
 
 
 def variants(kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Asked]:
-    """What Triton would compile to launch a kernel on the current device with such arguments: nothing, if that is there.
+    """Return the compilations that Triton would do to launch a kernel on the current device with such arguments; empty if none is left to
+    do.
 
-    Triton itself says so, as to a launch: it looks at the arguments, and hands what is to be compiled to the mode that is active.
+    Triton itself is asked, as at a launch: it inspects the arguments, and passes compilations to the active mode.
     """
     cache_keys.settle(kernel)
     mode = _Asking()
-    # A context of its own: the mode is left with it, and leaving it by its own way would wait for it.
+    # The mode ends with this context. Its own __exit__ would wait for the compilations.
     contextvars.Context().run(_ask, mode, kernel, positional, named)
     return mode.asked
 
 
 class _Asking(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Compiles nothing. To Triton that is a kernel that could not be compiled, of which it keeps nothing. Triton 3.9 also hands over what
-    takes away what it keeps of one that fails."""
+    """A mode that compiles nothing. Triton treats that as a kernel that could not be compiled, and keeps nothing of it. Triton 3.9 also
+    passes a
+    function that clears its entry after a failure."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -196,8 +199,9 @@ class _Asking(triton.AsyncCompileMode):  # type: ignore[misc]
 
 
 def _ready_to_launch(compile_kernel: Callable[[], Any]) -> Any:
-    """Triton 3.6 builds a C module for each kernel, at its first launch, that reads the launch's arguments. It takes a C compiler 0.11 to
-    0.18 s, and is on disk after that. Later versions have one module for all kernels."""
+    """Compile a kernel and its launcher. Triton 3.6 builds a C module for each kernel, at its first launch, that reads the launch's
+    arguments. It takes
+    a C compiler 0.11 to 0.18 s, and is on disk after that. Later versions have one module for all kernels."""
     kernel = compile_kernel()
     triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
@@ -209,7 +213,7 @@ def _ask(mode: _Asking, kernel: Any, positional: Sequence[Any], named: dict[str,
 
 
 def _compile(name: str, asked: Asked) -> Compiled:
-    """In a thread. Raises what Triton raises."""
+    """Compile in a thread. Raises what Triton raises."""
     log.info("compiling %s", name)
     begin = time.perf_counter()
     asked.finish(asked.compile())

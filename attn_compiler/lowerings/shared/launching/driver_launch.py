@@ -1,8 +1,8 @@
-"""Launches a compiled Triton kernel by the driver's own function, with all but its addresses and its stream written down before.
+"""Launch of a compiled Triton kernel by the driver's own function, with all arguments but the addresses and the stream packed in advance.
 
-Triton's launcher reads every argument of a kernel in each call. This module packs the numbers once. Triton's launcher still launches what
-this module can't describe: descriptors of the copy engine, clusters and memory for a profiler. It also launches what the driver refuses.
-Imports triton, so it comes late.
+Triton's launcher reads every argument of a kernel in each call. This module packs the numbers once. Triton's launcher still runs launches
+that this module can't describe: descriptors of the copy engine, clusters and memory for a profiler. It also runs launches that the driver
+refuses. Imports triton, so this module is imported late.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import triton
 from attn_compiler.lowerings.shared.launching.replaying import Start
 from attn_compiler.torch_private.compat import allocator
 
-#: bytes of a place for one parameter: none of those that are packed here is larger
+#: bytes reserved for one parameter: no packed parameter is larger
 _PLACE = 8
-#: how a float is packed
+#: struct formats of floats
 _FLOATS = {"fp32": "<f", "f32": "<f", "fp64": "<d"}
 _WHOLE = re.compile(r"[iu](1|8|16|32|64)")
 _PARAMETER = re.compile(r"\.param\b")
-#: numbers that a place tells apart
+#: number of values that the bytes of one parameter can hold
 _NUMBERS = 1 << 8 * _PLACE
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute. The values that are set here are one int, of a union of 64 bytes."""
+    """CUlaunchAttribute. Each value set here is one int, of a union of 64 bytes."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
@@ -58,7 +58,7 @@ class _Config(ctypes.Structure):
 
 @functools.cache
 def driver() -> Callable[..., int] | None:
-    """cuLaunchKernelEx, which other threads of Python run beside. None where there is no driver."""
+    """Return cuLaunchKernelEx, which releases Python's lock; None where there is no driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -75,10 +75,10 @@ def bound(
     count: int,
     otherwise: Start,
 ) -> Start:
-    """A launch on a device by its index; `otherwise` where the kernel has what is not described here.
+    """Return a launch on a device by its index; `otherwise` where the kernel needs an argument that is not described here.
 
     values: of the kernel's parameters. where: of each address the parameter, and its number among the `count` addresses of the call.
-    otherwise: the same launch by Triton's launcher. It is asked where a profiler hooks into launches, and where the driver takes none:
+    otherwise: the same launch by Triton's launcher. It runs where a profiler hooks into launches, and where the driver refuses the launch:
     a thread may have no context yet, or an error may have come before.
     """
     run, given = driver(), dict(where)
@@ -92,7 +92,7 @@ def bound(
     for place, (number, _) in enumerate(parameters, count):
         places[place] = number
     begin = ctypes.addressof(places)
-    # What points to these holds them.
+    # The array of pointers keeps `places` alive.
     pointers = (ctypes.c_void_p * (len(at) + 2))(*(begin + _PLACE * place for place in (*at, scratch, scratch + 1)))
     config = _config(compiled, grid)
     at_config, function = ctypes.byref(config), ctypes.c_void_p(compiled.function)
@@ -100,7 +100,7 @@ def bound(
     room = allocator((size,), (1,), torch.int8, "cuda") if size else None
     hooks, stream_of = triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
     write = struct.Struct(f"={count}Q").pack_into
-    # Two threads may be at one place in compiled code. When the driver returns it has copied the arguments.
+    # Two threads may run the same compiled code. When the driver returns it has copied the arguments.
     alone = threading.Lock()
 
     def launch(tensors: list[torch.Tensor], addresses: list[int]) -> None:
@@ -133,7 +133,7 @@ def _config(compiled: Any, grid: tuple[int, int, int]) -> _Config:
 
 
 def _parameters(compiled: Any, values: Sequence[Any], given: dict[int, int]) -> list[tuple[int, int | None]] | None:
-    """Of each parameter of the machine code its bits, and which address it is, if any. None where one is not described here."""
+    """Return the bits of each parameter of the machine code, and which address it is, if any. None where one is not described here."""
     metadata = compiled.metadata
     if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.profile_scratch_size:
         return None
@@ -144,19 +144,19 @@ def _parameters(compiled: Any, values: Sequence[Any], given: dict[int, int]) -> 
             if bits is None:
                 return None
             found.append((bits, given.get(i)))
-    # What Triton adds for memory of a kernel's own and for a profiler.
+    # Triton adds two parameters: for a kernel's own memory and for a profiler.
     return found if _declared(compiled) == len(found) + 2 else None
 
 
 def _declared(compiled: Any) -> int:
-    """How many parameters the kernel's code declares."""
+    """Return how many parameters the kernel's code declares."""
     code = compiled.asm["ptx"]
     begin = code.index(".entry")
     return len(_PARAMETER.findall(code[begin : code.index(")", begin)]))
 
 
 def _flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
-    """The parameters that a parameter of the source stands for, with their types. Constants are none."""
+    """Yield the parameters, with their types, that a parameter of the source expands to. Constants are none."""
     if isinstance(kind, tuple):
         yield from itertools.chain.from_iterable(map(_flat, kind, value))
     elif kind != "constexpr":
@@ -164,7 +164,7 @@ def _flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bits(kind: str, value: Any) -> int | None:
-    """Of a value of a type. None: of a type that is not described here."""
+    """Return the bits of a value of a type. None: of a type that is not described here."""
     if kind.startswith("*"):
         return 0
     if kind in _FLOATS:

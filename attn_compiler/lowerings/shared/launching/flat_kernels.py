@@ -1,8 +1,8 @@
-"""Triton kernels as Inductor takes them. Imports triton, so it comes late.
+"""Triton kernels in the form that Inductor takes. Imports triton, so this module is imported late.
 
-Inductor compiles a kernel that it is given to machine code, and writes a launch in C++, where no Python runs. It takes tensors and
-numbers as parameters, and no tuples. So each launch gets a kernel of its own, whose text is made here: its parameters are the tensors
-that there are and each integer by itself, and it calls our kernel. All else is in the text. Triton inlines the call.
+Inductor compiles a kernel to machine code, and writes a launch in C++, which runs without Python. It takes tensors and
+numbers as parameters, and no tuples. So each launch gets a generated kernel, which calls our kernel. Its parameters are the tensors
+that are present and each integer by itself. All else is in its text. Triton inlines the call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from triton.runtime.jit import JITFunction
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.launching.launch import Arguments, as_taken
 
-#: what a text calls the module of our kernel, and its constants
+#: names in the generated text for the module of our kernel, and its constants
 _MODULE, _CONSTANT = "_kernels", "_constant"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLaunch:
-    """kernel: takes its parameters by name.
+    """A launch for Inductor.
+
+    kernel: takes its parameters by name.
     tensors: for each parameter that is a tensor its name in the call.
     numbers: the other parameters. They may be symbolic.
     """
@@ -39,11 +41,11 @@ class FlatLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Text:
-    """What a kernel is made of; equal for launches that share one.
+    """Text of a generated kernel; equal for launches that share one.
 
     module, name: of our kernel.
     parameters: tensors and numbers.
-    given: what stands for each argument in the call of our kernel.
+    given: the expression of each argument in the call of our kernel.
     constants: the values of tuples of constants.
     kinds: of all tuples.
     """
@@ -72,7 +74,7 @@ class _Text:
 
 
 def flat(kernel: Any, arguments: Arguments) -> FlatLaunch:
-    """The launch of a kernel as Inductor takes it."""
+    """Return the launch of a kernel as Inductor takes it."""
     tensors = {name: source for name, source in arguments.tensors.items() if source is not None}
     writer = _Writer(_constants(kernel))
     taken = as_taken(kernel.arg_names, arguments.numbers)
@@ -90,7 +92,7 @@ def flat(kernel: Any, arguments: Arguments) -> FlatLaunch:
 
 
 def _constants(kernel: Any) -> set[str]:
-    """The parameters that it is compiled for. Kernels that are interpreted say so in their annotations alone."""
+    """Return the parameters that a kernel is compiled for. Interpreted kernels have them only in their annotations."""
     parameters = inspect.signature(kernel.fn).parameters.values()
     return {parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation)}
 
@@ -98,7 +100,7 @@ def _constants(kernel: Any) -> set[str]:
 class _Writer:
     """Writes the arguments of the call of our kernel.
 
-    numbers: the parameters that it meets.
+    numbers: the parameters that were found.
     constants, kinds: as `_Text` has them.
     """
 
@@ -119,7 +121,7 @@ class _Writer:
         if isinstance(value, tuple):
             return f"{type(value).__name__}({', '.join(self._members(name, value))})"
         if isinstance(value, float):
-            # As a parameter Inductor gives it 64 bits, and all that it is multiplied with, too.
+            # Inductor passes a float parameter in 64 bits, which would widen every product with it.
             return f"tl.full([], {value!r}, tl.float32)"
         self.numbers[name] = value
         return name
@@ -131,17 +133,17 @@ class _Writer:
 
 @functools.lru_cache(maxsize=1024)
 def _made(text: _Text) -> Any:
-    """The kernel. Equal launches get the same one: Inductor tells kernels apart by their identity."""
+    """Build the kernel. Equal launches get the same one: Inductor tells kernels apart by their identity."""
     is_interpreted = triton.knobs.runtime.interpret
     namespace: dict[str, Any] = {"tl": tl, "__name__": __name__}
     file = f"<{text.own_name} of attn_compiler, {hash(text):x}>"
-    # Triton and Inductor read a kernel's text where Python keeps that of its files.
+    # Triton and Inductor read a kernel's text from Python's linecache.
     linecache.cache[file] = (len(text.function), None, text.function.splitlines(keepends=True), file)
     exec(text.imports, namespace)
     exec(compile(text.function, file, "exec"), namespace)
     for i, constant in enumerate(text.constants):
         value = eval(constant, namespace)
-        # The compiler reads no other globals, and the interpreter takes them as they are.
+        # The compiler reads no globals but constexpr; the interpreter needs the plain value.
         namespace[f"{_CONSTANT}_{i}"] = value if is_interpreted else tl.constexpr(value)
     defined = namespace[text.own_name]
     kernel = triton.jit(defined) if is_interpreted else _Packaged(defined, text.imports)
@@ -149,13 +151,14 @@ def _made(text: _Text) -> Any:
         return kernel
     options = dict(text.tile.launch_options)
     warps, stages = options.pop("num_warps"), options.pop("num_stages")
-    # Inductor reads of a `Config` these two, and what is among its arguments.
+    # Inductor reads these two from a `Config`, and its arguments.
     return triton.autotune(configs=[triton.Config(options, num_warps=warps, num_stages=stages)], key=[])(kernel)
 
 
 class _Packaged(JITFunction):  # type: ignore[misc]  # Triton has no types
-    """A kernel whose text Inductor copies with its imports: by itself it copies the functions and constants that a kernel names,
-    and neither modules nor tuples."""
+    """A kernel whose text Inductor copies with its imports. Without them Inductor copies the functions and constants that a kernel names,
+    but
+    neither modules nor tuples."""
 
     def __init__(self, function: Any, imports: str) -> None:
         super().__init__(function)

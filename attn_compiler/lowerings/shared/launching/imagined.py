@@ -1,7 +1,8 @@
-"""Tensors without memory that lie as the values of a graph will: bodies of leaf ops are called with them to note launches (noting.py).
+"""Tensors without memory, in the layout that the values of a graph will have. Bodies of leaf ops run on them to record launches
+(dry_run.py).
 
-They are fake tensors. Beyond those they have addresses: a tensor's memory begins at a multiple of whole vectors, as every allocator of
-PyTorch has it, and a view of it where its offset says.
+They are fake tensors with addresses. A tensor's memory begins at a multiple of whole vectors, as with every allocator of PyTorch, and a
+view's address follows from its offset.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from torch.overrides import TorchFunctionMode
 
 from attn_compiler.torch_private import compat as torch_compat, symbols as torch_symbols
 
-#: (symbolic number) -> a number that it may be, or None
+#: (symbolic number) -> a possible value, or None
 Example = Callable[[Any], Any]
 
 
 class NoExampleError(Exception):
-    """A size that nobody knows while compiling, not even for this call. Internal: what depends on it is not compiled ahead."""
+    """A size without any known value while compiling, not even for this call. Internal: kernels that depend on it are not compiled
+    ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lying:
-    """How a tensor lies: a value of a graph, with this call's numbers in place of symbolic sizes. offset: of its first element."""
+    """Layout of a tensor: a value of a graph, with this call's numbers in place of symbolic sizes. offset: of its first element."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -37,7 +39,7 @@ class Lying:
 
     @staticmethod
     def of(value: torch.Tensor, example: Example = torch_symbols.example) -> Lying:
-        """Raises NoExampleError."""
+        """Describe a tensor. Raises NoExampleError."""
         return Lying(
             shape=tuple(_number(size, example) for size in value.shape),
             strides=tuple(_number(stride, example) for stride in value.stride()),
@@ -47,7 +49,7 @@ class Lying:
         )
 
     def made(self) -> torch.Tensor:
-        """To be called within `imagining`."""
+        """Make a tensor of this layout. To be called within `imagining`."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         memory = torch.empty(self.offset + (extent if all(self.shape) else 0), dtype=self.dtype, device=self.device)
         return memory.as_strided(self.shape, self.strides, self.offset)
@@ -55,7 +57,7 @@ class Lying:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer:
-    """All that Triton looks at of a tensor to compile a kernel for it."""
+    """All properties of a tensor that Triton reads to compile a kernel for it."""
 
     dtype: torch.dtype
     address: int
@@ -65,7 +67,7 @@ class Pointer:
 
 
 def described(argument: Any, example: Example = torch_symbols.example) -> Any:
-    """An argument of a graph's node, as something to compare: values of tensors as `Lying`, symbolic numbers as an example.
+    """Describe an argument of a graph's node by a value that can be compared: tensors by their layout, symbolic numbers by an example.
 
     Raises NoExampleError.
     """
@@ -79,14 +81,14 @@ def described(argument: Any, example: Example = torch_symbols.example) -> Any:
 
 
 def made(argument: Any) -> Any:
-    """What `described` described, with tensors in place of `Lying`. To be called within `imagining`."""
+    """Invert `described`: make a tensor for each layout. To be called within `imagining`."""
     if isinstance(argument, Lying):
         return argument.made()
     return [made(one) for one in argument] if isinstance(argument, tuple) else argument
 
 
 def pointers(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of a launch, with a `Pointer` for every tensor. To be called within `imagining`."""
+    """Replace every tensor among the arguments of a launch by a `Pointer`. To be called within `imagining`."""
     return tuple(
         Pointer(dtype=one.dtype, address=one.data_ptr()) if isinstance(one, torch.Tensor) else one for one in arguments
     )
@@ -94,13 +96,13 @@ def pointers(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def imagining() -> Iterator[None]:
-    """Within the block tensors are made without memory, and have addresses all the same."""
+    """Make tensors without memory, which have addresses all the same, within the block."""
     with torch_compat.real_tensors(), FakeTensorMode(), Addresses():
         yield
 
 
 class Addresses(TorchFunctionMode):
-    """Within it tensors without memory have addresses: where they begin in it, in bytes."""
+    """Mode in which `data_ptr` of a tensor without memory is its offset in bytes."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

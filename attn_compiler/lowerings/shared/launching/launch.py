@@ -1,6 +1,7 @@
-"""Launches Triton kernels with little work for the host. Imports triton, so it comes late.
+"""Launch of Triton kernels with little work for the host. Imports triton, so this module is imported late.
 
-Triton's own launch binds and specialises every argument in Python, each time. Here calls whose tensors lie alike share a compiled
+Triton's own launch binds and specialises every argument in Python, each time. Here calls whose tensors have the same layout share a
+compiled
 kernel and its numbers (replaying.py), and a further call only fills in addresses. On an H200 machine a launch through
 `CompiledKernel.__getitem__` took 11 µs, of which the driver's own is 5, and through `run` 6.5. A replayed one goes to the driver itself
 (driver_launch.py).
@@ -33,18 +34,18 @@ from attn_compiler.lowerings.shared.parts.kernel_plan import MOST_BLOCKS
 from attn_compiler.torch_private.compat import empty_strided
 
 Grid = tuple[int, int, int]
-#: an argument of a tensor
+#: makes a kernel's argument from a tensor
 Make = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What one kernel is launched with.
+    """Arguments of one kernel launch.
 
     tensors: for each parameter that is a tensor its name in the call, None where it is absent.
     numbers: every other parameter, or the members of those that are tuples of `TAKEN`.
-    tile: how it is compiled; None: Triton's defaults.
-    made: for each parameter that is made of a tensor, as descriptors are: its name in the call, and what makes the argument of it.
+    tile: compile options; None: Triton's defaults.
+    made: for each parameter computed from a tensor, such as a descriptor: the tensor's name in the call, and the function that makes it.
     """
 
     grid: Grid
@@ -59,7 +60,7 @@ class ReadyKernel:
     """A compiled kernel and its arguments, all but the addresses.
 
     where: position and name of each tensor whose address is an argument.
-    made: position and name of each tensor that an argument is made of, and what makes it.
+    made: position and name of each tensor that an argument is made of, and the function that makes it.
     """
 
     kernel: Any
@@ -70,7 +71,7 @@ class ReadyKernel:
     made: tuple[tuple[int, str, Make], ...] = ()
 
     def bound(self, index: Mapping[str, int], device: int) -> Start:
-        """See `replaying.Ready`."""
+        """Return the launch on a device. See `replaying.Ready`."""
         compiled, grid, first = self.compiled, self.grid, self.values
         where = tuple((position, index[name]) for position, name in self.where)
         made = tuple((position, index[name], make) for position, name, make in self.made)
@@ -97,8 +98,9 @@ class ReadyKernel:
 
 
 def _again(first: Any, make: Make) -> Make:
-    """What makes further arguments like the first. Of a descriptor of the copy engine everything but the tensor stays, and is not checked
-    again: further tensors lie alike."""
+    """Return the function that makes further arguments like the first. A descriptor of the copy engine keeps everything but the tensor,
+    without
+    another check, since further tensors have the same layout."""
     if not hasattr(first, "base"):
         return make
     kind, fields = type(first), {name: value for name, value in vars(first).items() if name != "base"}
@@ -118,9 +120,9 @@ def launch(
     arguments: Callable[[], Arguments],
     part: str = "",
 ) -> ReadyKernel | None:
-    """Run a kernel on the current device, which has to be the tensors'. Gives what a further launch needs, if that can be kept.
+    """Run a kernel on the current device, which has to be the tensors'. Returns the data for a further launch, if that can be kept.
 
-    tensors: of the call, by name. arguments: is asked the first time only, so it may depend on nothing but `same`. part: tells
+    tensors: of the call, by name. arguments: called the first time only, so it may depend on nothing but `same`. part: tells
     launches of one kernel in one call apart.
     """
     taker = recorder()
@@ -149,7 +151,7 @@ def _start(ready: ReadyKernel, same: Alike, tensors: Mapping[str, torch.Tensor])
 def _first_launch(
     kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor], found: Arguments
 ) -> ReadyKernel | None:
-    """What further launches need; None if there is nothing to launch, or nothing to keep of it."""
+    """Launch for the first time. Returns the data for further launches; None if there is nothing to launch, or nothing to keep."""
     if 0 in found.grid:
         return None
     check_grid(found.grid)
@@ -186,7 +188,7 @@ def _first_launch(
 
 
 def compiled_for_any(kernel: Any, grid: Grid, numbers: Mapping[str, Any], **named: Any) -> Any:
-    """The kernel as Triton compiles it for calls of every size (any_size.py). None where launches are noted."""
+    """Return the kernel as Triton compiles it for calls of every size (any_size.py). None where launches are recorded."""
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     multiples = any_size.are_multiples(numbers)
     taken = as_taken(kernel.arg_names, numbers).items()
@@ -196,8 +198,9 @@ def compiled_for_any(kernel: Any, grid: Grid, numbers: Mapping[str, Any], **name
 
 
 def _is_noted(kernel: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Tell whoever notes launches of this one, which then does not happen. Without anybody: wait until nothing of the kernel is being
-    compiled ahead."""
+    """Pass this launch to the recorder of launches, if there is one: the launch then does not happen. Otherwise wait until no variant of
+    the kernel
+    is being compiled ahead."""
     note = noter()
     if note is None:
         wait_for(kernel)
@@ -208,14 +211,15 @@ def _is_noted(kernel: Any, positional: tuple[Any, ...], named: Mapping[str, Any]
 
 
 def _finished(compiled: Any) -> Any:
-    """The kernel itself, where `triton.AsyncCompileMode` is active and gives what stands for one that is still being compiled: what stands
-    for it can't be launched as a kernel can."""
+    """Return the kernel itself. Where `triton.AsyncCompileMode` is active, Triton returns a future, which can't be launched as a kernel
+    can."""
     return compiled.result() if isinstance(compiled, FutureKernel) else compiled
 
 
 def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any:
-    """Launch a kernel by Triton's own way, which compiles it unless that was done. Gives the compiled kernel; None where there is none: the
-    interpreter compiles nothing, and where launches are noted this one is, and does not happen.
+    """Launch a kernel by Triton's own way, which compiles it if needed. Returns the compiled kernel; None in the interpreter, which
+    compiles nothing,
+    and where launches are recorded: then this one is recorded, and does not happen.
 
     named: options, too, such as num_warps.
     """
@@ -227,7 +231,7 @@ def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any
 
 
 def as_taken(names: Sequence[str], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers as a kernel with such parameters takes them: members of a tuple that it takes are put into that."""
+    """Put numbers into the tuples that a kernel with such parameters takes."""
     made = {name: TAKEN[name] for name in names if name in TAKEN and name not in numbers}
     members = {field for kind in made.values() for field in kind._fields}
     others = {name: value for name, value in numbers.items() if name in names or name not in members}
@@ -235,19 +239,19 @@ def as_taken(names: Sequence[str], numbers: Mapping[str, Any]) -> dict[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """A tuple without its names: seven of them take Triton 3.6's launcher 2.1 µs to read, and with names 4.3."""
+    """Convert a named tuple to a plain one: seven of them take Triton 3.6's launcher 2.1 µs to read, and with names 4.3."""
     return tuple(plain(member) for member in value) if isinstance(value, tuple) else value
 
 
 def check_grid(grid: Grid) -> None:
-    """Raises ValueError for one that CUDA does not take. Where sizes are known at compile time, `why_not` says so."""
+    """Raise ValueError for a grid that CUDA does not take. Where sizes are known at compile time, `why_not` refuses it."""
     most = (MOST_BLOCKS, MAX_GRID, MAX_GRID)
     if any(size > limit for size, limit in zip(grid, most, strict=True)):
         raise ValueError(f"a grid of the Triton kernels has at most {most} programs, got {grid}: split the batch")
 
 
 def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) -> None:
-    """What `CompiledKernel.__getitem__` does, on a device by its index. Profilers that hook into launches get theirs through that.
+    """Launch as `CompiledKernel.__getitem__` does, on a device by its index. With profiler hooks, that method itself is called.
 
     values: addresses, numbers and constants in the order of the kernel's parameters.
     """
@@ -259,7 +263,7 @@ def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) 
         return
     stream = triton.runtime.driver.active.get_current_stream(device)
     if compiled.metadata.global_scratch_size:
-        # As `_scratch`, which as a context manager takes the host another microsecond.
+        # The same as `_scratch`, whose context manager takes the host another microsecond.
         before = _allocator.set(_on_current_device)
         try:
             compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
@@ -271,8 +275,8 @@ def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) 
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[None]:
-    """Kernels that make descriptors for the copy engine write them to memory that Triton asks for at each launch. Whoever else has told
-    Triton where to get such memory keeps that."""
+    """Give Triton memory for kernels that write descriptors of the copy engine at each launch. An allocator that someone else has set is
+    restored."""
     before = _allocator.set(_on_current_device)
     try:
         yield
@@ -285,5 +289,5 @@ def _on_current_device(size: int, alignment: int, stream: int | None) -> torch.T
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Truth values as bytes: triton reads those without a detour over single bits."""
+    """View truth values as bytes: Triton loads those without a detour over single bits."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

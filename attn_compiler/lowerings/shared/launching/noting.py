@@ -1,7 +1,7 @@
-"""Notes what a kernel would be launched with, in place of launching it. So a launch's own code says what to compile ahead (ahead.py).
+"""Recording of launches in place of launching: the launch's own code says which kernels to compile ahead (ahead.py).
 
-Within `noting` every launch of the calling thread is noted. Bodies of leaf ops are called with stand-ins and know nothing of it:
-launch.py asks here before it launches. Imports neither torch nor triton.
+Within `noting` every launch of the calling thread is recorded. Bodies of leaf ops run with stand-ins and need no change: launch.py checks
+here before it launches. Imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Note = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 _NOTE: ContextVar[Note | None] = ContextVar("attn_compiler_note", default=None)
 
-#: who notes launches here, or None: nothing is noted, and launches launch
+#: returns the function that records launches in this context, or None: launches run
 noter: Callable[[], Note | None] = _NOTE.get
 
 
 @contextlib.contextmanager
 def noting(note: Note) -> Iterator[None]:
-    """Within the block launches are told to `note`, and none happens."""
+    """Pass launches to `note` within the block, instead of running them."""
     token = _NOTE.set(note)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the bodies of leaf ops do on a device, whatever their kernels: choose it, and allocate with little work for the host."""
+"""Steps of leaf-op bodies on a device, whatever their kernels: select the device, and allocate with little work for the host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels run on the current device and its stream, whatever the tensors are on."""
+    """Make a device current, since kernels run on the current device and its stream, whatever the tensors are on."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 
 
 class KnownCalls(dict[tuple[Any, ...], T]):
-    """What calls share that are alike, by what tells them apart. Forgets everything rather than grow without a bound."""
+    """Data that calls of equal keys share. It is cleared when it is full, so it does not grow without a bound."""
 
     _MOST = 4096
 
@@ -37,7 +37,7 @@ class KnownCalls(dict[tuple[Any, ...], T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Empty:
-    """How a tensor is allocated. make(): one, unfilled, on the current device."""
+    """Allocation of a tensor. make(): an unfilled one, on the current device."""
 
     make: Callable[[], torch.Tensor]
 
@@ -47,13 +47,13 @@ class Empty:
 
     @staticmethod
     def zeros_like(tensor: torch.Tensor) -> Empty:
-        """For what is not written all over, or added up in place."""
+        """Allocate zeros, for a tensor that is only partly written, or summed up in place."""
         make = Empty.like(tensor).make
         return Empty(make=lambda: make().zero_())
 
 
 def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.empty_outputs` on the current device, for q in half precision or float32."""
+    """Return `ops.empty_outputs` on the current device, for q in half precision or float32."""
     if noter() is not None:
         return empty_outputs(q, v)
     (batch, heads, seqlen_q, _), head_dim, device = q.shape, v.shape[3], q.device.type
@@ -62,7 +62,7 @@ def new_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def new_lse(x: torch.Tensor) -> torch.Tensor:
-    """The lse of `new_outputs` alone. x: q or the output."""
+    """Return the lse of `new_outputs` alone. x: q or the output."""
     batch, heads, seqlen_q, _ = x.shape
     strides = (heads * seqlen_q, seqlen_q, 1)
     return empty_strided((batch, heads, seqlen_q), strides, torch.float32, x.device.type)

@@ -1,8 +1,8 @@
 """Twins of the ops that launch Triton kernels, for programs that are compiled ahead: `attn_compiler::<op>_packaged`.
 
-A twin computes as its op does. Where a graph is traced to be compiled, it is taken apart. PyTorch's ops allocate tensors, and each launch
-is a call of `triton_kernel_wrapper_functional`, which Inductor compiles into code that needs no Python, as it does with every Triton kernel
-that a model calls. The body of the op says what is launched (recording.py).
+A twin computes as its op does. It is decomposed where a graph is traced to be compiled: PyTorch's ops allocate tensors, and each launch
+is a call of `triton_kernel_wrapper_functional`. Inductor compiles that call into code that needs no Python, as for every Triton kernel
+that a model calls. The body of the op determines the launches (recording.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TWIN = "_packaged"
 
 
 def twin(op: Any) -> Any:
-    """The op that takes its place in a program that is compiled ahead; None where it can't be taken apart."""
+    """Return the op that replaces it in a program that is compiled ahead; None where it can't be decomposed."""
     body = launching_body(op)
     if body is None:
         return None
@@ -44,7 +44,7 @@ def _define(name: str, op: Any, body: Callable[..., Any]) -> None:
 
 
 def apart(body: Callable[..., Any], *arguments: Any) -> Any:
-    """What a body does with values of a trace, with calls of PyTorch in the place of launches."""
+    """Run a body on values of a trace, with calls of PyTorch in place of launches."""
     launches = _Launches()
     given = pytree.tree_map_only(torch.Tensor, _bytes, arguments)
     with Addresses(), recording(launches):
@@ -53,7 +53,7 @@ def apart(body: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Truth values as bytes: kernels read those. An axis that is repeated in memory stays repeated."""
+    """Convert truth values to bytes, which kernels read. An axis that is repeated in memory stays repeated."""
     if tensor.dtype != torch.bool:
         return tensor
     repeated = [dim for dim, stride in enumerate(tensor.stride()) if statically_known(stride == 0)]
@@ -62,14 +62,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Launches:
-    """A launch writes into tensors that the body allocated; in a trace it gives others, which stand for those from there on."""
+    """Recorder of launches in a trace. A launch writes into tensors that the body allocated; a traced launch returns new tensors instead,
+    which
+    replace the allocated ones afterwards."""
 
     def __init__(self) -> None:
-        #: tensors that the body made, by their identity, and for each what holds now what was written into it
+        #: tensors that the body made, by their identity, each with the traced tensor that replaces it now
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def written(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with what was written into it by now."""
+        """Return the traced tensor with everything that was written into `tensor` so far."""
         return self._made.get(id(tensor), (tensor, tensor))[1]
 
     def allocated(self, tensor: torch.Tensor) -> None:

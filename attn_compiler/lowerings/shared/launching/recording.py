@@ -1,7 +1,8 @@
-"""Launches handed to whoever takes a leaf op apart (packaged_ops.py), instead of launched. Sizes may be symbolic then.
+"""Launches passed to a tracer that decomposes a leaf op (packaged_ops.py), instead of being run. Sizes may be symbolic then.
 
-Within `recording` every launch of the calling thread is handed over. Bodies of leaf ops know nothing of it: they are called with the
-values of a trace, and launching.py asks here before it launches. Imports neither torch nor triton.
+Within `recording` every launch of the calling thread is passed on. Bodies of leaf ops need no change: they run on the values of a trace,
+and
+launch.py checks here before it launches. Imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from typing import Any, Protocol
 
 class Recorder(Protocol):
     def allocated(self, tensor: Any) -> None:
-        """A body made room for what its kernels write."""
+        """Record a tensor that a body allocated for its kernels' results."""
 
     def launched(self, kernel: Any, tensors: Mapping[str, Any], arguments: Any) -> None:
-        """A body would launch a kernel. tensors: of the call, by name. arguments: `launching.Arguments`."""
+        """Record a launch. tensors: of the call, by name. arguments: `launch.Arguments`."""
 
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("attn_compiler_recorder", default=None)
 
-#: who takes launches here, or None: launches launch
+#: returns the recorder of launches in this context, or None: launches run
 recorder: Callable[[], Recorder | None] = _RECORDER.get
 
 
 @contextlib.contextmanager
 def recording(by: Recorder) -> Iterator[None]:
-    """Within the block launches are handed to `by`, and none happens."""
+    """Pass launches to `by` within the block, instead of running them."""
     token = _RECORDER.set(by)
     try:
         yield

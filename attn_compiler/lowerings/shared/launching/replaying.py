@@ -1,8 +1,8 @@
-"""Calls that lie alike, and how a further one of them is replayed, whatever its kernels are.
+"""Calls whose tensors have the same layout, and the replay of a further one of them, whatever its kernels are.
 
-Calls whose tensors lie alike share what follows from that: compiled kernels, numbers, the outputs' strides. Where a call does nothing
-but allocate and launch, a further one is replayed: its tensors are allocated, and each launch is started with its own addresses.
-How a launch is started is the family's own: by Triton's launcher (launching.py), cuDNN's execution of a plan, functions that
+Such calls share everything that follows from the layout: compiled kernels, numbers, the outputs' strides. A call that only allocates and
+launches is replayed: its tensors are allocated, and each launch is started with the new addresses.
+Each family starts a launch in its own way: by Triton's launcher (launch.py), cuDNN's execution of a plan, functions that
 flash_attn compiled.
 """
 
@@ -20,27 +20,27 @@ from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.launching.recording import recorder
 from attn_compiler.torch_private.compat import current_cuda_device
 
-#: bytes whose elements a thread may load at once
+#: bytes that a thread may load at once
 VECTOR = 16
-#: bits of an address that none has which begins at a vector
+#: bits that are 0 in the address of a tensor that begins at a vector
 BETWEEN = VECTOR - 1
 
 T = TypeVar("T")
 
-#: Starts a launch on the current device, of all tensors of a call and their addresses. They are counted: the inputs, then what is
-#: allocated.
+#: Starts a launch on the current device, given all tensors of a call and their addresses. The inputs come first, then the allocated
+#: tensors.
 Start = Callable[[list[torch.Tensor], list[int]], object]
 
-#: Names of the tensors that a call returns: of an output and its lse, which is None where nobody reads it; or of three gradients and a
-#: list of those of operands.
+#: Names of the tensors that a call returns: an output and its lse, which is None where nobody reads it; or three gradients and a list of
+#: operands' gradients.
 Returned = tuple[str, str | None] | tuple[str, str, str, list[str]]
 
 
 class Ready(Protocol):
-    """A launch that was made once, and what a further one needs of it."""
+    """A launch that was made once, with the data for a further one."""
 
     def bound(self, index: Mapping[str, int], device: int) -> Start:
-        """The launch on a device by its index. index: of tensors, by the names that the launch has for them."""
+        """Return the launch on a device by its index. index: of tensors, by the names that the launch has for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Replay:
     device: its index, −1 for a CPU.
     allocate: makes a tensor each, on the current device.
     launch: starts all launches, in order.
-    returned: what the call returns, of all tensors.
+    returned: selects the results of the call from all tensors.
     """
 
     device: int
@@ -59,14 +59,15 @@ class Replay:
     returned: Callable[[list[torch.Tensor]], Any]
 
     def run(self, tensors: list[torch.Tensor], between: int = 0) -> Any:
-        """Run the call, and give what it returns. tensors: inputs that lie like those of the first call; the call adds what it allocates.
+        """Run the call, and return its results. tensors: inputs with the layout of the first call's; the call appends the tensors that it
+        allocates.
 
-        between: bits of addresses. Nothing is done, and None is returned, where an input's has any of them.
+        between: bits of addresses. If an input's address has any of them, nothing is done, and None is returned.
         """
         if current_cuda_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.run(tensors, between)
-        # One loop, written out: the host's time counts here.
+        # One loop instead of comprehensions: the host's time counts here.
         bits, addresses = 0, []
         for x in tensors:
             address = x.data_ptr()
@@ -86,10 +87,10 @@ class Replay:
 class Alike:
     """Calls of an op with one text, whose tensors have the same shapes, strides, dtypes, device and alignment.
 
-    launches: what is ready, by the family's own key.
-    empties: what a call allocates, by name.
-    facts: what else follows from how the tensors lie.
-    replay: for further calls, if that is all there is to them.
+    launches: prepared launches, by the family's own key.
+    empties: allocations of a call, by name.
+    facts: other values that follow from the tensors' layout.
+    replay: for further calls, if a call only allocates and launches.
     any_size: other calls of the text have other sizes, and share their kernels (any_size.py).
     """
 
@@ -101,7 +102,7 @@ class Alike:
     replay: Replay | None = None
 
     def empty(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """make(), or an unfilled tensor like the one that it gave first. Allocates on the current device."""
+        """Return make(), or an unfilled tensor like its first result. Allocates on the current device."""
         known = self.empties.get(name)
         if known is not None:
             return known.make()
@@ -114,7 +115,7 @@ class Alike:
         return made
 
     def fact(self, name: str, find: Callable[[], T]) -> T:
-        """find(), asked once: something that follows from how the tensors lie."""
+        """Return find(), called once: a value that follows from the tensors' layout."""
         if name not in self.facts:
             self.facts[name] = find()
         return cast(T, self.facts[name])
@@ -123,7 +124,7 @@ class Alike:
         """Replay further calls on a GPU, if every launch is ready. ran: the launches of a call, in order. inputs: names of tensors."""
         ready = [one for one in ran if one is not None]
         if self.device.index is not None and len(ready) == len(ran):
-            # Another thread may be in its first call, too, and find further ones.
+            # Another thread may be in its first call, too, and add entries.
             self.replay = replay_of(self.device, ready, dict(self.empties), inputs=inputs, returned=returned)
 
 
@@ -135,7 +136,7 @@ def replay_of(
     inputs: Iterable[str],
     returned: Returned,
 ) -> Replay:
-    """empties: what is allocated. inputs: names of tensors."""
+    """Build the replay of a call. empties: its allocations. inputs: names of tensors."""
     at = -1 if device.index is None else device.index
     index = {name: i for i, name in enumerate([*inputs, *empties])}
     return Replay(
@@ -147,7 +148,7 @@ def replay_of(
 
 
 def _all(launches: Sequence[Start]) -> Start:
-    """Starts them in order."""
+    """Combine launches, to be started in order."""
     if len(launches) == 1:
         return launches[0]
 
@@ -159,7 +160,7 @@ def _all(launches: Sequence[Start]) -> Start:
 
 
 def _taking(returned: Returned, index: Mapping[str, int]) -> Callable[[list[torch.Tensor]], Any]:
-    """Takes what is returned out of all tensors."""
+    """Return a function that selects the returned tensors from all."""
     places = [index[name] for name in returned if isinstance(name, str)]
     last = returned[-1]
     if last is None:
@@ -173,7 +174,7 @@ def _taking(returned: Returned, index: Mapping[str, int]) -> Callable[[list[torc
 
 
 def flat(returned: Iterable[Any]) -> list[Any]:
-    """What a call returns, or its names, without a list in it."""
+    """Flatten the lists among a call's results, or among their names."""
     return [one for x in returned for one in (x if isinstance(x, list) else [x])]
 
 
@@ -181,9 +182,9 @@ _ALIKE: KnownCalls[Alike] = KnownCalls()
 
 
 def alike(op: str, text: str, tensors: Sequence[torch.Tensor]) -> Alike:
-    """What earlier calls left of an op with this text, on tensors that lie in the same way.
+    """Return the data that earlier calls of an op with this text left, on tensors of the same layout.
 
-    A call whose launches are noted or recorded has stand-ins for tensors: it reads nothing and leaves nothing.
+    A call whose launches are recorded has stand-ins for tensors: it reads nothing and leaves nothing.
     """
     if noter() is not None or recorder() is not None:
         return Alike(device=tensors[0].device)

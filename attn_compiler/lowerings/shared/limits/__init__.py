@@ -1,1 +1,1 @@
-"""What a kernel or a library does not take, as reasons; and what a family takes, as data (takes.py)."""
+"""Limits of kernels and libraries, as reasons; and the sites that a family takes, as data (takes.py)."""

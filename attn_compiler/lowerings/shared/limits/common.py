@@ -1,8 +1,10 @@
-"""What PyTorch's own attention kernels can't do, as reasons: the checks that several of them share.
+"""Limits that several of PyTorch's own attention kernels share, as reasons.
 
 They follow `sdp_utils.cpp` and `sdp_utils_cpp.h` of torch 2.11 to 2.15, which choose a kernel inside
 `scaled_dot_product_attention`: a kernel called directly does not repeat them, and may return wrong numbers.
-Every function returns reasons; none means that the check holds. A symbolic size passes only what is known of it.
+
+Every function returns reasons; none means that the check holds. A symbolic size passes only if the check is known to hold for all its
+values.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from attn_compiler.spec.tried import OLDEST
 
 LAST_SM = 121
 MAX_GRID = 65535
-#: scores of 2^14 times this, in units of log 2, have a float32 neighbour one half away
+#: scores of 2^14 times this scale, in units of log 2, are one half apart from the next float32 number
 LARGEST_SCALE = 256.0
 
 LOWER_PRECISION = "call model.bfloat16(), or run it under torch.autocast"
@@ -30,12 +32,12 @@ STATIC = "compile with dynamic=False, or mark the length static"
 
 
 def torch_release(version: str) -> tuple[int, int]:
-    """(2, 13) for "2.13.0+cpu"; the oldest supported release, which has the narrowest limits, for ""."""
+    """Parse "2.13.0+cpu" to (2, 13). "" gives the oldest supported release, which has the narrowest limits."""
     return release(version) if version else OLDEST["torch"]
 
 
 def release(version: str) -> tuple[int, int]:
-    """(2, 13) for "2.13.0+cpu"."""
+    """Parse "2.13.0+cpu" to (2, 13)."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
@@ -44,7 +46,7 @@ def release(version: str) -> tuple[int, int]:
 
 
 def check_switch(kernel: str, target: Target) -> list[Reason]:
-    """kernel: as in Target.disabled."""
+    """Refuse a kernel that is switched off. kernel: as in Target.disabled."""
     if kernel not in target.disabled:
         return []
     setter = {"efficient": "enable_mem_efficient_sdp"}.get(kernel, f"enable_{kernel}_sdp")
@@ -78,7 +80,7 @@ def check_gpu(target: Target, *, first_sm: int) -> list[Reason]:
 
 
 def check_device(spec: AttentionSpec, device: str) -> list[Reason]:
-    """The site's tensors have to be where the kernel runs."""
+    """Refuse tensors that are not where the kernel runs."""
     if spec.device == device:
         return []
     return [Reason(code=Code.DEVICE, rule=f"q, k and v are on {device}", observed=f"device {spec.device}")]
@@ -107,7 +109,7 @@ def check_dtypes(spec: AttentionSpec, allowed: Iterable[str]) -> list[Reason]:
 
 
 def check_softmax_dtype(spec: AttentionSpec) -> list[Reason]:
-    """Kernels keep scores and softmax in float32 for every dtype below float64."""
+    """Refuse a softmax in float64: kernels keep scores and softmax in float32 for every dtype below float64."""
     if spec.score.softmax_dtype != "float64" or spec.dtype == "float64":
         return []
     return [
@@ -121,7 +123,7 @@ def check_softmax_dtype(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_shapes(spec: AttentionSpec) -> list[Reason]:
-    """k and v agree, nothing is empty, and the numbers of heads are known and divide."""
+    """Require that k and v agree, nothing is empty, and the numbers of heads are known and divide."""
     reasons = []
     for axis, (in_k, in_v) in enumerate(zip(spec.k.shape[:3], spec.v.shape[:3], strict=True)):
         if not dims.same(in_k, in_v):
@@ -137,7 +139,7 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
     return reasons + check_not_empty(spec) + _check_heads(spec)
 
 
-#: which of PyTorch's kernels a lowering is, or computes as
+#: PyTorch's kernels that a lowering calls, or whose arithmetic it has
 _SAME_AS = {
     "math": ("MATH",),
     "sdpa_efficient": ("EFFICIENT_ATTENTION",),
@@ -147,7 +149,7 @@ _FUSED = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 
 
 def check_scope(spec: AttentionSpec, lowering: str) -> list[Reason]:
-    """For any lowering: the model's sdpa_kernel scope leaves the kernel of PyTorch that computes as it does."""
+    """Require, for any lowering, that the model's sdpa_kernel scope allows a kernel of PyTorch with the same arithmetic."""
     if spec.scope is None or lowering == UNTOUCHED or set(_SAME_AS.get(lowering, _FUSED)) & set(spec.scope):
         return []
     return [
@@ -161,7 +163,7 @@ def check_scope(spec: AttentionSpec, lowering: str) -> list[Reason]:
 
 
 def check_not_empty(spec: AttentionSpec) -> list[Reason]:
-    """Every axis is known to have an element."""
+    """Require that every axis is known to have an element."""
     sizes = {"batch": spec.batch, "seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv}
     empty = [f"{name} {size}" for name, size in sizes.items() if dims.range_of(spec, size)[0] < 1]
     if not empty:
@@ -193,7 +195,7 @@ def _check_heads(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_grid(spec: AttentionSpec) -> list[Reason]:
-    """Batch and heads become grid axes. A symbolic batch is taken to be below the limit, as PyTorch's own guard does."""
+    """Refuse batch or heads that exceed a grid's axes. A symbolic batch is taken to be below the limit, as PyTorch's own guard does."""
     sizes = {"batch": spec.batch, "num_heads_q": spec.num_heads_q}
     over = [f"{name} {size}" for name, size in sizes.items() if isinstance(size, int) and size > MAX_GRID]
     if not over:
@@ -209,7 +211,7 @@ def check_grid(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_head_dims(spec: AttentionSpec, *, multiple: int, limit: int | None = None) -> list[Reason]:
-    """multiple: both head dims are multiples of it. limit: neither is larger."""
+    """Check both head dims. multiple: they are multiples of it. limit: neither is larger."""
     reasons: list[Reason] = []
     for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
         if not isinstance(size, int):
@@ -256,7 +258,7 @@ def check_softcap(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_known_changes(spec: AttentionSpec, understood: tuple[type[ScoreChange], ...]) -> list[Reason]:
-    """understood: the kinds that the kernel applies, and those that a check of their own refuses. A kind that is new is in no such list."""
+    """Refuse score changes of unknown kinds. understood: the kinds that the kernel applies, and those that a check of their own refuses."""
     unknown = [change for change in spec.score.changes if not isinstance(change, understood)]
     own = "score changes that have a kind of their own"
     return [
@@ -298,7 +300,7 @@ def check_lse_undifferentiated(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_scale(spec: AttentionSpec) -> list[Reason]:
-    """Masked scores are -inf before they are scaled, and a row's largest score is looked for before that too."""
+    """Require a positive scale: masked scores are -inf before they are scaled, and the row maximum is taken before that too."""
     if spec.score.scale > 0:
         return check_largest_scale(spec)
     return [
@@ -312,9 +314,9 @@ def check_scale(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
-    """A kernel subtracts a row's largest score, which is rounded, from products that one instruction scales without rounding.
+    """Refuse large scales. A kernel subtracts a row's rounded maximum from products that one instruction scales without rounding.
 
-    Up to LARGEST_SCALE the two differ by less than one half for scores that are assumed (docs/numbers.md). Far beyond, a weight overflows.
+    Up to LARGEST_SCALE the two differ by less than one half for the scores that docs/numbers.md assumes. Far beyond, a weight overflows.
     """
     if abs(spec.score.scale) <= LARGEST_SCALE:
         return []
@@ -323,5 +325,5 @@ def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
 
 
 def static_if_symbolic(*sizes: Dim) -> str | None:
-    """The remedy for sizes that are not known; None where all are."""
+    """Return the remedy for sizes that are not known; None where all are."""
     return STATIC if any(isinstance(size, str) for size in sizes) else None

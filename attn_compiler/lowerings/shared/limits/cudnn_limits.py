@@ -1,4 +1,4 @@
-"""What cuDNN's attention, as PyTorch calls it, can't do or gets wrong: by cuDNN version, torch release and architecture.
+"""Limits and errors of cuDNN's attention, as PyTorch calls it, by cuDNN version, torch release and architecture.
 
 From `check_cudnn_*` of PyTorch's sdp_utils.cpp, and from the issues that are named where they are used.
 """
@@ -98,7 +98,7 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Lengths that a kernel does not take, or is known to compute wrong."""
+    """Refuse lengths that a kernel does not take, or is known to compute wrong."""
     reasons = check_few(spec, target)
     if mask_limits.causal_flag(spec) and spec.added_tensor is None:
         return reasons
@@ -117,7 +117,9 @@ def check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def check_nan_backward(spec: AttentionSpec, target: Target, *, with_queries: bool) -> list[Reason]:
-    """PyTorch 2.15 refuses it by seqlen_kv and for every mask but a causal one; with a mask tensor seqlen_q is watched as well."""
+    """Refuse lengths whose dQ can be NaN. PyTorch 2.15 checks seqlen_kv, for every mask but a causal one; with a mask tensor seqlen_q is
+    checked
+    here as well."""
     watched = (spec.seqlen_kv, spec.seqlen_q) if with_queries else (spec.seqlen_kv,)
     if not spec.needs_grad or not any(dims.can_have_remainder(size, modulus=128, remainder=64) for size in watched):
         return []
@@ -125,7 +127,7 @@ def check_nan_backward(spec: AttentionSpec, target: Target, *, with_queries: boo
 
 
 def tensor_dtypes(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
-    """dtypes of a mask tensor that are read as they are.
+    """Return the dtypes of a mask tensor that are read without a cast.
 
     Before 2.15 a float32 mask of a bfloat16 q was read as bfloat16 (https://github.com/pytorch/pytorch/pull/191612).
     """

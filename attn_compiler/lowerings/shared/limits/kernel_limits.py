@@ -1,4 +1,4 @@
-"""What our Triton kernels can't do, whichever family launches them: machines, dtypes, head dims, what they count in 32 bits."""
+"""Limits of our Triton kernels, whichever family launches them: machines, dtypes, head dims, 32-bit counts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from attn_compiler.spec.scores import Sinks
 from attn_compiler.spec.target import Target
 
 _DTYPES = (*HALF, "float32")
-#: what they take. A family may take less of it.
+#: the sites that the kernels take. A family may take fewer.
 TAKES = Takes(
     sms=since(80),
     dtypes=_DTYPES,
     changes=(*score_changes.KINDS, Sinks),
     tensors=_DTYPES,
-    # In half precision every head has to begin where a vector does.
+    # In half precision every head has to begin at a vector.
     head_dims=HeadDims(multiple=8, in_full=1, most=512),
     scales="moderate",
     lse="differentiated",
@@ -32,25 +32,26 @@ TAKES = Takes(
 
 #: later releases are taken, too
 _FIRST_TRITON = COMPILED["triton"][0]
-#: head dims that leave room for what a site may have besides, and those on machines with little shared memory
+#: head dims that leave shared memory for all other parts of a site, and those on machines with little of it
 _ROOMY, _ROOMY_ON_SMALL = 256, 128
 # Bytes that the kernels load at once along a head.
 _ALIGNMENT = 16
 #: queries, and keys, of the smallest tile that a bias' gradient takes
 _LEAST_TILE = 32
 
-#: what the kernels need of q, k and v
+#: layout of q, k and v that the kernels need
 DEMAND = LayoutDemand(alignment=_ALIGNMENT, farthest=FARTHEST)
 
 
 def check_machine(target: Target) -> list[Reason]:
-    """A GPU since Ampere, or Triton's interpreter; and Triton."""
+    """Require a GPU since Ampere, or Triton's interpreter; and Triton."""
     gpu = [] if target.triton_interpreted else check_gpu(TAKES, target)
     return gpu or _check_triton(target)
 
 
 def check_gluon(target: Target, takes: Takes, kernel: str) -> list[Reason]:
-    """For a kernel in Gluon: a GPU of the architectures that `takes` names, and a Triton whose Gluon is known. kernel: of `COMPILED`."""
+    """Check the machine for a kernel in Gluon: a GPU of the architectures that `takes` names, and a Triton whose Gluon is known. kernel: of
+    `COMPILED`."""
     reasons = check_machine(target)
     if reasons:
         return reasons
@@ -68,9 +69,10 @@ def check_gluon(target: Target, takes: Takes, kernel: str) -> list[Reason]:
 
 
 def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> list[Reason]:
-    """What the kernels can't do of a site. takes: what a family takes, where that is more than TAKES.
+    """Return why the kernels can't serve a site. takes: the family's own, where that is more than TAKES.
 
-    The reasons of a machine that can't run them stand alone."""
+    The reasons of a machine that can't run them stand alone.
+    """
     machine = check_machine(target) or limits.check_device(spec, target.device)
     if machine:
         return machine
@@ -84,12 +86,14 @@ def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> lis
 
 
 def _gives_means(spec: AttentionSpec) -> bool:
-    """Whether kernels behind these give the gradients of queries that have no key by numbers that were not read."""
+    """Return whether kernels that run after these give the gradients of queries without keys, where the mask's numbers were not
+    recovered."""
     return spec.score.pointwise is None and spec.lse == "unread"
 
 
 def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Triton's interpreter holds bfloat16 as integers, and multiplies those: https://github.com/triton-lang/triton/issues/11584."""
+    """Refuse bfloat16 in Triton's interpreter, which holds it as integers, and multiplies those:
+    https://github.com/triton-lang/triton/issues/11584."""
     if not target.triton_interpreted or spec.dtype != "bfloat16":
         return []
     rule = "Triton's interpreter computes in float16 or float32"
@@ -104,7 +108,7 @@ def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def _check_wide(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What shared memory has no room for beside wide heads."""
+    """Refuse parts of a site that shared memory has no room for beside wide heads."""
     widest = max(size for size in (spec.head_dim_qk, spec.head_dim_v, 0) if isinstance(size, int))
     is_small = tile_table.is_small(target)
     most = _ROOMY_ON_SMALL if is_small else _ROOMY
@@ -128,7 +132,7 @@ def _check_wide(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def _check_counted(spec: AttentionSpec) -> list[Reason]:
-    """What the kernels count in 32 bits. Of a symbolic size the launch makes sure."""
+    """Refuse sizes that the kernels' 32-bit counts don't reach. The launch checks symbolic sizes."""
     lengths = {"seqlen_q": spec.seqlen_q, "seqlen_kv": spec.seqlen_kv}
     over = [f"{name} {size}" for name, size in lengths.items() if isinstance(size, int) and size > MOST_POSITIONS]
     reasons = (
@@ -150,7 +154,7 @@ def _check_counted(spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_summed(spec: AttentionSpec) -> list[Reason]:
-    """Each number of a learned bias' gradient is one program's sum, which counts tiles of 32 queries and keys at least."""
+    """Refuse a learned bias of too many tiles: one program sums each number of its gradient, over tiles of at least 32 queries and keys."""
     bias = spec.score.bias
     if bias is None or not (bias.requires_grad and spec.needs_grad):
         return []

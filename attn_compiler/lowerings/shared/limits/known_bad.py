@@ -1,7 +1,8 @@
-"""Kernels that are known to go wrong, by library version and architecture: data with links. Lowerings refuse them by name.
+"""Kernels with known bugs, by library version and architecture: data with links. Lowerings refuse them by name.
 
-An entry says what goes wrong, and on which machines; which sites it meets is the lowering's own check, which asks `refusal`. To
-add one: an entry here, its check where the lowering's limits are, a test of the refusal.
+An entry describes the bug, and on which machines it occurs. The lowering's own check, which calls `refusal`, decides which sites it
+affects.
+To add one: an entry here, its check where the lowering's limits are, a test of the refusal.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ _ALL_SMS = (0, 999)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bug:
-    """what: what goes wrong, and for which sites. rule: what has to hold instead. link: where it is told.
+    """One known bug.
 
+    what: the wrong behaviour, and for which sites. rule: the condition that avoids it. link: its source.
     cudnn: the first bad version and the first good one (None: no good one is known); None: it is another library's bug. good: good
-    versions in between. sms: the architectures, both included. remedy: what a user can do.
+    versions in between. sms: the architectures, both included. remedy: for the user.
     """
 
     what: str
@@ -32,7 +34,7 @@ class Bug:
     remedy: str | None = "update cuDNN"
 
     def meets(self, target: Target) -> bool:
-        """Whether the machine has it."""
+        """Return whether the machine has it."""
         if self.cudnn is None:
             return self.sms[0] <= target.sm <= self.sms[1]
         first, fixed = self.cudnn
@@ -113,7 +115,7 @@ CUDNN: dict[str, Bug] = {
 }
 
 
-#: of every version that is taken (fa4/limits.py)
+#: bugs of every version that the family takes (fa4/limits.py)
 FLASH_ATTN_4: dict[str, Bug] = {
     "padded_head_dim": Bug(
         what=(
@@ -129,7 +131,7 @@ FLASH_ATTN_4: dict[str, Bug] = {
 
 
 def refusal(name: str, target: Target, observed: str) -> list[Reason]:
-    """The refusal of an entry on a machine that has it; none elsewhere. observed: what of the site meets it."""
+    """Return the refusal of an entry on a machine that has it; none elsewhere. observed: the site's own property that triggers it."""
     bug = CUDNN.get(name) or FLASH_ATTN_4[name]
     if not bug.meets(target):
         return []

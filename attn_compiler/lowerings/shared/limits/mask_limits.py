@@ -1,4 +1,4 @@
-"""What PyTorch's own attention kernels can't do with masks and biases, as reasons. See limits.py."""
+"""Limits of PyTorch's own attention kernels on masks and biases, as reasons (see common.py)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.dtypes import BYTES, HALF
 from attn_compiler.spec.masks import Alignment
 
-#: dtype of a site -> the largest number beside which a float32 lse has digits enough after the point: 13 bits for a float32 site. A site
-#: in half precision gets all numbers of float16, beside which 8 bits are left.
+#: dtype of a site -> the largest number beside which a float32 lse has enough binary digits after the point: 13 for a float32 site. A site
+#: in half precision may have all numbers of float16, beside which 8 digits are left.
 LARGEST_ADDED = {"float32": 2048.0} | dict.fromkeys(HALF, 65504.0)
 
 
 def causal_flag(spec: AttentionSpec) -> bool:
-    """`is_causal` for a kernel whose diagonal starts top left. Only asked where `check_causal` found nothing."""
+    """Return `is_causal` for a kernel whose diagonal starts top left. Only valid where `check_causal` found nothing."""
     return spec.mask.is_causal and not _is_bottom_right_of_one_row(spec)
 
 
 def bottom_right(spec: AttentionSpec) -> bool:
-    """Whether a causal mask starts bottom right and that makes a difference."""
+    """Return whether a causal mask starts bottom right and that makes a difference."""
     flagged = spec.mask.flagged
     aligned = flagged is not None and flagged.alignment is Alignment.BOTTOM_RIGHT
     return aligned and not dims.same(spec.seqlen_q, spec.seqlen_kv)
 
 
 def check_causal(spec: AttentionSpec) -> list[Reason]:
-    """For a kernel whose diagonal starts top left."""
+    """Check the diagonal for a kernel whose diagonal starts top left."""
     if not bottom_right(spec) or _is_bottom_right_of_one_row(spec):
         return []
     remedy = STATIC if static_if_symbolic(spec.seqlen_q, spec.seqlen_kv) else "pass as many queries as keys"
@@ -46,7 +46,7 @@ def check_causal(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
-    """For a kernel that is not known to take a causal flag and a tensor at once."""
+    """Refuse a causal flag with a tensor, for a kernel that is not known to take both."""
     if not spec.mask.is_causal or spec.added_tensor is None:
         return []
     remedy = "put the diagonal into the mask tensor"
@@ -61,7 +61,7 @@ def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_masks(spec: AttentionSpec) -> list[Reason]:
-    """A kind that neither a flag nor a tensor says is refused: what can't be applied must not be dropped."""
+    """Refuse a mask kind that neither a flag nor a tensor expresses: a kind that can't be applied must not be dropped."""
     remedy = "build the mask from comparisons of positions, or pass none"
     return [
         Reason(code=Code.MASK_KIND, rule="the mask is causal, a tensor, or both", observed=kind.words, remedy=remedy)
@@ -71,7 +71,7 @@ def check_masks(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_no_tensor(spec: AttentionSpec) -> list[Reason]:
-    """For a kernel that reads no mask tensor at all."""
+    """Refuse mask tensors, for a kernel that reads none."""
     tensor = spec.added_tensor
     if tensor is None:
         return []
@@ -80,7 +80,7 @@ def check_no_tensor(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
-    """One tensor, of a broadcast shape, as bool or one of `dtypes`, or of a narrower dtype that q's holds exactly."""
+    """Require one tensor, of a broadcast shape, as bool or one of `dtypes`, or of a narrower dtype that q's holds exactly."""
     tensor = spec.added_tensor
     if tensor is None:
         return []
@@ -101,7 +101,7 @@ def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
 
 
 def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
-    """A site has one node for what is added to its scores (see Operands)."""
+    """Refuse a mask and a bias together: a site has one node for both (see Operands)."""
     if spec.mask.dense is None or spec.score.bias is None:
         return []
     observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
@@ -116,8 +116,10 @@ def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
-    """For a kernel whose backward makes the weights anew from its lse, in float32: beside 1e9 that can't hold the logarithm of a sum, so
-    that each key that got the number counts as the only one. In float64 it can."""
+    """Refuse large biases, for a kernel whose backward recomputes the weights from its lse, in float32.
+
+    Beside 1e9 an lse can't hold the logarithm of a sum, so each key that got the number counts as the only one. In float64 it can.
+    """
     largest = LARGEST_ADDED.get(spec.dtype)
     if largest is None or not spec.needs_grad:
         return []
@@ -135,22 +137,26 @@ def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
-    """For a kernel whose backward makes the weights anew from its lse, and gets a mask of finite numbers. Beside numbers such as -1e9 an
-    lse can't hold the logarithm of how many keys there are, so that each key of a query that has none counts as the only one.
+    """Refuse rows without keys, for a kernel whose backward recomputes the weights from its lse, and gets a mask of finite numbers.
 
-    Passes complete what was read (passes/recovering/keyless.py)."""
+    Beside numbers such as -1e9 an lse can't hold the logarithm of how many keys there are. So each key of a query that has none counts as
+    the
+    only one. Passes complete masks that were recovered (passes/recovering/keyless.py).
+    """
     tensor = spec.added_tensor
-    # A call of SDPA keeps the kernel that PyTorch would run, and its gradients.
+    # A call of SDPA keeps the kernel that PyTorch would run, with that kernel's gradients.
     if not (spec.needs_grad and spec.decomposed and spec.adds_unread) or tensor is None:
         return []
     rule = "with gradients, numbers that mask leave each query some key"
-    # Beside what is added, truth values would become numbers of the same tensor.
+    # Beside a bias, truth values would become numbers of the same tensor.
     remedy = None if spec.score.added else "give the mask as truth values"
     return [Reason(code=Code.KEYLESS_ROWS, rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
 
 
 def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
-    """For a kernel to which the lowest number of a dtype is -inf, so that a query whose keys all got it has none."""
+    """Refuse masks of numbers that were not recovered, for a kernel that reads a dtype's lowest number as -inf. A query whose keys all got
+    that
+    number has no key there."""
     if not spec.adds_unread:
         return []
     return [
@@ -164,7 +170,8 @@ def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:
-    """For any lowering: only what computes with the model's own numbers gives what the model does where a query has no key."""
+    """Require, for any lowering, the model's own result in rows without a key: only lowerings that add the model's own numbers compute
+    that."""
     own = spec.mask.own_rows
     adding = OF_NUMBERS if spec.needs_grad else (*OF_NUMBERS, *OF_NUMBERS_FORWARD)
     if own is None or lowering == UNTOUCHED or (own == "numbers" and lowering in adding):
@@ -189,13 +196,13 @@ def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:
 
 
 def lengths_reason(spec: AttentionSpec, rule: str) -> Reason:
-    """A refusal for the two lengths; where they are symbolic, the remedy is to make them static."""
+    """Return a refusal for the two lengths; where they are symbolic, the remedy is to make them static."""
     remedy = static_if_symbolic(spec.seqlen_q, spec.seqlen_kv)
     return Reason(code=Code.DIAGONAL, rule=rule, observed=_lengths(spec), remedy=remedy)
 
 
 def _is_bottom_right_of_one_row(spec: AttentionSpec) -> bool:
-    """A single query on the last row sees every key."""
+    """Return whether a single query is on the last row, and so sees every key."""
     return bottom_right(spec) and spec.seqlen_q == 1
 
 

@@ -1,6 +1,6 @@
-"""Offsets of libraries' kernels that are counted in 32 bits, as reasons. Our own count in 64 bits wherever a tensor may be that large.
+"""Limits of libraries' kernels whose offsets are 32-bit, as reasons. Our own kernels use 64 bits wherever a tensor may be that large.
 
-A size that is not known while compiling passes: only what is known to be too large is refused.
+A size that is not known while compiling passes: only a size that is known to be too large is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 
-#: elements that an offset of 32 bits, with a sign, reaches
+#: elements that a signed offset of 32 bits reaches
 REACH = 2**31
 _SPLIT = "split the batch, or the heads"
 #: CuTe multiplies an index of 32 bits by a stride before it widens the product.
@@ -21,7 +21,7 @@ _EFFICIENT = "https://github.com/pytorch/pytorch/issues/187227"
 
 
 def check_spans(spec: AttentionSpec) -> list[Reason]:
-    """For kernels in CuTe: no tensor reaches further, nor what is made in its shape."""
+    """Refuse tensors that reach further, inputs and the output, for kernels in CuTe."""
     found = {name: _span(tensor) for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
     found["the output"] = _product(spec.batch, spec.num_heads_q, spec.seqlen_q, spec.head_dim_v)
     far = [f"{name} {span}" for name, span in found.items() if span > REACH]
@@ -32,7 +32,7 @@ def check_spans(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_efficient(spec: AttentionSpec) -> list[Reason]:
-    """For the memory-efficient kernel: its strides of heads and rows are of 32 bits, and so is where a row of scores begins."""
+    """Refuse sizes beyond 32 bits, for the memory-efficient kernel: strides of heads and rows, and the start of a row of scores."""
     far = [
         f"{name} in strides of {tensor.strides}"
         for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v))
@@ -50,7 +50,7 @@ def check_efficient(spec: AttentionSpec) -> list[Reason]:
 
 
 def _span(tensor: TensorSpec) -> int:
-    """How many elements lie between the first and the last, both included; 0 if that is not known."""
+    """Return the number of elements from the first to the last, both included; 0 if that is not known."""
     sizes = list(zip(tensor.shape, tensor.strides, strict=True))
     if not all(isinstance(size, int) and isinstance(stride, int) for size, stride in sizes):
         return 0
@@ -58,5 +58,5 @@ def _span(tensor: TensorSpec) -> int:
 
 
 def _product(*sizes: int | str) -> int:
-    """0 if one is not known."""
+    """Multiply sizes; 0 if one is not known."""
     return math.prod(size if isinstance(size, int) else 0 for size in sizes)

@@ -1,6 +1,6 @@
-"""What a family's kernels take, as data: one `Takes` a family. `refused` is the difference to a site, as reasons.
+"""The sites that a family's kernels take, as data: one `Takes` a family. `refused` compares it with a site, and gives reasons.
 
-A family's `limits.py` has the rules that no set difference can say: sizes that go together, versions, known-bad kernels.
+A family's `limits.py` has the rules that no set difference can express: sizes that go together, versions, kernels with known bugs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attn_compiler.spec.dtypes import FULL
 from attn_compiler.spec.scores import DenseBias, Pointwise, ScoreChange, Sinks, Softcap
 from attn_compiler.spec.target import Target
 
-#: the number that q k is multiplied by. "positive": above 0 and not large. "moderate": of either sign, and not large.
+#: the factor of q kᵀ. "positive": above 0 and not large. "moderate": of either sign, and not large.
 Scales = Literal["positive", "moderate", "any"]
 
 #: q's own dtype, in `Takes.tensors`
@@ -27,7 +27,7 @@ OWN = "q's own"
 
 
 def since(sm: int) -> tuple[tuple[int, int], ...]:
-    """That architecture, and all that came after."""
+    """Return the range of architectures from `sm` on."""
     return ((sm, LAST_SM),)
 
 
@@ -42,11 +42,13 @@ class HeadDims:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Takes:
-    """sms: architectures, from .. to, both included. None: it needs no GPU.
-    dtypes: of q, k and v, in the order in which people are told of them.
-    changes: what it applies to the scores. A DenseBias is no change to it, but a part, or a tensor.
-    parts: of which masks and biases may be made. All of them, too, for a family that applies the mask as the spec has it.
-    tensors: dtypes of a mask or bias that it reads, besides bool. (): it reads none. None: its parts say what it reads.
+    """Sites that a family takes.
+
+    sms: architectures, from .. to, both included. None: it needs no GPU.
+    dtypes: of q, k and v, in the order in which messages list them.
+    changes: the kinds that it applies to the scores. A DenseBias is not among them: it is a part, or a tensor.
+    parts: the parts that masks and biases may be made of. A family that applies the mask as the spec has it names all of them, too.
+    tensors: dtypes of a mask or bias that it reads, besides bool. (): it reads none. None: its parts decide.
     head_dims: None: any.
     unequal_head_dims: that of v may be another than that of q and k.
     scales: see `Scales`.
@@ -75,7 +77,7 @@ class Takes:
     lse: LseUse = "unread"
 
     def beyond(self, spec: AttentionSpec) -> frozenset[PartKind]:
-        """Parts of a site that it does not take."""
+        """Return the parts of a site that it does not take."""
         return parts.parts(spec).kinds - self.parts
 
 
@@ -87,7 +89,7 @@ CUDNN = Takes(sms=since(80), dtypes=PYTORCH_HALF)
 
 
 def check_gpu(takes: Takes, target: Target) -> list[Reason]:
-    """Whether it is a GPU of one of the architectures."""
+    """Require a GPU of one of the architectures."""
     if takes.sms is None:
         return []
     reasons = limits.check_gpu(target, first_sm=takes.sms[0][0])
@@ -98,7 +100,7 @@ def check_gpu(takes: Takes, target: Target) -> list[Reason]:
 
 
 def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
-    """What a site has and a family does not take, but for parts: each family has its own words for those."""
+    """Return everything of a site that a family does not take, but for parts: each family has its own words for those."""
     return [
         *_check_changes(takes, spec),
         *limits.check_weights_unread(spec),
@@ -125,7 +127,7 @@ def _check_lse(takes: Takes, spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_changes(takes: Takes, spec: AttentionSpec) -> list[Reason]:
-    """A kind of change that is new is in no family's list, and has no words of its own."""
+    """Check score changes. A new kind is in no family's list, and gets the generic refusal."""
     return [
         *_check_one_pointwise(spec),
         *(() if Softcap in takes.changes else limits.check_softcap(spec)),
@@ -154,7 +156,7 @@ def _check_scale(takes: Takes, spec: AttentionSpec) -> list[Reason]:
 
 
 def check_head_dims(takes: Takes, spec: AttentionSpec) -> list[Reason]:
-    """Whether each of the head dims is taken. Which of them go together is the family's own."""
+    """Check each head dim by itself. The family's own limits check their combination."""
     taken = takes.head_dims
     if taken is None:
         return []

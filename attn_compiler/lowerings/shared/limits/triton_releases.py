@@ -1,4 +1,4 @@
-"""Which releases of Triton our kernels are known with, and what a launch says instead of taking a release's default. No triton is imported.
+"""Releases of Triton that our kernels are known to work with, and launch options that replace a release's defaults. Imports no triton.
 
 kernels/releases.py and kernels/releases_sm90.py hold the code that differs between releases.
 """
@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 Release = tuple[int, int]
 
-#: A product and a sum are rounded once, as one instruction does it. Triton's default until 3.9, which warns that 3.10 has another.
+#: A product and a sum are fused into one instruction, and rounded once. Triton's default until 3.9, which warns that 3.10 changes it.
 FUSION: Mapping[str, bool] = MappingProxyType({"enable_fp_fusion": True})
 
 _TRITON: tuple[Release, ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -32,11 +32,11 @@ COMPILED: Mapping[str, tuple[Release, ...]] = MappingProxyType(
 
 
 def words(releases: Sequence[Release]) -> str:
-    """For people: "3.6, 3.7 or 3.8"."""
+    """Return text for people: "3.6, 3.7 or 3.8"."""
     *former, last = (f"{major}.{minor}" for major, minor in releases)
     return f"{', '.join(former)} or {last}" if former else last
 
 
 def remedy(releases: Sequence[Release]) -> str:
-    """How to get the newest of them."""
+    """Return the command that installs the newest of them."""
     return f"pip install 'triton=={words(releases[-1:])}.*'"

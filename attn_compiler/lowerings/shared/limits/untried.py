@@ -1,7 +1,7 @@
 """Lowerings whose kernels did not compile with a torch or Triton that is newer than all that were tried (tried.py).
 
-The first kernel of a lowering that is compiled there is its probe. Where it fails, the lowering is refused as a whole, and that is kept
-on disk: so a machine compiles a graph twice once. With releases that were tried, a failure speaks for its own sites alone (failures.py).
+The first kernel of a lowering that is compiled there is its probe. If it fails, the lowering is refused as a whole, and that is kept
+on disk. So a machine compiles a graph again only once. With releases that were tried, a failure concerns its own sites alone (failures.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def note(lowering: str, target: Target, cause: str) -> None:
-    """Keep that a kernel of a lowering did not compile, if that machine has a release that was not tried."""
+    """Store that a kernel of a lowering did not compile, if that machine has a release that was not tried."""
     if tried.on(target):
         known = {**_known(target), lowering: cause}
         store = _store()
@@ -31,7 +31,7 @@ def note(lowering: str, target: Target, cause: str) -> None:
 
 
 def reasons(lowering: str, target: Target) -> list[Reason]:
-    """Why a lowering is not chosen on a machine."""
+    """Return why a lowering is not chosen on a machine."""
     said = tried.on(target)
     cause = _known(target).get(lowering) if said else None
     if cause is None:
@@ -42,14 +42,14 @@ def reasons(lowering: str, target: Target) -> list[Reason]:
 
 @functools.lru_cache(maxsize=16)
 def _known(target: Target) -> Mapping[str, str]:
-    """Causes by lowering."""
+    """Return the causes by lowering."""
     store = _store()
     found = None if store is None else store.get(_key(target))
     return found if isinstance(found, dict) else {}
 
 
 def _store() -> Store | None:
-    # It imports Inductor, and rewrites do.
+    # Late: these modules import Inductor.
     from attn_compiler.torch_private import inductor as torch_inductor
     from attn_compiler.torch_private.store import Store
 

@@ -1,1 +1,1 @@
-"""Leaf ops: what is registered for one, what they are given, and the op that lists tiles."""
+"""Leaf ops: their registration, their schemas, and the op that lists tiles."""

@@ -1,7 +1,8 @@
-"""Leaf ops for a forward that consists of several nodes: `attn_compiler::<name>_given` hands on out and lse, the first two of its
-operands, as outputs of q, k and v, and gives their gradients.
+"""Leaf ops for a forward of several nodes: `attn_compiler::<name>_given` returns its first two operands, out and lse, as outputs of q, k
+and v,
+and computes their gradients.
 
-Compiled code is without them (`ops.without_autograd`). Where one does run, it copies.
+Compiled code is without them (`ops.without_autograd`). Elsewhere the op copies its operands.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from attn_compiler.torch_private.op_library import NAMESPACE
 Tensors = Sequence[torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-#: out and lse
+#: number of leading operands: out and lse
 _LEADING = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """What a registered backward reads: q, k, v, and its text."""
+    """Inputs of a registered backward: q, k, v, and its text."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -47,8 +48,7 @@ def register_given(
     """Define `name` with the backward of a registered family, which reads other tensors in place of the op's q, k and v.
 
     leading(text): how many of the operands after out and lse `read` gets, besides the op's text; traced, in front of the backward. The
-    others are the family's own. is_part: what comes back for the lse is minus delta, and out is not saved. As `ops.register_family`
-    otherwise.
+    others are the family's own. is_part: the gradient of the lse is minus delta, and out is not saved. Otherwise as `ops.register_family`.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
@@ -79,7 +79,7 @@ def register_given_with(name: str, *, formula: Callable[[torch.Tensor, Tensors, 
     """Define `<name>_given` with a backward of ordinary nodes and leaf ops.
 
     formula(grad_out, operands, text): traced; the gradients of q, k and v. It gets the operands after out and lse, and neither q, k, v
-    nor those two: what it reads has to be among them. No operand gets a gradient.
+    nor those two: every tensor that it reads has to be among them. No operand gets a gradient.
     """
     op = f"{NAMESPACE}::{name}{GIVEN}"
     if hasattr(getattr(torch.ops, NAMESPACE), name + GIVEN):

@@ -1,16 +1,16 @@
-"""How leaf ops are registered: one a lowering family, all of one shape, with fakes and autograd. Imports torch and the contract alone.
+"""Registration of leaf ops: one a lowering family, all of one schema, with fakes and autograd. Imports torch and the contract alone.
 
     attn_compiler::<family>(Tensor q, Tensor k, Tensor v, Tensor[] operands, str spec) -> (Tensor out, Tensor lse)
     attn_compiler::<family>_backward(grad_out, grad_lse, q, k, v, operands, out, lse, spec) -> (dq, dk, dv, Tensor[])
     attn_compiler::<family>_forward: the leaf op without its formula of autograd
-    attn_compiler::<family>_part: the leaf op where what comes back for the lse is minus delta (merging.py); it does not save its output
-    attn_compiler::<family>_given: a formula of autograd for what other nodes computed (given_ops.py)
+    attn_compiler::<family>_part: the leaf op whose backward gets minus delta for the lse (merging.py); it does not save its output
+    attn_compiler::<family>_given: a formula of autograd for results of other nodes (given_ops.py)
 
 q, k, v, out: logical BHSD. out: q's dtype, BSHD in memory, which is what models transpose to next. lse: (B, Hq, Sq),
 contiguous, float32 (float64 for float64), natural logarithm.
-operands: what masks and score changes load, in the family's own order. The backward's list holds the gradients of those that
+operands: tensors that masks and score changes load, in the family's own order. The backward's list holds the gradients of those that
 want one, in the same order. Gradients are contiguous; a family may give those of q, k and v other strides.
-spec: the spec's text, and whatever else was decided: the choice is spelled in the graph, and so in every cache key. Sizes and
+spec: the spec's text, and all further decisions: the choice is spelled in the graph, and so in every cache key. Sizes and
 strides in it are those that were decided on; the op itself goes by its tensors.
 
 Ops take their inputs in the strides that the graph gives them (needs_exact_strides): layouts are nodes of the graph.
@@ -46,12 +46,12 @@ InGraph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tensors, str], lis
 
 
 def late(module: str, function: str, *, site: str | None = None, notes: bool = False) -> Late:
-    """Of a module of this package."""
+    """Name a function of a module of this package, which is imported at its first call."""
     return Late(f"attn_compiler.lowerings.{module}", function, site, notes)
 
 
 def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of `tensor`, unfilled, in the strides that families give it unless they say otherwise."""
+    """Allocate a gradient of `tensor`, in the strides that families give it unless they say otherwise."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -66,9 +66,9 @@ def _nothing(
 
 
 def register_forward(name: str, *, forward: Forward, dispatch_key: str, fake: Forward | None = None) -> None:
-    """Define the leaf op `name` without a backward, for what is never differentiated. As `register_family` otherwise.
+    """Define the leaf op `name` without a backward, for forwards that are never differentiated. Otherwise as `register_family`.
 
-    fake: of an op whose outputs are others than those of every family.
+    fake: for an op whose outputs differ from those of every family.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
@@ -87,11 +87,11 @@ def register_family(
     prepare_grad_out: OfTensor = as_it_is,
     in_graph: InGraph = _nothing,
 ) -> None:
-    """Define the leaf op `name` and its backward. Does nothing if they are there: a reloaded module keeps the first ones.
+    """Define the leaf op `name` and its backward. Does nothing if they exist: a reloaded module keeps the first ones.
 
     forward, backward: implementations under the schemas above. differentiable(operands, text): which operands get a gradient.
     dispatch_key: "CompositeExplicitAutograd" for any device, or that of one ("CUDA"). gradient(tensor): an unfilled gradient of q, k or
-    v. prepare_grad_out: traced, in front of the backward: what strides grad_out gets. in_graph(grad_out, out, lse, operands, text):
+    v. prepare_grad_out: sets the strides of grad_out; traced, in front of the backward. in_graph(grad_out, out, lse, operands, text):
     traced too: the gradients of those operands that ordinary nodes compute best; None for all others.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
@@ -133,7 +133,7 @@ def register_part(
 
 
 def leaf_op(name: str, spec: AttentionSpec) -> Any:
-    """A family's leaf op, with the formula of autograd that a site needs."""
+    """Return a family's leaf op, with the formula of autograd that a site needs."""
     return getattr(getattr(torch.ops, NAMESPACE), name + PART if spec.lse == "merged" else name).default
 
 
@@ -145,7 +145,7 @@ def register_backward(
     dispatch_key: str,
     gradient: OfTensor = empty_gradient,
 ) -> None:
-    """Define the backward of a family, or of what has no leaf op of its own (given_ops.py). As `register_family`."""
+    """Define the backward of a family, or of an op without a leaf op of its own (given_ops.py). As `register_family`."""
     op = f"{name}_backward"
     if hasattr(getattr(torch.ops, NAMESPACE), op):
         return
@@ -159,10 +159,12 @@ def _register_fakes(name: str) -> None:
 
 
 def without_autograd(graph: fx.Graph) -> None:
-    """Calls of leaf ops, in a graph that autograd was traced through, become calls of the same without their formula; and Inductor
-    writes calls of their bodies. What only carried a formula is left out.
+    """Replace calls of leaf ops, in a graph that autograd was traced through, by the ops without their formula, whose bodies Inductor
+    calls.
 
-    To come by the formula, which has nothing left to do, takes the host 10 of 34 µs of a call on an H200 machine.
+    Ops that only carry a formula are removed. The formula, which has nothing left to do, would take the host 10 of 34 µs of a call on an
+    H200
+    machine.
     """
     from attn_compiler.torch_private.inductor import call_directly
 
@@ -181,7 +183,7 @@ def without_autograd(graph: fx.Graph) -> None:
 
 
 def _leave_out(given: fx.Node) -> None:
-    """Its operands take the place of its outputs."""
+    """Replace its outputs by its operands."""
     handed_on: Any = given.args[3]
     for output in list(given.users):
         output.replace_all_uses_with(handed_on[output.args[1]])
@@ -190,17 +192,17 @@ def _leave_out(given: fx.Node) -> None:
 
 
 def output_strides(heads: int, seqlen_q: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Of out, logical BHSD: BSHD in memory."""
+    """Return the strides of out, logical BHSD: BSHD in memory."""
     return (seqlen_q * heads * head_dim, head_dim, heads * head_dim, 1)
 
 
 def like_output(grad_out: torch.Tensor) -> torch.Tensor:
-    """The gradient of the output, BSHD in memory. Traced: no node at all where it already is."""
+    """Return the gradient of the output, BSHD in memory. Traced: no node at all where it already is."""
     return grad_out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, unfilled, in the strides that every family gives them."""
+    """Allocate out and lse, in the strides that every family gives them."""
     batch, heads, seqlen_q, _ = q.shape
     out = torch.empty((batch, seqlen_q, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
     return out, torch.empty((batch, heads, seqlen_q), dtype=computed_in(q.dtype), device=q.device)
@@ -275,7 +277,9 @@ def _part_backward(
 
 
 def of_minus_delta(grad_out: torch.Tensor) -> torch.Tensor:
-    """What a backward is given as out where the lse's gradient is minus delta: its own delta is then that number."""
+    """Return the tensor that a backward gets as out where the lse's gradient is minus delta. With zeros, the backward's own delta is that
+    gradient
+    with its sign changed."""
     return torch.zeros_like(grad_out)
 
 
@@ -290,8 +294,8 @@ def _held_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-#: What a tensor holds now: a buffer, or what is written to later. An op of its own since the partitioner would rather compute a clone
-#: again in the backward, from what was written by then.
+#: Copy of a tensor that is written to later, such as a buffer. It is an op of its own because the partitioner would recompute a clone in
+#: the backward, from the values written by then.
 if not hasattr(getattr(torch.ops, NAMESPACE), "held"):
     for op in ("held", "held" + _WITHOUT_AUTOGRAD):
         LIBRARY.define(f"{op}(Tensor x) -> Tensor")

@@ -1,12 +1,15 @@
-"""The op that makes lists of tiles, `attn_compiler::tile_lists`: which blocks of keys a block of queries visits, or the other way round.
+"""The op that makes lists of tiles, `attn_compiler::tile_lists`: the blocks of keys that a block of queries visits, or the other way round.
 
-It asks each part of a mask what a tile holds, by block. The band says so by arithmetic, intervals, keys and documents by what they say of
-each query or key, and a dense mask by what `units` says of 32 × 32 pairs. So the work grows with the queries and keys, not with their
-pairs, and no other node is needed. A tile is visited if each part by itself allows a pair of it; a tile that no pair of all parts is left
-of is then visited in vain, which changes no result. Which tiles are allowed in full is exact.
+It evaluates each part of a mask by block. The band follows from arithmetic; intervals, keys and documents from their values for each query
+or
+key; and a dense mask from `units`, which cover 32 × 32 pairs. So the work grows with the queries and keys, not with their pairs, and no
+other
+node is needed. A tile is visited if each part by itself allows a pair of it. If no pair passes all parts, the visit is wasted, and changes
+no
+result. Tiles that are allowed in full are exact.
 
-An op of its own: Inductor takes 12 to 48 s to compile the sort that plain nodes need (32 to 128 blocks, an H200 machine, torch 2.11). On
-a GPU two small Triton kernels make the lists of any number of blocks (kernels/tile_lists.py).
+It is an op of its own because Inductor takes 12 to 48 s to compile the sort that plain nodes need (32 to 128 blocks, an H200 machine, torch
+2.11). On a GPU two small Triton kernels make the lists of any number of blocks (kernels/tile_lists.py).
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ from attn_compiler.torch_private.op_library import register_helper
 
 Tensor = torch.Tensor
 
-#: numbers in front of a list: how many tiles need the mask, then first and end of the run that does not
+#: numbers in front of a list: how many tiles need the mask, then first and end of the run of tiles that don't
 HEAD = 3
-#: numbers behind a list's room: of the n-th list, which block has the n-th shortest one
+#: numbers behind a list: the n-th list ends with the block whose list is the n-th shortest
 TAIL = 1
-#: lists behind the last block's, which hold anything: an axis that may be of size one would be guarded on
+#: lists behind the last block's, of undefined content: an axis that may be of size one would be guarded on
 SURPLUS = 1
-#: queries and keys of the pairs that `units` speaks of. Every tile is made of these where it is read
+#: queries and keys of the pairs that one number of `units` covers. Tiles of a dense mask are multiples of it
 UNIT = 32
-#: numbers that the kernels note of each block of queries, and of keys
+#: numbers that the kernels store for each block of queries, and of keys
 OF_QUERIES, OF_KEYS = 6, 4
 #: bits of `units`: a pair is allowed; a pair is not
 SOME, HOLES = 1, 2
-#: a side of the band that is open: as far as no position is away, and sums with it are of 32 bits
+#: an open side of the band: farther than any position, and sums with it fit into 32 bits
 OPEN = 2**29
 
 
@@ -43,12 +46,12 @@ class ListAsked:
     """One call of the op.
 
     rows: int32 (2, B|1, Sq). keys: bool (B|1, Skv). documents_q, documents_k: int32 (B|1, Sq), (B|1, Skv). These are contiguous.
-    units: uint8 (B|1, Hq|1, ⌈Sq/32⌉|1, ⌈Skv/32⌉|1), bits as above, any strides; it may go on behind that.
-    left, right: a query uses the keys from query - left to query + right. A side that is open has `OPEN`. Both lie within -OPEN to OPEN.
+    units: uint8 (B|1, Hq|1, ⌈Sq/32⌉|1, ⌈Skv/32⌉|1), bits as above, any strides; it may be longer.
+    left, right: a query uses the keys from query - left to query + right. An open side has `OPEN`. Both lie within -OPEN to OPEN.
     from_end: positions are counted so that the last query meets the last key.
     queries, keys_of: queries and keys of a tile. Where a dense mask is read, powers of two and multiples of UNIT.
     by_key: the lists are those of blocks of keys.
-    ordered: whether `TAIL` is asked for. Else it holds anything.
+    ordered: `TAIL` is filled. Otherwise its content is undefined.
     """
 
     rows: Tensor | None
@@ -68,12 +71,12 @@ class ListAsked:
 
     @staticmethod
     def of(*given: Any) -> ListAsked:
-        """The op's arguments, in order."""
+        """Collect the op's arguments, in order."""
         return ListAsked(**dict(zip(ListAsked.__slots__, given, strict=True)))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The tensors that are present, by name."""
         given = {
             "rows": self.rows,
             "keys": self.keys,
@@ -85,7 +88,7 @@ class ListAsked:
 
     @property
     def numbers(self) -> tuple[int | bool, ...]:
-        """All but the tensors."""
+        """All arguments but the tensors."""
         band = (self.left, self.right, self.from_end)
         return self.seqlen_q, self.seqlen_kv, *band, self.queries, self.keys_of, self.by_key, self.ordered
 
@@ -97,11 +100,11 @@ class ListAsked:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """How many blocks of queries, and of keys, there are."""
+        """Numbers of blocks of queries, and of keys."""
         return -(-self.seqlen_q // self.queries), -(-self.seqlen_kv // self.keys_of)
 
     def empty(self) -> Tensor:
-        """The result, unfilled: int32 (B|1, Hq|1, n + SURPLUS, m + HEAD + TAIL)."""
+        """Allocate the result: int32 (B|1, Hq|1, n + SURPLUS, m + HEAD + TAIL)."""
         batches = {"rows": 1, "keys": 0, "documents_q": 0, "documents_k": 0, "units": 0}
         batch = _larger([x.shape[batches[name]] for name, x in self.tensors.items()])
         heads = 1 if self.units is None else self.units.shape[1]
@@ -111,12 +114,12 @@ class ListAsked:
 
 
 def _larger(sizes: list[Any]) -> Any:
-    """What sizes broadcast to. A symbolic one is not asked whether it is 1: that would be a guard."""
+    """Return the size that sizes broadcast to. A symbolic one is not compared with 1: that would be a guard."""
     return next((size for size in sizes if not isinstance(size, int) or size != 1), 1)
 
 
 def listed(*given: Any) -> Tensor:
-    """The same by PyTorch's ops, on any device."""
+    """Compute the op by PyTorch's ops, on any device."""
     asked = ListAsked.of(*given)
     some, holes = _states(asked)
     lists = asked.empty()
@@ -125,7 +128,7 @@ def listed(*given: Any) -> Tensor:
         some, holes = some.transpose(2, 3), holes.transpose(2, 3)
     first, end, inside = _longest_run(some & ~holes)
     partial = some & ~inside
-    # Stable, so blocks that need the mask come first, in the order that they stand in.
+    # The sort is stable: blocks that need the mask come first, in their own order.
     order = torch.argsort((~partial).to(torch.uint8), dim=-1, stable=True)
     several = partial.sum(-1, keepdim=True)
     lists[:, :, : partial.shape[2], :-TAIL] = torch.cat([several, first, end, order], -1)
@@ -135,7 +138,8 @@ def listed(*given: Any) -> Tensor:
 
 
 def _longest_run(full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """First and end of the first of the longest runs of blocks that are allowed in full, (…, 1), and which blocks are in it.
+    """Return first and end of the longest run of blocks that are allowed in full, (…, 1), and which blocks are in it. Of equal runs the
+    first counts.
 
     A run is visited without reading any list. Padding, windows and documents have but one.
     """
@@ -155,7 +159,7 @@ def _longest_run(full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _states(asked: ListAsked) -> tuple[Tensor, Tensor]:
-    """some: every part allows a pair of the tile. holes: some part does not allow a pair, or there is no such key."""
+    """Return some: every part allows a pair of the tile; and holes: some part does not allow a pair, or there is no such key."""
     found = [_of_band(asked)]
     if asked.rows is not None:
         found.append(_of_rows(asked, asked.rows))
@@ -171,7 +175,7 @@ def _states(asked: ListAsked) -> tuple[Tensor, Tensor]:
 
 
 def _ends(asked: ListAsked) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """First and last position of each block of queries, (nQ, 1), and of keys, (nK,)."""
+    """Return first and last position of each block of queries, (nQ, 1), and of keys, (nK,)."""
     device = next(iter(asked.tensors.values())).device
 
     def ends(blocks: int, length: int, seqlen: int) -> tuple[Tensor, Tensor]:
@@ -220,12 +224,12 @@ def _of_units(asked: ListAsked, units: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_blocks(x: Tensor, seqlen: int, length: int) -> Tensor:
-    """(B|1, S) -> (B|1, blocks, length). The last element stands for those beyond it."""
+    """Split (B|1, S) into (B|1, blocks, length). The last element fills the last block."""
     return x[:, _positions(seqlen, length, x.device)]
 
 
 def _positions(size: int, length: int, device: torch.device) -> Tensor:
-    """int64 (blocks, length)"""
+    """Return the positions of each block, int64 (blocks, length)."""
     blocks = -(-size // length)
     return torch.arange(blocks * length, device=device).clamp(max=size - 1).view(blocks, length)
 

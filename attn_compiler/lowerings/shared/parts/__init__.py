@@ -1,1 +1,1 @@
-"""What a site is made of for a kernel: its parts, their intervals and tiles, and the tensors that they need in the graph."""
+"""Parts of a site that kernels take: their intervals and tiles, and their tensors in the graph."""

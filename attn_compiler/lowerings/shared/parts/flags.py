@@ -1,4 +1,4 @@
-"""A mask tensor that was proved to be a diagonal, as the flag that PyTorch's kernels have for one."""
+"""Conversion of a mask tensor that was proved to be a diagonal to the causal flag of PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from attn_compiler.spec.masks import Alignment, Causal, Flag, MaskSpec
 
 
 def as_flag(spec: AttentionSpec) -> AttentionSpec | None:
-    """The same site with a causal flag in the place of its mask tensor; None if it has none, or one that is no plain diagonal.
+    """Return the same site with a causal flag in place of its mask tensor; None if it has none, or one that is no plain diagonal.
 
-    Recovery does so itself where there are as many queries as keys. Elsewhere it depends on the kernel which corner it starts from.
+    Recovery does so itself where there are as many queries as keys. Elsewhere the kernel decides in which corner the diagonal starts.
     """
     band = parts.parts(spec).band
     if spec.mask.dense is None or spec.score.bias is not None or band is None:
@@ -29,7 +29,8 @@ def as_flag(spec: AttentionSpec) -> AttentionSpec | None:
 
 
 def as_told(spec: AttentionSpec, refused: Callable[[AttentionSpec], list[Reason]]) -> AttentionSpec:
-    """The site with a flag in the place of a mask tensor, where the flag says the same and the kernel serves it. refused: what the kernel
-    has against a site."""
+    """Return the site with a flag in place of a mask tensor, where both mean the same and the kernel takes it. refused: reasons of the
+    kernel
+    against a site."""
     flagged = as_flag(spec)
     return spec if flagged is None or refused(flagged) else flagged

@@ -1,4 +1,4 @@
-"""Which keys a query may use, where they are in one piece: a band, or an interval between two expressions."""
+"""Intervals of keys that a query may use: a band, or an interval between two expressions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Interval:
     upper: Expr | None = None
 
     def both(self, other: Interval) -> Interval:
-        """The keys that are in both."""
+        """Intersect two intervals."""
         return Interval(
             lower=_of_two("max", self.lower, other.lower),
             upper=_of_two("min", self.upper, other.upper),
@@ -32,12 +32,12 @@ class Interval:
 
     @property
     def is_length(self) -> bool:
-        """Whether it begins with the first key, and ends at the same one for all queries of a batch row."""
+        """Return whether it begins with the first key, and ends at the same one for all queries of a batch row."""
         return self.lower is None and self.upper is not None and not mentions_any(self.upper, Q)
 
 
 def band_of(kind: MaskKind, spec: AttentionSpec) -> Band | None:
-    """The band that a kind is, if it is one whatever the tensors hold."""
+    """Return the band that equals a mask kind, whatever the tensors hold; None if there is none."""
     match kind:
         case masks.Causal(alignment=alignment):
             from_end = alignment is masks.Alignment.BOTTOM_RIGHT and not dims.same(spec.seqlen_q, spec.seqlen_kv)
@@ -50,7 +50,7 @@ def band_of(kind: MaskKind, spec: AttentionSpec) -> Band | None:
 
 
 def as_interval(band: Band) -> Interval:
-    """The same as a band, for each query by itself."""
+    """Convert a band to an interval of each query."""
     position: Expr = ix.add(ix.add(Q, SEQLEN_KV), SEQLEN_Q, -1) if band.from_end else Q
     return Interval(
         lower=None if band.left is None else ix.add(position, Const(-band.left)),
@@ -59,7 +59,7 @@ def as_interval(band: Band) -> Interval:
 
 
 def interval_of(kind: MaskKind) -> Interval | None:
-    """The keys that each query may use, if they are in one piece whatever the tensors hold, and the same for every head."""
+    """Return the keys that each query may use, if they are in one piece whatever the tensors hold, and the same for every head."""
     match kind:
         case masks.CausalFrom() | masks.KeyBound() | masks.Formula():
             return _of_condition(kind.condition)
@@ -73,8 +73,9 @@ def interval_of(kind: MaskKind) -> Interval | None:
 
 
 def _of_condition(condition: Expr) -> Interval | None:
-    """n · k <= f(b, q), n · k >= f(b, q), or a condition on the query alone: k <= cache_position[q]. n > 1 where keys are every n-th of a
-    longer sequence."""
+    """Convert n · k <= f(b, q), n · k >= f(b, q), or a condition on the query alone, such as k <= cache_position[q]. n > 1 where keys are
+    every n-th
+    of a longer sequence."""
     if mentions_any(condition, H):
         return None
     if not mentions_any(condition, K):
@@ -98,6 +99,6 @@ def mentions_any(x: Expr, *indices: Index) -> bool:
 
 
 def _of_two(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
-    """The inner one of two bounds; an open side gives way."""
+    """Return the tighter one of two bounds. None is an open side."""
     known: Iterable[Expr] = [x for x in (a, b) if x is not None]
     return functools.reduce(lambda x, y: ix.apply(op, x, y), known) if known else None

@@ -1,8 +1,8 @@
-"""What the Triton kernels are told of one attention: pure data, made from the spec alone.
+"""The plan of one attention for the Triton kernels: pure data, made from the spec alone.
 
 A mask is a conjunction of parts, each evaluated where it is cheap: a band (no tensor at all), an interval of keys for each
-query, truth values of keys, document ids, a dense tensor. Which tiles of the scores have to be visited follows from the band by
-arithmetic; every other part is only known at run time, and comes with lists of tiles (tiles.py).
+query, truth values of keys, document ids, a dense tensor. The tiles of the scores to visit follow from the band by
+arithmetic. Every other part is only known at run time, and comes with lists of tiles (tiles.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FARTHEST = 2**31 // 256 - 1
 #: Positions at most: sums with the bounds of bands, and 8 copies of what is added by distance, are of 32 bits.
 MOST_POSITIONS = 2**28 - 1
 
-#: blocks along the first axis of a grid, at most, and what a loop counts to
+#: blocks along the first axis of a grid, at most, and largest count of a loop
 MOST_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """q - left <= k <= q + right, None where a side is open. from_end: positions are counted so that the last query meets the
-    last key: q stands for q + Skv - Sq."""
+    """q - left <= k <= q + right, None where a side is open. from_end: positions are counted so that the last query meets the last
+    key: q stands for q + Skv - Sq."""
 
     left: int | None = None
     right: int | None = None
@@ -35,7 +35,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Which parts mask and change the scores. Those that read tensors name their operands, in this order:
+    """The parts that mask and change the scores. Parts that read tensors name their operands, in this order:
 
     rows: int32 (2, B|1, Sq), contiguous: the first key that each query may use, and the one after the last.
     keys: bool (B|1, Skv), contiguous: which keys may be used at all.
@@ -47,12 +47,12 @@ class Plan:
         goes beyond the last key is not allowed in full; one that goes beyond the last query may be. The last list means nothing:
         an axis that may be of size one would be guarded on.
     bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores.
-    distances: a float tensor (Hq|1, 8, L), contiguous, L a multiple of 8 and at least Sq + Skv: element [h, p, x] is what is added
-        where k - q + Sq - 1 is x + p. The 8 copies let every query read from an aligned address. A gradient comes for p = 0 alone.
+    distances: a float tensor (Hq|1, 8, L), contiguous, L a multiple of 8 and at least Sq + Skv. Element [h, p, x] is added where k - q + Sq
+        - 1
+        is x + p. The 8 copies let every query read from an aligned address. A gradient comes for p = 0 alone.
     slopes: float32 (Hq,), contiguous: slope · (k - q) is added.
     sinks: float (Hq,), contiguous.
     seed: int64 (1,) for dropout.
-
     few_pairs: the scores are known to be small, so nothing is worth leaving out.
     """
 
@@ -74,12 +74,12 @@ class Plan:
 
     @property
     def tiles(self) -> bool:
-        """Whether the tiles to visit are read from lists."""
+        """Return whether the tiles to visit are read from lists."""
         return self._reads_mask and not self.few_pairs
 
     @property
     def unlisted(self) -> bool:
-        """Whether the mask is evaluated in every tile of the band: there are so few that lists would cost more than they save."""
+        """Return whether the mask is evaluated in every tile of the band: there are so few that lists would cost more than they save."""
         return self._reads_mask and self.few_pairs
 
     @property
@@ -114,47 +114,47 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Everything that is decided of a call at compile time, which is what the leaf op's text says. one_kv: k and v are one tensor, which
-    the forward reads once."""
+    """All compile-time decisions on a call, which are the leaf op's text. one_kv: k and v are one tensor, which the forward reads once."""
 
     spec: AttentionSpec
     tiles: Tiles
     one_kv: bool = False
 
     def to_text(self) -> str:
-        """Canonical JSON."""
+        """Return canonical JSON."""
         return _CODEC.text(self)
 
     @staticmethod
     def from_text(text: str) -> Call:
-        """Inverse of `to_text`, parsed once a text."""
+        """Parse the text of `to_text`. Equal texts are parsed once."""
         return _CODEC.value(text, Call)
 
 
 _CODEC = CODEC.beside(Call, Tiles, Tile, brief=True)
 
 
-#: of a tile that a warpgroup of Hopper multiplies, at least
+#: smallest head dim of a tile that a warpgroup of Hopper multiplies
 _LEAST_HEAD_DIM = 64
 
 
-#: of what tensor cores multiply along a head dim
+#: elements that tensor cores multiply along a head dim at once
 _STEP = 16
-#: Wider heads leave shared memory no room for outputs beside the parts of queries,
+#: Wider heads leave shared memory no room for outputs beside the parts of queries.
 _MOST_SUMMED = 128
-#: but for multi-head latent attention's: outputs leave from where the first part of the queries was, which is as wide.
+#: Multi-head latent attention's are an exception: outputs are staged in the first part of the queries, which is as wide.
 _LATENT = (192, 128)
 
 
 def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
-    """Powers of two that hold the head dims of q and k, and of v, as Hopper's kernels take them. Raises TypeError for those that are not
-    known."""
+    """Return powers of two that hold the head dims of q and k, and of v, as Hopper's kernels take them. Raises TypeError for unknown
+    ones."""
     qk, v = (max(_LEAST_HEAD_DIM, 1 << (d - 1).bit_length()) for d in _head_dims(spec))
     return qk, v
 
 
 def head_dim_sums(spec: AttentionSpec) -> tuple[int, int]:
-    """Sums of a few powers of two that hold them: 80 is 64 + 16. For narrow and for wide heads as `head_dim_tiles`, whose errors it has."""
+    """Return sums of a few powers of two that hold the head dims: 80 is 64 + 16. For narrow and for wide heads as `head_dim_tiles`, with
+    its errors."""
     head_dims = _head_dims(spec)
     if head_dims == _LATENT:
         return head_dims

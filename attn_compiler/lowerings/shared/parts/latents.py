@@ -1,7 +1,7 @@
-"""Attention over the latent that k and v are made of: when it costs less than to make them, and the products around it as nodes.
+"""Attention over the latent of k and v: the sizes for which it costs less than making k and v, and its products as nodes.
 
-Products for each key and layer, with H heads, rank r, n dims of k and v of v made of the latent, and Sq queries. To make k and v takes r ·
-H(n + v), and to use them H · Sq(n + v) more. Over the latent it is H · Sq · 2r, and r · H(n + v) · Sq for all keys together. So it is less
+Products for each key and layer, with H heads, rank r, n dims of k and v of v made of the latent, and Sq queries. Making k and v takes r ·
+H(n + v), and using them H · Sq(n + v) more. Over the latent it is H · Sq · 2r, and r · H(n + v) · Sq for all keys together. So it is less
 work where 1 / Sq > (2r - n - v) / (r(n + v)) + 1 / Skv, whatever batch and heads. For DeepSeek (512, 128 and 128) that is up to 170
 queries.
 """
@@ -19,12 +19,12 @@ from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec
 from attn_compiler.spec.dtypes import BYTES
 
-#: The most queries that are taken: far from where both ways cost the same, so that no kernel of either has to be measured.
+#: The most queries that are taken: far below the number where both ways cost the same, so no kernel of either has to be measured.
 MOST_QUERIES = 16
 
 
 def crossover(spec: AttentionSpec, latent: LatentSpec) -> float:
-    """The number of queries up to which there is less to multiply over the latent; infinite where it always is."""
+    """Return the number of queries up to which there is less to multiply over the latent; infinite where it always is."""
     rank, made = latent.rank, _size(spec.head_dim_v) + latent.nope
     if not isinstance(rank, int):
         return 0.0
@@ -34,7 +34,7 @@ def crossover(spec: AttentionSpec, latent: LatentSpec) -> float:
 
 
 def check_latent(spec: AttentionSpec) -> list[Reason]:
-    """What speaks against it, whatever computes it."""
+    """Return the reasons against computing over the latent, whatever kernel does it."""
     if spec.latent is None:
         rule = "k and v are linear maps of one latent"
         return [
@@ -54,7 +54,7 @@ def check_latent(spec: AttentionSpec) -> list[Reason]:
 
 
 def note(spec: AttentionSpec, latent: LatentSpec) -> str:
-    """What people are told of a site that is computed so."""
+    """Return the remark in the report for a site that is computed over the latent."""
     heads, element = _size(spec.num_heads_q), BYTES.get(spec.dtype, 8)
     made = heads * (_size(spec.head_dim_qk) + _size(spec.head_dim_v))
     rope = latent.kept - _size(latent.rank)
@@ -74,7 +74,7 @@ def _size(size: int | str) -> int:
 
 
 def parts_of_q(emitter: Emitter, latent: LatentSpec, q: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """(B, Hq, Sq, nope) and, for the part of k that heads share, (B, Hq, Sq, p)."""
+    """Split q into (B, Hq, Sq, nope) and, for the part of k that heads share, (B, Hq, Sq, p)."""
     rope = _size(latent.rope.shape[3]) if latent.rope is not None else 0
     first, other = (0, latent.nope) if latent.nope_first else (rope, 0)
     nope = emitter.call(torch.narrow, q, 3, first, latent.nope)
@@ -82,7 +82,7 @@ def parts_of_q(emitter: Emitter, latent: LatentSpec, q: fx.Node) -> tuple[fx.Nod
 
 
 def by_heads(emitter: Emitter, x: fx.Node, weight: fx.Node) -> fx.Node:
-    """(B, H, Sq, a) times (H, a, b), a matrix for each head: (B, H, Sq, b)."""
+    """Multiply (B, H, Sq, a) by (H, a, b), a matrix for each head: (B, H, Sq, b)."""
     heads, inner, _ = emitter.value(weight).shape
     queries = emitter.value(x).shape[2]
     rows = emitter.call(torch.Tensor.reshape, emitter.call(torch.transpose, x, 0, 1), heads, -1, inner)
@@ -91,7 +91,7 @@ def by_heads(emitter: Emitter, x: fx.Node, weight: fx.Node) -> fx.Node:
 
 
 def given(operands: Operands) -> LatentNodes:
-    """Raises ValueError where there is no latent."""
+    """Return the latent's nodes. Raises ValueError where there is no latent."""
     if operands.latent is None:
         raise ValueError("the site has no latent")
     return operands.latent

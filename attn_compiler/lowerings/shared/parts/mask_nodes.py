@@ -1,4 +1,4 @@
-"""Nodes that turn a site's mask or bias into what a kernel of PyTorch's reads, as SDPA's composite does."""
+"""Nodes that convert a site's mask or bias to the form that PyTorch's kernels read, as SDPA's composite does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_compiler.lowerings.base import Emitter
 
 # The memory-efficient kernel loads the bias in vectors of 8: every stride but the last is a multiple of it.
 _EFFICIENT_ALIGNMENT = 8
-# Triton knows of a stride that it is a multiple of 16, and of no other number. A tile or two of keys are loaded one by one sooner than
+# Triton checks whether a stride is a multiple of 16, and of no other number. One or two tiles of keys are loaded one by one faster than
 # copied: windows of 49 tokens took 178 us, and 210 by a copy (learned_bias_h200.csv).
 _TRITON_ALIGNMENT, _TRITON_LEAST = 16, 128
 
@@ -20,7 +20,7 @@ Size = int | fx.Node
 
 
 def additive(emitter: Emitter, mask: fx.Node, dtype: torch.dtype, *, keep: Collection[torch.dtype] = ()) -> fx.Node:
-    """`mask` as a 4-D tensor that is added to the scaled scores, of `dtype` or as it is if its dtype is in `keep`."""
+    """Return `mask` as a 4-D tensor that is added to the scaled scores, of `dtype` or unchanged if its dtype is in `keep`."""
     if emitter.value(mask).dtype not in (dtype, *keep):
         mask = emitter.shared_mask(mask, dtype)
     for _ in range(4 - emitter.value(mask).dim()):
@@ -29,7 +29,7 @@ def additive(emitter: Emitter, mask: fx.Node, dtype: torch.dtype, *, keep: Colle
 
 
 def with_adjacent_keys(emitter: Emitter, bias: fx.Node, k: fx.Node) -> fx.Node:
-    """`bias` (b, h, q, 1 or Skv) with all Skv keys, one after the other in memory; copied only if they aren't already."""
+    """Return `bias` (b, h, q, 1 or Skv) with all Skv keys adjacent in memory; copied only if they aren't already."""
     expanded = _with_all_keys(emitter, bias, k)
     if _is_one(emitter.value(expanded).stride(-1)):
         return expanded
@@ -37,21 +37,21 @@ def with_adjacent_keys(emitter: Emitter, bias: fx.Node, k: fx.Node) -> fx.Node:
 
 
 def for_efficient(emitter: Emitter, bias: fx.Node, q: fx.Node, k: fx.Node) -> fx.Node:
-    """`bias` expanded to (B, Hq, Sq, Skv), its rows aligned: copied into longer rows where they aren't, or may not be."""
+    """Expand `bias` to (B, Hq, Sq, Skv) with aligned rows: copied into longer rows where they aren't, or may not be."""
     bias = _with_all_keys(emitter, bias, k)
     if not _is_aligned(emitter.value(bias), _EFFICIENT_ALIGNMENT):
         unaligned = bias
         bias = emitter.once(
             ("aligned rows", unaligned), lambda: _with_aligned_rows(emitter, unaligned, _EFFICIENT_ALIGNMENT)
         )
-    # An axis that has its size keeps it: naming it again would tie two symbols together.
+    # An axis that has its size keeps it: naming the size again would equate two symbols.
     shape = emitter.value(bias).shape
     sizes = [_size(emitter, q, axis) if _is_one(shape[axis]) else -1 for axis in range(3)]
     return emitter.call(torch.ops.aten.expand.default, bias, [*sizes, -1])
 
 
 def in_vectors(emitter: Emitter, bias: fx.Node, q: fx.Node) -> fx.Node:
-    """`bias` (b, h, Sq, Skv), or a copy of it in longer rows, which Triton's kernels load vectors of. The copy is made once a graph.
+    """Return `bias` (b, h, Sq, Skv), or a copy in longer rows, from which Triton's kernels load vectors. The copy is made once a graph.
 
     A forward of 577 keys takes 817 us on an H200 where it loads numbers one by one, and 265 us with a copy (learned_bias_h200.csv). A
     bias that is read once is not copied.
@@ -71,7 +71,7 @@ def in_vectors(emitter: Emitter, bias: fx.Node, q: fx.Node) -> fx.Node:
 
 
 def _once_each(emitter: Emitter, bias: fx.Node, shared: Iterable[int]) -> fx.Node:
-    """`bias` with one entry along axes of which all entries are the same memory."""
+    """Return `bias` with one entry along axes of which all entries are the same memory."""
     for axis in shared:
         if not _is_one(emitter.value(bias).shape[axis]):
             bias = emitter.call(torch.ops.aten.slice.Tensor, bias, axis, 0, 1)
@@ -79,7 +79,8 @@ def _once_each(emitter: Emitter, bias: fx.Node, shared: Iterable[int]) -> fx.Nod
 
 
 def _with_aligned_rows(emitter: Emitter, bias: fx.Node, alignment: int) -> fx.Node:
-    """A copy whose rows lie a multiple of the alignment apart. Not by padding: that op takes no symbolic size, and a symbolic
+    """Return a copy whose rows are a multiple of the alignment apart. It is not made by padding: that op takes no symbolic size, and a
+    symbolic
     number of columns that may be 1 is guarded on."""
     *rows, keys = (_size(emitter, bias, axis) for axis in range(4))
     zeros = emitter.call(torch.ops.aten.new_zeros.default, bias, [*rows, _aligned(emitter, keys, alignment)])
@@ -95,7 +96,7 @@ def _with_all_keys(emitter: Emitter, bias: fx.Node, k: fx.Node) -> fx.Node:
 
 
 def _is_aligned(value: torch.Tensor, alignment: int) -> bool:
-    """A symbolic stride counts as unaligned: asking it would add a guard."""
+    """Return whether strides are aligned. A symbolic stride counts as unaligned: asking it would add a guard."""
     *others, last = value.stride()
     return _is_one(last) and all(isinstance(s, int) and s % alignment == 0 for s in others)
 
@@ -105,7 +106,7 @@ def _is_one(size: int | torch.SymInt) -> bool:
 
 
 def _aligned(emitter: Emitter, size: Size, alignment: int) -> Size:
-    """The first multiple of the alignment above `size`."""
+    """Return the first multiple of the alignment above `size`."""
     if isinstance(size, int):
         return (size // alignment + 1) * alignment
     blocks = emitter.call(operator.floordiv, size, alignment)

@@ -1,4 +1,4 @@
-"""The run-time tensors that the Triton kernels read, as graph nodes: each is made once for all sites that need the same."""
+"""The run-time tensors that the Triton kernels read, as graph nodes. Sites with equal needs share them."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ B = Index("b")
 
 Size = int | fx.Node
 
-#: of what is added by distance: elements of the widest vector that a kernel loads
+#: copies of numbers by distance: elements of the widest vector that a kernel loads
 _COPIES = 8
 
-#: Seeds are drawn below this: all that int64 holds
+#: upper bound of seeds: the largest int64
 _SEEDS = 2**63 - 1
 
 
 def emit(
     emitter: Emitter, spec: AttentionSpec, operands: Operands, tiles: Tiles, *, ordered: bool = False
 ) -> list[fx.Node]:
-    """The operands of the leaf op in the order of `Plan.operands`. ordered: as `tiles.lists` says."""
+    """Return the operands of the leaf op in the order of `Plan.operands`. ordered: as `tiles.lists` says."""
     plan, parts = site_parts.of(spec), site_parts.parts(spec)
     made = _Made(emitter, spec, operands).all_of(plan, parts, tiles, ordered=ordered)
     return [made[name] for name in plan.operands]
 
 
 def emit_parts(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts: Parts) -> dict[str, fx.Node]:
-    """The tensors of the parts by the names that `Plan` gives them: all but lists of tiles and a seed."""
+    """Return the tensors of the parts by the names that `Plan` gives them: all but lists of tiles and a seed."""
     return _Made(emitter, spec, operands).all_of_parts(parts)
 
 
 def lengths(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[Size, Size]:
-    """Of queries and of keys: numbers, or the nodes that what is made here has them from."""
+    """Return the lengths of queries and of keys: numbers, or the nodes that the tensors here are made with."""
     made = _Made(emitter, spec, operands)
     return made.seqlen_q, made.seqlen_kv
 
@@ -65,7 +65,7 @@ class _Made:
     given: Operands
 
     def all_of(self, plan: Plan, parts: Parts, tiles: Tiles, *, ordered: bool) -> dict[str, fx.Node]:
-        """By name; those that the plan asks for are among them."""
+        """Return tensors by name; those that the plan asks for are among them."""
         made = self.all_of_parts(parts)
         if plan.bias:
             made["bias"] = mask_nodes.in_vectors(self.emitter, made["bias"], self.given.q)
@@ -80,7 +80,7 @@ class _Made:
         return made
 
     def all_of_parts(self, parts: Parts) -> dict[str, fx.Node]:
-        """By name; what follows from the parts alone."""
+        """Return by name the tensors that follow from the parts alone."""
         made = self._masking(parts)
         if parts.bias:
             made["bias"] = self._as_four(self._tensor())
@@ -122,7 +122,7 @@ class _Made:
         )
 
     def _rows(self, interval: Interval) -> fx.Node:
-        """int32 (2, B|1, Sq): the first key that each query may use, and the one after the last, none outside of the scores."""
+        """Return int32 (2, B|1, Sq): the first key that each query may use, and the one after the last, clipped to the keys."""
         lower = ix.ZERO if interval.lower is None else interval.lower
         upper = SEQLEN_KV if interval.upper is None else interval.upper
 
@@ -137,7 +137,7 @@ class _Made:
         return self._once("rows", (lower, upper), self.given.loads, make)
 
     def _of_keys(self, name: str, x: Expr, dtype: torch.dtype) -> fx.Node:
-        """(B|1, Skv), contiguous: an expression over (b, k)."""
+        """Evaluate an expression over (b, k): (B|1, Skv), contiguous."""
 
         def make() -> fx.Node:
             names = self._names({"k": self._along(self.seqlen_kv, 0)}, (x,), self.given.loads)
@@ -148,9 +148,9 @@ class _Made:
         return self._once(name, (x,), self.given.loads, make)
 
     def _documents(self, of_key: Expr) -> tuple[fx.Node, fx.Node]:
-        """int32 (B|1, Sq) and (B|1, Skv): equal where the documents are, whatever numbers the model gives them.
+        """Return int32 (B|1, Sq) and (B|1, Skv): equal where the documents are, whatever numbers the model gives them.
 
-        Numbers that fit into int32 stay; those that may not become their place among all of the row's.
+        Numbers that fit into int32 stay. Others are replaced by their rank among all of the row's.
         """
         of_query = ix.substitute(of_key, Index("k"), Index("q"))
         if self._fits(of_key):
@@ -175,7 +175,7 @@ class _Made:
         )
 
     def _of_queries(self, x: Expr, dtype: torch.dtype) -> fx.Node:
-        """(B|1, Sq), contiguous: an expression over (b, q)."""
+        """Evaluate an expression over (b, q): (B|1, Sq), contiguous."""
 
         def make() -> fx.Node:
             names = self._names({"q": self._along(self.seqlen_q, 0)}, (x,), self.given.loads)
@@ -186,7 +186,7 @@ class _Made:
         return self._once(f"queries {dtype}", (x,), self.given.loads, make)
 
     def _fits(self, x: Expr) -> bool:
-        """Whether a whole number is one of int32: read from a tensor of at most that width, as it is or as a truth value."""
+        """Return whether a whole number fits into int32: a truth value, or read from a tensor of at most that width."""
         if ix.kind_of(x) == "bool":
             return True
         if not isinstance(x, ix.Load) or x.tensor not in self.given.loads:
@@ -195,7 +195,7 @@ class _Made:
         return dtype == torch.bool or (dtype.itemsize <= 4 and dtype != torch.uint32)
 
     def _of_pairs(self, x: Expr) -> fx.Node:
-        """bool (B|1, Hq|1, Sq|1, Skv|1): a condition over (b, h, q, k)."""
+        """Evaluate a condition over (b, h, q, k): bool (B|1, Hq|1, Sq|1, Skv|1)."""
         sizes = {"b": self._batch, "h": self._heads, "q": self.seqlen_q, "k": self.seqlen_kv}
 
         def make() -> fx.Node:
@@ -208,7 +208,7 @@ class _Made:
         return self._once("pairs", (x,), self.given.loads, make)
 
     def _given_keys(self) -> fx.Node:
-        """The dense tensor as what it says of each key."""
+        """Return the dense tensor as truth values of keys."""
         mask = self._truth_of_tensor()
 
         def make() -> fx.Node:
@@ -218,8 +218,9 @@ class _Made:
         return self._once("given keys", (mask,), {}, make)
 
     def _truth_of_tensor(self) -> fx.Node:
-        """The dense tensor as bool (B|1, Hq|1, Sq|1, Skv|1). A float one that only masks holds 0, or a row's highest number, where a pair
-        is allowed."""
+        """Return the dense tensor as bool (B|1, Hq|1, Sq|1, Skv|1). A float tensor that only masks holds 0, or a row's highest number,
+        where a pair is
+        allowed."""
         tensor = self._as_four(self._tensor())
         if self.emitter.value(tensor).dtype == torch.bool:
             return tensor
@@ -233,7 +234,7 @@ class _Made:
     # ---- scores ---------------------------------------------------------------------------------------------------
 
     def _slopes(self, slopes: Expr) -> fx.Node:
-        """float32 (Hq,)"""
+        """Return the slopes, float32 (Hq,)."""
 
         def make() -> fx.Node:
             names = self._names({"h": self._along(self._heads, 0)}, (slopes,), self.given.score_loads)
@@ -244,9 +245,9 @@ class _Made:
         return self._once("slopes", (slopes,), self.given.score_loads, make)
 
     def _distances(self, kinds: tuple[ProvedScore, ...], *, with_grad: bool) -> fx.Node:
-        """(Hq|1, 8, L): what is added to the scores, by k - q + Sq - 1, in the 8 copies that `Plan` asks for.
+        """Return biases by k - q + Sq - 1, (Hq|1, 8, L), in the 8 copies that `Plan` asks for.
 
-        Evaluated at one pair of each distance: k = max(distance, 0), q = max(-distance, 0) are indices that there are.
+        They are evaluated at one pair of each distance: k = max(distance, 0), q = max(-distance, 0) are valid indices.
         """
         summands = tuple(kind.summand for kind in kinds)
 
@@ -258,7 +259,7 @@ class _Made:
                 "q": self._call(torch.clamp, self._call(torch.neg, distance), min=0),
             }
             names = self._names(indices, summands, self.given.score_loads)
-            # What the model rounds to whole numbers it computes in float32, and so does this.
+            # The model computes in float32 before it rounds to whole numbers, and so do these nodes.
             values = [on_nodes.emit(self.emitter, x, names, real=torch.float32) for x in summands]
             total = reduce(lambda a, b: self._call(torch.add, a, b), values)
             total = total if with_grad else self._call(torch.Tensor.detach, total)
@@ -269,15 +270,16 @@ class _Made:
         return self._once(f"distances {with_grad}", summands, self.given.score_loads, make)
 
     def _distances_dtype(self, kinds: tuple[ProvedScore, ...]) -> torch.dtype:
-        """float32, unless all that is read is a table in the dtype of q: half as much to load, and nothing lost."""
+        """Return float32, or q's dtype if the only source is a table in that dtype: half as much to load, and nothing lost."""
         own = self.emitter.value(self.given.q).dtype
         tables = [kind.table for kind in kinds if isinstance(kind, RelativeBias) and kind.weight == 1.0]
         exact = len(tables) == len(kinds) == 1 and self.emitter.value(self.given.score_loads[tables[0]]).dtype == own
         return own if exact else torch.float32
 
     def _in_copies(self, values: fx.Node) -> fx.Node:
-        """(Hq|1, Sq + Skv - 1) eight times, each moved on by one, up to a length that is a multiple of 8. What is beyond the end
-        is never used. Kernels give a gradient to the first alone, so that nothing has to be added up."""
+        """Return (Hq|1, Sq + Skv - 1) eight times, each shifted by one more, padded to a multiple of 8 with numbers that are never used.
+        Kernels give
+        a gradient to the first copy alone, so no gradients have to be summed."""
         count = self._number(operator.add, self.seqlen_q, self.seqlen_kv)
         blocks = self._number(operator.floordiv, self._number(operator.add, count, _COPIES - 1), _COPIES)
         length = self._number(operator.mul, blocks, _COPIES)
@@ -291,7 +293,7 @@ class _Made:
         return self._call(torch.cat, [first, self._call(aten.slice.Tensor, moved, 1, 1)], 1)
 
     def _distance(self) -> fx.Node:
-        """int64 (1, Sq + Skv - 1): -(Sq - 1) up to Skv - 1."""
+        """Return int64 (1, Sq + Skv - 1): -(Sq - 1) up to Skv - 1."""
         queries, keys = self.seqlen_q, self.seqlen_kv
         first = self._number(operator.sub, 1, queries)
         return self._call(torch.unsqueeze, self._call(torch.arange, first, keys, device=self._device), 0)
@@ -304,7 +306,7 @@ class _Made:
         return self.given.mask
 
     def _as_four(self, x: fx.Node) -> fx.Node:
-        """x with all four axes."""
+        """Return x with all four axes."""
         missing = 4 - self.emitter.value(x).dim()
 
         def make() -> fx.Node:
@@ -313,7 +315,7 @@ class _Made:
         return self._once("four axes", (x,), {}, make) if missing else x
 
     def _expanded(self, x: fx.Node, batch: Size, length: Size) -> fx.Node:
-        """x, of what it varies along, as (batch, length)."""
+        """Expand x, whose axes may have size one, to (batch, length)."""
         return self._call(aten.expand.default, x, [batch, length])
 
     def _packed(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -323,7 +325,8 @@ class _Made:
     # ---- indices and sizes ----------------------------------------------------------------------------------------
 
     def _names(self, indices: Mapping[str, fx.Node], used: Iterable[Expr], loads: Mapping[str, fx.Node]) -> Names:
-        """What the expressions name; b, unless it is given, only where they ask for it, along the first axis of two."""
+        """Return the values of the names in expressions. b, unless it is given, is made only if they mention it, along the first axis of
+        two."""
         used = tuple(used)
         found = dict(indices)
         if "b" not in found and any(ix.mentions(x, B) for x in used):
@@ -341,7 +344,7 @@ class _Made:
         return self._call(aten.sym_size.int, place.node, place.axis)
 
     def _along(self, size: Size, following: int) -> fx.Node:
-        """int64 0, 1, … up to a size, with axes of size one after it."""
+        """Return int64 0, 1, … up to a size, with axes of size one after it."""
         indices = self._call(torch.arange, size, device=self._device)
         for _ in range(following):
             indices = self._call(torch.unsqueeze, indices, -1)
@@ -373,7 +376,7 @@ class _Made:
         return self._dim(self.given.k, 2, self.spec.seqlen_kv)
 
     def _dim(self, node: fx.Node, axis: int, dim: Dim) -> Size:
-        """Equal sizes are one node, so that what is made from them is shared by all layers."""
+        """Return one node for equal sizes, so that all layers share the nodes made from it."""
         size = self.emitter.value(node).shape[axis]
         if isinstance(size, int):
             return size
@@ -386,7 +389,7 @@ class _Made:
         loads: Mapping[str, fx.Node],
         make: Callable[[], fx.Node],
     ) -> fx.Node:
-        """One node for all that is made from equal expressions, the same tensors and the same sizes."""
+        """Return one node for equal expressions, the same tensors and the same sizes."""
         tensors = sorted((own, node) for own, node in loads.items() if own in _names_of(made_from))
         sizes = (self.spec.batch, self.spec.num_heads_q, self.spec.seqlen_q, self.spec.seqlen_kv, self._device)
         return self.emitter.once((f"triton {name}", made_from, tuple(tensors), sizes), make)
@@ -396,5 +399,5 @@ class _Made:
 
 
 def _names_of(made_from: tuple[Expr | fx.Node, ...]) -> set[str]:
-    """The tensors and sizes that expressions read."""
+    """Return the tensors and sizes that expressions read."""
     return {name for x in made_from if not isinstance(x, fx.Node) for name in reads.names_in(x)}

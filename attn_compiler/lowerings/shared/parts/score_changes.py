@@ -1,7 +1,7 @@
-"""How each change of each score by itself is applied: one `Form` for each class of `scores.Pointwise`.
+"""Pointwise changes of scores: one `Form` for each class of `scores.Pointwise`.
 
-Plain lowerings apply a form as it stands here. Our Triton kernels are told its name and a number, and have the rest in
-kernels/tile_parts.py (`changed` and `through_change`). Libraries, and kernels of other languages, name in their `Takes` what they know.
+Plain lowerings apply a form from here. Our Triton kernels get its name and a number, and implement it in kernels/tile_parts.py (`changed`
+and `through_change`). Libraries, and kernels of other languages, name the forms that they know in their `Takes`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from attn_compiler.spec.scores import Pointwise, Softcap
 
 X = TypeVar("X")
 
-#: what kernels are told where nothing is to be done to each score
+#: name of the form that changes nothing
 UNCHANGED = "unchanged"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """name: what tile_parts.py knows it by.
+    """One pointwise change.
+
+    name: of the form in tile_parts.py.
     apply: (call, scores, number) to the changed scores, as `applied`.
     slope: (changed scores, number) to the derivative there.
     """
@@ -42,12 +44,12 @@ def _softcap_slope(changed: torch.Tensor, cap: float) -> torch.Tensor:
 
 FORMS: dict[type[Pointwise], Form] = {Softcap: Form(name="softcap", apply=_softcap, slope=_softcap_slope)}
 
-#: what the plain lowerings apply, and our Triton kernels
+#: kinds that the plain lowerings and our Triton kernels apply
 KINDS = tuple(FORMS)
 
 
 def applied(call: Callable[..., X], scores: X, change: Pointwise | None) -> X:
-    """The scores after it. call: makes an op of its arguments, on tensors or as a node of a graph."""
+    """Apply a change to scores. call: makes an op of its arguments, on tensors or as a node of a graph."""
     if change is None:
         return scores
     found: X = FORMS[type(change)].apply(call, scores, change.number)
@@ -55,15 +57,15 @@ def applied(call: Callable[..., X], scores: X, change: Pointwise | None) -> X:
 
 
 def through(grad: torch.Tensor, changed: torch.Tensor, change: Pointwise | None) -> torch.Tensor:
-    """The gradient of the scores before it. grad: of those after it, which are `changed`."""
+    """Return the gradient of the scores before a change. grad: of the changed scores."""
     return grad if change is None else grad * FORMS[type(change)].slope(changed, change.number)
 
 
 def name(change: Pointwise | None) -> str:
-    """What kernels are compiled for."""
+    """Return the name that kernels are compiled for."""
     return UNCHANGED if change is None else FORMS[type(change)].name
 
 
 def number(change: Pointwise | None) -> float:
-    """What kernels are told beside the name."""
+    """Return the number that kernels get beside the name."""
     return 1.0 if change is None else change.number

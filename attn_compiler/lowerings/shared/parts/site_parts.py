@@ -1,7 +1,8 @@
-"""What a site is made of: `parts` puts each proved kind of a spec where it is cheapest. Every family, and the choice, reads it there.
+"""Parts of a site: `parts` turns each proved kind of a spec into the cheapest part. Every family, and the choice, reads them here.
 
-A part whose tensors can't be had where the kernel runs, and a kind that is no part at all, leave the mask to the model's own
-dense tensor. What was not proved is a dense tensor beside the parts: the smallest one that says it, where that is known.
+If a part's tensors are not available where the kernel runs, or a kind can't be a part, the model's own dense tensor is the mask. Conditions
+that were not proved are a dense tensor beside the parts: the smallest one that holds them, where that is known.
+
 Pure data: no FX, no CUDA. The parts of a spec are made once and kept.
 """
 
@@ -32,25 +33,26 @@ from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.masks import MaskKind
 
-#: up to so many the mask is evaluated everywhere
+#: up to so many queries or keys the mask is evaluated in every tile
 _FEW_QUERIES, _FEW_KEYS = 32, 128
 
-#: what `Parts` may hold. "lengths": the keys of a batch row up to a number, whatever the query. "rows": any other interval of keys.
+#: kinds of parts. "lengths": the keys of a batch row up to a number, whatever the query. "rows": any other interval of keys.
 #: "keys": truth values of keys, computed or given.
 PartKind = Literal["band", "lengths", "rows", "keys", "documents", "mask", "bias", "slopes", "distances"]
-#: those that leave pairs out, and those that are added to the scores
+#: parts that leave pairs out, and parts that are added to the scores
 MASKING: frozenset[PartKind] = frozenset({"band", "lengths", "rows", "keys", "documents", "mask"})
 ADDED: frozenset[PartKind] = frozenset({"bias", "slopes", "distances"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a `Plan` is made of, and what each operand is evaluated from.
+    """The parts of a `Plan`, and the sources of each operand.
 
     rows: the keys that each query may use. keys: a condition over (b, k). keys_given: the dense tensor is that condition.
-    documents: the document of a key, over (b, k). mask, bias: the dense tensor is used as such. rest: the mask is this condition on pairs,
-    and not the model's tensor. slopes: a number for each head,
-    over h. distances: kinds that are functions of h and k - q, which are added up.
+    documents: the document of a key, over (b, k). mask, bias: the dense tensor is used unchanged. rest: the mask is this condition on
+        pairs,
+    and not the model's tensor. slopes: a number for each head, over h. distances: kinds that are functions of h and k - q, which are added
+    up.
     """
 
     band: Band | None = None
@@ -68,7 +70,7 @@ class Parts:
 
     @property
     def kinds(self) -> frozenset[PartKind]:
-        """Which parts there are. What a family does not take is this without what it takes."""
+        """The kinds of parts that are present. A family refuses those that are not in its `Takes`."""
         has: dict[PartKind, bool] = {
             "band": self.band is not None,
             "lengths": self.rows is not None and self.rows.is_length,
@@ -85,7 +87,7 @@ class Parts:
 
 @functools.lru_cache(maxsize=1024)
 def of(spec: AttentionSpec) -> Plan:
-    """The plan for a spec that the Triton lowering does not refuse."""
+    """Return the plan for a spec that the Triton lowering does not refuse."""
     found, sinks = parts(spec), spec.score.sinks
     return Plan(
         band=found.band,
@@ -107,12 +109,12 @@ def of(spec: AttentionSpec) -> Plan:
 
 
 def leaves_out(spec: AttentionSpec) -> bool:
-    """Whether pairs that the mask leaves out are left out, and no number is added to their scores: a row without any has an lse of -inf."""
+    """Return whether masked pairs are skipped, and not given a number to add. A row without any key then has an lse of -inf."""
     return not of(spec).bias
 
 
 def with_band_as_rows(found: Parts) -> Parts:
-    """The same, with the band as an interval of each query; for kernels that know of no band."""
+    """Return the same parts with the band as an interval of each query; for kernels without bands."""
     if found.band is None:
         return found
     interval = as_interval(found.band)
@@ -121,14 +123,14 @@ def with_band_as_rows(found: Parts) -> Parts:
 
 
 def _has_few_pairs(spec: AttentionSpec) -> bool:
-    """To make a list takes a kernel of its own."""
+    """Return whether there are so few queries or keys that lists, which take a kernel of their own, are not worth making."""
     most = ((dims.range_of(spec, spec.seqlen_q)[1], _FEW_QUERIES), (dims.range_of(spec, spec.seqlen_kv)[1], _FEW_KEYS))
     return any(size is not None and size <= few for size, few in most)
 
 
 @functools.lru_cache(maxsize=1024)
 def parts(spec: AttentionSpec) -> Parts:
-    """Where each kind goes."""
+    """Return the parts of a spec."""
     applied = [] if spec.mask.flagged is None else [spec.mask.flagged]
     masking = _Masking(spec)
     for kind in applied:
@@ -142,31 +144,32 @@ def parts(spec: AttentionSpec) -> Parts:
     if scoring is not None and all(added):
         return _with_scores(spec, masking.parts(), scoring)
     if spec.score.proved or spec.score.bias is not None:
-        # The tensor masks too, but where kinds say so work can be left out.
+        # The tensor masks too. The parts only allow skipping work.
         return _with_tensor(spec, masking.parts())
-    # The tensor says what is left over, and all the rest again. Tiles that the parts rule out are not read.
+    # The tensor holds the whole mask, the parts included. Tiles that the parts rule out are not read.
     return _with_tensor(spec, dataclasses.replace(masking.parts(), keys=None), only_masks=True)
 
 
 def _is_understood(spec: AttentionSpec) -> bool:
-    """Whether its kinds say all that the dense tensor does. A tensor without a kind was not read."""
+    """Return whether the kinds express everything in the dense tensor. A tensor without a kind was not recovered."""
     return spec.mask.reason is None and bool(spec.mask.held or spec.score.proved)
 
 
 def _with_rest(spec: AttentionSpec, found: Parts, *, are_parts: bool) -> Parts:
-    """With what says all that the kinds leave open. found: the parts that they are; are_parts: each of them is."""
+    """Add the rest of the mask that the kinds leave open. found: the parts of the kinds. are_parts: every kind became a part."""
     rest = spec.mask.rest
     if rest is not None and are_parts and not reads.names(rest) & set(spec.mask.out_of_reach):
         return dataclasses.replace(found, mask=True, rest=rest.condition)
     if not spec.mask.is_partial or spec.score.proved or spec.score.bias is not None:
-        # The tensor masks too, but where kinds say so work can be left out.
+        # The tensor masks too. The parts only allow skipping work.
         return _with_tensor(spec, found)
-    # The tensor says it all. Only the band is known before it is read.
+    # The tensor holds the whole mask. Only the band is known before it is read.
     return _with_tensor(spec, Parts(band=found.band), only_masks=True)
 
 
 def _with_tensor(spec: AttentionSpec, found: Parts, *, only_masks: bool = False) -> Parts:
-    """With the model's own tensor for what the parts leave open. only_masks: a float one holds nothing but 0 and lowest numbers."""
+    """Add the model's own tensor for everything that the parts leave open. only_masks: a float one holds nothing but 0 and lowest
+    numbers."""
     dense, bias = spec.mask.dense, spec.score.bias
     own = {name: getattr(found, name) for name in ("band", "rows", "keys", "documents")}
     if dense is None:
@@ -181,7 +184,7 @@ def _with_tensor(spec: AttentionSpec, found: Parts, *, only_masks: bool = False)
 
 
 def _is_over_keys(dense: masks.Dense, spec: AttentionSpec) -> bool:
-    """Whether a dense mask says of each key alone whether it may be used."""
+    """Return whether a dense mask depends on the key alone."""
     shape = (*(1,) * (4 - len(dense.shape)), *dense.shape)
     return shape[1] == shape[2] == 1 and dims.same(shape[3], spec.seqlen_kv)
 
@@ -191,7 +194,7 @@ def _is_over_keys(dense: masks.Dense, spec: AttentionSpec) -> bool:
 
 @dataclass
 class _Masking:
-    """The parts that the kinds of a conjunction have become so far."""
+    """The parts of the kinds so far."""
 
     spec: AttentionSpec
     band: Band | None = None
@@ -204,7 +207,7 @@ class _Masking:
         return Parts(band=self.band, rows=self.rows, keys=keys, documents=self.documents)
 
     def add(self, kind: MaskKind) -> bool:
-        """Make the kind a part, or part of one. False, and nothing is done, if it can be none."""
+        """Make the kind a part, or part of one. Returns False, and does nothing, if that is impossible."""
         if reads.names(kind) & set(self.spec.mask.out_of_reach):
             return False
         if isinstance(kind, masks.Document):
@@ -229,7 +232,7 @@ class _Masking:
         return True
 
     def _add_band(self, band: Band) -> bool:
-        """Two bands from the same corner are one; the other corner's is an interval of each query."""
+        """Merge two bands from the same corner. A band from the other corner becomes an interval of each query."""
         if self.band is None:
             self.band = band
         elif self.band.from_end == band.from_end:
@@ -270,7 +273,7 @@ def _with_scores(spec: AttentionSpec, found: Parts, scoring: _Scoring) -> Parts:
 
 
 def _scoring(spec: AttentionSpec) -> _Scoring | None:
-    """The parts that the added kinds are; None if the tensor itself has to be added, or its gradient would be lost."""
+    """Return the parts of the added kinds; None if the tensor itself has to be added, or its gradient would be lost."""
     proved = spec.score.proved
     if spec.score.bias is not None and spec.score.bias.requires_grad and not any(_wants_gradient(k) for k in proved):
         return None
@@ -292,7 +295,7 @@ def _wants_gradient(kind: ProvedScore) -> bool:
 
 
 def _slopes(kind: ProvedScore, spec: AttentionSpec) -> Expr | None:
-    """slope(h) of a kind that adds slope(h) · (k - q), up to a number for each row, which only a sink could see."""
+    """Return slope(h) of a kind that adds slope(h) · (k - q), up to a number for each row, which only a sink would make visible."""
     if not isinstance(kind, added_scores.Alibi) or kind.requires_grad or ix.kind_of(kind.position) != "int":
         return None
     form = ix.linear(kind.position)
@@ -308,12 +311,12 @@ def _slopes(kind: ProvedScore, spec: AttentionSpec) -> Expr | None:
 
 
 def _is_of_distance(kind: ProvedScore, spec: AttentionSpec) -> bool:
-    """Whether a kind is a function of the head and of k - q that can be evaluated."""
+    """Return whether a kind is a function of the head and of k - q that can be evaluated."""
     if isinstance(kind, added_scores.Bias) or reads.names(kind) & set(spec.score.out_of_reach):
         return False
     if mentions_any(kind.summand, B) or not mentions_any(kind.summand, K):
         return False
-    # With the key counted from the query, none is left in what knows of nothing but their difference.
+    # A function of k - q alone has no q left once k is replaced by k + q.
     return not mentions_any(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
 
 
@@ -325,7 +328,7 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def differentiable(operands: Sequence[Any], text: str) -> list[bool]:
-    """For each operand of a leaf op whether it gets a gradient. text: a kernel_plan.Call.
+    """Return for each operand of a leaf op whether it gets a gradient. text: a kernel_plan.Call.
 
     Raises ValueError if the number of operands is not the plan's.
     """

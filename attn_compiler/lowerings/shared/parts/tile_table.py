@@ -1,5 +1,4 @@
-"""Tile sizes of the Triton kernels, by machine, dtype, head dim, length and what a kernel evaluates beside its products: data,
-which `tiles` looks up.
+"""Tile sizes of the Triton kernels, by machine, dtype, head dim, length and the parts that a kernel evaluates beside its products.
 
 Rows are tried in order. sm90, half precision: the best of 5 to 8 tiles each on an H200, torch 2.11, Triton 3.6, 2026-11-21, causal,
 S 8192, B·S·H·D = 32M, in TFLOP/s (cuDNN 9.19 and FlexAttention beside them in the same run):
@@ -15,13 +14,13 @@ S 8192, B·S·H·D = 32M, in TFLOP/s (cuDNN 9.19 and FlexAttention beside them i
     112           64x64 w4 s3: 377           128x64 w8 s3: 495     64x128 w8 s3: 453
     with a bias of all heads, D 128: 128x64 w8 s3: 370, 64x64 w4 s3: 282; D 64: 64x64 w4 s3: 304, 128x64 w8 s3: 226
 
-* apart: dk and dv in a pass each (together 228 and 191 at best). With what is learned, which keeps the scores' gradients, B 8, S 2048, µs,
-a bias / T5's table. dk and dv: D 64 64x64 w4 s3: 1521 / 1644 (32x64: 1742 / 1713), D 128 32x64 w4 s3: 1367 / 1370 (64x128 w8 s2: 1723 /
+* apart: dk and dv in a pass each (together 228 and 191 at best). With learned biases, which store the scores' gradients, B 8, S 2048, µs, a
+bias / T5's table. dk and dv: D 64 64x64 w4 s3: 1521 / 1644 (32x64: 1742 / 1713), D 128 32x64 w4 s3: 1367 / 1370 (64x128 w8 s2: 1723 /
 1787). dq and the other gradient: D 64 64x64 w4 s3: 905 / 866 (128x64 w4 s3: 974 / 926), D 128 64x64 w4 s3: 572 / 568, of spans of 64 / 256
-queries. 128x64 w8 s3, of whose registers there is room for one program, took 987 / 847.
+queries. 128x64 w8 s3, whose registers leave room for one program, took 987 / 847.
 
-Registers are capped (r) where the compiler's own choice is just above what lets one more program run on a multiprocessor (128 threads:
-168 for three, 128 for four) and nothing that loops is spilled for it. What that brings, TFLOP/s without and with:
+Registers are capped (r) where the compiler's own choice is just above the number that lets one more program run on a multiprocessor (128
+threads: 168 for three, 128 for four) and nothing inside loops is spilled for it. TFLOP/s without and with a cap:
 
     forward, D 64: causal S 8192 418, 443; S 2048 315, 332; window 331, 359; ALiBi 311, 334; no mask 467, 417 (so not capped)
         right padding 281, 349 (s2; 335 with s3 r168); left 239, 302 (281); documents 370, 354 (365) (so not)
@@ -51,18 +50,18 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES
 from attn_compiler.spec.target import Target
 
-#: What a kernel evaluates beside its products, which takes registers: parts of a plan, and softcap. learned: what is added is, so that
-#: the scores' gradients are kept (without a change of each score, and up to the size that triton/launch.py sets).
+#: Parts that a kernel evaluates beside its products, which take registers: parts of a plan, and softcap. learned: a bias has a gradient, so
+#: the scores' gradients are stored (without a pointwise change, and up to the size that triton/launch.py sets).
 Part = Literal["bias", "distances", "rows", "keys", "documents", "mask", "band", "window", "softcap", "learned"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileRow:
     """Tiles of every spec whose element size is at most `bytes`, whose head dims are at most `head_dim`, on a GPU from `first_sm` on. It
-    has at most `seqlen_q` queries (None: any), and holds any of the parts in `holds` (none given: whatever it holds).
+    has at most `seqlen_q` queries (None: any), and one of the parts in `holds` (if any are given).
 
     small: for machines with little shared memory alone (`is_small`).
-    listed_grad_q: for dq where it visits the forward's lists, and so has the forward's keys, and all or a part of its queries.
+    listed_grad_q: for dq where it visits the forward's lists. So it has the forward's keys, and all or a part of its queries.
     """
 
     bytes: int
@@ -85,7 +84,7 @@ def _row(
     small: bool = False,
     holds: tuple[Part, ...] = (),
 ) -> TileRow:
-    """words: of the forward, dq, dk and dv, and `listed_grad_q`."""
+    """Return a row. words: of the forward, dq, dk and dv, and `listed_grad_q`."""
     forward, grad_q, grad_kv, listed = map(Tile.read, words.split(" | "))
     return TileRow(
         bytes=bytes,
@@ -166,18 +165,19 @@ _FIRST_SM_LIKE_AMPERE = 120
 
 
 def generation(target: Target) -> int:
-    """The sm whose rows a machine takes: GeForce and workstation Blackwell have the tensor core instructions of Ampere, and less
+    """Return the sm whose rows a machine takes: GeForce and workstation Blackwell have the tensor core instructions of Ampere, and less
     shared memory than Hopper."""
     return 80 if target.sm >= _FIRST_SM_LIKE_AMPERE else target.sm
 
 
 def is_small(target: Target) -> bool:
-    """Whether a block has 99 KB of shared memory at most, where others have 163 or more."""
+    """Return whether a block has 99 KB of shared memory at most, where others have 163 or more."""
     return target.sm in (86, 87, 89) or target.sm >= _FIRST_SM_LIKE_AMPERE
 
 
 def tiles_of_one(spec: AttentionSpec, target: Target) -> Tiles:
-    """As `tiles`, of keys that are the values. Lists of tiles that a backward shares are of its keys."""
+    """Return the tiles where keys are the values. With gradients they are those of `tiles`, because the backward shares the lists of
+    tiles."""
     found = tiles(spec, target)
     if spec.needs_grad or target.sm != _ONE_KV_SM or spec.head_dim_qk not in _ONE_KV_HEAD_DIMS:
         return found
@@ -185,7 +185,7 @@ def tiles_of_one(spec: AttentionSpec, target: Target) -> Tiles:
 
 
 def tiles(spec: AttentionSpec, target: Target) -> Tiles:
-    """The tiles of a spec that the Triton lowering takes. Raises LookupError where there is no row for it."""
+    """Return the tiles of a spec that the Triton lowering takes. Raises LookupError where there is no row for it."""
     plan = parts.of(spec)
     for row in ROWS:
         if _applies(row, spec, plan, target):
@@ -204,7 +204,7 @@ def _applies(row: TileRow, spec: AttentionSpec, plan: Plan, target: Target) -> b
 
 
 def parts_of(spec: AttentionSpec, plan: Plan) -> frozenset[Part]:
-    """What rows may ask for."""
+    """Return the parts that rows may name."""
     band = plan.band
     here: dict[Part, bool] = {
         "bias": plan.bias,

@@ -1,7 +1,8 @@
-"""Which tiles of the scores a kernel has to visit, as graph nodes: made once for each distinct mask of a graph.
+"""Lists of the tiles of the scores that a kernel has to visit, as graph nodes: made once for each distinct mask of a graph.
 
-One op makes the lists from the operands that the kernels read anyway (listing.py; see `Plan` for their form). Only a dense mask is looked
-at pair by pair: at (B|1, Hq|1, nQ, 32, nK, 32), reduced over the two inner axes where it is read.
+One op makes the lists from the operands that the kernels read anyway (listing.py; see `Plan` for their form). Only a dense mask is
+evaluated
+pair by pair: as (B|1, Hq|1, nQ, 32, nK, 32), reduced over the two inner axes by the kernel that reads it.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class Masking:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """What makes two masks the same."""
+        """Key for which two masks are equal."""
         return self.seqlen_q, self.seqlen_kv, self.band, self.rows, self.keys, self.documents, self.mask
 
 
 def lists(emitter: Emitter, masking: Masking, tiles: Tiles, *, by_key: bool, ordered: bool = False) -> fx.Node:
-    """int32 (B|1, Hq|1, n + 1, m + 4): for each block of queries (by_key: of keys) which blocks of the other side to visit.
+    """Return int32 (B|1, Hq|1, n + 1, m + 4): for each block of queries (by_key: of keys) which blocks of the other side to visit.
 
     Tiles are the forward's (by_key: those of the gradients of k and v). n and m are the numbers of blocks; the last list means nothing.
-    ordered: the kernel's programs stay for several blocks, and ask which are the long ones.
+    ordered: the kernel is persistent, and reads which lists are long.
     """
     tile = tiles.grad_kv if by_key else tiles.forward
     key = ("triton tiles", masking.parts, tile.queries, tile.keys, by_key, ordered)
@@ -70,7 +71,7 @@ def _listed(emitter: Emitter, masking: Masking, tile: Tile, *, by_key: bool, ord
 
 
 class _Units:
-    """What a dense mask holds in each UNIT × UNIT pairs: one kernel, shared by all tile sizes."""
+    """Summary of a dense mask for each UNIT × UNIT pairs: one kernel, shared by all tile sizes."""
 
     def __init__(self, emitter: Emitter, masking: Masking) -> None:
         self._emitter = emitter
@@ -78,7 +79,8 @@ class _Units:
         self._sizes = (masking.seqlen_q, masking.seqlen_kv)
 
     def of(self, mask: Any) -> fx.Node:
-        """uint8 (B|1, Hq|1, nQ, nK), `SOME` and `HOLES`: bool (B|1, Hq|1, Sq|1, Skv|1). For a symbolic size there is a unit too many."""
+        """Summarise bool (B|1, Hq|1, Sq|1, Skv|1) by `SOME` and `HOLES`: uint8 (B|1, Hq|1, nQ, nK). A symbolic size gets one unit too
+        many."""
         queries, keys = (self._clamped(self._indices(size), mask, 2 + i) for i, size in enumerate(self._sizes))
         queries = self._call(torch.unsqueeze, self._call(torch.unsqueeze, queries, -1), -1)
         pairs = self._call(aten.index.Tensor, mask, [None, None, queries, keys])
@@ -90,7 +92,7 @@ class _Units:
         return self._call(torch.mul, self._call(torch.Tensor.to, found, torch.uint8), bit)
 
     def _indices(self, size: Size) -> fx.Node:
-        """int64 (units, UNIT): 0, 1, …"""
+        """Return positions, int64 (units, UNIT): 0, 1, …"""
 
         def make() -> fx.Node:
             starts = self._call(torch.mul, self._call(torch.arange, self._units(size), device=self._device), UNIT)
@@ -100,19 +102,19 @@ class _Units:
         return self._once("indices", (size, self._device), make)
 
     def _units(self, size: Size) -> Size:
-        """One more than needed for a symbolic size: an axis that may be of size one would be guarded on."""
+        """Return the number of units, and one more for a symbolic size: an axis that may be of size one would be guarded on."""
         if isinstance(size, int):
             return -(-size // UNIT)
         return self._number(operator.floordiv, self._number(operator.add, size, 2 * UNIT - 1), UNIT)
 
     def _clamped(self, index: fx.Node, x: fx.Node, axis: int) -> fx.Node:
-        """An index that is inside of an axis of x, along which there may be one element for all."""
+        """Clamp an index to an axis of x, which may have one element for all."""
         size = self._emitter.value(x).shape[axis]
         last = size - 1 if isinstance(size, int) else self._number(operator.sub, self._size_of(x, axis), 1)
         return self._call(torch.clamp, index, max=last)
 
     def _number(self, function: Callable[..., Any], size: fx.Node, by: int) -> fx.Node:
-        """Numbers are made once, so that what is made from the same ones is the same too."""
+        """Compute a size once, so that nodes made from equal sizes are shared, too."""
         return self._once("number", (function, size, by), lambda: self._call(function, size, by))
 
     def _size_of(self, x: fx.Node, axis: int) -> fx.Node:

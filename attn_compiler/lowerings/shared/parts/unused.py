@@ -1,7 +1,7 @@
-"""Nodes that clear what takes no part in an attention: keys that no query may see, and queries without keys.
+"""Nodes that clear values that take no part in an attention: keys that no query may see, and queries without keys.
 
-Plain products multiply those by weights of 0, and 0 · NaN is NaN: one element of padding that is not finite would be in every row, and in
-every gradient. Where a mask can leave nothing over there are no nodes.
+Plain products multiply those by weights of 0, and 0 · NaN is NaN. So one element of padding that is not finite would reach every row, and
+every gradient. Masks that always use every key and query get no nodes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 
 def cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operands:
-    """The operands with 0 in rows of q without keys, and at keys in k and v that no query may see.
+    """Return the operands with 0 in rows of q without keys, and at keys in k and v that no query may see.
 
-    q is read by other rows' results in a backward alone. So is k, unless a mask is added to what comes of it: -inf hides no NaN.
+    Values of q reach other rows' results in a backward alone. So do those of k, unless a mask is added to the scores: NaN plus -inf is NaN.
     """
     seen, has_keys = _used(emitter, spec, operands)
     adds = operands.mask is not None and emitter.value(operands.mask).dtype != torch.bool
@@ -37,8 +37,9 @@ def cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operan
 
 
 def with_keys_cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operands:
-    """The operands with 0 at keys in k that no query may see, for a kernel that adds a mask where the model puts numbers in the place of
-    scores. What the model's own products make of such keys is replaced, whatever it is."""
+    """Return the operands with 0 at keys in k that no query may see, for a kernel that adds a mask where the model replaces scores by
+    numbers. The
+    model replaces scores of such keys whatever they are, NaN too."""
     if not spec.decomposed or spec.mask.dense is None or not spec.mask.dense.is_bool:
         return operands
     seen, _ = _used(emitter, dataclasses.replace(spec, needs_grad=False), operands)
@@ -50,7 +51,8 @@ def with_keys_cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands)
 def without_unseen(
     emitter: Emitter, spec: AttentionSpec, operands: Operands, x: fx.Node, *, of_scores: bool = False
 ) -> fx.Node:
-    """x, (B, 1, Skv, X), with 0 at keys that no query of any head may see. of_scores: it makes scores alone: a bool mask hides them."""
+    """Return x, (B, 1, Skv, X), with 0 at keys that no query of any head may see. of_scores: it only makes scores, which a bool mask
+    hides."""
     one_head = dataclasses.replace(spec, k=_of_one_head(spec.k), v=_of_one_head(spec.v))
     seen, _ = _used(emitter, one_head, operands)
     adds = operands.mask is not None and emitter.value(operands.mask).dtype != torch.bool
@@ -63,12 +65,12 @@ def _of_one_head(tensor: TensorSpec) -> TensorSpec:
 
 
 def diagonal(emitter: Emitter, kind: Causal, scores: fx.Node) -> fx.Node:
-    """(Sq, Skv), True where key k is allowed for query q: computed where it is used, never stored."""
+    """Return (Sq, Skv), True where key k is allowed for query q. It is computed where it is used, never stored."""
     return _diagonal(emitter, kind, size(emitter, scores, 2), size(emitter, scores, 3), emitter.value(scores).device)
 
 
 def size(emitter: Emitter, node: fx.Node, axis: int) -> int | fx.Node:
-    """Of an axis: a number, or the node that asks for it."""
+    """Return the size of an axis: a number, or the node of it."""
     found = emitter.value(node).shape[axis]
     return found if isinstance(found, int) else emitter.call(aten.sym_size.int, node, axis)
 
@@ -85,7 +87,8 @@ def _diagonal(
 
 
 def _used(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node | None, fx.Node | None]:
-    """Which keys are seen, to be broadcast to k and v, and which queries have keys, to q. None: all."""
+    """Return which keys are seen, in a shape that broadcasts to k and v, and which queries have keys, in one that broadcasts to q. None:
+    all."""
     sizes = (spec.seqlen_q, spec.seqlen_kv, spec.num_heads_kv)
     # Shared by all layers that have the mask.
     key = ("used", operands.mask if spec.mask.dense is not None else None, spec.mask.flagged, sizes)
@@ -115,7 +118,7 @@ def _used(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx
 
 
 def _conditions(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Iterator[fx.Node]:
-    """bool, which pairs are allowed by the dense mask, and by a diagonal."""
+    """Yield the pairs allowed by the dense mask, and by a diagonal, as bool."""
     if operands.mask is not None and spec.mask.dense is not None:
         is_bool = emitter.value(operands.mask).dtype == torch.bool
         truth = operands.mask if is_bool else emitter.call(torch.ne, operands.mask, -torch.inf)
@@ -126,7 +129,7 @@ def _conditions(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> It
 
 
 def _leaves_over(spec: AttentionSpec) -> bool:
-    """Whether a diagonal alone can leave a key that no query sees, or a query that sees no key."""
+    """Return whether a diagonal alone can leave a key that no query sees, or a query that sees no key."""
     queries, keys, diagonal = spec.seqlen_q, spec.seqlen_kv, spec.mask.flagged
     if dims.same(queries, keys) or diagonal is None:
         return False
