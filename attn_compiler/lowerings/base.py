@@ -179,8 +179,7 @@ class Operands:
     stored: the tensors that the spec's `stored` describes.
     latent: the tensors that the spec's `latent` describes.
     has_keys: bool (B|1, Hq|1, Sq|1, 1), True for queries with a key. Present where the kernel has to give all other queries the mean of v,
-        and
-        this condition was recovered.
+        and this condition was recovered.
     """
 
     q: fx.Node
@@ -210,8 +209,7 @@ class Emitter(NodeMaker, Protocol):
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
         """Make a float32 buffer of the site, zeros at first, which lives as long as the compiled code. Returns the buffer, to be written in
-        place, and
-        its content before the call, which recomputation sees too."""
+        place, and its content before the call, which recomputation sees too."""
         ...
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
@@ -237,8 +235,7 @@ class Lowering(Protocol):
 
     def cannot_package(self) -> list[Reason]:
         """Return why emitted nodes can't be in an exported program, which runs without this package. Empty for lowerings that emit only
-        ATen ops or
-        launches of Triton kernels that Inductor can compile."""
+        ATen ops or launches of Triton kernels that Inductor can compile."""
         rule = "what is in an exported program runs without this package"
         remedy = (
             "the Triton kernels and PyTorch's own serve exported programs; this one serves torch.compile(model, "
@@ -286,8 +283,7 @@ class Lowering(Protocol):
 
     def emit_with_lse(self, emitter: Emitter, plan: Any, operands: Operands, /) -> tuple[fx.Node, fx.Node]:
         """Insert the computation for a spec whose lse is read. Returns the output as `emit` does, and the lse: (B, Hq, Sq) in float32, or
-        in float64
-        for float64, and -inf in a row without any allowed key."""
+        in float64 for float64, and -inf in a row without any allowed key."""
         raise TypeError(f"{self.name} gives no lse: its why_not refuses a spec whose lse is read")
 
 

@@ -35,8 +35,7 @@ def evidence(spec: AttentionSpec, target: Target) -> Evidence | None:
 
 def estimate(spec: AttentionSpec, target: Target, lowering: str) -> Estimate | None:
     """Estimate a site's time. None where nothing like the site was measured: another GPU, unknown or small sizes, another mask, dropout,
-    another
-    lowering."""
+    another lowering."""
     mine = fp8_speed.estimate(lowering, spec) if _was_measured(spec, target) else None
     work = _teraflop(spec)
     if mine is None or work is None or not _is_near(spec, mine):

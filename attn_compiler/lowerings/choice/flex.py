@@ -1,12 +1,10 @@
 """Check of lowerings that replace FlexAttention's own kernel, or a library's that a model calls: they must read no tensor with an element
-for
-each score.
+for each score.
 
 Flex's kernel computes masks and biases as it goes, and skips blocks without any score. A tensor of B · H · Sq · Skv elements for another
 kernel costs memory that the model does not need otherwise, and takes time. On one thread of a CPU (torch 2.13, q of (1, 8, 1024, 64) in
 float32) Flex took 48 ms for a window of 128 keys, and PyTorch's flash kernel with that mask 122. Without a mask they took 119 and 70, and
-for
-a causal one 91 and 76. On GPUs that was not measured.
+for a causal one 91 and 76. On GPUs that was not measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Measured speed of FP8 beside the model's own dtype, by shape. `python -m benchmarks.fp8_rows` writes the rows.
 
-fp8_sm90.csv holds effective TFLOP/s of whole attentions on an H200, in FP8 with finding scales and rounding, and in bfloat16 beside them.
-A row applies to shapes with its class of mask and its head dims whose queries use about as many keys. Rounding takes as long for each
-query,
+fp8_sm90.csv holds effective TFLOP/s of whole attentions on an H200, in FP8 with finding scales and rounding, and in bfloat16 beside them. A
+row applies to shapes with its class of mask and its head dims whose queries use about as many keys. Rounding takes as long for each query,
 and attention takes longer with each key. A shape without a row is not refused, unless it has far fewer keys than every row.
 """
 
@@ -32,8 +31,8 @@ class SpeedRow:
     """Measured speed of one lowering.
 
     keys: mean number of keys that a query may use. grouped: with fewer heads of k and v, which take less time to round. training: of
-        forward
-    and backward together. scaling: of `scaling_of`, "" for no FP8. backward: the backward is in FP8 too, as the recipe said; None: no FP8.
+        forward and backward together. scaling: of `scaling_of`, "" for no FP8. backward: the backward is in FP8 too, as the recipe said;
+        None: no FP8.
     since, case: the date, and the measured case.
     """
 
@@ -154,8 +153,7 @@ def _clipped_below(end: int, limit: int) -> int:
 
 def scaling_of(spec: AttentionSpec) -> str:
     """Return how a site's recipe finds scales, as far as it costs time. "block", "head" or "tensor": a scale for each; the last two read
-    the input
-    twice. "before": scales of former steps. "accurate": with a rotation or a mean. "": no recipe."""
+    the input twice. "before": scales of former steps. "accurate": with a rotation or a mean. "": no recipe."""
     if spec.fp8 is None:
         return ""
     if spec.fp8.hadamard or spec.fp8.smooth_k:
@@ -168,8 +166,7 @@ def check_fp8_speed(spec: AttentionSpec, target: Target, lowering: str, other: s
     """Refuse a lowering in FP8 that was measured slower than `other`, the lowering that the site gets without a recipe.
 
     A lowering that was not measured is compared by the fastest FP8 row. Sites with less than half as many keys for a query as the nearest
-    row
-    are refused, too: the fewer keys, the larger the share of time that rounding takes.
+    row are refused, too: the fewer keys, the larger the share of time that rounding takes.
     """
     if target.sm != _SM:
         return []

@@ -1,10 +1,9 @@
 """Measured speed of Hopper's kernel beside the Triton family's, for masks and biases with an element for each score and biases by distance.
 
 hopper_added_sm90.csv holds the TFLOP/s of both, side by side on one GPU. A row applies to sites with its part and its head dims. Among
-these
-rows the ones of the nearest length decide. A site without a row is left to the Triton kernels, unless the user names this one.
-With gradients, dense masks and biases that want none need rows of the backward, too. The backward of other biases is the Triton
-family's either way.
+these rows the ones of the nearest length decide. A site without a row is left to the Triton kernels, unless the user names this one. With
+gradients, dense masks and biases that want none need rows of the backward, too. The backward of other biases is the Triton family's either
+way.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ _REMEDY = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderRow:
     """heads: of all batch rows, as many as run at once. in_order, triton: TFLOP/s on allowed pairs, of the backward alone. since, case: the
-    date,
-    and the measured case."""
+    date, and the measured case."""
 
     mask: str
     band: str
@@ -56,8 +55,7 @@ TABLE = Table("in_order_sm90.csv", OrderRow)
 
 def check_order_speed(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Refuse the backward in one order where it was slower, where nothing like the shape was measured, and for unknown sizes: whether
-    blocks wait
-    for each other depends on how many there are."""
+    blocks wait for each other depends on how many there are."""
     sizes = _sizes(spec)
     if sizes is None:
         return [_refused("sizes that are not known when the graph is compiled", "torch.compile(dynamic=False)")]

@@ -111,8 +111,7 @@ def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
 
 def _of_latent(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
     """Return the lowerings that come before all others for a latent: they read a few bytes of each key, where others need k and v made
-    first (mla.md
-    has the figures)."""
+    first (mla.md has the figures)."""
     if spec.latent is None:
         # One of them is enough to report the reason.
         return OF_LATENT[-1:] if spec.no_latent is not None else ()

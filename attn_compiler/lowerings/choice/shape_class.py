@@ -2,10 +2,8 @@
 
 An unknown length counts as `ANY_LENGTH`, or the nearest length that guards allow. The graph serves calls of every length, so the choice is
 right for long ones, where most time goes. Measured orders change little below. Of the lowerings that need no further package, the chosen
-one
-takes at most 1.2 times as long as the fastest one at any shorter length that was measured (tests/lowerings/choice/test_shape_class.py).
-That
-number never decides whether a lowering takes a site.
+one takes at most 1.2 times as long as the fastest one at any shorter length that was measured (tests/lowerings/choice/test_shape_class.py).
+That number never decides whether a lowering takes a site.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ _BY_BAND: tuple[Mask, ...] = ("sinks", "softcap")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeClass:
     """head_dim: the larger one. seqlens: the smaller and the larger one, or what stands for them. is_any: one of these is not known.
-    grouped: k and
-    v have fewer heads. elements: of q. None: not known."""
+    grouped: k and v have fewer heads. elements: of q. None: not known."""
 
     mask: Mask
     band: Band
@@ -95,8 +92,7 @@ def sort_of_mask(spec: AttentionSpec) -> str:
     """Return the class of a mask in rows measured on Hopper's kernels.
 
     Intervals of any length have their blocks ordered by length, as documents have. Score changes cost all of these kernels the same work:
-    rows
-    of their band apply to them.
+    rows of their band apply to them.
     """
     if "rows" in site_parts.parts(spec).kinds:
         return "intervals"

@@ -4,16 +4,12 @@
     out = whole_of_parts(acc, lse, sinks, dtype)         once
 
 A part is `attention_with_lse(..., is_part=True)` (lse_op.py). Its backward gets minus delta in place of the gradient of the lse. Minus
-delta
-is that gradient less sum(out_j · grad_out_j).
+delta is that gradient less sum(out_j · grad_out_j).
 
 With P the weights over all keys, the gradient of a part's scores is P · (grad_out vᵀ - delta). Here delta = sum(out · grad_out) of the
-whole
-attention, for every part. So the backward needs no part's output. `whole_of_parts` computes minus delta from the one output, and the
-backward
-of each merge multiplies minus delta and grad_out by the part's share of the weights. FlashAttention's backward does the same with the
-output
-and the lse of all keys.
+whole attention, for every part. So the backward needs no part's output. `whole_of_parts` computes minus delta from the one output, and the
+backward of each merge multiplies minus delta and grad_out by the part's share of the weights. FlashAttention's backward does the same with
+the output and the lse of all keys.
 
 Parts are summed in acc's dtype (float32, or float64). A row whose lse is -inf in every part has an out of 0, and no gradient.
 """
@@ -31,8 +27,7 @@ from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 
 def shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the shares of two parts in the weights: exp(a) and exp(b) over their sum. They add up to 1, however large both are, and also
-    in a row
-    without any key, where both are a half."""
+    in a row without any key, where both are a half."""
     apart = torch.where(a == b, 0.0, a - b)
     return torch.sigmoid(apart), torch.sigmoid(-apart)
 

@@ -125,8 +125,7 @@ def without_unused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q with 0 in rows without any allowed key, and k and v with 0 at keys that no query may see. Weights of 0 times values that are
-    not
-    finite would be NaN. Without any mask the tensors themselves are returned."""
+    not finite would be NaN. Without any mask the tensors themselves are returned."""
     allowed = _allowed(q, k, operands, spec)
     if allowed is None:
         return q, k, v
@@ -202,8 +201,7 @@ def _terms(scores: _Scores) -> torch.Tensor:
 
 def _weights(scores: _Scores) -> torch.Tensor:
     """Return the softmax of all terms; 0 in a row without any allowed key. It is not computed from the lse: beside numbers as large as
-    those of
-    masks (-1e9) an lse can't hold the logarithm of the number of keys."""
+    those of masks (-1e9) an lse can't hold the logarithm of the number of keys."""
     weights: torch.Tensor = torch.ops.aten._safe_softmax.default(_terms(scores), -1)
     return weights
 

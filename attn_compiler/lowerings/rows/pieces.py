@@ -1,6 +1,5 @@
 """Split a call into pieces: runs of queries, each with the keys that they may see. A piece needs a mask only where its keys have gaps, or
-where
-the edge of a band runs through it."""
+where the edge of a band runs through it."""
 
 from __future__ import annotations
 

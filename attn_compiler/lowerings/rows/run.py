@@ -102,8 +102,7 @@ def _slice(x: torch.Tensor, piece: Piece, start: int, length: int) -> torch.Tens
 
 def _additive(piece: Piece, dtype: torch.dtype, added: PieceScores | None) -> torch.Tensor | None:
     """Return mask and biases as the kernel takes them: in its dtype, or in float32. A query without keys sees all keys here, where the
-    kernel would
-    give NaN; the caller sets its output to 0."""
+    kernel would give NaN; the caller sets its output to 0."""
     scores = None if added is None else added.to(piece)
     if piece.mask is None:
         return scores

@@ -1,1 +1,1 @@
-"""What every family stands on. Rooms, each of which may import those before it: ops, parts, limits, kernels, launching, calls."""
+"""Code that every family uses. Rooms, each of which may import those before it: ops, parts, limits, kernels, launching, calls."""

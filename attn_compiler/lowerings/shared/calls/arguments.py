@@ -32,8 +32,7 @@ _WIDEST_PART = 256
 
 def head_dim_parts(head_dim: int, least: int = 16) -> tuple[int, int]:
     """Return the tile widths that cover a head dim: one power of two, or two where that is less work (80 = 64 + 16) or where one is too
-    wide
-    (512 = 256 + 256).
+    wide (512 = 256 + 256).
 
     least: elements that tensor cores take at once.
     """

@@ -37,8 +37,7 @@ class Attention:
 
     q, k, v: logical BHSD, as the model has them.
     tensors: the operands that are read here, by the names and in the forms of `kernel_plan.Plan`: rows, keys, documents_q, documents_k,
-        mask,
-        bias, distances, slopes, sinks, seed.
+        mask, bias, distances, slopes, sinks, seed.
     scale, change: as in ScoreSpec.
     band: of `kernel_plan.Plan`.
     dropout_p: the share of weights that is dropped.
@@ -70,8 +69,7 @@ def forward(given: Attention) -> tuple[Tensor, Tensor]:
     """Return out (B, Hq, Sq, Dv) and lse (B, Hq, Sq) in the compute dtype.
 
     A row without any allowed key (and without a sink) gives 0 and an lse of -inf; with `means` -inf it gives the mean of v. `means` inf is
-    for
-    rows whose keys all got one low number: their lse is inf.
+    for rows whose keys all got one low number: their lse is inf.
     """
     outs, lses = [], []
     whole = _Whole(given)
@@ -175,8 +173,7 @@ class _Part:
 
     def logits(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return, (B, Hq, rows, Skv): logits, -inf where a pair is not allowed; scores after their change; and which pairs are allowed, in
-        a shape that
-        broadcasts."""
+        a shape that broadcasts."""
         allowed = self._allowed()
         raw = self.queries(allowed) @ self.keys(allowed).transpose(-1, -2) * self.given.scale
         changed = score_changes.applied(_call, raw, self.given.change)

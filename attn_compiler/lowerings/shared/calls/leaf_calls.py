@@ -1,6 +1,5 @@
 """Arguments of the leaf op and its backward, and the steps that every body takes around the work of its family. A body finds the data of
-calls
-with the same layout, replays a call if it can (replaying.py), and computes it by definition if a kernel fails (by_definition.py).
+calls with the same layout, replays a call if it can (replaying.py), and computes it by definition if a kernel fails (by_definition.py).
 
 The arguments are described once, by the two tuples here. Their order is the schemas' (ops.py).
 """

@@ -10,8 +10,7 @@ from attn_compiler.torch_private.symbols import statically_known
 
 def _misaligned(*tensors: torch.Tensor) -> bool:
     """Return whether any tensor begins between two vectors, in half precision on a GPU. Triton 3.6 compiles wrong code for those where a
-    head dim
-    takes two tiles: it reads the wrong elements, or beyond the tensor."""
+    head dim takes two tiles: it reads the wrong elements, or beyond the tensor."""
     return any(x.is_cuda and x.element_size() < 4 and alignment(x) == 1 for x in tensors)
 
 
@@ -24,8 +23,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy of it if a kernel can't read it where it is.
 
     This is the one copy outside of the graph. The layout pass handles known strides. No stride tells where a tensor begins in its memory,
-    and a
-    slice at an odd element is rare. The layout of an upstream gradient is unknown: a sum expands one number.
+    and a slice at an odd element is rare. The layout of an upstream gradient is unknown: a sum expands one number.
     """
     if not is_unreadable(x):
         return x

@@ -1,9 +1,10 @@
-"""The gradient of q, and delta: a program computes a block of queries. kv_backward.py has those of k and v, bias_backward.py the biases'.
+"""The gradient of q, and delta: a program computes a block of queries. kv_backward.py computes the gradients of k and v, bias_backward.py
+those of biases.
 
 Each gradient has one writer, so every run gives the same bits. That takes seven products, where one pass with atomic additions to dq
 takes five.
 
-Scores: where a bias is learned, the pass over the keys may keep the scores' gradients, (B, Hq, Skv, pitch) in q's dtype. The other passes
+Scores: where a bias is learned, the pass over the keys may store the scores' gradients, (B, Hq, Skv, pitch) in q's dtype. The other passes
 read them (kept_backward.py). All passes take five products then, and as much memory as PyTorch's own kernels for such a bias.
 """
 
@@ -54,7 +55,7 @@ def attention_row_stats(
     Out, GradOut, Lse, GradLse, RowStats, stride_o, stride_g, heads_q, seqlen_q, stats_rows,
     BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """RowStats (B, Hq, 2, stats_rows) float32, as row_stats.py says. Grid: (stats_rows / BLOCK_M, Hq, B)."""
+    """Compute RowStats (B, Hq, 2, stats_rows) float32, as row_stats.py says. Grid: (stats_rows / BLOCK_M, Hq, B)."""
     start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
     make_row_stats(
         Out, GradOut, Lse, GradLse, RowStats, stride_o, stride_g, start, head, batch, heads_q, seqlen_q, stats_rows,
@@ -63,7 +64,7 @@ def attention_row_stats(
 
 
 class _Queries(NamedTuple):
-    """What a program keeps of its block of queries."""
+    """A program's block of queries."""
 
     rows: Any  # QueryRows
     q_0: Any  # tiles of the first and the further head dims
@@ -77,7 +78,7 @@ class _Queries(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The keys and values of a head, and what masks and scores have for them."""
+    """The keys and values of a head, and their masks and biases."""
 
     k: Any  # Positions
     v: Any  # Positions
@@ -87,7 +88,7 @@ class _Head(NamedTuple):
 
 @triton.jit
 def _step_q(grad_0, grad_1, tile, own, of, sizes, how: tl.constexpr, MASKED: tl.constexpr):
-    """What one block of keys adds to the gradient of a block of queries. own: `_Queries`; of: `_Head`."""
+    """Return the contribution of one block of keys to the gradient of a block of queries. own: `_Queries`; of: `_Head`."""
     start = tile * how.BLOCK_N
     keys = start + tl.arange(0, how.BLOCK_N)[None, :]
     queries, seqlen_kv = own.rows.queries, sizes.seqlen_kv
@@ -141,10 +142,10 @@ def attention_grad_q(
     HOW: tl.constexpr, HEADS_LAST: tl.constexpr, ROUND: tl.constexpr, TOGETHER: tl.constexpr,
     Wanted=None,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Lse, GradLse: (B, Hq, Sq), contiguous, float32. Tuples: tuples.py.
-    TOGETHER: blocks of queries that have one list of tiles.
+    """Compute the gradient of q. Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Lse, GradLse: (B, Hq, Sq), contiguous, float32.
+    Tuples: tuples.py. TOGETHER: blocks of queries that share one list of tiles.
 
-    Makes RowStats as `attention_row_stats` does, for the pass over the keys, which comes later. ROUND: stats_rows is the next
+    Writes RowStats as `attention_row_stats` does, for the later pass over the keys. ROUND: stats_rows is the next
     multiple. Wanted: int32, nothing is done where it is 0; None: always wanted.
     """
     if Wanted is not None:

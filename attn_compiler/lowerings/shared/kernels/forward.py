@@ -1,7 +1,7 @@
 """Attention forward, FlashAttention-2 style (https://arxiv.org/abs/2307.08691): one program a block of queries and a head.
 
 Blocks of keys that are only partly allowed come first, with the mask evaluated; then those that are allowed in full, without.
-Nothing else is visited. A head dim that is no power of two is two tiles (80 = 64 + 16), so it costs what it is.
+Nothing else is visited. A head dim that is no power of two is two tiles (80 = 64 + 16), so no work is wasted on padding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from attn_compiler.lowerings.shared.kernels.tuples import Added, KeyMasks, Pairs
 
 
 class _Queries(NamedTuple):
-    """What a program keeps of its block of queries."""
+    """A program's block of queries."""
 
     rows: Any  # QueryRows
     q_0: Any  # tiles of the first and the further head dims
@@ -52,7 +52,7 @@ class _Queries(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The keys and values of a head, and what masks and scores have for them."""
+    """The keys and values of a head, and their masks and biases."""
 
     k: Any  # Positions
     v: Any  # Positions
@@ -63,7 +63,8 @@ class _Head(NamedTuple):
 @triton.jit
 def _step(total, peak, out_0, out_1, tile, own, of, sizes, how: tl.constexpr, MASKED: tl.constexpr):
     """One block of keys of the online softmax. total, peak: (M,) of a row so far; out_0, out_1: (M, V_0), (M, V_1). own: `_Queries`;
-    of: `_Head`. Beside a bias logits are as the model's, so that its lowest numbers stay finite; else in units of log 2 or of the scale."""
+    of: `_Head`. Beside a bias logits have the model's units, so its lowest numbers stay finite; otherwise units of log 2 or of the
+    scale."""
     start = tile * how.BLOCK_N
     keys = start + tl.arange(0, how.BLOCK_N)[None, :]
     queries, seqlen_kv = own.rows.queries, sizes.seqlen_kv
@@ -132,7 +133,7 @@ def _block(
     block, head, batch, Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
     stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, how: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of a head, from its loads to its stores. Operands as those of `attention_forward`."""
+    """Compute one block of queries of a head, from its loads to its stores. Operands as those of `attention_forward`."""
     row = batch.to(tl.int64) * sizes.heads_q + head
     start = block * how.BLOCK_M
     offsets = start + tl.arange(0, how.BLOCK_M)
@@ -183,7 +184,7 @@ def _block(
     for tile in tl.range(full_first, full_last):
         total, peak, out_0, out_1 = _step(total, peak, out_0, out_1, tile, own, of, sizes, how, False)
 
-    # What logits are times for units of log 2.
+    # Factor from the unit of the logits to units of log 2.
     TO_LOG2: tl.constexpr = 1.0 if Bias is None else LOG2E
     if how.PLAIN:
         peak = peak * (sizes.scale * LOG2E)
@@ -212,13 +213,14 @@ def attention_forward(
     Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
     stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, HOW: tl.constexpr, HEADS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Operands: kernel_plan.Plan; tuples: tuples.py, stride_*: `Strides`.
+    """Compute out and lse. Grid: (blocks of queries, Hq, B), or as HEADS_LAST says. Operands: kernel_plan.Plan; tuples: tuples.py,
+    stride_*: `Strides`.
 
     Lse: (B, Hq, Sq), contiguous, float32, natural logarithm. A row without any allowed key gets 0 and -inf. MARKS_LOW: one whose keys
     all got the same low number gets the mean of v, and inf.
     """
     how: tl.constexpr = members(HOW)
-    # Later blocks have more keys under a causal mask: they go first, so that the last programs to run are short.
+    # Later blocks have more keys under a causal mask: they start first, so that the last programs to run are short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = head_and_batch(HEADS_LAST)
     _block(
@@ -229,7 +231,7 @@ def attention_forward(
 
 @triton.jit
 def _any_marked(of_head, first, seqlen_q, LENGTH: tl.constexpr):
-    """Whether any lse of LENGTH rows is NaN."""
+    """Return whether any lse of LENGTH rows is NaN."""
     offsets = first + tl.arange(0, LENGTH)
     lse = tl.load(of_head + offsets, mask=offsets < seqlen_q, other=0.0)
     return tl.max((lse != lse).to(tl.int32), 0) > 0
@@ -240,13 +242,13 @@ def attention_again(
     Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Mask, Tiles, Bias, Distances, Slopes, Sinks, Seed,
     stride_q, stride_k, stride_v, stride_o, masking, lists, adding, sizes, HOW: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Compute again the blocks of queries that have an lse of NaN: as `attention_forward`. Grid: (parts of TOGETHER blocks · B · Hq,)."""
+    """Recompute the blocks of queries that have an lse of NaN, as `attention_forward` does. Grid: (parts of TOGETHER blocks · B · Hq,)."""
     how: tl.constexpr = members(HOW)
     LENGTH: tl.constexpr = TOGETHER * how.BLOCK_M
     parts = tl.cdiv(sizes.seqlen_q, LENGTH)
     part, row = tl.program_id(0) % parts, tl.program_id(0) // parts
     of_head = Lse + row.to(tl.int64) * sizes.seqlen_q
-    # Seldom any is: all are looked at before each block is.
+    # NaN is rare, so all blocks are checked at once before each by itself.
     if _any_marked(of_head, part * LENGTH, sizes.seqlen_q, LENGTH):
         for block in range(part * TOGETHER, part * TOGETHER + TOGETHER):
             if _any_marked(of_head, block * how.BLOCK_M, sizes.seqlen_q, how.BLOCK_M):

@@ -1,7 +1,7 @@
-"""What queries without keys give, behind a kernel: the mean of v, and what gradients come back through it.
+"""Results of queries without keys, computed after a kernel: the mean of v, and its gradients.
 
-Such a row is one whose lse is -inf; or MARKED, inf: of those the kernel gave the mean itself (forward.py, MARKS_LOW). Most batches have
-none, so every kernel here asks first, and all but the lse is left alone then. The sums of a head are made in CHUNKS parts, by a program
+Such a row has an lse of -inf; or MARKED, inf: for those the kernel computed the mean itself (forward.py, MARKS_LOW). Most batches have
+none, so every kernel here checks the lse first, and then reads nothing else. The sums of a head are made in CHUNKS parts, by a program
 each, and always added up in their order. With n keys, a scale s, and g the gradient of a row i without keys:
 
     out_i = Σ_j v_j / n,    dv_j += Σ_i g_i / n,
@@ -17,19 +17,19 @@ import triton.language as tl
 
 from attn_compiler.lowerings.shared.kernels.tile_parts import at_head
 
-#: numbers that no kernel is compiled for
+#: numbers that no kernel is specialised on
 _ANY = ("group", "seqlen_q", "seqlen_kv", "scale")
 
 
 @triton.jit
 def _without_keys(of_head, rows, seqlen_q, MARKED: tl.constexpr):
-    """Which of these rows have no key. of_head: the lse of a head."""
+    """Return which of these rows have no key. of_head: the lse of a head."""
     return tl.load(of_head + rows, mask=rows < seqlen_q, other=0.0) == (float("inf") if MARKED else float("-inf"))
 
 
 @triton.jit
 def _of_some_head(Lse, first_head, group, seqlen_q, SCAN: tl.constexpr, MARKED: tl.constexpr):
-    """How many times a block of rows of these heads has one without keys."""
+    """Return a number above 0 if any row of these heads has no key: the count of blocks of rows with one."""
     found = 0
     for member in range(group):
         of_head = Lse + (first_head + member).to(tl.int64) * seqlen_q
@@ -40,7 +40,7 @@ def _of_some_head(Lse, first_head, group, seqlen_q, SCAN: tl.constexpr, MARKED: 
 
 @triton.jit
 def _rows_of(base, rows, end, stride, FIRST, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """(M, PART) elements of these rows; zeros beyond the end and the head dim."""
+    """Load (M, PART) elements of these rows; zeros beyond the end and the head dim."""
     dims = FIRST + tl.arange(0, PART)[None, :]
     at = base + rows.to(tl.int64)[:, None] * stride + dims
     return tl.load(at, mask=(rows < end)[:, None] & (dims < HEAD_DIM), other=0.0)
@@ -48,7 +48,7 @@ def _rows_of(base, rows, end, stride, FIRST, PART: tl.constexpr, HEAD_DIM: tl.co
 
 @triton.jit
 def _product(rows, matrix):
-    """rows · matrix, which is float32: beside half precision by its rounding and what that leaves."""
+    """Multiply rows by a float32 matrix. Beside half precision the matrix is split into its rounding and the remainder."""
     if rows.dtype == tl.float32:
         found = tl.dot(rows, matrix, input_precision="ieee")
     else:
@@ -60,7 +60,7 @@ def _product(rows, matrix):
 
 @triton.jit
 def _sum_of_parts(Parts, CHUNKS: tl.constexpr, SIZE: tl.constexpr):
-    """(SIZE,): the sum of CHUNKS vectors that follow each other."""
+    """Return (SIZE,): the sum of CHUNKS consecutive vectors."""
     total = tl.zeros([SIZE], tl.float32)
     for chunk in tl.static_range(CHUNKS):
         total += tl.load(Parts + chunk * SIZE + tl.arange(0, SIZE))
@@ -73,7 +73,7 @@ def attention_sum_values(
     SCAN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums: float32 (B, Hkv, CHUNKS, V_ALL), of heads that have a row without keys. Grid: (CHUNKS, Hkv, B)."""
+    """Compute Sums: float32 (B, Hkv, CHUNKS, V_ALL), for heads that have a row without keys. Grid: (CHUNKS, Hkv, B)."""
     chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     of_batch = batch * tl.num_programs(1) + head
     if _of_some_head(Lse, of_batch * group, group, seqlen_q, SCAN, MARKED) > 0:
@@ -92,7 +92,7 @@ def attention_fill_rows(
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of BLOCK queries, Hq, B). Sums: as above."""
+    """Write the mean of v to rows without keys. Grid: (blocks of BLOCK queries, Hq, B). Sums: as above."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads_q = tl.num_programs(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -113,7 +113,7 @@ def attention_sum_rows(
     HEAD_DIM_QK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """What rows without keys add up to. Grid: (CHUNKS, Hkv · PARTS, B).
+    """Sum over rows without keys. Grid: (CHUNKS, Hkv · PARTS, B).
 
     Found: int32 (B, Hkv, CHUNKS), whether there are any.
     Sums: float32 (B, Hkv, CHUNKS, V_ALL), Σ g_i, where there are.
@@ -156,8 +156,8 @@ def attention_sum_keys(
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Of heads in Found: Σ v_j in Sums and Σ v_j k_jᵀ in Products, as above, and Σ k_j after those: float32 (B, Hkv, CHUNKS, PARTS,
-    V_ALL + 1, PART). Grid: (CHUNKS, Hkv · PARTS, B)."""
+    """Sum over the keys of heads in Found: Σ v_j in Sums and Σ v_j k_jᵀ in Products, as above, and Σ k_j after those: float32 (B, Hkv,
+    CHUNKS, PARTS, V_ALL + 1, PART). Grid: (CHUNKS, Hkv · PARTS, B)."""
     chunk, head, part, batch = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS, tl.program_id(2)
     of_batch = (batch * (tl.num_programs(1) // PARTS) + head).to(tl.int64)
     if tl.max(tl.load(Found + of_batch * CHUNKS + tl.arange(0, CHUNKS)), 0) > 0:
@@ -187,7 +187,7 @@ def attention_rows_grad_q(
     HEAD_DIM_QK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q in rows without keys. Sums, Products: of `attention_sum_keys`. Grid: (blocks of BLOCK queries, Hq, B)."""
+    """Compute the gradients of q in rows without keys. Sums, Products: of `attention_sum_keys`. Grid: (blocks of BLOCK queries, Hq, B)."""
     head, batch = tl.program_id(1), tl.program_id(2)
     heads_q = tl.num_programs(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -216,7 +216,7 @@ def attention_rows_grad_kv(
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     HEAD_DIM_QK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Adds what rows without keys give to the gradients of k and v. Grid: (blocks of BLOCK keys, Hkv, B).
+    """Add the gradients through rows without keys to those of k and v. Grid: (blocks of BLOCK keys, Hkv, B).
 
     OfRows, RowProducts: Sums and Products of `attention_sum_rows`. OfKeys: Sums of `attention_sum_keys`.
     """

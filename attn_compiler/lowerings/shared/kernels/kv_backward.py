@@ -1,7 +1,7 @@
 """The gradients of k and v: one program a block of keys, which sums over the blocks of queries and the query heads of a group.
 
-The scores are held transposed, (keys, queries), so that they are the left operand of both products. See backward.py. Where something
-is added to them, or they are kept, keys and queries are taken in the order of fragments.py.
+The scores are held transposed, (keys, queries), so that they are the left operand of both products. See backward.py. With biases, or
+stored scores, keys and queries are taken in the order of fragments.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from attn_compiler.lowerings.shared.kernels.tuples import Added, Pairs, Position
 
 
 class _Keys(NamedTuple):
-    """What a program keeps of its block of keys."""
+    """A program's block of keys."""
 
     start: Any  # the first key
     first: Any  # the first and the last key of the block that may be used at all
@@ -61,7 +61,7 @@ class _Keys(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The queries of a head, and what masks and scores have for them."""
+    """The queries of a head, and their masks and biases."""
 
     q: Any  # Positions
     grad_out: Any  # Positions
@@ -72,7 +72,7 @@ class _Head(NamedTuple):
     Documents: Any
     mask: Any  # Pairs
     added: Any  # Added
-    Scores: Any  # where the scores' gradients are kept
+    Scores: Any  # memory for the scores' gradients
     pitch: Any
     seed: Any  # of dropout
     head: Any  # of all batch rows' heads
@@ -83,8 +83,8 @@ def _step_kv(
     grad_k_0, grad_k_1, grad_v_0, grad_v_1, tile, own, of, sizes, how: tl.constexpr,
     MASKED: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr, IN_FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """What one block of queries adds to the gradients of a block of keys. The scores are transposed: (N, M). own: `_Keys`; of:
-    `_Head`."""
+    """Return the contribution of one block of queries to the gradients of a block of keys. The scores are transposed: (N, M). own: `_Keys`;
+    of: `_Head`."""
     start = tile * how.BLOCK_M
     order = None
     offsets = start + tl.arange(0, how.BLOCK_M)
@@ -179,10 +179,11 @@ def attention_grad_kv(
     HOW: tl.constexpr, HEADS_LAST: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr,
     Wanted=None,
 ):  # fmt: skip
-    """Grid: (blocks of keys, Hkv, B), or as HEADS_LAST says. Sums over the query heads of the group, in their order. Tuples: tuples.py.
+    """Compute the gradients of k and v, summed over the query heads of the group, in their order. Grid: (blocks of keys, Hkv, B), or as
+    HEADS_LAST says. Tuples: tuples.py.
 
-    FOR_K, FOR_V: what is asked for. Wide heads leave no room for both sums beside the tiles. Wanted: int32, nothing is done where it is
-    0; None: always wanted.
+    FOR_K, FOR_V: which gradients to compute. Wide heads leave no room for both sums beside the tiles. Wanted: int32, nothing is done where
+        it is 0; None: always wanted.
     """
     if Wanted is not None:
         if tl.load(Wanted) == 0:

@@ -1,6 +1,6 @@
-"""Operands that a plan may be without: None, which Triton knows when it compiles, stays None.
+"""Optional operands: None, which Triton knows at compile time, stays None.
 
-One value each, and both branches: Triton returns no tuple that holds None, and follows a bare return where the other one is in an else.
+Each function returns one value, and has both branches: Triton returns no tuple that holds None, and takes a bare return only with an else.
 """
 
 # ruff: noqa: RET502, RET505
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def at_index(pointer, index, stride):
-    """Where a batch row begins, or a head."""
+    """Return the address of a batch row, or a head."""
     if pointer is None:
         return
     else:
@@ -22,7 +22,7 @@ def at_index(pointer, index, stride):
 
 @triton.jit
 def of_head(pointer, batch, head, stride_b, stride_h):
-    """Where a head of a batch row begins."""
+    """Return the address of a head of a batch row."""
     if pointer is None:
         return
     else:
@@ -31,7 +31,7 @@ def of_head(pointer, batch, head, stride_b, stride_h):
 
 @triton.jit
 def list_of(Tiles, batch, head, block, lists):
-    """Where a block's list of tiles begins (kernel_plan.Plan). lists: `ListStrides`."""
+    """Return the address of a block's list of tiles (kernel_plan.Plan). lists: `ListStrides`."""
     if Tiles is None:
         return
     else:
@@ -41,7 +41,7 @@ def list_of(Tiles, batch, head, block, lists):
 
 @triton.jit
 def load_one(pointer, index):
-    """The number at an index, as a scalar."""
+    """Load the number at an index, as a scalar."""
     if pointer is None:
         return
     else:
@@ -50,7 +50,7 @@ def load_one(pointer, index):
 
 @triton.jit
 def turned(x):
-    """A column as a row, or a row as a column."""
+    """Turn a column into a row, or a row into a column."""
     if x is None:
         return
     else:
@@ -59,7 +59,7 @@ def turned(x):
 
 @triton.jit
 def load_column(pointer, offsets, inside):
-    """(M, 1), 0 where `inside` (M,) does not hold."""
+    """Load (M, 1), 0 where `inside` (M,) does not hold."""
     if pointer is None:
         return
     else:
@@ -68,7 +68,7 @@ def load_column(pointer, offsets, inside):
 
 @triton.jit
 def load_upper(Rows, rows_side, offsets, inside):
-    """The keys after the last one of each query, (M, 1): the second side of `Rows`."""
+    """Load the end of each query's interval of keys, (M, 1): the second side of `Rows`."""
     if Rows is None:
         return
     else:
@@ -77,7 +77,7 @@ def load_upper(Rows, rows_side, offsets, inside):
 
 @triton.jit
 def load_keys(Keys, keys, inside):
-    """Which keys may be used, in the shape of `keys`."""
+    """Load which keys may be used, in the shape of `keys`."""
     if Keys is None:
         return
     else:
@@ -86,7 +86,7 @@ def load_keys(Keys, keys, inside):
 
 @triton.jit
 def load_row(pointer, positions, inside):
-    """In the shape of `positions`, 0 where `inside` does not hold."""
+    """Load numbers in the shape of `positions`, 0 where `inside` does not hold."""
     if pointer is None:
         return
     else:

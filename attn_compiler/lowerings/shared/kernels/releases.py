@@ -1,6 +1,7 @@
-"""What is written in another way from one release of Triton to the next, for all our kernels. None has a line for a release of its own.
+"""Code that differs from one release of Triton to the next, for all our kernels. No line is for one release alone.
 
-Each is told by what Triton has, or by what it hands over, and never by its number. What Gluon alone has: releases_sm90.py.
+A difference is detected by the attributes or values that Triton has, and never by its version number. Differences of Gluon alone:
+releases_sm90.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from triton.language.core import TRITON_BUILTIN
 
 
 def members(how: Any, _semantic: Any = None) -> Any:
-    """A tuple of constants, of which each member is one: `how: tl.constexpr = members(HOW)`.
+    """Make each member of a tuple of constants a constant: `how: tl.constexpr = members(HOW)`.
 
-    Triton 3.6 and 3.7 hand a kernel one constant that holds the tuple. A member of that is a Python int, which is no length of a tile.
-    Since 3.8 each member is a constant by itself. A tuple that a kernel hands to a further one is a constant in all of them. The
+    Triton 3.6 and 3.7 pass a kernel one constant that holds the tuple. A member of that is a Python int, which can't be the length of a
+    tile. Since 3.8 each member is a constant by itself. A tuple that one kernel passes to another is a constant in all releases. The
     interpreter takes Python's own numbers.
     """
     given = how.value if isinstance(how, tl.constexpr) else how
@@ -26,10 +27,10 @@ def members(how: Any, _semantic: Any = None) -> Any:
 
 
 def of_tile(condition: Any, _semantic: Any = None) -> Any:
-    """A comparison of single numbers that is to be put beside those of a tile: `inside & of_tile(first <= last)`.
+    """Return a comparison of scalars in a form that can be combined with comparisons of a tile: `inside & of_tile(first <= last)`.
 
-    To Triton 3.9's interpreter such a comparison is of its operands' type, once it is spread over a tile, and no load takes it as a mask.
-    Where kernels are compiled it stays as it is.
+    In Triton 3.9's interpreter such a comparison has its operands' type, once it is spread over a tile, and no load takes it as a mask.
+    Compiled kernels get it unchanged.
     """
     if _semantic is not None or not isinstance(condition, tl.tensor):
         return condition
@@ -37,6 +38,6 @@ def of_tile(condition: Any, _semantic: Any = None) -> Any:
     return tl.tensor(kept, tl.int1)
 
 
-# Triton's own decorator would have the interpreter refuse them.
+# With Triton's own decorator the interpreter would refuse these functions.
 for _function in (members, of_tile):
     setattr(_function, TRITON_BUILTIN, True)

@@ -1,8 +1,8 @@
-"""`assembled_jit`: kernels that Triton 3.6 to 3.8 assemble for Hopper by the newer of their two programs, if it is told to
-(spec/assemblers.py).
+"""`assembled_jit`: kernels that Triton 3.6 to 3.8 assemble for Hopper by the newer of their two assemblers, where the older is known to be
+wrong (spec/assemblers.py).
 
-Triton's own compiler compiles them, with a backend that differs in the last step. So the kernels of others are assembled as ever, in other
-threads at the same time, too. Nothing is done at a launch.
+Triton's own compiler compiles them, with a backend that differs in the last step. So all other kernels are assembled as before, in other
+threads at the same time, too. A launch is unchanged.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from triton.runtime.jit import JITFunction
 
 from attn_compiler.spec.assemblers import hopper_assembler
 
-#: Triton takes its newer assembler for such a machine.
+#: a machine for which Triton takes its newer assembler
 _BLACKWELL = GPUTarget("cuda", 100, 32)
 _HOPPER = 90
 
 
 class NewerAssembler(CUDABackend):  # type: ignore[misc]
-    """Triton's backend for Nvidia's GPUs, with the program that assembles for Blackwell. It assembles for the machine that it is told."""
+    """Triton's backend for Nvidia's GPUs, with the assembler for Blackwell, which assembles for the machine at hand."""
 
     def make_cubin(self, src: Any, metadata: Any, opt: Any, capability: Any) -> Any:
         return CUDABackend(_BLACKWELL).make_cubin(src, metadata, opt, capability)
 
     def hash(self) -> str:
-        """Part of the keys of Triton's caches, so that nothing is taken that another program assembled."""
+        """Return a part of the keys of Triton's caches that differs, so that results of the other assembler are not used."""
         return f"ptxas-blackwell {get_ptxas_version(_BLACKWELL.arch)}-{self.target.arch}"
 
 
 class AssembledKernel(JITFunction):  # type: ignore[misc,type-arg]
-    """A kernel that is assembled by the right program on any machine."""
+    """A kernel that the right assembler assembles on any machine."""
 
     def create_binder(self) -> Any:
-        """As Triton's, which says by what a kernel is compiled on a device."""
+        """Override Triton's method, which selects the compile function of a kernel on a device."""
         compiled, keys, target, backend, binder = super().create_binder()
         self.compile = compile_kernel
         return compiled, keys, target, NewerAssembler(target) if _is_told(target) else backend, binder
 
 
 def assembled_jit(function: Any = None, **options: Any) -> Any:
-    """`triton.jit` for a kernel that is launched. The functions that such a kernel calls may have `triton.jit`."""
+    """Decorate a kernel that is launched, in place of `triton.jit`. Functions that such a kernel calls may have `triton.jit`."""
     if function is None:
         return lambda function: assembled_jit(function, **options)
     is_interpreted = triton.knobs.runtime.interpret
@@ -54,12 +54,12 @@ def assembled_jit(function: Any = None, **options: Any) -> Any:
 
 
 def compile_kernel(src: Any, target: Any, options: Any = None, **more: Any) -> Any:
-    """As Triton's `compile`, by the right program."""
+    """Replace Triton's `compile`, with the right assembler."""
     return (by_newer if _is_told(target) else compiler.compile)(src, target=target, options=options, **more)
 
 
 def by_newer(src: Any, target: Any, options: Any = None, **more: Any) -> Any:
-    """As Triton's `compile`, by the newer program. Raises RuntimeError if Triton's function has no such choice of a backend."""
+    """Replace Triton's `compile`, with the newer assembler. Raises RuntimeError if Triton's function can't be given a backend."""
     chosen = []
 
     def choose(target: Any) -> NewerAssembler:

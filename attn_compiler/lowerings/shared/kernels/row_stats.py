@@ -1,6 +1,6 @@
-"""What a backward needs of each row besides its operands: -lse in units of log 2, and delta = sum(out · grad_out) - grad_lse.
+"""Row stats of a backward: -lse in units of log 2, and delta = sum(out · grad_out) - grad_lse.
 
-They lie as (B, Hq, 2, stats_rows) float32. stats_rows is a multiple of every pass' block of queries.
+Their shape is (B, Hq, 2, stats_rows), float32. stats_rows is a multiple of every pass' block of queries.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from attn_compiler.lowerings.shared.kernels.tuples import Positions
 
 @triton.jit
 def minus_lse(Lse, offsets, seqlen_q):
-    """-inf for a row without keys, and for one of nothing but low numbers, marked (inf) or not: its lse lost how many keys share it."""
+    """Return -lse. It is -inf for a row without keys, and for one of nothing but low numbers, marked (inf) or not: its lse can't hold how
+    many keys share it."""
     lse = tl.load(Lse + offsets, mask=offsets < seqlen_q, other=float("-inf"))
     return tl.where((lse < LOW) | (lse == float("inf")), float("-inf"), -lse * LOG2E)
 
 
 @triton.jit
 def products(out, grad_out):
-    """(M,) sums of out · grad_out. A row without any key has out = 0, and its grad_out may be anything: nothing of it counts."""
+    """Return (M,) sums of out · grad_out. In a row without any key out is 0, and grad_out, which may be anything, is ignored."""
     out = out.to(tl.float32)
     return tl.sum(tl.where(out == 0.0, 0.0, out * grad_out.to(tl.float32)), 1)
 
 
 @triton.jit
 def delta_of(delta, base):
-    """0 where a row has no key (-lse in units of log 2 is -inf), whatever is put on it."""
+    """Return delta; 0 where a row has no key (-lse in units of log 2 is -inf), whatever its gradient."""
     return tl.where(base == float("-inf"), 0.0, delta)
 
 
@@ -41,7 +42,7 @@ def store_row_stats(stats, offsets, stats_rows, base, delta):
 
 @triton.jit
 def row_stats(stats, offsets, stats_rows):
-    """-lse in units of log 2, and delta, of rows of one head; stats_rows is a multiple of every pass' block."""
+    """Load -lse in units of log 2, and delta, of rows of one head; stats_rows is a multiple of every pass' block."""
     return tl.load(stats + offsets), tl.load(stats + stats_rows + offsets)
 
 
@@ -50,7 +51,7 @@ def make_row_stats(
     Out, GradOut, Lse, GradLse, RowStats, stride_o, stride_g, start, head, batch, heads_q, seqlen_q, stats_rows,
     BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Those of BLOCK_M rows of a head, from `start` on.
+    """Compute the stats of BLOCK_M rows of a head, from `start` on.
 
     -lse of rows without an allowed key, and of those beyond the last, is -inf: their weights are 0.
     """

@@ -1,4 +1,4 @@
-"""What programs of persistent kernels share, in Gluon: which block of queries comes next, and who waits for whom."""
+"""Scheduling of persistent kernels in Gluon: the next block of queries, and barriers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Barriers
 
 @gluon.jit
 def place(i, section, blocks, heads_of_all):
-    """The i-th block of all: its number within its head, and its head among those of all batch rows.
+    """Return for the i-th block of all: its number within its head, and its head among those of all batch rows.
 
-    `section` heads take turns block by block before the next ones do: what they read should fit the L2 cache. Under a causal mask a
+    `section` heads take turns block by block before the next ones do, so that their tensors fit the L2 cache. Under a causal mask a
     block's length grows with its number. Blocks go up and down through the sections, last down.
     """
     of_section, within = i // (section * blocks), i % (section * blocks)
@@ -26,8 +26,8 @@ def place(i, section, blocks, heads_of_all):
 
 @gluon.jit
 def turn(nth, section, blocks, heads_of_all):
-    """This program's nth block of queries: whether there is one, and its `place`. Every other round of programs takes blocks in reverse
-    order, so that all programs get about the same in all, and short ones last."""
+    """Return whether there is an nth block of queries for this program, and its `place`. Every other round of programs takes blocks in
+    reverse order, so that all programs have about equal work, and short ones last."""
     programs, own = gl.num_programs(0), gl.program_id(0)
     i = nth * programs + own + (nth % 2) * (programs - 1 - 2 * own)
     block, row = place(i, section, blocks, heads_of_all)
@@ -36,7 +36,8 @@ def turn(nth, section, blocks, heads_of_all):
 
 @gluon.jit
 def barriers_of(QUERIES: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """`Barriers` of QUERIES tiles of queries, each of one warpgroup, and of STAGES tiles of keys and of values, read by all CONSUMERS."""
+    """Make `Barriers` for QUERIES tiles of queries, each of one warpgroup, and STAGES tiles of keys and of values, read by all
+    CONSUMERS."""
     q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

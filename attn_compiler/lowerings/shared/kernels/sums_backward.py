@@ -11,11 +11,11 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 
 @triton.jit
 def store_diagonals(Sums, tile, SIZE: tl.constexpr):
-    """Sums of a tile of SIZE queries and keys along its diagonals, 2 · SIZE numbers: those of distances k - q of -SIZE (there is none, so
+    """Sum a tile of SIZE queries and keys along its diagonals, to 2 · SIZE numbers: those of distances k - q of -SIZE (there is none, so
     0) up to -1, then from 0 on."""
     query = tl.arange(0, SIZE)[:, None]
     column = tl.arange(0, SIZE)[None, :]
-    # Each row turned by its own number: a column has distances of one number, or of that number less SIZE.
+    # Each row is rotated by its own index. Then a column has one distance, or that distance less SIZE.
     turned = tl.gather(tile, (query + column) % SIZE, 1)
     ahead = query + column < SIZE
     tl.store(Sums + tl.arange(0, SIZE), tl.sum(tl.where(ahead, 0.0, turned), 0))
@@ -27,16 +27,16 @@ def attention_sum_diagonals(
     Sums, Grad, grad_h, grad_phase, grad_size, spans, diagonals, span_blocks, seqlen_q, count,
     SIZE: tl.constexpr, PHASES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grad: float (Hq|1, PHASES, grad_size), the gradient of each distance k - q + Sq - 1 in the first phase, zeros else. Grid: (blocks of
-    Grad's last axis, heads, 1).
+    """Compute Grad: float (Hq|1, PHASES, grad_size), the gradient of each distance k - q + Sq - 1 in the first phase, zeros in the others.
+    Grid: (blocks of Grad's last axis, heads, 1).
 
-    Sums: float32 (Hq|1, spans, diagonals, 2, SIZE), contiguous, as `store_diagonals` leaves them. Of a span of so many blocks of queries:
-    one for each diagonal of tiles, from that of its last block of queries and the first block of keys on.
+    Sums: float32 (Hq|1, spans, diagonals, 2, SIZE), contiguous, as `store_diagonals` writes them. A span of blocks of queries has one for
+        each diagonal of tiles, beginning with that of its last block of queries and the first block of keys.
     """
     distances = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     blocks_q = tl.cdiv(seqlen_q, SIZE)
-    # A tile ahead, so that it is not negative.
+    # One tile is added, so that it is not negative.
     ahead = distances - (seqlen_q - 1) + blocks_q * SIZE
     total = tl.zeros([BLOCK], tl.float32)
     for span in range(spans):
@@ -55,7 +55,7 @@ def attention_sum_diagonals(
 
 @triton.jit
 def attention_grad_sinks(RowStats, Sinks, Grad, batch_size, heads_q, stats_rows, BLOCK: tl.constexpr):
-    """Grad, Sinks: (Hq,). Grid: (Hq, 1, 1).
+    """Compute the gradient of sinks. Grad, Sinks: (Hq,). Grid: (Hq, 1, 1).
 
     A sink's weight takes from its row and adds to the lse: weight · (grad_lse - sum(out · grad_out)) = -weight · delta.
     """

@@ -1,7 +1,9 @@
-"""The kernels that make lists of tiles (shared/ops/listing.py): one that sums up each block of queries and of keys, and one that makes the
-lists of that, one program for each list.
+"""Kernels that make lists of tiles (shared/ops/listing.py): one reduces each block of queries and of keys, one makes the lists from that,
+with one program for each list.
 
-No number is specialised on: one compiled kernel serves every model whose masks have the same parts and whose kernels have the same tiles.
+They are not specialised on any number: one compiled kernel serves every model whose masks have the same parts and whose kernels have the
+    same
+tiles.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ UNIT = tl.constexpr(listing.UNIT)
 SOME = tl.constexpr(listing.SOME)
 HOLES = tl.constexpr(listing.HOLES)
 
-#: beyond every position, and sums with it are of 32 bits
+#: larger than every position; sums with it fit into 32 bits
 BEYOND = tl.constexpr(2**30)
 
 OF_QUERIES, OF_KEYS = tl.constexpr(listing.OF_QUERIES), tl.constexpr(listing.OF_KEYS)
 
-#: what is known of a block of queries: the intervals' bounds, and document numbers
+#: numbers of a block of queries: the intervals' bounds, and document numbers
 LEAST_LOWER, MOST_LOWER, LEAST_UPPER, MOST_UPPER, LEAST_Q, MOST_Q = map(tl.constexpr, range(listing.OF_QUERIES))
-#: what is known of a block of keys: whether any and all may be used, and document numbers
+#: numbers of a block of keys: whether any and all may be used, and document numbers
 ANY_KEY, ALL_KEYS, LEAST_K, MOST_K = map(tl.constexpr, range(listing.OF_KEYS))
 
 _BOUNDS_NUMBERS = (
@@ -49,7 +51,7 @@ _LISTS_NUMBERS = (
 def _sum_up_queries(
     Rows, Documents, to, block, blocks, seqlen, rows_side, rows_at, documents_at, QUERIES: tl.constexpr
 ):
-    # The last position of a block stands for those beyond it, which there are where its size is no power of two; so does the last of all.
+    # Indices beyond the block (its size may be no power of two) or beyond the sequence are clamped to the last position.
     ALL: tl.constexpr = triton.next_power_of_2(QUERIES)
     at = tl.minimum(block * QUERIES + tl.minimum(tl.arange(0, ALL), QUERIES - 1), seqlen - 1)
     if Rows is not None:
@@ -99,12 +101,12 @@ def tile_bounds(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Rows: int32 (2, batch, Sq). Keys: uint8 (batch, Skv). DocumentsQ, DocumentsK: int32 (batch, Sq), (batch, Skv). None: the mask has no
-    such part. OfQueries, OfKeys: int32 (batch, OF_QUERIES, blocks_q), (batch, OF_KEYS, blocks_k), packed, of which only what the parts
-    say is written.
+    """Reduce each block of queries and keys. Rows: int32 (2, batch, Sq). Keys: uint8 (batch, Skv). DocumentsQ, DocumentsK: int32 (batch,
+    Sq), (batch, Skv). None: the mask has no such part. OfQueries, OfKeys: int32 (batch, OF_QUERIES, blocks_q), (batch, OF_KEYS, blocks_k),
+    packed; only numbers of present parts are written.
 
-    Operands lie packed along their last axis; other axes go by strides in elements, 0 where one stands for all.
-    A program sums up one block: those of queries come first. A query without keys has the bounds (BEYOND, -1).
+    Operands are packed along their last axis; other axes go by strides in elements, 0 where one stands for all.
+    A program reduces one block: those of queries come first. A query without keys has the bounds (BEYOND, -1).
     """
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if block < blocks_q:
@@ -125,7 +127,7 @@ def _later(a, b):
 
 @triton.jit
 def _band(queries, keys, seqlen_q, seqlen_kv, band_left, band_right, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(some, holes) of the band and of the scores' end: queries - band_left <= keys <= queries + band_right, keys < seqlen_kv."""
+    """Return (some, holes) of the band and of the scores' end: queries - band_left <= keys <= queries + band_right, keys < seqlen_kv."""
     first_q, first_k = queries * QUERIES, keys * KEYS
     last_q = tl.minimum(first_q + QUERIES, seqlen_q) - 1
     last_k = tl.minimum(first_k + KEYS, seqlen_kv) - 1
@@ -136,7 +138,7 @@ def _band(queries, keys, seqlen_q, seqlen_kv, band_left, band_right, QUERIES: tl
 
 @triton.jit
 def _rows(bounds, queries, keys, blocks_q, seqlen_kv, inside, KEYS: tl.constexpr):
-    """(some, holes) of the queries' intervals of keys."""
+    """Return (some, holes) of the queries' intervals of keys."""
     at = bounds + queries
     first_k = keys * KEYS
     last_k = tl.minimum(first_k + KEYS, seqlen_kv) - 1
@@ -150,14 +152,14 @@ def _rows(bounds, queries, keys, blocks_q, seqlen_kv, inside, KEYS: tl.constexpr
 
 @triton.jit
 def _keys(bounds, keys, blocks_k, inside):
-    """(some, holes) of the truth values of keys."""
+    """Return (some, holes) of the truth values of keys."""
     some = tl.load(bounds + ANY_KEY * blocks_k + keys, mask=inside, other=0) != 0
     return some, tl.load(bounds + ALL_KEYS * blocks_k + keys, mask=inside, other=0) == 0
 
 
 @triton.jit
 def _documents(of_queries, of_keys, queries, keys, blocks_q, blocks_k, inside_q, inside_k):
-    """(some, holes) of document numbers: some where the ranges of the numbers meet."""
+    """Return (some, holes) of document numbers: some where the ranges of the numbers meet."""
     least_q = tl.load(of_queries + LEAST_Q * blocks_q + queries, mask=inside_q, other=0)
     most_q = tl.load(of_queries + MOST_Q * blocks_q + queries, mask=inside_q, other=0)
     least_k = tl.load(of_keys + LEAST_K * blocks_k + keys, mask=inside_k, other=0)
@@ -168,7 +170,7 @@ def _documents(of_queries, of_keys, queries, keys, blocks_q, blocks_k, inside_q,
 
 @triton.jit
 def _units(Units, units_q, units_k, queries, keys, seqlen_q, seqlen_kv, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(some, holes) of a dense mask, of which `Units` says what each UNIT × UNIT pairs hold."""
+    """Return (some, holes) of a dense mask, which `Units` summarises by UNIT × UNIT pairs."""
     inner = tl.arange(0, (QUERIES // UNIT) * (KEYS // UNIT))[None, :]
     unit_q = queries[:, None] * (QUERIES // UNIT) + inner // (KEYS // UNIT)
     unit_k = keys[:, None] * (KEYS // UNIT) + inner % (KEYS // UNIT)
@@ -182,7 +184,7 @@ def _units(Units, units_q, units_k, queries, keys, seqlen_q, seqlen_kv, QUERIES:
 def _within_reach(
     row, seqlen_q, seqlen_kv, band_left, band_right, length, QUERIES: tl.constexpr, KEYS: tl.constexpr, BY_KEY: tl.constexpr
 ):  # fmt: skip
-    """First and end of the blocks of the other side that hold all that the band lets a block see."""
+    """Return first and end of the blocks of the other side that hold everything that the band lets a block see."""
     if BY_KEY:
         first = row * KEYS - band_right
         last = tl.minimum(row * KEYS + KEYS, seqlen_kv) - 1 + band_left
@@ -219,10 +221,11 @@ def tile_lists(
     BY_KEY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """OfQueries, OfKeys: as `tile_bounds` has them. Units: uint8 (batch, heads, ⌈Sq/32⌉, ⌈Skv/32⌉), any strides, 0 where one stands for
-    all, or None. Lists: int32 (batch, heads, rows + SURPLUS, length + HEAD + TAIL), packed: rows are the blocks of queries, BY_KEY of keys.
+    """Make the lists. OfQueries, OfKeys: as `tile_bounds` has them. Units: uint8 (batch, heads, ⌈Sq/32⌉, ⌈Skv/32⌉), any strides, 0 where
+    one stands for all, or None. Lists: int32 (batch, heads, rows + SURPLUS, length + HEAD + TAIL), packed: rows are the blocks of queries,
+    BY_KEY of keys.
 
-    A run is the first of the longest ones. Blocks that need the mask come in order. Behind them stands anything.
+    Of several longest runs the first counts. Blocks that need the mask come in order. The rest of a list is undefined.
     """
     if BY_KEY:
         rows, length = blocks_k, blocks_q
@@ -234,7 +237,7 @@ def tile_lists(
     OfKeys += batch * blocks_k * OF_KEYS
     reach, reach_end = _within_reach(row, seqlen_q, seqlen_kv, band_left, band_right, length, QUERIES, KEYS, BY_KEY)
 
-    # The first pass: what each block holds, how many have an allowed pair, and the longest run of those that have no hole.
+    # The first pass: the state of each block, how many have an allowed pair, and the longest run of blocks without a hole.
     gap, longest, end, visited = reach - 1, 0, 1, 0
     for start in range(reach, reach_end, BLOCK):
         blocks = start + tl.arange(0, BLOCK)
@@ -276,7 +279,7 @@ def tile_lists(
     tl.store(Lists + 1, first)
     tl.store(Lists + 2, end)
 
-    # The second pass: each block that needs the mask goes to its place, which is not behind where its state stands.
+    # The second pass: each block that needs the mask moves to its place, which is never behind the place of its state.
     before = 0
     tl.debug_barrier()
     for start in range(reach, reach_end, BLOCK):
@@ -291,17 +294,17 @@ def tile_lists(
 
 @triton.jit
 def _tiles_of(List, inside):
-    """How many tiles each block visits."""
+    """Return how many tiles each block visits."""
     partial = tl.load(List, mask=inside, other=0)
     return partial + tl.load(List + 2, mask=inside, other=0) - tl.load(List + 1, mask=inside, other=0)
 
 
 @triton.jit(do_not_specialize=("rows", "width"))
 def tile_order(Lists, rows, width, BLOCK: tl.constexpr):
-    """Lists: as `tile_lists` made them, of `rows` blocks, `width` numbers each. Behind the n-th list comes the block with the n-th shortest
-    one; of equal ones the first comes first.
+    """Write behind the n-th list the block with the n-th shortest one; of equal ones the first comes first. Lists: of `tile_lists`, for
+    `rows` blocks, `width` numbers each.
 
-    Grid: (cdiv(rows, BLOCK), batch · heads). Each block asks how many are before it, so the work grows with the square of their number.
+    Grid: (cdiv(rows, BLOCK), batch · heads). Each block counts the blocks before it, so the work grows with the square of their number.
     """
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     Lists += tl.program_id(1).to(tl.int64) * (rows + SURPLUS) * width

@@ -1,7 +1,7 @@
-"""What every Triton kernel does with one tile of the scores: load, change and mask it, and find the tiles to visit.
+"""Functions of every Triton kernel for one tile of the scores: load, change and mask it, and find the tiles to visit.
 
-Positions come shaped: queries (M, 1) and keys (1, N), or (1, M) and (N, 1) in a kernel that holds the scores transposed. So each
-function here has no orientation of its own. Optional tensors are None where an attention has no such part, which a kernel is
+Positions have a shape: queries (M, 1) and keys (1, N), or (1, M) and (N, 1) in a kernel that holds the scores transposed. So each
+function here serves both orientations. Optional tensors are None where an attention has no such part, which a kernel is
 compiled for.
 """
 
@@ -26,7 +26,7 @@ from attn_compiler.lowerings.shared.kernels.tuples import Pairs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-#: Beside logits below it float32 holds no score, so keys that all got one such number share the row: its step there is 8.
+#: Below it float32 numbers are 8 apart, and a score added to them is lost. Keys that all got one such number share the row equally.
 LOW = tl.constexpr(-1e8)
 
 
@@ -35,11 +35,11 @@ def load_tile(
     x, start, allowed, SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr,
     CHECK: tl.constexpr, ALIGN: tl.constexpr, order=None,
 ):  # fmt: skip
-    """(SIZE, PART) elements of x, which is `Positions`: those from `start` on, head dims from FIRST. Zeros beyond the head dim and, if
-    CHECK, beyond the length and where `allowed` (SIZE, 1) does not hold: what is stored there may be NaN.
+    """Load (SIZE, PART) elements of x, which is `Positions`: those from `start` on, head dims from FIRST. Zeros beyond the head dim and, if
+    CHECK, beyond the length and where `allowed` (SIZE, 1) does not hold: values stored there may be NaN.
 
-    ALIGN: every position begins at a multiple of so many elements, which is what lets a thread load a vector at once.
-    Offsets within the tile are of 32 bits, which `triton_arguments.is_far` makes sure of: of 64 they would take twice the registers.
+    ALIGN: every position begins at a multiple of so many elements, so a thread can load a vector at once.
+    Offsets within the tile are of 32 bits, which `arguments.is_far` checks: 64 bits would take twice the registers.
     """
     local = tl.arange(0, SIZE)[:, None]
     if order is not None:
@@ -63,7 +63,7 @@ def load_tile(
 
 @triton.jit
 def at_head(base, batch, head, stride_b, stride_h, ALIGN: tl.constexpr):
-    """The address of one batch row and head, a multiple of ALIGN elements after `base`."""
+    """Return the address of one batch row and head, a multiple of ALIGN elements after `base`."""
     return base + tl.multiple_of(batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h, ALIGN)
 
 
@@ -71,7 +71,7 @@ def at_head(base, batch, head, stride_b, stride_h, ALIGN: tl.constexpr):
 def store_tile(
     x, start, tile, SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, order=None
 ):  # fmt: skip
-    """The inverse of `load_tile`, in the dtype of the memory."""
+    """Store a tile in the dtype of the memory: the inverse of `load_tile`."""
     local = tl.arange(0, SIZE)[:, None]
     if order is not None:
         local = order[:, None]
@@ -85,7 +85,7 @@ def store_tile(
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr):
-    """FAST: the hardware's own, to 2**-11 (PTX tanh.approx.f32); else to a few units in the last place of 1."""
+    """Return tanh. FAST: the hardware's own, to 2**-11 (PTX tanh.approx.f32); else to a few units in the last place of 1."""
     if FAST:
         y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -95,9 +95,9 @@ def tanh(x, FAST: tl.constexpr):
 
 @triton.jit
 def load_pairs(base, queries, keys, stride_q, stride_k, seqlen_q, seqlen_kv, CHECK: tl.constexpr):
-    """The element of each pair of the tile. Rows beyond the last query are whatever; CHECK: keys beyond the last one are 0."""
+    """Load the element of each pair of the tile. Rows beyond the last query are undefined; CHECK: keys beyond the last one are 0."""
     rows = tl.minimum(queries, seqlen_q - 1).to(tl.int64) * stride_q
-    # Keys are not clamped: what is known of their contiguity is what makes this a load of whole vectors.
+    # Keys are not clamped: their known contiguity is what makes this a load of whole vectors.
     columns = keys.to(tl.int64) * stride_k
     if CHECK:
         found = tl.load(base + rows + columns, mask=(keys < seqlen_kv) & (queries < seqlen_q), other=0)
@@ -108,7 +108,7 @@ def load_pairs(base, queries, keys, stride_q, stride_k, seqlen_q, seqlen_kv, CHE
 
 @triton.jit
 def load_distances(base, queries, keys, phase, seqlen_q, seqlen_kv, CHECK: tl.constexpr):
-    """What is added at each pair's distance, index k - q + Sq - 1 of a vector.
+    """Load the bias at each pair's distance, index k - q + Sq - 1 of a vector.
 
     base holds the vector 8 times, `phase` elements apart, the p-th moved to the left by p: so each row reads whole vectors, from
     an address that is a multiple of 8.
@@ -125,7 +125,7 @@ def load_distances(base, queries, keys, phase, seqlen_q, seqlen_kv, CHECK: tl.co
 
 @triton.jit
 def load_bias(added, queries, keys, sizes, CHECK: tl.constexpr):
-    """The bias of each pair of the tile, or None. added: `Added`."""
+    """Load the bias of each pair of the tile, or return None. added: `Added`."""
     if added.bias.base is None:
         return
     else:
@@ -136,7 +136,7 @@ def load_bias(added, queries, keys, sizes, CHECK: tl.constexpr):
 
 @triton.jit
 def load_by_distance(added, queries, keys, sizes, CHECK: tl.constexpr):
-    """What is added at each pair's distance, or None. added: `Added`."""
+    """Load the bias at each pair's distance, or return None. added: `Added`."""
     if added.Distances is None:
         return
     else:
@@ -147,7 +147,7 @@ def load_by_distance(added, queries, keys, sizes, CHECK: tl.constexpr):
 def is_allowed(
     queries, keys, lower, upper, document_q, document_k, keys_allowed, mask, sizes, how: tl.constexpr
 ):  # fmt: skip
-    """Which pairs of the tile are allowed; none beyond the last key.
+    """Return which pairs of the tile are allowed; none beyond the last key.
 
     lower, upper, document_q: of each query, in its shape; document_k, keys_allowed: of each key. mask: `Pairs` of the dense mask.
     """
@@ -171,7 +171,7 @@ def is_allowed(
 
 @triton.jit
 def in_reach(positions, first, last, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
-    """Which positions of one side a band lets see some position from `first` to `last` of the other side: all from first - before to
+    """Return which positions of one side see some position from `first` to `last` of the other side in the band: all from first - before to
     last + after. It follows from the positions alone, so that no load waits for another."""
     found = (positions >= 0) & of_tile(first <= last)
     if HAS_BEFORE:
@@ -185,10 +185,10 @@ def in_reach(positions, first, last, before, after, HAS_BEFORE: tl.constexpr, HA
 
 @triton.jit
 def keys_in_use(start, rows, masks, sizes, how: tl.constexpr):
-    """(N, 1): which keys of a tile, from `start` on, some query of a block uses. rows: `QueryRows`; masks: `KeyMasks`.
+    """Return (N, 1): which keys of a tile, from `start` on, some query of a block uses. rows: `QueryRows`; masks: `KeyMasks`.
 
-    No other key may enter a sum over keys: what it holds may be NaN, and 0 · NaN is NaN. Pairs are asked a second time, as (N, M): the
-    queries' numbers are then shared by the lanes of a warp, where asking `allowed` as it is spread for the scores takes 100 registers.
+    No other key may enter a sum over keys: its values may be NaN, and 0 · NaN is NaN. The mask is evaluated a second time, as (N, M). The
+    lanes of a warp then share the queries' numbers. Reducing `allowed` in the layout of the scores takes 100 registers.
     """
     keys = start + tl.arange(0, how.BLOCK_N)[:, None]
     inside = keys < sizes.seqlen_kv
@@ -212,13 +212,13 @@ def keys_in_use(start, rows, masks, sizes, how: tl.constexpr):
 def queries_in_use(
     queries, keys, first_key, last_key, lower, upper, document_q, document_k, keys_allowed, mask, sizes, how: tl.constexpr
 ):  # fmt: skip
-    """(M, 1): which queries of a tile use some key of it, for sums over queries; as `keys_in_use`.
+    """Return (M, 1): which queries of a tile use some key of it, for sums over queries; as `keys_in_use`.
 
     queries (M,); lower, upper, document_q: (1, M), or None; keys, document_k, keys_allowed: (N, 1), or None. first_key, last_key: of
     those that are allowed at all. mask: `Pairs`.
     """
     queries = queries[:, None]
-    # With holes between the keys, a band that is bounded on both sides may lie in one.
+    # With holes between the keys, a band that is bounded on both sides may lie inside a hole.
     holes: tl.constexpr = keys_allowed is not None and how.HAS_LEFT and how.HAS_RIGHT
     if holes or lower is not None or document_q is not None or mask.base is not None:
         allowed = is_allowed(
@@ -235,8 +235,8 @@ def queries_in_use(
 def allowed_at(
     start_q, start_k, batch, head, operands, masking, sizes, how: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Which pairs of a tile (M, N) of any head and batch row are allowed: loads what `is_allowed` asks for. operands: `MaskOperands`
-    of all of them; masking: `MaskStrides`."""
+    """Return which pairs of a tile (M, N) of any head and batch row are allowed, and load the inputs of `is_allowed`. operands:
+    `MaskOperands` of all of them; masking: `MaskStrides`."""
     offsets = start_q + tl.arange(0, BLOCK_M)
     inside = offsets < sizes.seqlen_q
     keys = start_k + tl.arange(0, BLOCK_N)[None, :]
@@ -256,7 +256,7 @@ def allowed_at(
 
 @triton.jit
 def changed(qk, scale, number, CHANGE: tl.constexpr, FAST_TANH: tl.constexpr, UNIT: tl.constexpr):
-    """What is done to each score by itself (score_changes.py): what comes of q kᵀ, and the factor that makes logits of it. UNIT: as in
+    """Apply the pointwise change (score_changes.py). Returns its result for q kᵀ, and the factor that converts it to logits. UNIT: as in
     `change`."""
     found, factor = qk, scale * UNIT
     if CHANGE == "softcap":
@@ -267,7 +267,7 @@ def changed(qk, scale, number, CHANGE: tl.constexpr, FAST_TANH: tl.constexpr, UN
 
 @triton.jit
 def through_change(grad, found, CHANGE: tl.constexpr):
-    """The gradient of the scores before the change. grad: of those after it; found: the first that `changed` gave."""
+    """Return the gradient of the scores before the change. grad: of those after it; found: the first result of `changed`."""
     if CHANGE == "softcap":
         grad *= 1.0 - found * found
     return grad
@@ -278,21 +278,21 @@ def change(
     qk, queries, keys, bias, distances, slope, scale, number,
     CHANGE: tl.constexpr, FAST_TANH: tl.constexpr, PLAIN: tl.constexpr, base=None, UNIT: tl.constexpr = LOG2E,
 ):  # fmt: skip
-    """q kᵀ (float32) as logits in units of log 2, before the mask; and the changed scores, as `through_change` wants them.
+    """Convert q kᵀ (float32) to logits in units of log 2, before the mask. Returns them, and the changed scores for `through_change`.
 
-    UNIT: 1 for logits as they are. The lowest number that a model adds is finite then; in units of log 2 it is -inf.
+    UNIT: 1 for logits in natural units. The lowest number that a model adds is finite then; in units of log 2 it is -inf.
 
-    bias, distances: what is added to each pair, or None. slope: of this head. base: what the logits of each query
-    begin from, in its shape, PLAIN or not; that costs nothing, as each further term is a product and a sum.
+    bias, distances: numbers added to each pair, or None. slope: of this head. base: the start of each query's logits, in its shape, PLAIN
+        or not; that costs nothing, as each further term is a product and a sum.
 
-    PLAIN: nothing but a positive scale, which the caller applies together with the row's maximum: q kᵀ as it is.
+    PLAIN: nothing but a positive scale, which the caller applies together with the row's maximum: returns q kᵀ unchanged.
     """
     found = qk
     if PLAIN and base is None:
         logits = qk
     else:
         found, factor = changed(qk, scale, number, CHANGE, FAST_TANH, UNIT)
-        # In this order there is no whole tile of sums to hold while the products are under way.
+        # In this order no whole tile of sums is held in registers during the products.
         logits = found * factor
         if base is not None:
             logits += base
@@ -307,7 +307,7 @@ def change(
 
 @triton.jit
 def head_and_batch(HEADS_LAST: tl.constexpr):
-    """Of a program, whose grid is (blocks, heads, batch rows) or, HEADS_LAST, (blocks, batch rows, heads)."""
+    """Return head and batch row of a program, whose grid is (blocks, heads, batch rows) or, HEADS_LAST, (blocks, batch rows, heads)."""
     if HEADS_LAST:
         head, batch = tl.program_id(2), tl.program_id(1)
     else:
@@ -317,7 +317,7 @@ def head_and_batch(HEADS_LAST: tl.constexpr):
 
 @triton.jit
 def kept(seed, head, queries, keys, dropout_p):
-    """Which weights dropout keeps: Philox with (key, query, head) as its counter, so every kernel draws the same."""
+    """Return which weights dropout keeps: Philox with (key, query, head) as its counter, so every kernel draws the same."""
     queries, keys = tl.broadcast(queries, keys)
     zero = keys * 0
     bits, _, _, _ = tl.philox(seed, keys, queries, zero + head.to(tl.int32), zero)
@@ -326,12 +326,12 @@ def kept(seed, head, queries, keys, dropout_p):
 
 @triton.jit
 def kept_scores(Scores, row, seqlen_kv, pitch):
-    """Where one head keeps its scores' gradients: (Skv, pitch), of which the first Sq of each row are used."""
+    """Return the address of a head's stored scores' gradients: (Skv, pitch), of which the first Sq of each row are used."""
     return Scores + row * seqlen_kv * tl.multiple_of(pitch, 16)
 
 
 @triton.jit
 def load_kept_scores(scores, queries, keys, pitch, seqlen_q, seqlen_kv):
-    """A tile as it was written; whatever where no tile was, and 0 beyond the last query and key."""
+    """Load a tile of stored scores' gradients; undefined where no tile was written, and 0 beyond the last query and key."""
     inside = (queries < seqlen_q) & (keys < seqlen_kv)
     return tl.load(scores + keys.to(tl.int64) * tl.multiple_of(pitch, 16) + queries, mask=inside, other=0.0)

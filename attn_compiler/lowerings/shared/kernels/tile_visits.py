@@ -1,4 +1,4 @@
-"""Which tiles a block of queries or of keys visits: by its band, or by its list. For Triton kernels, and for those in Gluon."""
+"""The tiles that a block of queries or of keys visits: by its band, or by its list. For Triton kernels, and for those in Gluon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def keys_in_band(
     first_query, last_query, band_left, band_right, seqlen_kv,
     BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of keys that a block of queries uses, and of those the ones that it uses in full, both as first and end."""
+    """Return the blocks of keys that a block of queries uses, and those among them that it uses in full, both as first and end."""
     start, all_from = 0, 0
     end, all_until = seqlen_kv, seqlen_kv
     if HAS_LEFT:
@@ -23,7 +23,7 @@ def keys_in_band(
     first, last = start // BLOCK, tl.cdiv(end, BLOCK)
     if HAS_LEFT:
         last = tl.where(start < end, last, first)
-    # Said for the compiler: where it can't tell that no loop runs a negative number of times, every product waits for the one before.
+    # For the compiler: unless it knows that no loop count is negative, every product waits for the one before.
     last = tl.maximum(first, last)
     full_first = tl.minimum(tl.maximum(tl.cdiv(all_from, BLOCK), first), last)
     full_last = tl.maximum(tl.minimum(all_until // BLOCK, last), full_first)
@@ -35,7 +35,7 @@ def queries_in_band(
     first_key, last_key, band_left, band_right, seqlen_q,
     BLOCK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of queries that use a block of keys, and of those the ones that use it in full.
+    """Return the blocks of queries that use a block of keys, and those among them that use it in full.
 
     A block that reaches beyond the last query counts as full: its surplus rows are zeros.
     """
@@ -56,8 +56,8 @@ def queries_in_band(
 
 @triton.jit
 def keys_to_visit(List, start, sizes, how: tl.constexpr):
-    """For a block of queries: how many blocks of keys need the mask, the first and the second of them (see `partial_tile`), and the run
-    of blocks that don't need it, as first and end."""
+    """Return for a block of queries: how many blocks of keys need the mask, the first and the second of them (see `partial_tile`), and the
+    run of blocks that don't need it, as first and end."""
     if List is not None:
         partial, first, second, full_first, full_last = load_list(List, sizes.seqlen_kv > how.BLOCK_N)
     else:
@@ -74,7 +74,7 @@ def keys_to_visit(List, start, sizes, how: tl.constexpr):
 
 @triton.jit
 def queries_to_visit(List, start, sizes, how: tl.constexpr):
-    """For a block of keys, as `keys_to_visit` for one of queries."""
+    """Return for a block of keys the same as `keys_to_visit` for one of queries."""
     if List is not None:
         partial, first, second, full_first, full_last = load_list(List, sizes.seqlen_q > how.BLOCK_M)
     else:
@@ -91,10 +91,9 @@ def queries_to_visit(List, start, sizes, how: tl.constexpr):
 
 @triton.jit
 def load_list(List, several):
-    """As `keys_to_visit`. several: there is more than one block, so room for two.
+    """Load a list, for `keys_to_visit`. several: there is more than one block, so room for two.
 
-    The first two are loaded with the rest of the list: loaded one after the other, each would wait for memory before anything else
-    of its block is under way.
+    The first two are loaded with the rest of the list. Loaded one after the other, each would delay the start of its block.
     """
     first = tl.load(List + 3)
     second = tl.load(List + 4, mask=several, other=0)
@@ -103,7 +102,7 @@ def load_list(List, several):
 
 @triton.jit
 def partial_tile(List, i, first, second, full_first, full_last):
-    """The i-th block that is used in part: the list's, else those on both sides of the blocks that are used in full."""
+    """Return the i-th block that is used in part: the list's, else those on both sides of the blocks that are used in full."""
     if List is not None:
         later = tl.load(List + 3 + i, mask=i > 1, other=0)
         tile = tl.where(i == 0, first, tl.where(i == 1, second, later))

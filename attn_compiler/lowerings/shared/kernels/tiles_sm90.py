@@ -1,4 +1,4 @@
-"""What a warpgroup of Hopper does with a tile of 64 queries and 128 keys in its threads' registers, in Gluon: masks, sums, rounding."""
+"""Operations of a Hopper warpgroup on a tile of 64 queries and 128 keys in registers, in Gluon: masks, sums, rounding."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-#: queries of a warpgroup: what its tensor cores take at once
+#: queries of a warpgroup, which its tensor cores take at once
 ROWS = gl.constexpr(64)
 #: of a tile
 KEYS = gl.constexpr(128)
-#: A maximum of nothing. Finite, so that differences are.
+#: The maximum of no scores. It is finite, so that differences are finite.
 NOTHING = gl.constexpr(-1e30)
-#: registers of a thread that only fetches
+#: registers of a thread that only loads
 FEW = gl.constexpr(24)
 
 
 def _scores(keys: int) -> gl.constexpr:
-    """How threads hold the scores of a tile as (ROWS, keys // 8, 4, 2). The axes of keys are: eight keys, a thread of four, its two."""
+    """Return the layout in which threads hold the scores of a tile as (ROWS, keys // 8, 4, 2). The axes of keys are: eight keys, a thread
+    of four, its two."""
     eights = [[0, 2**i, 0, 0] for i in range((keys // 8).bit_length() - 1)]
     return gl.constexpr(
         gl.DistributedLinearLayout(
@@ -31,7 +32,8 @@ def _scores(keys: int) -> gl.constexpr:
 
 
 def _words(keys: int) -> gl.constexpr:
-    """The same as (ROWS, keys // 32, 4, 4, 2). 32 keys have their bits in one number: the first axis of keys is which number."""
+    """Return the layout of scores as (ROWS, keys // 32, 4, 4, 2). 32 keys have their bits in one number: the first axis of keys is which
+    number."""
     words = [[0, 2**i, 0, 0, 0] for i in range((keys // 32).bit_length() - 1)]
     return gl.constexpr(
         gl.DistributedLinearLayout(
@@ -50,7 +52,7 @@ WORDS_128, WORDS_64, WORDS_32 = _words(128), _words(64), _words(32)
 
 
 def _loaded(keys: int) -> gl.constexpr:
-    """How threads load those numbers of a row, (ROWS, keys // 32): all at once."""
+    """Return the layout in which threads load those numbers of a row, (ROWS, keys // 32), all at once."""
     words = [[0, 2**i] for i in range((keys // 32).bit_length() - 1)]
     return gl.constexpr(
         gl.DistributedLinearLayout(
@@ -64,7 +66,7 @@ def _loaded(keys: int) -> gl.constexpr:
 
 
 LOADED_128, LOADED_64, LOADED_32 = _loaded(128), _loaded(64), _loaded(32)
-#: of (ROWS, 4): two rows of one column a thread, as many threads a row as share it in the tensor cores' layouts
+#: layout of (ROWS, 4): two rows of one column a thread, as many threads a row as share it in the tensor cores' layouts
 SHARES = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
@@ -83,10 +85,10 @@ def tanh(x):
 
 @gluon.jit
 def as_numbers(sums):
-    """Sums of the tensor cores in float32, exactly.
+    """Convert sums of the tensor cores to float32, exactly.
 
-    Sums of int8 are below 2^22. Added to the bits of 1.5 · 2^23, such a sum gives the bits of 1.5 · 2^23 plus itself, which is taken off
-    again. A conversion would take the units that exponentials take.
+    Sums of int8 are below 2^22. Added to the bits of 1.5 · 2^23, such a sum gives the bits of 1.5 · 2^23 plus itself, which is subtracted
+    again. A conversion instruction would use the units that compute exponentials.
     """
     numbers = sums
     if sums.dtype == gl.int32:
@@ -98,14 +100,14 @@ def as_numbers(sums):
 
 @gluon.jit
 def quotient(a, b):
-    """To some 22 bits, in two instructions."""
+    """Divide to some 22 bits, in two instructions."""
     asm: gl.constexpr = "div.approx.ftz.f32 $0, $1, $2;"
     return gl.inline_asm_elementwise(asm, "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def rounded(x, as_what):
-    """To the FP8 of a tensor in shared memory. Four at once: the compiler moves no halves into a register then."""
+    """Round to the FP8 of a tensor in shared memory. Four at once: otherwise the compiler moves halves of registers."""
     KIND: gl.constexpr = "e4m3x2" if as_what.dtype == gl.float8e4nv else "e5m2x2"
     CVT: gl.constexpr = "cvt.rn.satfinite." + KIND + ".f32"
     ASM: gl.constexpr = "{ .reg .b16 a, b; " + CVT + " a, $2, $1; " + CVT + " b, $4, $3; mov.b32 $0, {a, b}; }"
@@ -115,7 +117,7 @@ def rounded(x, as_what):
 
 @gluon.jit
 def narrowed(x, as_what):
-    """float32 in the half precision of a tensor in shared memory. Two at once: the compiler packs no halves then."""
+    """Round float32 to the half precision of a tensor in shared memory. Two at once: otherwise the compiler packs halves."""
     KIND: gl.constexpr = "bf16x2" if as_what.dtype == gl.bfloat16 else "f16x2"
     ASM: gl.constexpr = "cvt.rn." + KIND + ".f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(ASM, "=r,f,f", [x], dtype=as_what.dtype, is_pure=True, pack=2)
@@ -123,8 +125,8 @@ def narrowed(x, as_what):
 
 @gluon.jit
 def up_to(most, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
-    """(ROWS, SIZE): whether a key is at most `most`, of each row. Compared with constants: of a thread's keys all but where they begin is
-    known when this is compiled. Numbers of keys that threads hold instead took so many registers that scores were spilled."""
+    """Return (ROWS, SIZE): whether a key is at most `most`, of each row. Comparisons are with constants: everything but the start of a
+    thread's keys is known at compile time. Key numbers in registers took so many that scores were spilled."""
     SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64 if SIZE == 64 else SCORES_32
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, SCORES))
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))[None, :]
@@ -141,8 +143,11 @@ def up_to(most, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
 
 @gluon.jit
 def bits_of(address, left):
-    """int32: a bit for each of 32 bytes from an address on, set where the byte is not 0 and fewer than `left` bytes come before it. Each
-    thread of a warp loads one, and they tell each other: all have all of them. address: int64, the same in all threads; as left."""
+    """Return int32: a bit for each of 32 bytes from an address on, set where the byte is not 0 and fewer than `left` bytes come before it.
+
+    Each thread of a warp loads one byte, and all of them get all bits. address: int64, the same in all threads; left is the same in all,
+    too.
+    """
     BYTE: gl.constexpr = "@inside ld.global.u8 found, [place]; setp.ne.u32 set, found, 0; "
     ASM: gl.constexpr = (
         "{ .reg .u32 lane, found; .reg .u64 place; .reg .pred inside, set; "
@@ -155,14 +160,14 @@ def bits_of(address, left):
 
 @gluon.jit
 def bits_set(Words, of_rows, first, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
-    """(ROWS, SIZE): whether the bit of a pair is set. Words: int32, 32 keys each. of_rows: where each row's words begin, counted from
+    """Return (ROWS, SIZE): whether the bit of a pair is set. Words: int32, 32 keys each. of_rows: start of each row's words, counted from
     there; first: of them the tile's first one."""
     WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64 if SIZE == 64 else WORDS_32
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, WORDS)))
     LOADED: gl.constexpr = LOADED_128 if SIZE == 128 else LOADED_64 if SIZE == 64 else LOADED_32
     rows = gl.convert_layout(of_rows, gl.SliceLayout(1, LOADED), assert_trivial=True)
     words = gl.arange(0, SIZE // 32, layout=gl.SliceLayout(0, LOADED))
-    # What Triton knows of arguments it does not know in the partitions of warps.
+    # Triton's knowledge of arguments, such as divisibility, is lost in warp partitions.
     rows = gl.multiple_of(rows, [16])
     loaded = gl.load(gl.multiple_of(Words, 16) + (rows[:, None] + (first + words)[None, :]))
     found = gl.convert_layout(loaded, OF_WORDS, assert_trivial=True)
@@ -171,7 +176,7 @@ def bits_set(Words, of_rows, first, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr 
 
 @gluon.jit
 def _spread(words, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr):
-    """(ROWS, SIZE): the bits of words, which are (ROWS | 1, SIZE // 32, 1)."""
+    """Return (ROWS, SIZE): the bits of words, which are (ROWS | 1, SIZE // 32, 1)."""
     WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64 if SIZE == 64 else WORDS_32
     OF_LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, WORDS))
     LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, OF_LANES))
@@ -188,7 +193,7 @@ def _spread(words, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def bytes_set(Bytes, start, length, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
-    """(ROWS, SIZE): whether the byte of a key is not 0, of SIZE keys from `start` on; none from `length` on. Bytes: one a key."""
+    """Return (ROWS, SIZE): whether the byte of a key is not 0, of SIZE keys from `start` on; none from `length` on. Bytes: one a key."""
     WORDS: gl.constexpr = WORDS_128 if SIZE == 128 else WORDS_64 if SIZE == 64 else WORDS_32
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, WORDS))))
     first = start + 32 * gl.arange(0, SIZE // 32, layout=WORD)
@@ -198,15 +203,15 @@ def bytes_set(Bytes, start, length, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr 
 
 @gluon.jit
 def shares(weights, SIZE: gl.constexpr = 128):
-    """(ROWS, 4): of each row's sum what its four threads have. They tell each other last of all."""
+    """Return (ROWS, 4): the partial sums of each row in its four threads, which are combined last of all."""
     mine = gl.sum(gl.sum(weights.reshape([ROWS, SIZE // 8, 4, 2]), 3), 1)
     return gl.convert_layout(mine, SHARES, assert_trivial=True)
 
 
 @gluon.jit
 def distances_to(scores, from_start, slope, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
-    """(ROWS, SIZE): the scores plus slope · (k - q). from_start: the same of each row at the tile's first key. As `up_to`, with keys that
-    are constants."""
+    """Return (ROWS, SIZE): the scores plus slope · (k - q). from_start: slope · (k - q) of each row at the tile's first key. As in `up_to`,
+    keys are constants."""
     SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64 if SIZE == 64 else SCORES_32
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, SCORES))
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))[None, :].to(gl.float32)
@@ -223,7 +228,8 @@ def distances_to(scores, from_start, slope, QK_LAYOUT: gl.constexpr, SIZE: gl.co
 
 @gluon.jit
 def descriptor(X, batch, heads, length, strides, SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, ALL: gl.constexpr):
-    """Of a tensor of logical BHSD, for tiles of SIZE positions of one head. Beyond the tensor tiles are 0, and nothing is written."""
+    """Make a descriptor of a tensor of logical BHSD, for tiles of SIZE positions of one head. Tiles are 0 beyond the tensor, and stores
+    there do nothing."""
     TILE: gl.constexpr = [1, 1, SIZE, ALL]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, X.dtype.element_ty)
     shape = [batch, heads, length, HEAD_DIM]

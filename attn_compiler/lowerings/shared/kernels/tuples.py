@@ -1,14 +1,14 @@
-"""What the Triton kernels take, and hand on to each other, as named tuples. Nothing here imports triton.
+"""Named tuples that the Triton kernels take, and pass to each other. Nothing here imports triton.
 
 A kernel takes each tensor as a parameter of its own, since addresses change from call to call, and everything else in tuples:
 
-- Numbers: `sizes.seqlen_q`. Triton looks at each member as at a parameter: it is compiled for a 1 and for a multiple of 16.
+- Numbers: `sizes.seqlen_q`. Triton treats each member as a parameter: it compiles variants for a 1 and for a multiple of 16.
 - Constants: `HOW: tl.constexpr`, one tuple of plain values. `how: tl.constexpr = members(HOW)` has a constant for each member
-  (releases.py), where HOW.BLOCK_M itself may be a Python int, which is no length of a tile.
+  (releases.py), where HOW.BLOCK_M itself may be a Python int, which can't be the length of a tile.
 
-Within a kernel, what belongs together is put into further ones. Members may be None there, but Triton 3.6 returns no tuple that has
-such a member, nor one with a constant. So they are made where they are used, and no function makes them.
-Triton's cache of compiled kernels does not see what a tuple's fields are called where it is made by position: so always by name.
+Inside a kernel further tuples group related values. Members may be None there, but Triton 3.6 returns no tuple that has
+such a member, nor one with a constant. So these tuples are made where they are used, and no function returns them.
+Triton's cache key does not contain the field names of a tuple made by position. So tuples are always made by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class Strides(NamedTuple):
-    """Of a tensor of logical BHSD; the last stride is 1."""
+    """Strides of a tensor of logical BHSD; the last stride is 1."""
 
     b: Any
     h: Any
@@ -25,7 +25,7 @@ class Strides(NamedTuple):
 
 
 class MaskStrides(NamedTuple):
-    """Of the operands that a mask consists of (kernel_plan.Plan); 0 where one broadcasts, or is not there."""
+    """Strides of a mask's operands (kernel_plan.Plan); 0 where one broadcasts, or is not there."""
 
     rows_side: Any  # from the first keys to the ends of the intervals
     rows_b: Any
@@ -39,7 +39,7 @@ class MaskStrides(NamedTuple):
 
 
 class ListStrides(NamedTuple):
-    """Of the lists of tiles."""
+    """Strides of the lists of tiles."""
 
     tiles_b: Any
     tiles_h: Any
@@ -47,7 +47,7 @@ class ListStrides(NamedTuple):
 
 
 class AddedStrides(NamedTuple):
-    """Of the operands that are added to the scores."""
+    """Strides of the operands that are added to the scores."""
 
     bias_b: Any
     bias_h: Any
@@ -58,7 +58,7 @@ class AddedStrides(NamedTuple):
 
 
 class DescaleStrides(NamedTuple):
-    """Of what FP8 numbers are to be multiplied by; 0 where one broadcasts."""
+    """Strides of the factors of FP8 numbers; 0 where one broadcasts."""
 
     descale_qb: Any
     descale_qh: Any
@@ -69,7 +69,7 @@ class DescaleStrides(NamedTuple):
 
 
 class GradStrides(NamedTuple):
-    """Of the gradient of a bias."""
+    """Strides of the gradient of a bias."""
 
     grad_b: Any
     grad_h: Any
@@ -92,7 +92,7 @@ class Sizes(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """What a kernel is compiled for."""
+    """Constants that a kernel is compiled for."""
 
     BLOCK_M: Any  # queries of a tile
     BLOCK_N: Any  # keys of a tile
@@ -116,7 +116,7 @@ class Switches(NamedTuple):
 
 
 class MaskOperands(NamedTuple):
-    """The operands that a mask consists of: of all batch rows and heads, or of one; None where it has no such part."""
+    """Operands of a mask: of all batch rows and heads, or of one; None where it has no such part."""
 
     Rows: Any
     Keys: Any
@@ -130,7 +130,7 @@ class Positions(NamedTuple):
 
     base: Any
     stride: Any  # from one position to the next
-    length: Any  # positions that there are
+    length: Any  # number of positions
 
 
 class Pairs(NamedTuple):
@@ -142,7 +142,7 @@ class Pairs(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """A block of queries, and what masks say of each: (M, 1), or None."""
+    """A block of queries, and their mask values: (M, 1), or None."""
 
     start: Any  # the first query
     queries: Any
@@ -152,7 +152,7 @@ class QueryRows(NamedTuple):
 
 
 class KeyMasks(NamedTuple):
-    """What masks say of keys and of pairs, in one batch row and head."""
+    """Mask values of keys and of pairs, in one batch row and head."""
 
     Keys: Any
     Documents: Any
@@ -160,7 +160,7 @@ class KeyMasks(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What is added to the scores of one batch row and head."""
+    """Biases of one batch row and head."""
 
     bias: Any  # Pairs
     Distances: Any

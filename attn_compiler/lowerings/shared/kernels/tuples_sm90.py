@@ -1,4 +1,4 @@
-"""What Gluon kernels for Hopper hand on as named tuples: tuples.py says how. Nothing here imports triton."""
+"""Named tuples that Gluon kernels for Hopper pass on, as tuples.py says. Nothing here imports triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class SharedTiles(NamedTuple):
-    """In shared memory."""
+    """Tiles in shared memory."""
 
     q: Any
     k: Any
@@ -15,7 +15,7 @@ class SharedTiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """When tiles have come, and when they may be written over."""
+    """Barriers of tiles: they have been loaded, and they may be overwritten."""
 
     q_full: Any
     q_empty: Any
@@ -26,14 +26,14 @@ class Barriers(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Of products in registers."""
+    """Layouts of products in registers."""
 
     QK: Any
     OUT: Any
 
 
 class GradLayouts(NamedTuple):
-    """Of a backward's products in registers."""
+    """Layouts of a backward's products in registers."""
 
     SCORES: Any  # (keys, queries)
     GRAD_K: Any

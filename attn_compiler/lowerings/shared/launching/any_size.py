@@ -2,8 +2,7 @@
 
 Triton compiles a kernel apart for each number that is 1, and for each that is a multiple of 16. Documents of 24 lengths took 9 kernels that
 way. So Triton is given other numbers of the same class, and a call's sizes are of two classes alone: all are multiples of 16, or not. In
-the
-first, kernels read masks and biases by whole vectors. A backward with a learned bias takes 1.6 times as long without that, and 2.2
+the first, kernels read masks and biases by whole vectors. A backward with a learned bias takes 1.6 times as long without that, and 2.2
 times with a learned table (H200, 2048 positions).
 """
 
@@ -32,8 +31,7 @@ def shown(value: Any, *, multiples: bool) -> Any:
     """Return the number, or tuple of numbers, that Triton is given. multiples: the lengths of the call are multiples of 16.
 
     Strides of tensors with a head dim are multiples of that, whatever the lengths are. If one of them is no multiple of 16, the others may
-    be
-    multiples only by the lengths, so none is given as one. Strides of lists are numbers of blocks, which may be anything.
+    be multiples only by the lengths, so none is given as one. Strides of lists are numbers of blocks, which may be anything.
     """
     if isinstance(value, Strides):
         multiples = all(stride % MULTIPLE == 0 for stride in value)

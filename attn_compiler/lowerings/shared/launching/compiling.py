@@ -1,8 +1,8 @@
 """Compilation of Triton kernels in threads, beside whatever else compiles. Imports triton, so this module is imported late.
 
 Threads and no processes: Triton works without Python's lock but for its first step, which reads the kernel's syntax tree. Of the 1.3 to
-2.7 s that a kernel took offline for sm90 (Triton 3.7.1, two cores), 0.1 s were that step (0.5 of the first kernel), and 0.06 to 0.14 s
-the lock was held in C++. A process of its own takes 3 to 5 s there only to import torch and triton. Eleven kernels of five families had
+2.7 s that a kernel took offline for sm90 (Triton 3.7.1, two cores), 0.1 s were that step (0.5 of the first kernel). C++ held the lock for
+0.06 to 0.14 s. A process of its own takes 3 to 5 s there only to import torch and triton. Eleven kernels of five families had
 the same machine code from six threads at once as from one, with Triton 3.6.0 and 3.7.1.
 
 The result is in Triton's own caches, in memory and on disk: a launch finds it there, as if a launch had compiled it. A
@@ -186,8 +186,7 @@ def variants(kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> l
 
 class _Asking(triton.AsyncCompileMode):  # type: ignore[misc]
     """A mode that compiles nothing. Triton treats that as a kernel that could not be compiled, and keeps nothing of it. Triton 3.9 also
-    passes a
-    function that clears its entry after a failure."""
+    passes a function that clears its entry after a failure."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -200,8 +199,7 @@ class _Asking(triton.AsyncCompileMode):  # type: ignore[misc]
 
 def _ready_to_launch(compile_kernel: Callable[[], Any]) -> Any:
     """Compile a kernel and its launcher. Triton 3.6 builds a C module for each kernel, at its first launch, that reads the launch's
-    arguments. It takes
-    a C compiler 0.11 to 0.18 s, and is on disk after that. Later versions have one module for all kernels."""
+    arguments. It takes a C compiler 0.11 to 0.18 s, and is on disk after that. Later versions have one module for all kernels."""
     kernel = compile_kernel()
     triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel

@@ -157,8 +157,7 @@ def _made(text: _Text) -> Any:
 
 class _Packaged(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel whose text Inductor copies with its imports. Without them Inductor copies the functions and constants that a kernel names,
-    but
-    neither modules nor tuples."""
+    but neither modules nor tuples."""
 
     def __init__(self, function: Any, imports: str) -> None:
         super().__init__(function)

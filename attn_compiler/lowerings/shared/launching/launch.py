@@ -1,8 +1,7 @@
 """Launch of Triton kernels with little work for the host. Imports triton, so this module is imported late.
 
 Triton's own launch binds and specialises every argument in Python, each time. Here calls whose tensors have the same layout share a
-compiled
-kernel and its numbers (replaying.py), and a further call only fills in addresses. On an H200 machine a launch through
+compiled kernel and its numbers (replaying.py), and a further call only fills in addresses. On an H200 machine a launch through
 `CompiledKernel.__getitem__` took 11 µs, of which the driver's own is 5, and through `run` 6.5. A replayed one goes to the driver itself
 (driver_launch.py).
 """
@@ -99,8 +98,7 @@ class ReadyKernel:
 
 def _again(first: Any, make: Make) -> Make:
     """Return the function that makes further arguments like the first. A descriptor of the copy engine keeps everything but the tensor,
-    without
-    another check, since further tensors have the same layout."""
+    without another check, since further tensors have the same layout."""
     if not hasattr(first, "base"):
         return make
     kind, fields = type(first), {name: value for name, value in vars(first).items() if name != "base"}
@@ -199,8 +197,7 @@ def compiled_for_any(kernel: Any, grid: Grid, numbers: Mapping[str, Any], **name
 
 def _is_noted(kernel: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Pass this launch to the recorder of launches, if there is one: the launch then does not happen. Otherwise wait until no variant of
-    the kernel
-    is being compiled ahead."""
+    the kernel is being compiled ahead."""
     note = noter()
     if note is None:
         wait_for(kernel)
@@ -218,8 +215,7 @@ def _finished(compiled: Any) -> Any:
 
 def first_launch(kernel: Any, grid: Grid, *positional: Any, **named: Any) -> Any:
     """Launch a kernel by Triton's own way, which compiles it if needed. Returns the compiled kernel; None in the interpreter, which
-    compiles nothing,
-    and where launches are recorded: then this one is recorded, and does not happen.
+    compiles nothing, and where launches are recorded: then this one is recorded, and does not happen.
 
     named: options, too, such as num_warps.
     """

@@ -63,8 +63,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 class _Launches:
     """Recorder of launches in a trace. A launch writes into tensors that the body allocated; a traced launch returns new tensors instead,
-    which
-    replace the allocated ones afterwards."""
+    which replace the allocated ones afterwards."""
 
     def __init__(self) -> None:
         #: tensors that the body made, by their identity, each with the traced tensor that replaces it now

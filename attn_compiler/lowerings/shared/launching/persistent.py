@@ -36,8 +36,7 @@ def reach(numbers: Mapping[str, Any]) -> int:
 
 def section_of(tensors: Sequence[torch.Tensor], *, heads: int, part: float) -> int:
     """Return how many heads take turns where blocks differ in length. The part of these tensors in use at a time then stays in the L2
-    cache, and all
-    sections are about as long."""
+    cache, and all sections are about as long."""
     used = int(sum(x.numel() * x.element_size() for x in tensors) * part)
     sections = -(-used // _CACHE)
     return -(-heads // max(sections, 1))
@@ -45,8 +44,7 @@ def section_of(tensors: Sequence[torch.Tensor], *, heads: int, part: float) -> i
 
 def section(k: torch.Tensor, v: torch.Tensor, *, heads_q: int, reach: int) -> int:
     """Return how many heads take turns where blocks differ in length. The keys and values within their reach then stay in the L2 cache, and
-    all
-    sections are about as long."""
+    all sections are about as long."""
     heads_kv, group = k.shape[0] * k.shape[1], heads_q // k.shape[1]
     used = (k.numel() + v.numel()) * k.element_size() * reach // k.shape[2]
     sections = -(-used // _CACHE)

@@ -1,8 +1,7 @@
 """Launches passed to a tracer that decomposes a leaf op (packaged_ops.py), instead of being run. Sizes may be symbolic then.
 
 Within `recording` every launch of the calling thread is passed on. Bodies of leaf ops need no change: they run on the values of a trace,
-and
-launch.py checks here before it launches. Imports neither torch nor triton.
+and launch.py checks here before it launches. Imports neither torch nor triton.
 """
 
 from __future__ import annotations

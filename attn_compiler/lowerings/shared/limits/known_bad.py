@@ -1,8 +1,7 @@
 """Kernels with known bugs, by library version and architecture: data with links. Lowerings refuse them by name.
 
 An entry describes the bug, and on which machines it occurs. The lowering's own check, which calls `refusal`, decides which sites it
-affects.
-To add one: an entry here, its check where the lowering's limits are, a test of the refusal.
+affects. To add one: an entry here, its check where the lowering's limits are, a test of the refusal.
 """
 
 from __future__ import annotations

@@ -140,8 +140,7 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
     """Refuse rows without keys, for a kernel whose backward recomputes the weights from its lse, and gets a mask of finite numbers.
 
     Beside numbers such as -1e9 an lse can't hold the logarithm of how many keys there are. So each key of a query that has none counts as
-    the
-    only one. Passes complete masks that were recovered (passes/recovering/keyless.py).
+    the only one. Passes complete masks that were recovered (passes/recovering/keyless.py).
     """
     tensor = spec.added_tensor
     # A call of SDPA keeps the kernel that PyTorch would run, with that kernel's gradients.
@@ -155,8 +154,7 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
 
 def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
     """Refuse masks of numbers that were not recovered, for a kernel that reads a dtype's lowest number as -inf. A query whose keys all got
-    that
-    number has no key there."""
+    that number has no key there."""
     if not spec.adds_unread:
         return []
     return [

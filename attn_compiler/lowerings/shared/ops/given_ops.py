@@ -1,6 +1,5 @@
 """Leaf ops for a forward of several nodes: `attn_compiler::<name>_given` returns its first two operands, out and lse, as outputs of q, k
-and v,
-and computes their gradients.
+and v, and computes their gradients.
 
 Compiled code is without them (`ops.without_autograd`). Elsewhere the op copies its operands.
 """

@@ -163,8 +163,7 @@ def without_autograd(graph: fx.Graph) -> None:
     calls.
 
     Ops that only carry a formula are removed. The formula, which has nothing left to do, would take the host 10 of 34 µs of a call on an
-    H200
-    machine.
+    H200 machine.
     """
     from attn_compiler.torch_private.inductor import call_directly
 
@@ -278,8 +277,7 @@ def _part_backward(
 
 def of_minus_delta(grad_out: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a backward gets as out where the lse's gradient is minus delta. With zeros, the backward's own delta is that
-    gradient
-    with its sign changed."""
+    gradient with its sign changed."""
     return torch.zeros_like(grad_out)
 
 

@@ -1,12 +1,9 @@
 """The op that makes lists of tiles, `attn_compiler::tile_lists`: the blocks of keys that a block of queries visits, or the other way round.
 
 It evaluates each part of a mask by block. The band follows from arithmetic; intervals, keys and documents from their values for each query
-or
-key; and a dense mask from `units`, which cover 32 × 32 pairs. So the work grows with the queries and keys, not with their pairs, and no
-other
-node is needed. A tile is visited if each part by itself allows a pair of it. If no pair passes all parts, the visit is wasted, and changes
-no
-result. Tiles that are allowed in full are exact.
+or key; and a dense mask from `units`, which cover 32 × 32 pairs. So the work grows with the queries and keys, not with their pairs, and no
+other node is needed. A tile is visited if each part by itself allows a pair of it. If no pair passes all parts, the visit is wasted, and
+changes no result. Tiles that are allowed in full are exact.
 
 It is an op of its own because Inductor takes 12 to 48 s to compile the sort that plain nodes need (32 to 128 blocks, an H200 machine, torch
 2.11). On a GPU two small Triton kernels make the lists of any number of blocks (kernels/tile_lists.py).
@@ -94,7 +91,7 @@ class ListAsked:
 
     @property
     def band(self) -> tuple[int, int]:
-        """How far before and behind its own index a query sees keys."""
+        """Number of keys before and behind its own index that a query sees."""
         moved = self.seqlen_kv - self.seqlen_q if self.from_end else 0
         return self.left - moved, self.right + moved
 

@@ -41,15 +41,14 @@ class Plan:
     keys: bool (B|1, Skv), contiguous: which keys may be used at all.
     documents: two operands, int32 (B|1, Sq) and (B|1, Skv), contiguous: a query uses the keys of its own document.
     mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: which pairs are allowed.
-    tiles: int32 (B|1, Hq|1, nQ + 1, nK + 3), contiguous. For each block of queries it has the number of blocks of keys that need the
-        mask evaluated, then the first and the end of a run of blocks that are allowed in full, then the indices of the former. Blocks
-        in neither are not visited. With gradients also the same by blocks of keys, (B|1, Hq|1, nK' + 1, nQ' + 3). A block that
-        goes beyond the last key is not allowed in full; one that goes beyond the last query may be. The last list means nothing:
-        an axis that may be of size one would be guarded on.
+    tiles: int32 (B|1, Hq|1, nQ + 1, nK + 3), contiguous. A list for each block of queries: the number of blocks of keys that need the mask
+        evaluated; first and end of a run of blocks that are allowed in full; the indices of the blocks that need the mask. Other blocks
+        are not visited. With gradients also the same by blocks of keys, (B|1, Hq|1, nK' + 1, nQ' + 3). A block that goes beyond the last
+        key is not allowed in full; one that goes beyond the last query may be. The last list means nothing: an axis that may be of size
+        one would be guarded on.
     bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores.
     distances: a float tensor (Hq|1, 8, L), contiguous, L a multiple of 8 and at least Sq + Skv. Element [h, p, x] is added where k - q + Sq
-        - 1
-        is x + p. The 8 copies let every query read from an aligned address. A gradient comes for p = 0 alone.
+        - 1 is x + p. The 8 copies let every query read from an aligned address. A gradient comes for p = 0 alone.
     slopes: float32 (Hq,), contiguous: slope · (k - q) is added.
     sinks: float (Hq,), contiguous.
     seed: int64 (1,) for dropout.

@@ -80,8 +80,7 @@ def _once_each(emitter: Emitter, bias: fx.Node, shared: Iterable[int]) -> fx.Nod
 
 def _with_aligned_rows(emitter: Emitter, bias: fx.Node, alignment: int) -> fx.Node:
     """Return a copy whose rows are a multiple of the alignment apart. It is not made by padding: that op takes no symbolic size, and a
-    symbolic
-    number of columns that may be 1 is guarded on."""
+    symbolic number of columns that may be 1 is guarded on."""
     *rows, keys = (_size(emitter, bias, axis) for axis in range(4))
     zeros = emitter.call(torch.ops.aten.new_zeros.default, bias, [*rows, _aligned(emitter, keys, alignment)])
     filled = emitter.call(torch.ops.aten.slice_scatter.default, zeros, bias, 3, 0, keys)

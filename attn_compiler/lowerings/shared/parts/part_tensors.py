@@ -219,8 +219,7 @@ class _Made:
 
     def _truth_of_tensor(self) -> fx.Node:
         """Return the dense tensor as bool (B|1, Hq|1, Sq|1, Skv|1). A float tensor that only masks holds 0, or a row's highest number,
-        where a pair is
-        allowed."""
+        where a pair is allowed."""
         tensor = self._as_four(self._tensor())
         if self.emitter.value(tensor).dtype == torch.bool:
             return tensor
@@ -278,8 +277,7 @@ class _Made:
 
     def _in_copies(self, values: fx.Node) -> fx.Node:
         """Return (Hq|1, Sq + Skv - 1) eight times, each shifted by one more, padded to a multiple of 8 with numbers that are never used.
-        Kernels give
-        a gradient to the first copy alone, so no gradients have to be summed."""
+        Kernels give a gradient to the first copy alone, so no gradients have to be summed."""
         count = self._number(operator.add, self.seqlen_q, self.seqlen_kv)
         blocks = self._number(operator.floordiv, self._number(operator.add, count, _COPIES - 1), _COPIES)
         length = self._number(operator.mul, blocks, _COPIES)

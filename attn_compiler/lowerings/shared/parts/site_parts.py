@@ -50,9 +50,8 @@ class Parts:
 
     rows: the keys that each query may use. keys: a condition over (b, k). keys_given: the dense tensor is that condition.
     documents: the document of a key, over (b, k). mask, bias: the dense tensor is used unchanged. rest: the mask is this condition on
-        pairs,
-    and not the model's tensor. slopes: a number for each head, over h. distances: kinds that are functions of h and k - q, which are added
-    up.
+        pairs, and not the model's tensor. slopes: a number for each head, over h. distances: kinds that are functions of h and k - q, which
+        are added up.
     """
 
     band: Band | None = None

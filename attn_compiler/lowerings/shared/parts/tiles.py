@@ -1,8 +1,7 @@
 """Lists of the tiles of the scores that a kernel has to visit, as graph nodes: made once for each distinct mask of a graph.
 
 One op makes the lists from the operands that the kernels read anyway (listing.py; see `Plan` for their form). Only a dense mask is
-evaluated
-pair by pair: as (B|1, Hq|1, nQ, 32, nK, 32), reduced over the two inner axes by the kernel that reads it.
+evaluated pair by pair: as (B|1, Hq|1, nQ, 32, nK, 32), reduced over the two inner axes by the kernel that reads it.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ def cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operan
 
 def with_keys_cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operands:
     """Return the operands with 0 at keys in k that no query may see, for a kernel that adds a mask where the model replaces scores by
-    numbers. The
-    model replaces scores of such keys whatever they are, NaN too."""
+    numbers. The model replaces scores of such keys whatever they are, NaN too."""
     if not spec.decomposed or spec.mask.dense is None or not spec.mask.dense.is_bool:
         return operands
     seen, _ = _used(emitter, dataclasses.replace(spec, needs_grad=False), operands)
