@@ -39,7 +39,7 @@ from attn_compiler.lowerings.decode import (
     schedule as decode_schedule,
 )
 from attn_compiler.lowerings.hopper import backward_launch as hopper_backward, launch as hopper_launch
-from attn_compiler.lowerings.shared.launching import ahead, imagined
+from attn_compiler.lowerings.shared.launching import ahead, dry_tensors
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton import launch as triton_launch
 from attn_compiler.spec.target import Target
@@ -163,7 +163,7 @@ def compile_all(found: Sequence[Timed]) -> None:
         return
     for timed in found:
         if timed.is_body:
-            call = ahead.LaunchingCall(body=timed.function, arguments=imagined.described(timed.arguments), named=())
+            call = ahead.LaunchingCall(body=timed.function, arguments=dry_tensors.described(timed.arguments), named=())
             with timed.planned():
                 ahead.note_launches(call, begun.note)
     begun.built()

@@ -40,7 +40,7 @@ from attn_compiler.lowerings.choice import in_order, shape_class
 from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.lowerings.hopper.call import backward_of
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
-from attn_compiler.lowerings.shared.launching import ahead, imagined, persistent
+from attn_compiler.lowerings.shared.launching import ahead, dry_tensors, persistent
 from attn_compiler.lowerings.shared.parts import part_tensors
 from attn_compiler.spec.target import Target
 from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases
@@ -202,7 +202,7 @@ def begin(cases: Sequence[Case], heads: Sequence[int], device: str) -> list[Futu
         ]
         for body, number, arguments in called:
             with _at_once(number):
-                call = ahead.LaunchingCall(body=body, arguments=imagined.described(arguments), named=())
+                call = ahead.LaunchingCall(body=body, arguments=dry_tensors.described(arguments), named=())
                 ahead.note_launches(call, note)
     return started
 
@@ -259,7 +259,7 @@ def rows_of(measured: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
             and row["case"] in triton
         ):
             spec = select_cases.spec_of(by_name[row["case"]], training=True)
-            shape = shape_class.of(spec)
+            shape = shape_class.classify(spec)
             first, last = next((a, b) for a, b in _HEAD_DIMS if a <= (shape.head_dim or 0) <= b)
             values = (shape_class.sort_of_mask(spec), shape.band, first, last)
             speeds = (row["seqlen"], row["heads_at_once"], row["tflops"], triton[row["case"]]["tflops"])

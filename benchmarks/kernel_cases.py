@@ -301,7 +301,7 @@ def build(case: Case, *, device: str, dtype: torch.dtype, training: bool, tiles:
     given = _given(case, normal, device)
     spec = spec_of(case, q, k, v, training=training)
     tiles = tiles or tile_table.tiles(spec, Target.current(device))
-    plan = parts.of(spec)
+    plan = parts.make_plan(spec)
     with torch.no_grad():
         operands = _operands(spec, q, k, v, given, tiles, device)
     named = dict(zip(plan.operands, operands, strict=True))

@@ -113,7 +113,7 @@ def evidence(rows: Iterable[Mapping[str, str]], later: Iterable[Mapping[str, str
             if took:
                 one = Evidence(
                     case=case.name,
-                    band=shape_class.of(select_cases.spec_of(case, training=training)).band,
+                    band=shape_class.classify(select_cases.spec_of(case, training=training)).band,
                     grouped=case.heads_kv != case.heads_q,
                     times=took,
                     date=dates[case.name],
@@ -172,7 +172,7 @@ def _time(row: Mapping[str, str]) -> float:
 
 
 def _key(case: select_cases.Case, *, training: bool) -> Key:
-    mask = shape_class.of(select_cases.spec_of(case, training=training)).mask
+    mask = shape_class.classify(select_cases.spec_of(case, training=training)).mask
     head_dims = next((first, last) for first, last in HEAD_DIMS if first <= case.head_dim <= last)
     return Key(mask=mask, head_dims=head_dims, seqlen=case.seqlen, training=training)
 

@@ -208,8 +208,8 @@ class Emitter(NodeMaker, Protocol):
         ...
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
-        """Make a float32 buffer of the site, zeros at first, which lives as long as the compiled code. Returns the buffer, to be written in
-        place, and its content before the call, which recomputation sees too."""
+        """Make a float32 buffer of zeros that lives as long as the compiled code. Returns it, to be written in place, and its content
+        before the call, which recomputation sees too."""
         ...
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
@@ -222,10 +222,7 @@ class Emitter(NodeMaker, Protocol):
 
 
 class Lowering(Protocol):
-    """One way to compute a site. Stateless; decides from the spec and the target alone.
-
-    A family's class inherits from this one, and overrides only the methods where it differs from the defaults here.
-    """
+    """One way to compute a site. Stateless; decides from the spec and the target alone. Families inherit it, and override its defaults."""
 
     name: str
 
@@ -270,8 +267,7 @@ class Lowering(Protocol):
         return False
 
     def plan(self, spec: AttentionSpec, target: Target) -> Any:
-        """Return all decisions for a site that this lowering takes, as frozen data. The default, the spec itself, is for lowerings that
-        decide no more."""
+        """Return all decisions for a site that this lowering takes, as frozen data: the spec itself if there are no others."""
         return spec
 
     def emit(self, emitter: Emitter, plan: Any, operands: Operands, /) -> fx.Node:

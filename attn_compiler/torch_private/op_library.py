@@ -27,7 +27,7 @@ class Late:
 
     site: a class of the module, whose instances do the same for one place in compiled code: tensors lie the same there in every call,
     and an output that nothing reads may be None.
-    notes: all that it launches it launches by `launching`, so that its launches can be noted instead (noting.py).
+    notes: all that it launches it launches by `launching`, so that its launches can be noted instead (dry_run.py).
     """
 
     module: str

@@ -37,10 +37,10 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems get lists of tiles as large ones do."""
     for limit in ("_FEW_QUERIES", "_FEW_KEYS"):
         monkeypatch.setattr(parts, limit, 0)
-    parts.of.cache_clear()
+    parts.make_plan.cache_clear()
     prepare.cache_clear()
     yield
-    parts.of.cache_clear()
+    parts.make_plan.cache_clear()
     prepare.cache_clear()
 
 
@@ -154,7 +154,7 @@ def test_the_spec_of_a_full_case_is_taken_and_becomes_the_parts_that_it_should(c
         spec = kernel_cases.spec_of(case, q, k, v, training=training)
     assert TritonAttention().why_not(spec, Target.fake()) == []
     assert tile_table.tiles(spec, Target.fake())
-    plan = parts.of(spec)
+    plan = parts.make_plan(spec)
     assert (plan.keys, plan.documents) == (case.padding is not None, case.documents is not None)
     assert (plan.bias, plan.slopes, plan.distances, plan.sinks) == (case.bias, case.alibi, case.table, case.sinks)
     assert (plan.bias_grad, plan.distances_grad, plan.sinks_grad) == tuple(

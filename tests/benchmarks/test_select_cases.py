@@ -31,7 +31,7 @@ def test_a_run_that_is_cut_off_has_some_of_everything() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_its_spec_is_of_the_sort_that_its_name_says(case: Case) -> None:
     spec = select_cases.spec_of(case, training=True)
-    shape = shape_class.of(spec)
+    shape = shape_class.classify(spec)
     assert shape.mask == {"padded": "padding"}.get(case.name.split("_")[0], case.name.split("_")[0])
     assert (shape.head_dim, shape.seqlens) == (case.head_dim, (case.seqlen, case.seqlen))
     assert shape.grouped == (case.heads_kv < case.heads_q)

@@ -271,7 +271,7 @@ def planned(plan: Plan) -> Iterator[None]:
     """Every spec has this plan."""
     prepare.cache_clear()
     try:
-        with mock.patch.object(site_parts, "of", return_value=plan):
+        with mock.patch.object(site_parts, "make_plan", return_value=plan):
             yield
     finally:
         prepare.cache_clear()

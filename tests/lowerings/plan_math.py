@@ -58,7 +58,7 @@ def added(
 def attention(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """out and lse, differentiable by what PyTorch knows of its own ops. Without dropout."""
     spec = Call.from_text(text).spec
-    plan = parts.of(spec)
+    plan = parts.make_plan(spec)
     named = dict(zip(plan.operands, operands, strict=True))
     named |= {name: named[name].detach() for name in named if name not in plan.differentiable}
     group, sizes = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
@@ -111,7 +111,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], spec: 
 
 
 def _wanted(text: str) -> list[bool]:
-    plan = parts.of(Call.from_text(text).spec)
+    plan = parts.make_plan(Call.from_text(text).spec)
     return [name in plan.differentiable for name in plan.operands]
 
 

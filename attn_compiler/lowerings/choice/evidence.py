@@ -34,8 +34,7 @@ def evidence(spec: AttentionSpec, target: Target) -> Evidence | None:
 
 
 def estimate(spec: AttentionSpec, target: Target, lowering: str) -> Estimate | None:
-    """Estimate a site's time. None where nothing like the site was measured: another GPU, unknown or small sizes, another mask, dropout,
-    another lowering."""
+    """Estimate a site's time. None if nothing like it was measured: another GPU, mask or lowering, unknown or small sizes, dropout."""
     mine = fp8_speed.estimate(lowering, spec) if _was_measured(spec, target) else None
     work = _teraflop(spec)
     if mine is None or work is None or not _is_near(spec, mine):
@@ -56,7 +55,7 @@ def estimate(spec: AttentionSpec, target: Target, lowering: str) -> Estimate | N
 def _was_measured(spec: AttentionSpec, target: Target) -> bool:
     tiles = [size for size in (spec.batch, spec.num_heads_q, spec.seqlen_q) if isinstance(size, int)]
     fills = len(tiles) == 3 and tiles[0] * tiles[1] * math.ceil(tiles[2] / _TILE) >= target.processors
-    plain = shape_class.of(spec).mask in ("window", "causal", "full")
+    plain = shape_class.classify(spec).mask in ("window", "causal", "full")
     return target.sm == _SM and spec.dtype in HALF and spec.score.dropout_p == 0 and plain and fills
 
 
@@ -69,8 +68,7 @@ def _is_near(spec: AttentionSpec, row: fp8_speed.SpeedRow) -> bool:
 
 
 def _left_out(spec: AttentionSpec, row: fp8_speed.SpeedRow) -> float:
-    """Return how much more PyTorch's kernel computes for each allowed pair than at the row's sizes: beside a window it computes all
-    pairs."""
+    """Return the ratio of PyTorch's work per allowed pair to that at the row's sizes: beside a window it computes all pairs."""
     sizes = fp8_speed.sizes_of(spec)
     if row.mask != "window" or sizes is None:
         return 1.0
@@ -79,7 +77,7 @@ def _left_out(spec: AttentionSpec, row: fp8_speed.SpeedRow) -> float:
 
 
 def _teraflop(spec: AttentionSpec) -> float | None:
-    """Return the operations of the matrix products for the pairs that positions allow, in units of 1e12."""
+    """Return 1e-12 times the operations of the matrix products, for the pairs that positions allow."""
     sizes = fp8_speed.sizes_of(spec)
     known = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.head_dim_qk, spec.head_dim_v)
     numbers = [size for size in known if isinstance(size, int)]

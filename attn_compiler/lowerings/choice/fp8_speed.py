@@ -89,8 +89,8 @@ TABLE = Table("fp8_sm90.csv", SpeedRow)
 
 @functools.lru_cache(maxsize=1024)
 def asked_by(spec: AttentionSpec) -> SpeedAsked | None:
-    """Return the columns of a spec; None for unknown lengths or head dims."""
-    shape, sizes = shape_class.of(spec), sizes_of(spec)
+    """Return a spec's values of the rows' columns; None for unknown lengths or head dims."""
+    shape, sizes = shape_class.classify(spec), sizes_of(spec)
     if sizes is None or shape.head_dim is None:
         return None
     return SpeedAsked(
@@ -116,7 +116,7 @@ def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -
         return None
     wanted = (asked.keys, asked.seqlen) if like is None else (like.keys, like.seqlen)
     fitting = [row for row in TABLE.rows() if row.lowering == lowering and row.fits(asked)]
-    there = nearest.of(fitting, lambda row: (row.keys, row.seqlen), wanted)
+    there = nearest.nearest_rows(fitting, lambda row: (row.keys, row.seqlen), wanted)
     there = [row for row in there if row.grouped == asked.grouped] or there
     own = [row for row in there if row.scaling in ("", asked.scaling)]
     return max(own or there, key=lambda row: row.tflops, default=None)
@@ -170,7 +170,8 @@ def check_fp8_speed(spec: AttentionSpec, target: Target, lowering: str, other: s
     """
     if target.sm != _SM:
         return []
-    mine = estimate(lowering, spec) or _fastest(spec)
+    rows = (estimate(name, spec) for name in FP8)
+    mine = estimate(lowering, spec) or max(filter(None, rows), key=lambda row: row.tflops, default=None)
     its = None if mine is None else estimate(other, spec, mine)
     asked = asked_by(spec)
     if mine is None or its is None or asked is None:
@@ -195,8 +196,3 @@ def check_fp8_speed(spec: AttentionSpec, target: Target, lowering: str, other: s
             remedy=remedy,
         )
     ]
-
-
-def _fastest(spec: AttentionSpec) -> SpeedRow | None:
-    found = [row for name in FP8 if (row := estimate(name, spec)) is not None]
-    return max(found, key=lambda row: row.tflops, default=None)

@@ -16,8 +16,7 @@ from attn_compiler.spec.attention import AttentionSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartsRow:
-    """head_dim_qk, head_dim_v: as sums. summed, padded: TFLOP/s on allowed pairs, of the forward alone. since, case: the date, and the
-    measured case."""
+    """Speed of both ways. head_dim_qk, head_dim_v: as sums. summed, padded: TFLOP/s on allowed pairs, of the forward. since: the date."""
 
     mask: str
     band: str
@@ -35,12 +34,12 @@ TABLE = Table("head_parts_sm90.csv", PartsRow)
 
 def is_faster(spec: AttentionSpec) -> bool:
     """Return whether the sum was faster in all of the nearest rows. Raises TypeError for head dims that are not known."""
-    head_dims, seqlens = head_dim_sums(spec), shape_class.of(spec).seqlens
+    head_dims, seqlens = head_dim_sums(spec), shape_class.classify(spec).seqlens
     if head_dims == head_dim_tiles(spec):
         return False
-    sort = shape_class.sort_of_mask(spec), shape_class.of(spec).band
+    sort = shape_class.sort_of_mask(spec), shape_class.classify(spec).band
     there = [
         row for row in TABLE.rows() if (row.mask, row.band, row.head_dim_qk, row.head_dim_v) == (*sort, *head_dims)
     ]
-    near = nearest.of_length(there, seqlens) if there else ""
+    near = nearest.rows_of_nearest_length(there, seqlens) if there else ""
     return not isinstance(near, str) and all(row.summed > row.padded for row in near)

@@ -29,7 +29,8 @@ _WORDS: Mapping[PartKind, str] = {"mask": "a dense mask", "bias": "a dense bias"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedRow:
-    """hopper, triton: TFLOP/s on allowed pairs, of one pass alone. device, since, case: the GPU, the date, and the measured case."""
+    """Speed of both families: TFLOP/s on allowed pairs, of one pass alone. device, since, case: the GPU, the date, and the measured
+    case."""
 
     part: str
     pass_: str
@@ -52,8 +53,7 @@ TABLE = Table("hopper_added_sm90.csv", AddedRow)
 
 
 def check_added_speed(spec: AttentionSpec, name: str) -> list[Reason]:
-    """Return why a lowering that nobody asked for by name does not serve a site that it could: one reason for each slower or unmeasured
-    part."""
+    """Return why a lowering that was not asked for by name does not serve a site: a reason for each slower or unmeasured part."""
     wanted = site_parts.parts(spec).kinds & PARTS if name == FAMILY else frozenset()
     return [
         reason for part in sorted(wanted) for which in _passes(spec, part) for reason in _check_part(spec, part, which)
@@ -67,7 +67,7 @@ def _passes(spec: AttentionSpec, part: PartKind) -> tuple[str, ...]:
 
 
 def _check_part(spec: AttentionSpec, part: PartKind, which: str) -> list[Reason]:
-    shape = shape_class.of(spec)
+    shape = shape_class.classify(spec)
     there = [
         row
         for row in TABLE.rows()
@@ -77,7 +77,7 @@ def _check_part(spec: AttentionSpec, part: PartKind, which: str) -> list[Reason]
     ]
     if not there:
         return [_refused(part, f"no row of the {which} with {_WORDS[part]} and such sizes, D {shape.head_dim}")]
-    near = nearest.of_length(there, shape.seqlens)
+    near = nearest.rows_of_nearest_length(there, shape.seqlens)
     if isinstance(near, str):
         return [_refused(part, near)]
     slower = [row for row in near if row.hopper <= row.triton]

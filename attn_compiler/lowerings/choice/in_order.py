@@ -27,8 +27,8 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderRow:
-    """heads: of all batch rows, as many as run at once. in_order, triton: TFLOP/s on allowed pairs, of the backward alone. since, case: the
-    date, and the measured case."""
+    """Speed of both backwards: TFLOP/s on allowed pairs. heads: of all batch rows, as many as run at once. since, case: the date, and the
+    measured case."""
 
     mask: str
     band: str
@@ -54,17 +54,25 @@ TABLE = Table("in_order_sm90.csv", OrderRow)
 
 
 def check_order_speed(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Refuse the backward in one order where it was slower, where nothing like the shape was measured, and for unknown sizes: whether
-    blocks wait for each other depends on how many there are."""
+    """Refuse the backward in one order where it was slower, unmeasured, or sizes are unknown, which decide whether blocks wait for each
+    other."""
     sizes = _sizes(spec)
     if sizes is None:
         return [_refused("sizes that are not known when the graph is compiled", "torch.compile(dynamic=False)")]
     heads, seqlens = sizes
-    there = _of_its_sort(spec)
+    shape, mask = shape_class.classify(spec), shape_class.sort_of_mask(spec)
+    there = [
+        row
+        for row in TABLE.rows()
+        if (row.mask, row.band) == (mask, shape.band)
+        and shape.head_dim is not None
+        and row.head_dim_from <= shape.head_dim <= row.head_dim_to
+    ]
     if not there:
-        return [_refused(f"no row of a mask and head dims like these, {_sort_words(spec)}", _REMEDY)]
+        own = mask if mask == shape.band else f"{mask} and {shape.band}"
+        return [_refused(f"no row of a mask and head dims like these, {own}, D {shape.head_dim}", _REMEDY)]
     at_once = persistent.heads_at_once(heads, target.processors)
-    near = nearest.of_length(there, seqlens, lambda row: (row.heads,), (at_once,))
+    near = nearest.rows_of_nearest_length(there, seqlens, lambda row: (row.heads,), (at_once,))
     if isinstance(near, str):
         return [_refused(near, _REMEDY)]
     slower = [row for row in near if row.in_order <= row.triton]
@@ -77,26 +85,7 @@ def _refused(observed: str, remedy: str) -> Reason:
 
 def _sizes(spec: AttentionSpec) -> tuple[int, tuple[int, int]] | None:
     """Return the heads of all batch rows, and the smaller and the larger length; None where one is not known."""
-    shape = shape_class.of(spec)
+    shape = shape_class.classify(spec)
     if shape.is_any or not isinstance(spec.batch, int) or not isinstance(spec.num_heads_q, int):
         return None
     return spec.batch * spec.num_heads_q, shape.seqlens
-
-
-def _of_its_sort(spec: AttentionSpec) -> list[OrderRow]:
-    """Return the rows with a spec's mask and head dims, of any length."""
-    shape = shape_class.of(spec)
-    mask = shape_class.sort_of_mask(spec)
-    return [
-        row
-        for row in TABLE.rows()
-        if (row.mask, row.band) == (mask, shape.band)
-        and shape.head_dim is not None
-        and row.head_dim_from <= shape.head_dim <= row.head_dim_to
-    ]
-
-
-def _sort_words(spec: AttentionSpec) -> str:
-    shape = shape_class.of(spec)
-    mask = shape_class.sort_of_mask(spec)
-    return f"{mask}{'' if mask == shape.band else f' and {shape.band}'}, D {shape.head_dim}"

@@ -21,8 +21,7 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 
 
 class Table(Generic[Row]):
-    """Rows of a CSV file. path: of the file. kind: a dataclass for the rows. A field that would be a word of Python ends in an
-    underscore."""
+    """Rows of a CSV file. path: of the file. kind: a dataclass for the rows. A field named like a word of Python ends in an underscore."""
 
     def __init__(self, path: str | Path, kind: type[Row]) -> None:
         self.path = Path(__file__).with_name(path) if isinstance(path, str) else path

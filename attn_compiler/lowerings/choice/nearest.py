@@ -27,7 +27,9 @@ def is_far(seqlens: tuple[int, int], least: int) -> bool:
     return _FAR * shorter < least or longer > _FAR * shorter
 
 
-def of(rows: Iterable[Row], sizes: Callable[[Row], tuple[float, ...]], wanted: tuple[float, ...]) -> list[Row]:
+def nearest_rows(
+    rows: Iterable[Row], sizes: Callable[[Row], tuple[float, ...]], wanted: tuple[float, ...]
+) -> list[Row]:
     """Return all rows that are as near as the nearest one. The first size decides, as a ratio, and then the next one.
 
     sizes: of a row, as many as `wanted` has.
@@ -37,7 +39,7 @@ def of(rows: Iterable[Row], sizes: Callable[[Row], tuple[float, ...]], wanted: t
     return [row for distance, row in near if distance == least]
 
 
-def of_length(
+def rows_of_nearest_length(
     rows: Sequence[OfLength],
     seqlens: tuple[int, int],
     further: Callable[[OfLength], tuple[float, ...]] = lambda row: (),
@@ -50,7 +52,7 @@ def of_length(
     least = min(row.seqlen for row in rows)
     if is_far(seqlens, least):
         return f"lengths of {seqlens[0]} and {seqlens[1]}, and the nearest row has S {least}"
-    return of(rows, lambda row: (row.seqlen, *further(row)), (seqlens[0], *wanted))
+    return nearest_rows(rows, lambda row: (row.seqlen, *further(row)), (seqlens[0], *wanted))
 
 
 def _distance(sizes: tuple[float, ...], wanted: tuple[float, ...]) -> tuple[float, ...]:

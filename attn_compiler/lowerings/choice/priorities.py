@@ -72,17 +72,13 @@ _MASKS: Mapping[str, shape_class.Mask] = {mask: mask for mask in shape_class.MAS
 _BANDS: Mapping[str, shape_class.Band | None] = {"": None} | {band: band for band in shape_class.BANDS}
 
 
-def _read() -> tuple[Row, ...]:
-    with MEASURED.open(newline="") as file:
-        return tuple(map(_measured, csv.DictReader(file)))
-
-
 def _rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows of priorities.toml with the names of their groups. An entry that names MEASURED stands for the rows of that file."""
-    with _BY_HAND.open("rb") as file:
+    with _BY_HAND.open("rb") as file, MEASURED.open(newline="") as measured:
         for group, entries in tomllib.load(file).items():
             for entry in entries:
-                yield from ((group, row) for row in (_read() if "file" in entry else rows.read(entry, Row)))
+                found = map(_measured, csv.DictReader(measured)) if "file" in entry else rows.read(entry, Row)
+                yield from ((group, row) for row in found)
 
 
 _GROUPED = tuple(_rows())
@@ -110,8 +106,8 @@ def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
 
 
 def _of_latent(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
-    """Return the lowerings that come before all others for a latent: they read a few bytes of each key, where others need k and v made
-    first (mla.md has the figures)."""
+    """Return the lowerings that come first for a latent: they read a few bytes of each key, where others need k and v made
+    (docs/mla.md)."""
     if spec.latent is None:
         # One of them is enough to report the reason.
         return OF_LATENT[-1:] if spec.no_latent is not None else ()

@@ -114,7 +114,7 @@ class Row(EvidenceRow):
             and self.stored in (None, spec.stored is not None)
             and self.dropout in (None, spec.score.dropout_p > 0)
             and self._fits_lengths(spec)
-            and self._fits_shape(shape_class.of(spec))
+            and self._fits_shape(shape_class.classify(spec))
             and (self.parts is None or bool(self.parts & site_parts.parts(spec).kinds))
             and self.learned in (None, site_parts.parts(spec).bias_grad)
         )
@@ -127,7 +127,7 @@ class Row(EvidenceRow):
     def _fits_lengths(self, spec: AttentionSpec) -> bool:
         if self.least_scores is None and self.most_scores is None and self.seqlens is None:
             return True
-        shape = shape_class.of(spec)
+        shape = shape_class.classify(spec)
         if self.sms is None and shape.is_any:
             return False
         shorter, longer = shape.seqlens

@@ -35,8 +35,8 @@ _BY_BAND: tuple[Mask, ...] = ("sinks", "softcap")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeClass:
-    """head_dim: the larger one. seqlens: the smaller and the larger one, or what stands for them. is_any: one of these is not known.
-    grouped: k and v have fewer heads. elements: of q. None: not known."""
+    """Class of a spec. head_dim: the larger one. seqlens: the smaller and the larger one, or their stand-ins. is_any: a length is unknown.
+    grouped: k and v have fewer heads. elements: of q. None: unknown."""
 
     mask: Mask
     band: Band
@@ -48,7 +48,7 @@ class ShapeClass:
 
 
 @functools.lru_cache(maxsize=1024)
-def of(spec: AttentionSpec) -> ShapeClass:
+def classify(spec: AttentionSpec) -> ShapeClass:
     """Return the class of a spec, whatever kernels there are for it."""
     queries, keys = (chosen_for(spec, size) for size in (spec.seqlen_q, spec.seqlen_kv))
     head_dims = spec.head_dim_qk, spec.head_dim_v
@@ -96,7 +96,7 @@ def sort_of_mask(spec: AttentionSpec) -> str:
     """
     if "rows" in site_parts.parts(spec).kinds:
         return "intervals"
-    shape = of(spec)
+    shape = classify(spec)
     return shape.band if shape.mask in _BY_BAND else shape.mask
 
 

@@ -25,8 +25,8 @@ from attn_compiler.lowerings.shared.calls import by_definition
 from attn_compiler.lowerings.shared.calls.arguments import along
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.calls.readable import readable
+from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.launching.launch import check_grid, first_launch, plain, start
-from attn_compiler.lowerings.shared.launching.noting import noter
 from attn_compiler.lowerings.shared.launching.replaying import VECTOR
 from attn_compiler.lowerings.shared.ops.leaf_ops import output_strides
 from attn_compiler.lowerings.shared.parts import score_changes

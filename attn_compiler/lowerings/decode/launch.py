@@ -26,8 +26,8 @@ from attn_compiler.lowerings.shared.calls import by_definition
 from attn_compiler.lowerings.shared.calls.arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.calls.readable import readable
+from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.launching.launch import check_grid, first_launch, plain, start
-from attn_compiler.lowerings.shared.launching.noting import noter
 from attn_compiler.lowerings.shared.launching.on_device import Empty, new_outputs
 from attn_compiler.lowerings.shared.launching.replaying import VECTOR
 from attn_compiler.lowerings.shared.parts import score_changes

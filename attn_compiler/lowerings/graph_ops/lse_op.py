@@ -59,8 +59,7 @@ def _composite(
 
 
 def softmax_and_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute softmax and logsumexp over the last axis. A row of -inf gets weights of 0, an lse of -inf, and no gradient: `torch.logsumexp`
-    gives NaN."""
+    """Compute both over the last axis. A row of -inf gets weights of 0, an lse of -inf, and no gradient: `torch.logsumexp` gives NaN."""
     peak = scores.detach().amax(-1, keepdim=True)
     is_empty = peak == -math.inf
     shift = torch.where(is_empty, 0.0, peak)

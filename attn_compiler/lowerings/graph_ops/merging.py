@@ -26,8 +26,7 @@ from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 
 
 def shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the shares of two parts in the weights: exp(a) and exp(b) over their sum. They add up to 1, however large both are, and also
-    in a row without any key, where both are a half."""
+    """Return exp(a) and exp(b) over their sum, the shares of two parts. They add up to 1, and are a half in rows without any key."""
     apart = torch.where(a == b, 0.0, a - b)
     return torch.sigmoid(apart), torch.sigmoid(-apart)
 

@@ -46,8 +46,7 @@ def _last_step(node: fx.Node) -> fx.Node:
 
 
 def _sizes_of_larger_readers(table: fx.Node) -> list[Any]:
-    """Return the sizes, in elements, of larger pointwise readers, for which Inductor recomputes a table. Empty where a reader depends on
-    the table's strides."""
+    """Return sizes of larger pointwise readers, which recompute the table; none if a reader depends on the table's strides."""
     found, waiting = [], list(table.users)
     while waiting:
         reader = waiting.pop()

@@ -61,7 +61,7 @@ def call_of(spec: AttentionSpec, target: Target) -> HopperCall:
     family = backward_of(spec, target) if spec.needs_grad else None
     return HopperCall(
         spec=spec,
-        parts=site_parts.of(spec),
+        parts=site_parts.make_plan(spec),
         text=Call(spec=spec, tiles=of_triton).to_text(),
         tiles=dataclasses.replace(of_triton, forward=blocks_of(spec).tile),
         ordered=is_ordered(spec),

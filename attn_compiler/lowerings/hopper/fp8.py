@@ -63,7 +63,7 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
 
 def _check_kernel(spec: AttentionSpec) -> list[Reason]:
     reasons = []
-    plan = site_parts.of(spec)
+    plan = site_parts.make_plan(spec)
     if FP8.beyond(spec) or spec.score.dropout_p:
         parts = _parts_beyond(plan, has_lengths=_has_lengths(spec))
         rule = "its kernel knows a band, numbers of keys of batch rows, a softcap and sinks"

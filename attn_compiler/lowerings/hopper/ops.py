@@ -44,7 +44,7 @@ def _read(kept: Tensors, text: str) -> Read:
 
 def grad_operands(spec: AttentionSpec) -> tuple[str, ...]:
     """Names of the operands that `hopper_backward` takes, in order."""
-    plan = parts.of(spec)
+    plan = parts.make_plan(spec)
     # Above 256 head dims dq has a pass of its own, over keys.
     unread = () if is_wide(spec) else ("tiles",)
     further = {mask_bits.BY_KEY: mask_bits.is_there(plan), added.NAME: added.is_there(plan)}
@@ -57,7 +57,7 @@ def _differentiable(operands: Tensors, text: str) -> list[bool]:
     names = grad_operands(spec)
     if len(names) != len(operands):
         raise ValueError(f"the backward has the operands {', '.join(names) or 'none'}; got {len(operands)}")
-    return [name in parts.of(spec).differentiable for name in names]
+    return [name in parts.make_plan(spec).differentiable for name in names]
 
 
 register_forward(

@@ -110,7 +110,7 @@ def is_wide(spec: AttentionSpec) -> bool:
 
 def has_added(spec: AttentionSpec) -> bool:
     """Whether the copy engine brings what is added to the scores."""
-    plan = site_parts.of(spec)
+    plan = site_parts.make_plan(spec)
     return plan.bias or plan.distances
 
 
@@ -138,7 +138,7 @@ def _is_long(spec: AttentionSpec) -> bool:
 
 def _is_listed(spec: AttentionSpec) -> bool:
     """Whether blocks of a head differ in which tiles they visit, in other ways than by a diagonal."""
-    plan = site_parts.of(spec)
+    plan = site_parts.make_plan(spec)
     return plan.tiles or plan.unlisted or (plan.band is not None and plan.band.left is not None)
 
 
@@ -150,7 +150,7 @@ def is_ordered(spec: AttentionSpec) -> bool:
     H200, forward and backward, times without that over times with it: packed rows of 1 to 512 tokens, D 64, 1.44 and 1.21. Documents of
     1024, causal, D 128: 1.19 and 1.06. Padded on the right: 0.97 to 0.98 and 0.95 to 0.99.
     """
-    return site_parts.of(spec).tiles and bool({"rows", "documents"} & site_parts.parts(spec).kinds)
+    return site_parts.make_plan(spec).tiles and bool({"rows", "documents"} & site_parts.parts(spec).kinds)
 
 
 def leaves_from_queries(spec: AttentionSpec, added: int = 0) -> bool:
@@ -204,7 +204,7 @@ def has_backward(spec: AttentionSpec) -> bool:
     """Wider heads leave no room for the sums of dk and dv in registers. dv leaves from the place of dq's sums, which is as large as dk.
     It adds nothing but slopes to the scores, and biases in half precision that want no gradient: for more it has no room."""
     qk, v = head_dim_tiles(spec)
-    plan, bias = site_parts.of(spec), spec.added_tensor
+    plan, bias = site_parts.make_plan(spec), spec.added_tensor
     is_wide = bias is not None and BYTES.get(bias.dtype, _WIDE) > _HALF_BYTES
     if plan.distances or plan.bias_grad or (plan.bias and is_wide):
         return False
@@ -222,7 +222,7 @@ def cudnn_is_faster(spec: AttentionSpec) -> bool:
     is_short = most is not None and most < _FROM
     if is_short:
         return not is_narrow
-    return site_parts.of(spec).band is None
+    return site_parts.make_plan(spec).band is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +277,7 @@ def wide_blocks_of(spec: AttentionSpec, grad: str) -> WideGradBlocks:
             registers=of.registers,
         )
     qk, v = wide_head_dims(spec)
-    plan = site_parts.of(spec)
+    plan = site_parts.make_plan(spec)
     if (qk, v) == (_WIDEST, _WIDEST) and plan.band is not None and not plan.tiles:
         return WideGradBlocks(rows=ROWS, part=WIDE_PART, **_DIAGONAL)
     room = _ROOM // _HALF_BYTES - ROWS * (qk + v + _WIDE_TILE) - _LEAST_V * _WIDE_TILE * WIDE_PART_V
@@ -301,7 +301,7 @@ def wide_grad_tiles(tiles: Tiles, spec: AttentionSpec) -> Tiles:
 
 def has_wide_backward(spec: AttentionSpec) -> bool:
     """Whether the passes for head dims above 256 take a spec. Raises TypeError for head dims that are not known."""
-    plan = site_parts.of(spec)
+    plan = site_parts.make_plan(spec)
     return is_wide(spec) and not (plan.mask or plan.bias or plan.distances)
 
 
@@ -311,7 +311,7 @@ def wide_is_faster(spec: AttentionSpec) -> bool:
     Triton's time over theirs on an H200, D 512: up to a diagonal, S 8192 and 2048, 3.0 and 2.6; padded besides 2.6; no mask 3.0. D 384 2.5,
     D 320 2.6. With a window of 128 1.0. Nothing else was measured, and no GPU has run the tiles of 32 with softcaps or sinks.
     """
-    plan, kinds = site_parts.of(spec), site_parts.parts(spec).kinds
+    plan, kinds = site_parts.make_plan(spec), site_parts.parts(spec).kinds
     is_window = plan.band is not None and plan.band.left is not None
     if is_window or plan.slopes or spec.score.changes or not kinds <= {"band", "keys", "lengths"}:
         return False

@@ -16,7 +16,7 @@ from attn_compiler.lowerings.linear.kernels import forward as kernels
 from attn_compiler.lowerings.linear.triton_passes import of_states
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
-from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
 

@@ -1,5 +1,4 @@
-"""Split a call into pieces: runs of queries, each with the keys that they may see. A piece needs a mask only where its keys have gaps, or
-where the edge of a band runs through it."""
+"""Pieces of a call: runs of queries with the keys that they may see. A piece has a mask if its keys have gaps, or a band ends inside it."""
 
 from __future__ import annotations
 
@@ -115,10 +114,8 @@ def _cut(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, operands: Mappin
 
 
 def _joined(pieces: list[Piece], *, counts_distances: bool) -> list[Piece]:
-    """Join equal pieces of neighbouring batch rows, and pieces of the same lengths that follow each other.
-
-    counts_distances: pieces that follow each other must have as many queries as keys, so that k - q is the same in all of them.
-    """
+    """Join equal pieces of neighbouring batch rows, and pieces of the same lengths that follow each other. counts_distances: these must
+    have as many queries as keys, so that k - q is the same in all of them."""
     by_place: dict[tuple[object, ...], Piece] = {}
     for piece in pieces:
         key = (piece.q, piece.k, piece.num_q, piece.num_k, piece.causal, id(piece.mask))
@@ -272,8 +269,7 @@ class _Call:
 
 
 def _are_apart(runs: list[_Run]) -> bool:
-    """Return whether no key is in two runs, as in documents and packed rows. With one call for all, a NaN of one run would reach the
-    others."""
+    """Return whether no key is in two runs, as in documents and packed rows. One call for all would spread NaN from run to run."""
     ordered = sorted(runs, key=lambda run: run.low)
     return all(run.high <= following.low for run, following in itertools.pairwise(ordered))
 

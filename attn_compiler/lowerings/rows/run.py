@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.rows.piece_scores import PieceScores
 from attn_compiler.lowerings.rows.pieces import Piece, cut, operand_names
 from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments, Gradients
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
@@ -24,7 +24,7 @@ def forward(
     parsed = AttentionSpec.from_text(spec)
     out, lse = empty_outputs(q, v)
     named = _named(parsed, operands)
-    pieces, added = cut(parsed, q, k, named), PieceScores.of(named, q.shape[2])
+    pieces, added = cut(parsed, q, k, named), PieceScores.from_operands(named, q.shape[2])
     if not _cover(pieces, q):
         out.zero_()
         lse.fill_(-torch.inf)
@@ -52,7 +52,7 @@ def backward(*arguments: Any) -> Gradients:
     parsed = AttentionSpec.from_text(spec)
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     named = _named(parsed, operands)
-    added = PieceScores.of(named, q.shape[2])
+    added = PieceScores.from_operands(named, q.shape[2])
     for piece in cut(parsed, q, k, named):
         of_queries = _queries(grad_out, piece)
         empty = _keyless(piece)
@@ -103,7 +103,7 @@ def _slice(x: torch.Tensor, piece: Piece, start: int, length: int) -> torch.Tens
 def _additive(piece: Piece, dtype: torch.dtype, added: PieceScores | None) -> torch.Tensor | None:
     """Return mask and biases as the kernel takes them: in its dtype, or in float32. A query without keys sees all keys here, where the
     kernel would give NaN; the caller sets its output to 0."""
-    scores = None if added is None else added.to(piece)
+    scores = None if added is None else added.for_piece(piece)
     if piece.mask is None:
         return scores
     mask = piece.mask | ~piece.mask.any(1, keepdim=True)
@@ -124,3 +124,48 @@ def _readable_lse(lse: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor
     """Return the lse in the strides that the kernel makes it in, and finite."""
     lse = lse if empty is None else lse.masked_fill(empty, 0.0)
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@dataclass(kw_only=True)
+class PieceScores:
+    """Biases of one call.
+
+    distances: (Hq|1, L), added where k - q + Sq - 1 is the index; None for nothing.
+    slopes: (Hq,), slope · (k - q) is added; None for nothing.
+    num_q: Sq.
+    known: by k - q of a piece's first pair, the largest tensor so far: a smaller piece takes a part of it.
+    """
+
+    distances: torch.Tensor | None
+    slopes: torch.Tensor | None
+    num_q: int
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def from_operands(operands: Mapping[str, torch.Tensor], num_q: int) -> PieceScores | None:
+        """Read the biases from a call's operands by name; None if nothing is added."""
+        distances, slopes = operands.get("distances"), operands.get("slopes")
+        if distances is None and slopes is None:
+            return None
+        # The operand holds 8 shifted copies for kernels that load vectors. The first copy begins at the first distance.
+        return PieceScores(distances=None if distances is None else distances[:, 0], slopes=slopes, num_q=num_q)
+
+    def for_piece(self, piece: Piece) -> torch.Tensor:
+        """Return the biases of a piece: float32 (1, Hq|1, num_q, num_k)."""
+        shift = piece.k - piece.q
+        known = self.known.get(shift)
+        if known is None or known.shape[2] < piece.num_q or known.shape[3] < piece.num_k:
+            sizes = (0, 0) if known is None else known.shape[2:]
+            known = self.known[shift] = self._made(shift, max(sizes[0], piece.num_q), max(sizes[1], piece.num_k))
+        return known[:, :, : piece.num_q, : piece.num_k]
+
+    def _made(self, shift: int, num_q: int, num_k: int) -> torch.Tensor:
+        ahead = shift + torch.arange(num_k) - torch.arange(num_q)[:, None]
+        made = torch.zeros((), dtype=torch.float32)
+        if self.distances is not None:
+            # A tensor that covers two pieces may go beyond the last distance: no piece reads that part.
+            at = (ahead + self.num_q - 1).clamp(0, self.distances.shape[1] - 1)
+            made = made + self.distances[:, at].float()
+        if self.slopes is not None:
+            made = made + self.slopes.float()[:, None, None] * ahead
+        return made[None]

@@ -56,7 +56,6 @@ class _Pinned(Lowering, ABC):
         """Return the kernel's limits that `takes` does not express."""
 
     def _taken(self, target: Target) -> Takes:
-        """Return the sites that the kernel takes on that machine."""
         return self.takes
 
     def cannot_package(self) -> list[Reason]:
@@ -68,8 +67,8 @@ class _Pinned(Lowering, ABC):
         return machine or self._refused(self.as_told(spec, target), target)
 
     def as_told(self, spec: AttentionSpec, target: Target) -> AttentionSpec:
-        """Return the spec that the kernel is called with: a mask tensor becomes a causal flag where both mean the same and the kernel takes
-        the flag."""
+        """Return the spec that the kernel is called with: with a causal flag for a mask tensor that means the same, if the kernel takes
+        it."""
         return as_told(spec, lambda told: self._refused(told, target))
 
     def _refused(self, spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -229,10 +228,8 @@ class SdpaEfficient(_Pinned):
 
 
 def _with_aligned_ones(emitter: Emitter, node: fx.Node) -> fx.Node:
-    """Return a view of q, k or v whose axes of size one have aligned strides, because the memory-efficient kernel checks those strides too.
-
-    Such a stride is never used, and may be any number. A new axis gets the number of elements inside it as its stride.
-    """
+    """Return a view of q, k or v whose axes of size one have aligned strides: the memory-efficient kernel checks those strides too. They
+    are never used, and may be any number. A new axis gets the number of elements inside it as its stride."""
     for axis in (2, 1, 0):
         value = emitter.value(node)
         size, stride = value.shape[axis], value.stride(axis)

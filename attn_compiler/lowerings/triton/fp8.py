@@ -84,13 +84,13 @@ def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
         or found.forward.queries <= 64
     ):
         return found
-    listed = parts.of(spec).tiles
+    listed = parts.make_plan(spec).tiles
     return dataclasses.replace(found, forward=_WIDE_HEADS, grad_q=_WIDE_HEADS_GRAD_Q if listed else found.grad_q)
 
 
 def _is_plain_on_hopper(spec: AttentionSpec, target: Target) -> bool:
     """Where `_HOPPER` was measured: nothing but a band, and no lists, whose tiles a backward shares."""
-    return target.sm == 90 and not parts.of(spec).operands and spec.head_dim_qk == spec.head_dim_v
+    return target.sm == 90 and not parts.make_plan(spec).operands and spec.head_dim_qk == spec.head_dim_v
 
 
 register_forward(

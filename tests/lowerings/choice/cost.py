@@ -99,7 +99,7 @@ def _machine(sm: int) -> Machine | None:
 
 
 def _share(lowering: str, spec: AttentionSpec, sm: int) -> float | None:
-    head_dim = shape_class.of(spec).head_dim
+    head_dim = shape_class.classify(spec).head_dim
     shares = SHARES.get(max((first for first in SHARES if first <= sm), default=0), {}).get(lowering)
     if shares is None or head_dim is None or head_dim > max(shares):
         return None

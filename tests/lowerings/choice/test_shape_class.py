@@ -58,7 +58,7 @@ def proved(*kinds: masks.MaskKind) -> MaskSpec:
     ],
 )
 def test_sorts_of_masks(mask: MaskSpec, changes: tuple[ScoreChange, ...], expected: str) -> None:
-    assert shape_class.of(make_spec(mask=mask, changes=changes)).mask == expected
+    assert shape_class.classify(make_spec(mask=mask, changes=changes)).mask == expected
     assert expected in MASKS
 
 
@@ -74,12 +74,12 @@ def test_sorts_of_masks(mask: MaskSpec, changes: tuple[ScoreChange, ...], expect
     ],
 )
 def test_bands(mask: MaskSpec, expected: str) -> None:
-    assert shape_class.of(make_spec(mask=mask)).band == expected
+    assert shape_class.classify(make_spec(mask=mask)).band == expected
     assert expected in BANDS
 
 
 def test_sizes() -> None:
-    shape = shape_class.of(make_spec(head_dim=64, head_dim_v=96, seqlen_q=512, seqlen_kv=100, heads_kv=2))
+    shape = shape_class.classify(make_spec(head_dim=64, head_dim_v=96, seqlen_q=512, seqlen_kv=100, heads_kv=2))
     assert (shape.head_dim, shape.seqlens, shape.grouped) == (96, (100, 512), True)
     assert shape.elements == 2 * 8 * 512 * 64
 
@@ -114,17 +114,17 @@ def test_a_length_that_is_not_known_is_chosen_for_as_one_that_guards_allow(
     sizes: tuple[Dim, Dim], ranges: tuple[SizeRange, ...], seqlens: tuple[int, int], words: str | None
 ) -> None:
     spec = dataclasses.replace(make_spec(seqlen_q=sizes[0], seqlen_kv=sizes[1]), ranges=ranges)
-    assert shape_class.of(spec).seqlens == seqlens
-    assert shape_class.of(spec).is_any == (words is not None)
+    assert shape_class.classify(spec).seqlens == seqlens
+    assert shape_class.classify(spec).is_any == (words is not None)
     assert shape_class.words_of_any(spec) == words
 
 
 def test_other_sizes_that_are_not_known() -> None:
-    assert shape_class.of(make_spec(head_dim="s1")).head_dim is None
-    assert shape_class.of(make_spec(head_dim="s1")).elements is None
-    assert shape_class.of(make_spec(batch="s1")).elements is None
+    assert shape_class.classify(make_spec(head_dim="s1")).head_dim is None
+    assert shape_class.classify(make_spec(head_dim="s1")).elements is None
+    assert shape_class.classify(make_spec(batch="s1")).elements is None
     # Those of q, with the length that it is chosen for as.
-    assert shape_class.of(make_spec(seqlen_q="s1")).elements == 2 * 8 * 4096 * 64
+    assert shape_class.classify(make_spec(seqlen_q="s1")).elements == 2 * 8 * 4096 * 64
 
 
 #: what needs a package: of lowerings without one, some one is always there
@@ -166,7 +166,7 @@ ROWS = [("a", 1024, 4), ("b", 4096, 4), ("c", 4096, 64), ("d", 4096, 64)]
 
 
 def _names(*wanted: float) -> list[str]:
-    return [name for name, *_ in nearest.of(ROWS, lambda row: (row[1], row[2])[: len(wanted)], wanted)]
+    return [name for name, *_ in nearest.nearest_rows(ROWS, lambda row: (row[1], row[2])[: len(wanted)], wanted)]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_first_size_decides_as_a_ratio_and_then_the_next(wanted: tuple[float
 
 
 def test_none_of_none() -> None:
-    assert nearest.of([], lambda row: (1,), (1,)) == []
+    assert nearest.nearest_rows([], lambda row: (1,), (1,)) == []
 
 
 @pytest.mark.parametrize(

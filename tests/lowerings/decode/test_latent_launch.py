@@ -12,7 +12,7 @@ import torch
 from attn_compiler.lowerings.decode import latent_launch
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.plan import DecodeCall
-from attn_compiler.lowerings.shared.launching.noting import noting
+from attn_compiler.lowerings.shared.launching.dry_run import noting
 from tests.lowerings.decode.latent_problems import SMALL, of_latent, planned
 from tests.lowerings.decode.problems import Case, Problem
 

@@ -19,7 +19,7 @@ import torch
 import triton
 
 from attn_compiler.lowerings.hopper import backward_launch, launch
-from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
+from attn_compiler.lowerings.shared.launching import ahead, compiling, dry_tensors
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call
 from attn_compiler.spec.target import Target
@@ -55,7 +55,7 @@ def _calls(problem: Problem, text: str) -> Iterator[ahead.LaunchingCall]:
         (launch.forward, (*given, read, text)),
         (backward_launch.gradients, (out, lse, *given, of_gradients, out, lse, text)),
     ):
-        yield ahead.LaunchingCall(body=body, arguments=imagined.described(arguments), named=())
+        yield ahead.LaunchingCall(body=body, arguments=dry_tensors.described(arguments), named=())
 
 
 def _variants(case: Case, length: int) -> Iterator[tuple[str, str]]:

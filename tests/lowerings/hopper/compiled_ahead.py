@@ -16,7 +16,7 @@ import torch
 import triton
 
 from attn_compiler.lowerings.hopper import backward_launch, launch
-from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
+from attn_compiler.lowerings.shared.launching import ahead, compiling, dry_tensors
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.target import Target
 from benchmarks.kernel_code import _Driver
@@ -50,7 +50,7 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 def _begun(body: Any, given: tuple[Any, ...]) -> dict[str, Any]:
     """The kernels that are begun for a call, and what it would compile after that."""
-    call = ahead.LaunchingCall(body=body, arguments=imagined.described(given), named=())
+    call = ahead.LaunchingCall(body=body, arguments=dry_tensors.described(given), named=())
     left: list[compiling.Asked] = []
     first = ahead.Ahead(begin=compiling.workers(2).begin)
     ahead.note_launches(call, first.note)

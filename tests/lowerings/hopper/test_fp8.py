@@ -82,7 +82,7 @@ BANDS = {
 def test_every_band_is_one_that_its_kernel_knows(mask: MaskSpec) -> None:
     for seqlen_kv in (8192, 16384):
         spec = asked(mask=mask, seqlen_kv=seqlen_kv)
-        assert parts.of(spec).band is not None
+        assert parts.make_plan(spec).band is not None
         assert not hopper.HopperFp8().why_not(spec, H200)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.rows import pieces, run
-from attn_compiler.lowerings.rows.piece_scores import PieceScores
 from attn_compiler.lowerings.rows.pieces import Piece, operand_names
+from attn_compiler.lowerings.rows.run import PieceScores
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.masks import Causal, Dense, KeyPadding, MaskSpec
@@ -138,32 +138,32 @@ def piece(q: int, k: int, num_q: int, num_k: int) -> Piece:
 
 
 def test_nothing_is_added_without_operands_for_it() -> None:
-    assert PieceScores.of({"keys": torch.ones(1, 4)}, NUM_Q) is None
+    assert PieceScores.from_operands({"keys": torch.ones(1, 4)}, NUM_Q) is None
 
 
 def test_numbers_by_distance() -> None:
-    added = PieceScores.of(operands(), NUM_Q)
+    added = PieceScores.from_operands(operands(), NUM_Q)
     assert added is not None
-    found = added.to(piece(2, 1, 2, 3))
+    found = added.for_piece(piece(2, 1, 2, 3))
     assert found.shape == (1, 2, 2, 3)
     assert found[0, 0].tolist() == [[4, 5, 6], [3, 4, 5]]
     assert (found[0, 1] - found[0, 0]).unique().tolist() == [100]
 
 
 def test_slopes() -> None:
-    added = PieceScores.of({"slopes": torch.tensor([1.0, 0.5])}, NUM_Q)
+    added = PieceScores.from_operands({"slopes": torch.tensor([1.0, 0.5])}, NUM_Q)
     assert added is not None
-    found = added.to(piece(0, 2, 2, 2))
+    found = added.for_piece(piece(0, 2, 2, 2))
     assert found[0].tolist() == [[[2, 3], [1, 2]], [[1, 1.5], [0.5, 1]]]
 
 
 def test_pieces_at_one_distance_share_a_tensor() -> None:
-    added = PieceScores.of(operands(), NUM_Q)
+    added = PieceScores.from_operands(operands(), NUM_Q)
     assert added is not None
-    alone = [PieceScores.of(operands(), NUM_Q) for _ in range(4)]
+    alone = [PieceScores.from_operands(operands(), NUM_Q) for _ in range(4)]
     for x, own in zip((piece(0, 0, 2, 8), piece(1, 1, 5, 3), piece(3, 3, 2, 2), piece(4, 4, 2, 4)), alone, strict=True):
         assert own is not None
-        assert torch.equal(added.to(x), own.to(x))
+        assert torch.equal(added.for_piece(x), own.for_piece(x))
     assert list(added.known) == [0]
 
 

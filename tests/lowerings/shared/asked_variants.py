@@ -24,8 +24,8 @@ from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.hopper import fp8_launch as hopper_launch
 from attn_compiler.lowerings.linear import triton_backward, triton_launch as linear_launch, triton_step
 from attn_compiler.lowerings.shared.calls import listing_launch
-from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
-from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.launching import ahead, compiling, dry_tensors
+from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
 from attn_compiler.lowerings.shared.ops.listing import OPEN
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
@@ -155,14 +155,14 @@ def _launched(body: Callable[..., Any], given: Any, named: Any) -> tuple[list[st
 def _described(body: Callable[..., Any], given: Any, named: Any) -> ahead.LaunchingCall:
     return ahead.LaunchingCall(
         body=body,
-        arguments=imagined.described(tuple(given)),
-        named=tuple((name, imagined.described(value)) for name, value in named.items()),
+        arguments=dry_tensors.described(tuple(given)),
+        named=tuple((name, dry_tensors.described(value)) for name, value in named.items()),
     )
 
 
 def _on_gpu(described: Any) -> Any:
     """The same of tensors of a GPU, which is not there."""
-    if isinstance(described, imagined.Lying):
+    if isinstance(described, dry_tensors.TensorLayout):
         return dataclasses.replace(described, device=torch.device("cuda:0"))
     return tuple(map(_on_gpu, described)) if isinstance(described, tuple) else described
 

@@ -16,7 +16,7 @@ import triton
 
 from attn_compiler.lowerings.shared.calls import listing_launch
 from attn_compiler.lowerings.shared.kernels.tile_lists import tile_lists
-from attn_compiler.lowerings.shared.launching import ahead, compiling, imagined
+from attn_compiler.lowerings.shared.launching import ahead, compiling, dry_tensors
 from attn_compiler.lowerings.shared.ops.listing import OPEN
 from benchmarks.kernel_code import _Driver
 
@@ -35,7 +35,7 @@ def main() -> None:
     triton.runtime.driver.set_active(driver := _Building())
     keys = torch.ones(2, 100, dtype=torch.bool)
     given = (None, keys, None, None, None, 64, 100, OPEN, 0, False, 64, 32, False, True)
-    call = ahead.LaunchingCall(body=listing_launch.lists, arguments=imagined.described(given), named=())
+    call = ahead.LaunchingCall(body=listing_launch.lists, arguments=dry_tensors.described(given), named=())
     workers, left = compiling.workers(2), []
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder

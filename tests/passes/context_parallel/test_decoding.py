@@ -90,6 +90,6 @@ def test_the_decode_kernel_takes_what_a_rank_is_left_with(two: list[dict[str, Fo
 def test_what_is_not_filled_yet_is_an_interval_of_slots(two: list[dict[str, Found]], name: str) -> None:
     """So kernels read no tensor for the mask, and no slot that is empty."""
     (text,) = two[0][name].specs
-    found = parts.of(AttentionSpec.from_text(text))
+    found = parts.make_plan(AttentionSpec.from_text(text))
     assert found.rows
     assert not found.mask

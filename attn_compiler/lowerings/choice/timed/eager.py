@@ -58,8 +58,7 @@ class EagerEmitter:
         return self._shared[key]
 
     def let_go(self) -> None:
-        """Release all tensors. Graph and nodes refer to each other, so their tensors would otherwise stay until Python's next garbage
-        collection."""
+        """Release all tensors. Graph and nodes refer to each other, so tensors would otherwise stay until Python's garbage collection."""
         self._shared.clear()
         for node in self.graph.nodes:
             node.meta.clear()

@@ -133,7 +133,7 @@ def _loads_of(
 
 
 def _along_keys(fake: Tensor, keys: int, device: torch.device, *, of_row: int | None) -> Tensor:
-    """Return numbers of keys, or of batch rows. of_row: the value at padding, where real keys have the other of 0 and 1; None:
+    """Return numbers of keys, or of batch rows. of_row: the value at padding, where real keys have the other of 0 and 1. None:
     documents."""
     if fake.is_floating_point() or fake.dim() not in (1, 2) or (fake.dim() == 2 and fake.shape[1] != keys):
         raise NoValues(f"a mask reads {tuple(fake.shape)} of {fake.dtype}")

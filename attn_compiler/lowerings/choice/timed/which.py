@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from attn_compiler.lowerings.choice import priorities, shape_class
-from attn_compiler.lowerings.choice.rows import MOST_QUERIES, Row
+from attn_compiler.lowerings.choice.rows import MOST_QUERIES
 from attn_compiler.spec import reads
 from attn_compiler.spec.added_scores import Bias
 from attn_compiler.spec.attention import AttentionSpec
@@ -77,16 +77,11 @@ def _why_not_values(spec: AttentionSpec) -> str | None:
 
 
 def _is_near(spec: AttentionSpec, target: Target) -> bool:
-    row = priorities.row_of(spec, target)
-    return row is not None and _speaks_for(row, spec)
-
-
-def _speaks_for(row: Row, spec: AttentionSpec) -> bool:
-    """Return whether a row's lowerings were timed together on a shape like this one. Rows of classes are measured at their largest head
-    dim."""
-    shape = shape_class.of(spec)
+    """Return whether a row's lowerings were timed together on such a shape. Rows of classes are measured at their largest head dim."""
+    row, shape = priorities.row_of(spec, target), shape_class.classify(spec)
     return (
-        bool(row.times)
+        row is not None
+        and bool(row.times)
         and row.head_dims is not None
         and shape.head_dim == row.head_dims[1]
         and shape.seqlens[0] >= _LEAST_SEQLEN

@@ -88,7 +88,7 @@ class Prepared:
 def prepare(text: str) -> Prepared:
     """Compute everything that follows from the leaf op's text."""
     call = Call.from_text(text)
-    plan = parts.of(call.spec)
+    plan = parts.make_plan(call.spec)
     spec = call.spec
     return Prepared(
         call=call,
@@ -167,8 +167,10 @@ def check_lengths(q: torch.Tensor, k: torch.Tensor) -> None:
         )
 
 
-def along(tensor: torch.Tensor, dim: int) -> int:
-    """Return the stride of an axis, 0 where it broadcasts."""
+def along(tensor: torch.Tensor | None, dim: int) -> int:
+    """Return the stride of an axis, 0 where it broadcasts or there is no tensor."""
+    if tensor is None:
+        return 0
     size = tensor.shape[dim]
     # Decoding calls this in every step. An int needs no symbolic proof.
     is_one = size == 1 if type(size) is int else statically_known(size == 1)
@@ -232,25 +234,21 @@ def _operand_strides(have: Mapping[str, torch.Tensor]) -> dict[str, MaskStrides 
     return {
         "masking": MaskStrides(
             rows_side=0 if rows is None else rows.stride(0),
-            rows_b=_along(rows, 1),
-            keys_b=_along(have.get("keys"), 0),
-            documents_qb=_along(have.get("documents_q"), 0),
-            documents_kb=_along(have.get("documents_k"), 0),
-            **{f"mask_{axis}": _along(mask, dim) for dim, axis in enumerate("bhqk")},
+            rows_b=along(rows, 1),
+            keys_b=along(have.get("keys"), 0),
+            documents_qb=along(have.get("documents_q"), 0),
+            documents_kb=along(have.get("documents_k"), 0),
+            **{f"mask_{axis}": along(mask, dim) for dim, axis in enumerate("bhqk")},
         ),
         "adding": AddedStrides(
-            **{f"bias_{axis}": _along(bias, dim) for dim, axis in enumerate("bhqk")},
-            distances_h=_along(distances, 0),
+            **{f"bias_{axis}": along(bias, dim) for dim, axis in enumerate("bhqk")},
+            distances_h=along(distances, 0),
             distances_phase=0 if distances is None else distances.stride(1),
         ),
     }
 
 
-def _along(tensor: torch.Tensor | None, dim: int) -> int:
-    return 0 if tensor is None else along(tensor, dim)
-
-
 def lists(tiles: torch.Tensor | None) -> dict[str, ListStrides]:
     """Return the strides that locate the list of a batch row, a head and a block."""
     row = 0 if tiles is None else tiles.stride(2)
-    return {"lists": ListStrides(tiles_b=_along(tiles, 0), tiles_h=_along(tiles, 1), tiles_row=row)}
+    return {"lists": ListStrides(tiles_b=along(tiles, 0), tiles_h=along(tiles, 1), tiles_row=row)}

@@ -1,7 +1,4 @@
-"""Steps that our kernels' backwards share: allocation, launches, replay. The backward's counterpart of forward_call.py.
-
-Imports triton, so this module is imported late.
-"""
+"""Steps that our kernels' backwards share, as forward_call.py: allocation, launches, replay. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -111,8 +108,8 @@ class BackwardByKernels(BackwardBody):
 
 
 def _empty_row_stats(lse: torch.Tensor, together: int) -> torch.Tensor:
-    """Allocate row stats, (B, Hq, 2, rows), in whole blocks. There is at least one block, so the first kernel has a program even without
-    queries."""
+    """Allocate row stats, (B, Hq, 2, rows), in whole blocks. There is always one, so that the first kernel has a program without queries,
+    too."""
     batch, heads, seqlen_q = lse.shape
     rows = max(triton.cdiv(seqlen_q, together), 1) * together
     return torch.empty((batch, heads, 2, rows), dtype=torch.float32, device=lse.device)

@@ -172,8 +172,8 @@ class _Part:
         self.at_k = torch.arange(self.seqlen_kv, device=device)
 
     def logits(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, (B, Hq, rows, Skv): logits, -inf where a pair is not allowed; scores after their change; and which pairs are allowed, in
-        a shape that broadcasts."""
+        """Return (B, Hq, rows, Skv) logits, -inf where a pair is not allowed, and changed scores; and which pairs are allowed,
+        broadcastable."""
         allowed = self._allowed()
         raw = self.queries(allowed) @ self.keys(allowed).transpose(-1, -2) * self.given.scale
         changed = score_changes.applied(_call, raw, self.given.change)

@@ -38,8 +38,7 @@ FAMILY = "sdpa_cudnn"
 
 
 def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Return why this backward can't serve an attention: the limits of cuDNN's own, and states of its forward that another forward
-    lacks."""
+    """Return why this backward can't serve an attention: cuDNN's own limits, and states of its forward that other forwards lack."""
     reasons = cudnn_called.why_not(spec, target)
     if spec.added_tensor is not None:
         reasons.append(Reason(code=Code.MASK_TENSOR, rule="no tensor joins the scores", observed="a mask or a bias"))

@@ -105,8 +105,8 @@ def at_compilation(op: str, text: str, error: Exception) -> list[Caller]:
 
 
 def at_launch(op: str, text: str, error: Exception, seconds: float) -> None:
-    """Report a launch that failed, whose call was computed by its definition in so many seconds. Raises KernelFailed where the code was
-    compiled with strict=True."""
+    """Report a failed launch, whose call took so many seconds with its definition. Raises KernelFailed for code compiled with
+    strict=True."""
     concerned = FAILURES.fail(text, described(error))
     _tell(op, "start", error, concerned, "this call is computed without it, and its graph is compiled again")
     log.warning("what was begun of %s and the same by its definition took %.2f s", op, seconds)

@@ -1,5 +1,4 @@
-"""Steps that our kernels' forwards share: allocation, first launches, and replay afterwards. Imports triton, so this module is imported
-late."""
+"""Steps that our kernels' forwards share: allocation, first launches, and replay afterwards. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Launches of the gradient kernels that serve any mask and score change: of q, of k and v, and of sinks. Several families use
-them. Imports triton, so this module is imported late."""
+"""Launches of gradient kernels for any mask and score change: of q, of k and v, and of sinks. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 

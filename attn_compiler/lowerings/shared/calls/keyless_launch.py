@@ -1,5 +1,4 @@
-"""Launches after a kernel for queries without keys, where `spec.mask.means` asks for it. Imports triton, so this module is imported
-late."""
+"""Launches after a kernel for queries without keys, where `spec.mask.means` asks for it. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ _MOST_OF_TILE = 8192
 
 
 def fill(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
-    """Fill rows of Out whose lse is -inf. Returns the results of `launch`. Nothing is launched beside a bias, where the kernel itself gives
-    the mean."""
+    """Fill rows of Out whose lse is -inf. Returns the results of `launch`: none beside a bias, where the kernel itself gives the mean."""
     if prepared.plan.bias:
         return []
     v = tensors["V"]

@@ -17,9 +17,8 @@ import torch
 from attn_compiler.lowerings.shared.calls import by_definition, failures
 from attn_compiler.lowerings.shared.calls.by_definition import Attention
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
-from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.launching.dry_run import noter, recorder
 from attn_compiler.lowerings.shared.launching.on_device import new_lse, on
-from attn_compiler.lowerings.shared.launching.recording import recorder
 from attn_compiler.lowerings.shared.launching.replaying import BETWEEN, Alike, Replay, alike
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient, empty_outputs
 
@@ -175,8 +174,7 @@ class BackwardBody(abc.ABC):
 
 
 class BodySite:
-    """A body at one place in compiled code, where tensors have the same layout in every call. After the first call only their addresses are
-    checked."""
+    """A body at one place in compiled code, where tensors always have the same layout: later calls only check their addresses."""
 
     __slots__ = ("body", "replay")
 

@@ -34,7 +34,7 @@ def lists(*given: Any) -> Tensor:
 
 
 def _by_kernels(*given: Any) -> Tensor:
-    asked = ListAsked.of(*given)
+    asked = ListAsked.from_arguments(*given)
     have = asked.tensors
     same = alike("tile_lists", f"{tuple(have)} {asked.numbers}", list(have.values()))
     with on(same.device):
@@ -49,7 +49,6 @@ def _by_kernels(*given: Any) -> Tensor:
 
 
 def _bounds(same: Alike, asked: ListAsked, made: Tensor) -> dict[str, Tensor]:
-    """Allocate the bounds of each block."""
     queries, keys = asked.blocks
 
     def room(numbers: int, blocks: int) -> Tensor:
@@ -67,18 +66,13 @@ def _sizes(asked: ListAsked) -> dict[str, int]:
     return {"blocks_q": queries, "blocks_k": keys, **sizes}
 
 
-def _stride(x: Tensor | None, axis: int) -> int:
-    """Return the stride of an axis, or 0 for an axis of one element, which broadcasts."""
-    return 0 if x is None else along(x, axis)
-
-
 def _bounds_arguments(asked: ListAsked, made: Tensor) -> Arguments:
     strides = {
-        "rows_side": _stride(asked.rows, 0),
-        "rows_b": _stride(asked.rows, 1),
-        "keys_b": _stride(asked.keys, 0),
-        "documents_qb": _stride(asked.documents_q, 0),
-        "documents_kb": _stride(asked.documents_k, 0),
+        "rows_side": along(asked.rows, 0),
+        "rows_b": along(asked.rows, 1),
+        "keys_b": along(asked.keys, 0),
+        "documents_qb": along(asked.documents_q, 0),
+        "documents_kb": along(asked.documents_k, 0),
     }
     tensors = {name: (own if own in asked.tensors else None) for name, own in _SUMMED.items()}
     return Arguments(
@@ -91,7 +85,7 @@ def _bounds_arguments(asked: ListAsked, made: Tensor) -> Arguments:
 def _lists_arguments(asked: ListAsked, made: Tensor) -> Arguments:
     left, right = asked.band
     batch, heads = made.shape[:2]
-    units = {f"units_{name}": _stride(asked.units, axis) for axis, name in enumerate("bhqk")}
+    units = {f"units_{name}": along(asked.units, axis) for axis, name in enumerate("bhqk")}
     has = {
         "HAS_ROWS": asked.rows is not None,
         "HAS_KEYS": asked.keys is not None,

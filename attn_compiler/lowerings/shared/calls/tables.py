@@ -36,10 +36,6 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return sums.to(ctx.dtype), [None] * len(at)
 
 
-def _empty(grad: Tensor, at: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-    return grad.new_empty(size)
-
-
 def _sums(grad: Tensor, at: Sequence[Tensor], size: Sequence[int]) -> Tensor:
     rows = _rows(at, size)
     rows_of_all, width = math.prod(size[: len(at)]), math.prod(size[len(at) :])
@@ -73,6 +69,6 @@ register_helper(
     "table_sums",
     "(Tensor grad, Tensor[] at, SymInt[] size) -> Tensor",
     function=_sums,
-    fake=_empty,
+    fake=lambda grad, at, size: grad.new_empty(size),
     on_gpu=_sums_on_gpu,
 )

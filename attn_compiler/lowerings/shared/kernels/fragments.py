@@ -4,8 +4,8 @@ A thread holds single pairs of neighbours of a product's result, and memory is r
 kernel takes its rows (keys) and columns (queries) in another order, in which a thread's elements are neighbours in memory. Only the
 order of loads and stores of whole rows changes by that.
 
-The order for a result of (N, M) elements (PTX ISA, wgmma, "Matrix Fragments for D"), with N = (W, 2, 8) and M = (J, 4, 4, 2): A warp has
-one W and the four next W, a lane one of the 8 rows and one of the latter 4 columns, and everything else is in its registers. In memory
+The order is that of PTX ISA, wgmma, "Matrix Fragments for D". A result has (N, M) elements, with N = (W, 2, 8) and M = (J, 4, 4, 2). A warp
+has one W and the four next W, a lane one of the 8 rows and one of the latter 4 columns, and everything else is in its registers. In memory
 these keys are (W, 8, 2) and these queries (J, 4', 4, 2), where 4' is the lane's. Elsewhere than on Hopper a product's result may be spread
 differently: then this order is correct too, but not faster than any other.
 """

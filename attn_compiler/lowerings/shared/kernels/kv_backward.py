@@ -83,8 +83,7 @@ def _step_kv(
     grad_k_0, grad_k_1, grad_v_0, grad_v_1, tile, own, of, sizes, how: tl.constexpr,
     MASKED: tl.constexpr, FOR_K: tl.constexpr, FOR_V: tl.constexpr, IN_FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the contribution of one block of queries to the gradients of a block of keys. The scores are transposed: (N, M). own: `_Keys`;
-    of: `_Head`."""
+    """Return what a block of queries adds to the gradients of a block of keys. Scores are transposed: (N, M). own: `_Keys`; of: `_Head`."""
     start = tile * how.BLOCK_M
     order = None
     offsets = start + tl.arange(0, how.BLOCK_M)

@@ -14,8 +14,8 @@ from attn_compiler.lowerings.shared.kernels.tuples import Positions
 
 @triton.jit
 def minus_lse(Lse, offsets, seqlen_q):
-    """Return -lse. It is -inf for a row without keys, and for one of nothing but low numbers, marked (inf) or not: its lse can't hold how
-    many keys share it."""
+    """Return -lse; -inf for a row without keys, and for one of low numbers alone, marked (inf) or not: its lse can't hold how many keys
+    share it."""
     lse = tl.load(Lse + offsets, mask=offsets < seqlen_q, other=float("-inf"))
     return tl.where((lse < LOW) | (lse == float("inf")), float("-inf"), -lse * LOG2E)
 

@@ -36,8 +36,7 @@ def turn(nth, section, blocks, heads_of_all):
 
 @gluon.jit
 def barriers_of(QUERIES: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Make `Barriers` for QUERIES tiles of queries, each of one warpgroup, and STAGES tiles of keys and of values, read by all
-    CONSUMERS."""
+    """Make `Barriers` for QUERIES tiles of queries, each of one warpgroup, and STAGES tiles of keys and values, read by all CONSUMERS."""
     q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

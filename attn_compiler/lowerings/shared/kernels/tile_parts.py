@@ -256,8 +256,7 @@ def allowed_at(
 
 @triton.jit
 def changed(qk, scale, number, CHANGE: tl.constexpr, FAST_TANH: tl.constexpr, UNIT: tl.constexpr):
-    """Apply the pointwise change (score_changes.py). Returns its result for q kᵀ, and the factor that converts it to logits. UNIT: as in
-    `change`."""
+    """Apply the pointwise change (score_changes.py) to q kᵀ. Returns the result, and its factor to logits. UNIT: as in `change`."""
     found, factor = qk, scale * UNIT
     if CHANGE == "softcap":
         found = tanh(qk * (scale / number), FAST_TANH)

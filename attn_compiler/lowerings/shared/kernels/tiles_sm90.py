@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 #: queries of a warpgroup, which its tensor cores take at once
 ROWS = gl.constexpr(64)
-#: of a tile
+#: keys of a tile
 KEYS = gl.constexpr(128)
 #: The maximum of no scores. It is finite, so that differences are finite.
 NOTHING = gl.constexpr(-1e30)
@@ -17,8 +17,7 @@ FEW = gl.constexpr(24)
 
 
 def _scores(keys: int) -> gl.constexpr:
-    """Return the layout in which threads hold the scores of a tile as (ROWS, keys // 8, 4, 2). The axes of keys are: eight keys, a thread
-    of four, its two."""
+    """Return the layout of a tile's scores as (ROWS, keys // 8, 4, 2). The axes of keys are: eight keys, a thread of four, its two."""
     eights = [[0, 2**i, 0, 0] for i in range((keys // 8).bit_length() - 1)]
     return gl.constexpr(
         gl.DistributedLinearLayout(
@@ -32,8 +31,7 @@ def _scores(keys: int) -> gl.constexpr:
 
 
 def _words(keys: int) -> gl.constexpr:
-    """Return the layout of scores as (ROWS, keys // 32, 4, 4, 2). 32 keys have their bits in one number: the first axis of keys is which
-    number."""
+    """Return the layout of scores as (ROWS, keys // 32, 4, 4, 2). 32 keys have their bits in one number, the first axis of keys."""
     words = [[0, 2**i, 0, 0, 0] for i in range((keys // 32).bit_length() - 1)]
     return gl.constexpr(
         gl.DistributedLinearLayout(
@@ -210,8 +208,8 @@ def shares(weights, SIZE: gl.constexpr = 128):
 
 @gluon.jit
 def distances_to(scores, from_start, slope, QK_LAYOUT: gl.constexpr, SIZE: gl.constexpr = 128):
-    """Return (ROWS, SIZE): the scores plus slope · (k - q). from_start: slope · (k - q) of each row at the tile's first key. As in `up_to`,
-    keys are constants."""
+    """Return (ROWS, SIZE) scores plus slope · (k - q). from_start: that of each row at the tile's first key. Keys are constants, as in
+    `up_to`."""
     SCORES: gl.constexpr = SCORES_128 if SIZE == 128 else SCORES_64 if SIZE == 64 else SCORES_32
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, SCORES))
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))[None, :].to(gl.float32)
@@ -228,8 +226,7 @@ def distances_to(scores, from_start, slope, QK_LAYOUT: gl.constexpr, SIZE: gl.co
 
 @gluon.jit
 def descriptor(X, batch, heads, length, strides, SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, ALL: gl.constexpr):
-    """Make a descriptor of a tensor of logical BHSD, for tiles of SIZE positions of one head. Tiles are 0 beyond the tensor, and stores
-    there do nothing."""
+    """Describe a tensor of logical BHSD, for tiles of SIZE positions of one head. Beyond it, loads give 0 and stores do nothing."""
     TILE: gl.constexpr = [1, 1, SIZE, ALL]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, X.dtype.element_ty)
     shape = [batch, heads, length, HEAD_DIM]

@@ -38,4 +38,4 @@ class GradLayouts(NamedTuple):
     SCORES: Any  # (keys, queries)
     GRAD_K: Any
     GRAD_V: Any
-    SUM: Any  # of what is added to dq
+    SUM: Any  # of terms that are added to dq

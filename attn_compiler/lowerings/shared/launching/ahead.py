@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.shared.launching import imagined
+from attn_compiler.lowerings.shared.launching import dry_tensors
 from attn_compiler.lowerings.shared.launching.any_size import MULTIPLE
-from attn_compiler.lowerings.shared.launching.noting import Note, noting
+from attn_compiler.lowerings.shared.launching.dry_run import Note, noting
 from attn_compiler.torch_private import inductor as torch_inductor, op_library, symbols as torch_symbols
 
 if TYPE_CHECKING:
@@ -178,20 +178,20 @@ def calls(graph: fx.Graph) -> Iterator[LaunchingCall]:
         body = op_library.launching_body(node.target) if node.op == "call_function" else None
         if body is None:
             continue
-        with contextlib.suppress(imagined.NoExampleError):
+        with contextlib.suppress(dry_tensors.NoExampleError):
             given, named = fx.map_arg((node.args, node.kwargs), _value)
             op = node.target.name().partition("::")[2]
             yield from dict.fromkeys(_call(op, body, tuple(given), named, example) for example in _EXAMPLES)
 
 
 def _call(
-    op: str, body: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any], example: imagined.Example
+    op: str, body: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any], example: dry_tensors.Example
 ) -> LaunchingCall:
     return LaunchingCall(
         op=op,
         body=body,
-        arguments=imagined.described(given, example),
-        named=tuple((name, imagined.described(value, example)) for name, value in named.items()),
+        arguments=dry_tensors.described(given, example),
+        named=tuple((name, dry_tensors.described(value, example)) for name, value in named.items()),
     )
 
 
@@ -200,7 +200,7 @@ def _multiple(size: int) -> int:
 
 
 #: examples of symbolic numbers: this call's, multiples of 16, and numbers that are none
-_EXAMPLES: tuple[imagined.Example, ...] = (
+_EXAMPLES: tuple[dry_tensors.Example, ...] = (
     torch_symbols.example,
     functools.partial(torch_symbols.example_of, size_of=_multiple),
     functools.partial(torch_symbols.example_of, size_of=lambda size: _multiple(size) + 1),
@@ -209,15 +209,15 @@ _EXAMPLES: tuple[imagined.Example, ...] = (
 
 def _value(node: fx.Node) -> Any:
     if "val" not in node.meta:
-        raise imagined.NoExampleError(f"{node.name} has no value")
+        raise dry_tensors.NoExampleError(f"{node.name} has no value")
     return node.meta["val"]
 
 
 def note_launches(call: LaunchingCall, note: Note) -> None:
     """Call a body with stand-ins, and pass each launch to `note`."""
-    with imagined.imagining(), noting(note):
-        arguments = imagined.made(call.arguments)
-        call.body(*arguments, **{name: imagined.made(value) for name, value in call.named})
+    with dry_tensors.without_memory(), noting(note):
+        arguments = dry_tensors.made(call.arguments)
+        call.body(*arguments, **{name: dry_tensors.made(value) for name, value in call.named})
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ Job = tuple["Future[Compiled]", Callable[[], Compiled]]
 
 
 class Threads:
-    """Threads that do one job after the other. A process that ends waits for running jobs and drops the others; ThreadPoolExecutor would do
+    """Threads that do one job after the other. At exit running jobs are awaited and the others dropped; ThreadPoolExecutor does them
     all."""
 
     def __init__(self, number: int) -> None:
@@ -95,7 +95,7 @@ class Threads:
 
 
 class InTurn(Threads):
-    """A thread whose jobs are waited for at once. The job still runs in a thread: the caller is tracing, and tracing state is local to a
+    """A thread whose jobs are awaited at once. Jobs still run in a thread: the caller is tracing, and tracing state is local to a
     thread."""
 
     def __init__(self) -> None:
@@ -122,14 +122,13 @@ class Workers:
     beginning: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> list[Future[Compiled]]:
-        """Compile a kernel for such arguments, on the current device. Returns new compilations, without variants that exist or have
-        begun."""
+        """Compile a kernel for such arguments, on the current device. Returns new compilations, without existing and begun variants."""
         asked = variants(kernel, positional, named)
         with self.beginning:
             return [self._begun(kernel, one) for one in asked if one.key not in self.started]
 
     def _begun(self, kernel: Any, asked: Asked) -> Future[Compiled]:
-        self.started[asked.key] = future = self.threads.submit(functools.partial(_compile, _name(kernel), asked))
+        self.started[asked.key] = future = self.threads.submit(functools.partial(_compile, kernel.fn.__name__, asked))
         self.waited.setdefault(id(kernel), []).append(future)
         future.add_done_callback(functools.partial(self._done, id(kernel), asked.key))
         return future
@@ -185,8 +184,8 @@ def variants(kernel: Any, positional: Sequence[Any], named: dict[str, Any]) -> l
 
 
 class _Asking(triton.AsyncCompileMode):  # type: ignore[misc]
-    """A mode that compiles nothing. Triton treats that as a kernel that could not be compiled, and keeps nothing of it. Triton 3.9 also
-    passes a function that clears its entry after a failure."""
+    """A mode that compiles nothing. To Triton that is a kernel that failed to compile, and nothing is kept. cleanup_fn, of Triton 3.9,
+    would clear an entry after a failure."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -218,8 +217,3 @@ def _compile(name: str, asked: Asked) -> Compiled:
     seconds = time.perf_counter() - begin
     log.info("compiled %s in %.2f s", name, seconds)
     return Compiled(kernel=name, seconds=seconds)
-
-
-def _name(kernel: Any) -> str:
-    name: str = kernel.fn.__name__
-    return name

@@ -156,8 +156,8 @@ def _made(text: _Text) -> Any:
 
 
 class _Packaged(JITFunction):  # type: ignore[misc]  # Triton has no types
-    """A kernel whose text Inductor copies with its imports. Without them Inductor copies the functions and constants that a kernel names,
-    but neither modules nor tuples."""
+    """A kernel whose text Inductor copies with its imports. On its own, Inductor copies functions and constants, but no modules or
+    tuples."""
 
     def __init__(self, function: Any, imports: str) -> None:
         super().__init__(function)

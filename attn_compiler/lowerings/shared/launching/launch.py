@@ -23,9 +23,8 @@ from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.kernels.tuples import TAKEN
 from attn_compiler.lowerings.shared.launching import any_size, cache_keys, driver_launch
 from attn_compiler.lowerings.shared.launching.compiling import wait_for
-from attn_compiler.lowerings.shared.launching.imagined import pointers
-from attn_compiler.lowerings.shared.launching.noting import noter
-from attn_compiler.lowerings.shared.launching.recording import recorder
+from attn_compiler.lowerings.shared.launching.dry_run import noter, recorder
+from attn_compiler.lowerings.shared.launching.dry_tensors import pointers
 from attn_compiler.lowerings.shared.launching.replaying import Alike, Start
 from attn_compiler.lowerings.shared.limits.common import MAX_GRID
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
@@ -208,8 +207,7 @@ def _is_noted(kernel: Any, positional: tuple[Any, ...], named: Mapping[str, Any]
 
 
 def _finished(compiled: Any) -> Any:
-    """Return the kernel itself. Where `triton.AsyncCompileMode` is active, Triton returns a future, which can't be launched as a kernel
-    can."""
+    """Return the kernel itself, where `triton.AsyncCompileMode` is active and gives a future, which can't be launched as a kernel can."""
     return compiled.result() if isinstance(compiled, FutureKernel) else compiled
 
 
@@ -271,8 +269,7 @@ def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) 
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[None]:
-    """Give Triton memory for kernels that write descriptors of the copy engine at each launch. An allocator that someone else has set is
-    restored."""
+    """Give Triton memory for descriptors of the copy engine, which kernels write at each launch. The former allocator is restored."""
     before = _allocator.set(_on_current_device)
     try:
         yield

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs, output_strides
 from attn_compiler.torch_private.compat import allocator, empty_strided
 

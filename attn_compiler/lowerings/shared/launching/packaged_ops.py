@@ -2,7 +2,7 @@
 
 A twin computes as its op does. It is decomposed where a graph is traced to be compiled: PyTorch's ops allocate tensors, and each launch
 is a call of `triton_kernel_wrapper_functional`. Inductor compiles that call into code that needs no Python, as for every Triton kernel
-that a model calls. The body of the op determines the launches (recording.py).
+that a model calls. The body of the op determines the launches (dry_run.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from attn_compiler.lowerings.shared.launching.imagined import Addresses
-from attn_compiler.lowerings.shared.launching.recording import recording
+from attn_compiler.lowerings.shared.launching.dry_run import recording
+from attn_compiler.lowerings.shared.launching.dry_tensors import Addresses
 from attn_compiler.torch_private import export as torch_export
 from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE, launching_body
 from attn_compiler.torch_private.symbols import statically_known

@@ -12,7 +12,7 @@ _CACHE = 32 * 2**20
 
 
 def programs(blocks: int, device: torch.device) -> tuple[int, int, int]:
-    """Return a grid of one program for each block of queries of all heads, but at most one for each multiprocessor, which runs one at a
+    """Return a grid of a program for each block of queries of all heads, but at most one for each multiprocessor, which runs one at a
     time."""
     return min(blocks, torch.cuda.get_device_properties(device).multi_processor_count), 1, 1
 
@@ -35,8 +35,8 @@ def reach(numbers: Mapping[str, Any]) -> int:
 
 
 def section_of(tensors: Sequence[torch.Tensor], *, heads: int, part: float) -> int:
-    """Return how many heads take turns where blocks differ in length. The part of these tensors in use at a time then stays in the L2
-    cache, and all sections are about as long."""
+    """Return how many heads take turns where blocks differ in length: such that the used part of these tensors stays in the L2 cache, and
+    all sections are about as long."""
     used = int(sum(x.numel() * x.element_size() for x in tensors) * part)
     sections = -(-used // _CACHE)
     return -(-heads // max(sections, 1))

@@ -15,9 +15,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.launching.dry_run import noter, recorder
 from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls
-from attn_compiler.lowerings.shared.launching.recording import recorder
 from attn_compiler.torch_private.compat import current_cuda_device
 
 #: bytes that a thread may load at once

@@ -117,8 +117,8 @@ def check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def check_nan_backward(spec: AttentionSpec, target: Target, *, with_queries: bool) -> list[Reason]:
-    """Refuse lengths whose dQ can be NaN. PyTorch 2.15 checks seqlen_kv, for every mask but a causal one; with a mask tensor seqlen_q is
-    checked here as well."""
+    """Refuse lengths whose dQ can be NaN. PyTorch 2.15 checks seqlen_kv, without a causal flag; with a mask tensor, seqlen_q is checked
+    too."""
     watched = (spec.seqlen_kv, spec.seqlen_q) if with_queries else (spec.seqlen_kv,)
     if not spec.needs_grad or not any(dims.can_have_remainder(size, modulus=128, remainder=64) for size in watched):
         return []

@@ -50,8 +50,7 @@ def check_machine(target: Target) -> list[Reason]:
 
 
 def check_gluon(target: Target, takes: Takes, kernel: str) -> list[Reason]:
-    """Check the machine for a kernel in Gluon: a GPU of the architectures that `takes` names, and a Triton whose Gluon is known. kernel: of
-    `COMPILED`."""
+    """Check the machine for a kernel in Gluon: the architectures of `takes`, and a Triton whose Gluon is known. kernel: of `COMPILED`."""
     reasons = check_machine(target)
     if reasons:
         return reasons
@@ -81,19 +80,13 @@ def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> lis
         *_check_interpreter(spec, target),
         *_check_wide(spec, target),
         *_check_counted(spec),
-        *(mask_limits.check_no_keyless_rows(spec) if not _gives_means(spec) else ()),
+        # Else later kernels give the gradients of queries without keys, where the mask's numbers were not recovered.
+        *(mask_limits.check_no_keyless_rows(spec) if spec.score.pointwise is not None or spec.lse != "unread" else ()),
     ]
 
 
-def _gives_means(spec: AttentionSpec) -> bool:
-    """Return whether kernels that run after these give the gradients of queries without keys, where the mask's numbers were not
-    recovered."""
-    return spec.score.pointwise is None and spec.lse == "unread"
-
-
 def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Refuse bfloat16 in Triton's interpreter, which holds it as integers, and multiplies those:
-    https://github.com/triton-lang/triton/issues/11584."""
+    """Refuse bfloat16 in the interpreter, which multiplies it as integers: https://github.com/triton-lang/triton/issues/11584."""
     if not target.triton_interpreted or spec.dtype != "bfloat16":
         return []
     rule = "Triton's interpreter computes in float16 or float32"

@@ -153,8 +153,8 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
-    """Refuse masks of numbers that were not recovered, for a kernel that reads a dtype's lowest number as -inf. A query whose keys all got
-    that number has no key there."""
+    """Refuse masks of numbers that were not recovered, for a kernel to which a dtype's lowest number is -inf, so that rows of it have no
+    key."""
     if not spec.adds_unread:
         return []
     return [
@@ -168,8 +168,7 @@ def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:
-    """Require, for any lowering, the model's own result in rows without a key: only lowerings that add the model's own numbers compute
-    that."""
+    """Require the model's own result in rows without a key, from any lowering. Only those that add the model's own numbers give it."""
     own = spec.mask.own_rows
     adding = OF_NUMBERS if spec.needs_grad else (*OF_NUMBERS, *OF_NUMBERS_FORWARD)
     if own is None or lowering == UNTOUCHED or (own == "numbers" and lowering in adding):

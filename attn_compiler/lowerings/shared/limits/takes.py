@@ -33,7 +33,7 @@ def since(sm: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadDims:
-    """multiple: of what both are multiples in half precision. in_full: the same in float32 and float64. most: None is no limit."""
+    """Limits on head dims. multiple: of both, in half precision. in_full: the same in float32 and float64. most: None is no limit."""
 
     multiple: int
     in_full: int

@@ -98,7 +98,7 @@ def register_family(
         return
     for op in (name, name + _WITHOUT_AUTOGRAD):
         define(op, LEAF_SCHEMA, forward, dispatch_key)
-    _register_fakes(name)
+        register_fake(op, fake_forward)
     register_backward(
         name, backward=backward, differentiable=differentiable, dispatch_key=dispatch_key, gradient=gradient
     )
@@ -151,11 +151,6 @@ def register_backward(
         return
     define(op, BACKWARD_SCHEMA, backward, dispatch_key)
     register_fake(op, _fake_backward(differentiable, gradient))
-
-
-def _register_fakes(name: str) -> None:
-    for op in (name, name + _WITHOUT_AUTOGRAD):
-        register_fake(op, fake_forward)
 
 
 def without_autograd(graph: fx.Graph) -> None:
@@ -276,20 +271,15 @@ def _part_backward(
 
 
 def of_minus_delta(grad_out: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a backward gets as out where the lse's gradient is minus delta. With zeros, the backward's own delta is that
-    gradient with its sign changed."""
+    """Return zeros, the out that a backward gets where its gradient of the lse is minus delta: it then computes that delta itself."""
     return torch.zeros_like(grad_out)
 
 
-# ---- what is held --------------------------------------------------------------------------------------------------------
+# ---- copies of tensors that are written to -----------------------------------------------------------------------------
 
 
 def _held(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
-
-
-def _held_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-    return grad
 
 
 #: Copy of a tensor that is written to later, such as a buffer. It is an op of its own because the partitioner would recompute a clone in
@@ -299,4 +289,4 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "held"):
         LIBRARY.define(f"{op}(Tensor x) -> Tensor")
         LIBRARY.impl(op, _held, "CompositeExplicitAutograd")
         register_fake(op, _held)
-    torch.library.register_autograd(f"{NAMESPACE}::held", _held_backward, lib=LIBRARY)
+    torch.library.register_autograd(f"{NAMESPACE}::held", lambda ctx, grad: grad, lib=LIBRARY)

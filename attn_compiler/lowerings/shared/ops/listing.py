@@ -3,7 +3,7 @@
 It evaluates each part of a mask by block. The band follows from arithmetic; intervals, keys and documents from their values for each query
 or key; and a dense mask from `units`, which cover 32 × 32 pairs. So the work grows with the queries and keys, not with their pairs, and no
 other node is needed. A tile is visited if each part by itself allows a pair of it. If no pair passes all parts, the visit is wasted, and
-changes no result. Tiles that are allowed in full are exact.
+changes no result. The set of tiles that are allowed in full is exact.
 
 It is an op of its own because Inductor takes 12 to 48 s to compile the sort that plain nodes need (32 to 128 blocks, an H200 machine, torch
 2.11). On a GPU two small Triton kernels make the lists of any number of blocks (kernels/tile_lists.py).
@@ -67,7 +67,7 @@ class ListAsked:
     ordered: bool
 
     @staticmethod
-    def of(*given: Any) -> ListAsked:
+    def from_arguments(*given: Any) -> ListAsked:
         """Collect the op's arguments, in order."""
         return ListAsked(**dict(zip(ListAsked.__slots__, given, strict=True)))
 
@@ -117,7 +117,7 @@ def _larger(sizes: list[Any]) -> Any:
 
 def listed(*given: Any) -> Tensor:
     """Compute the op by PyTorch's ops, on any device."""
-    asked = ListAsked.of(*given)
+    asked = ListAsked.from_arguments(*given)
     some, holes = _states(asked)
     lists = asked.empty()
     some, holes = (torch.broadcast_to(x, (*lists.shape[:2], *asked.blocks)) for x in (some, holes))
@@ -231,16 +231,12 @@ def _positions(size: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(blocks * length, device=device).clamp(max=size - 1).view(blocks, length)
 
 
-def _fake(*given: Any) -> Tensor:
-    return ListAsked.of(*given).empty()
-
-
 register_helper(
     "tile_lists",
     "(Tensor? rows, Tensor? keys, Tensor? documents_q, Tensor? documents_k, Tensor? units, SymInt seqlen_q, SymInt seqlen_kv, "
     "int left, int right, bool from_end, int queries, int keys_of, bool by_key, bool ordered) -> Tensor",
     function=listed,
-    fake=_fake,
+    fake=lambda *given: ListAsked.from_arguments(*given).empty(),
     on_gpu=late("shared.calls.listing_launch", "lists"),
     notes=True,
     exact_strides=True,

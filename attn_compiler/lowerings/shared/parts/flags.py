@@ -29,7 +29,6 @@ def as_flag(spec: AttentionSpec) -> AttentionSpec | None:
 
 
 def as_told(spec: AttentionSpec, refused: Callable[[AttentionSpec], list[Reason]]) -> AttentionSpec:
-    """Return the site with a flag in place of a mask tensor, where both mean the same and the kernel takes it. refused: reasons of the
-    kernel against a site."""
+    """Return the site with a flag for a mask tensor that means the same, if the kernel takes it. refused: its reasons against a site."""
     flagged = as_flag(spec)
     return spec if flagged is None or refused(flagged) else flagged

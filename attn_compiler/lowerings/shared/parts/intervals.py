@@ -73,8 +73,8 @@ def interval_of(kind: MaskKind) -> Interval | None:
 
 
 def _of_condition(condition: Expr) -> Interval | None:
-    """Convert n · k <= f(b, q), n · k >= f(b, q), or a condition on the query alone, such as k <= cache_position[q]. n > 1 where keys are
-    every n-th of a longer sequence."""
+    """Convert n · k <= f(b, q) or n · k >= f(b, q), where keys are every n-th of a sequence, or a condition on the query: k <=
+    cache_position[q]."""
     if mentions_any(condition, H):
         return None
     if not mentions_any(condition, K):

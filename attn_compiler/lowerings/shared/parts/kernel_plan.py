@@ -152,8 +152,8 @@ def head_dim_tiles(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def head_dim_sums(spec: AttentionSpec) -> tuple[int, int]:
-    """Return sums of a few powers of two that hold the head dims: 80 is 64 + 16. For narrow and for wide heads as `head_dim_tiles`, with
-    its errors."""
+    """Return sums of powers of two that hold the head dims, such as 80 = 64 + 16; for narrow and wide heads, and unknown ones, as
+    `head_dim_tiles`."""
     head_dims = _head_dims(spec)
     if head_dims == _LATENT:
         return head_dims

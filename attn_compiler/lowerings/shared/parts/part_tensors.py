@@ -42,7 +42,7 @@ def emit(
     emitter: Emitter, spec: AttentionSpec, operands: Operands, tiles: Tiles, *, ordered: bool = False
 ) -> list[fx.Node]:
     """Return the operands of the leaf op in the order of `Plan.operands`. ordered: as `tiles.lists` says."""
-    plan, parts = site_parts.of(spec), site_parts.parts(spec)
+    plan, parts = site_parts.make_plan(spec), site_parts.parts(spec)
     made = _Made(emitter, spec, operands).all_of(plan, parts, tiles, ordered=ordered)
     return [made[name] for name in plan.operands]
 
@@ -218,17 +218,18 @@ class _Made:
         return self._once("given keys", (mask,), {}, make)
 
     def _truth_of_tensor(self) -> fx.Node:
-        """Return the dense tensor as bool (B|1, Hq|1, Sq|1, Skv|1). A float tensor that only masks holds 0, or a row's highest number,
-        where a pair is allowed."""
+        """Return the dense tensor as bool (B|1, Hq|1, Sq|1, Skv|1). A float one allows pairs where it holds 0, or a row's highest
+        number."""
         tensor = self._as_four(self._tensor())
         if self.emitter.value(tensor).dtype == torch.bool:
             return tensor
         if self.spec.score.by_highest:
-            return self._once("highest", (tensor,), {}, lambda: self._highest(tensor))
-        return self._once("truth", (tensor,), {}, lambda: self._call(torch.eq, tensor, 0))
 
-    def _highest(self, tensor: fx.Node) -> fx.Node:
-        return self._call(torch.eq, tensor, self._call(torch.amax, tensor, -1, True))
+            def highest() -> fx.Node:
+                return self._call(torch.eq, tensor, self._call(torch.amax, tensor, -1, True))
+
+            return self._once("highest", (tensor,), {}, highest)
+        return self._once("truth", (tensor,), {}, lambda: self._call(torch.eq, tensor, 0))
 
     # ---- scores ---------------------------------------------------------------------------------------------------
 
@@ -323,8 +324,7 @@ class _Made:
     # ---- indices and sizes ----------------------------------------------------------------------------------------
 
     def _names(self, indices: Mapping[str, fx.Node], used: Iterable[Expr], loads: Mapping[str, fx.Node]) -> Names:
-        """Return the values of the names in expressions. b, unless it is given, is made only if they mention it, along the first axis of
-        two."""
+        """Return the values of the names in expressions. b is made only if they mention it, along the first axis of two."""
         used = tuple(used)
         found = dict(indices)
         if "b" not in found and any(ix.mentions(x, B) for x in used):
@@ -388,14 +388,10 @@ class _Made:
         make: Callable[[], fx.Node],
     ) -> fx.Node:
         """Return one node for equal expressions, the same tensors and the same sizes."""
-        tensors = sorted((own, node) for own, node in loads.items() if own in _names_of(made_from))
+        names = {name for x in made_from if not isinstance(x, fx.Node) for name in reads.names_in(x)}
+        tensors = sorted((own, node) for own, node in loads.items() if own in names)
         sizes = (self.spec.batch, self.spec.num_heads_q, self.spec.seqlen_q, self.spec.seqlen_kv, self._device)
         return self.emitter.once((f"triton {name}", made_from, tuple(tensors), sizes), make)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.emitter.call(function, *args, **kwargs)
-
-
-def _names_of(made_from: tuple[Expr | fx.Node, ...]) -> set[str]:
-    """Return the tensors and sizes that expressions read."""
-    return {name for x in made_from if not isinstance(x, fx.Node) for name in reads.names_in(x)}

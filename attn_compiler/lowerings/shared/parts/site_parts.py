@@ -85,7 +85,7 @@ class Parts:
 
 
 @functools.lru_cache(maxsize=1024)
-def of(spec: AttentionSpec) -> Plan:
+def make_plan(spec: AttentionSpec) -> Plan:
     """Return the plan for a spec that the Triton lowering does not refuse."""
     found, sinks = parts(spec), spec.score.sinks
     return Plan(
@@ -109,7 +109,7 @@ def of(spec: AttentionSpec) -> Plan:
 
 def leaves_out(spec: AttentionSpec) -> bool:
     """Return whether masked pairs are skipped, and not given a number to add. A row without any key then has an lse of -inf."""
-    return not of(spec).bias
+    return not make_plan(spec).bias
 
 
 def with_band_as_rows(found: Parts) -> Parts:
@@ -137,7 +137,8 @@ def parts(spec: AttentionSpec) -> Parts:
     if spec.added_tensor is None:
         return masking.parts()
     added = [masking.add(kind) for kind in spec.mask.held]
-    if not _is_understood(spec):
+    # A tensor without a kind was not recovered.
+    if spec.mask.reason is not None or not (spec.mask.held or spec.score.proved):
         return _with_rest(spec, masking.parts(), are_parts=all(added))
     scoring = _scoring(spec)
     if scoring is not None and all(added):
@@ -147,11 +148,6 @@ def parts(spec: AttentionSpec) -> Parts:
         return _with_tensor(spec, masking.parts())
     # The tensor holds the whole mask, the parts included. Tiles that the parts rule out are not read.
     return _with_tensor(spec, dataclasses.replace(masking.parts(), keys=None), only_masks=True)
-
-
-def _is_understood(spec: AttentionSpec) -> bool:
-    """Return whether the kinds express everything in the dense tensor. A tensor without a kind was not recovered."""
-    return spec.mask.reason is None and bool(spec.mask.held or spec.score.proved)
 
 
 def _with_rest(spec: AttentionSpec, found: Parts, *, are_parts: bool) -> Parts:
@@ -167,8 +163,7 @@ def _with_rest(spec: AttentionSpec, found: Parts, *, are_parts: bool) -> Parts:
 
 
 def _with_tensor(spec: AttentionSpec, found: Parts, *, only_masks: bool = False) -> Parts:
-    """Add the model's own tensor for everything that the parts leave open. only_masks: a float one holds nothing but 0 and lowest
-    numbers."""
+    """Add the model's own tensor for everything that the parts leave open. only_masks: a float one holds only 0 and lowest numbers."""
     dense, bias = spec.mask.dense, spec.score.bias
     own = {name: getattr(found, name) for name in ("band", "rows", "keys", "documents")}
     if dense is None:
@@ -331,7 +326,7 @@ def differentiable(operands: Sequence[Any], text: str) -> list[bool]:
 
     Raises ValueError if the number of operands is not the plan's.
     """
-    plan = of(Call.from_text(text).spec)
+    plan = make_plan(Call.from_text(text).spec)
     if len(plan.operands) != len(operands):
         raise ValueError(f"the plan has the operands {', '.join(plan.operands) or 'none'}; got {len(operands)}")
     return [name in plan.differentiable for name in plan.operands]

@@ -176,8 +176,7 @@ def is_small(target: Target) -> bool:
 
 
 def tiles_of_one(spec: AttentionSpec, target: Target) -> Tiles:
-    """Return the tiles where keys are the values. With gradients they are those of `tiles`, because the backward shares the lists of
-    tiles."""
+    """Return the tiles where keys are the values. With gradients they are those of `tiles`: the backward shares the lists of tiles."""
     found = tiles(spec, target)
     if spec.needs_grad or target.sm != _ONE_KV_SM or spec.head_dim_qk not in _ONE_KV_HEAD_DIMS:
         return found
@@ -186,7 +185,7 @@ def tiles_of_one(spec: AttentionSpec, target: Target) -> Tiles:
 
 def tiles(spec: AttentionSpec, target: Target) -> Tiles:
     """Return the tiles of a spec that the Triton lowering takes. Raises LookupError where there is no row for it."""
-    plan = parts.of(spec)
+    plan = parts.make_plan(spec)
     for row in ROWS:
         if _applies(row, spec, plan, target):
             grad_q = row.listed_grad_q if plan.tiles else row.tiles.grad_q

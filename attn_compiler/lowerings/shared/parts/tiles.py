@@ -57,7 +57,7 @@ def _listed(emitter: Emitter, masking: Masking, tile: Tile, *, by_key: bool, ord
     units = None
     if masking.mask is not None:
         key = ("triton tiles: units", masking.mask, masking.seqlen_q, masking.seqlen_kv)
-        units = emitter.once(key, lambda: _Units(emitter, masking).of(masking.mask))
+        units = emitter.once(key, lambda: _Units(emitter, masking).summarise(masking.mask))
     documents = (None, None) if masking.documents is None else masking.documents
     band = Band() if masking.band is None else masking.band
     left, right = (OPEN if side is None else max(-OPEN, min(side, OPEN)) for side in (band.left, band.right))
@@ -77,9 +77,8 @@ class _Units:
         self._device = masking.device
         self._sizes = (masking.seqlen_q, masking.seqlen_kv)
 
-    def of(self, mask: Any) -> fx.Node:
-        """Summarise bool (B|1, Hq|1, Sq|1, Skv|1) by `SOME` and `HOLES`: uint8 (B|1, Hq|1, nQ, nK). A symbolic size gets one unit too
-        many."""
+    def summarise(self, mask: Any) -> fx.Node:
+        """Summarise bool (B|1, Hq|1, Sq|1, Skv|1) by `SOME` and `HOLES`: uint8 (B|1, Hq|1, nQ, nK), one more for a symbolic size."""
         queries, keys = (self._clamped(self._indices(size), mask, 2 + i) for i, size in enumerate(self._sizes))
         queries = self._call(torch.unsqueeze, self._call(torch.unsqueeze, queries, -1), -1)
         pairs = self._call(aten.index.Tensor, mask, [None, None, queries, keys])
@@ -109,15 +108,14 @@ class _Units:
     def _clamped(self, index: fx.Node, x: fx.Node, axis: int) -> fx.Node:
         """Clamp an index to an axis of x, which may have one element for all."""
         size = self._emitter.value(x).shape[axis]
-        last = size - 1 if isinstance(size, int) else self._number(operator.sub, self._size_of(x, axis), 1)
-        return self._call(torch.clamp, index, max=last)
+        if isinstance(size, int):
+            return self._call(torch.clamp, index, max=size - 1)
+        node = self._once("size", (x, axis), lambda: self._call(aten.sym_size.int, x, axis))
+        return self._call(torch.clamp, index, max=self._number(operator.sub, node, 1))
 
     def _number(self, function: Callable[..., Any], size: fx.Node, by: int) -> fx.Node:
         """Compute a size once, so that nodes made from equal sizes are shared, too."""
         return self._once("number", (function, size, by), lambda: self._call(function, size, by))
-
-    def _size_of(self, x: fx.Node, axis: int) -> fx.Node:
-        return self._once("size", (x, axis), lambda: self._call(aten.sym_size.int, x, axis))
 
     def _once(self, name: str, made_from: tuple[object, ...], make: Callable[[], fx.Node]) -> fx.Node:
         return self._emitter.once((f"triton tiles: {name}", made_from), make)

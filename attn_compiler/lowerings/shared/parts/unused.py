@@ -50,8 +50,8 @@ def with_keys_cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands)
 def without_unseen(
     emitter: Emitter, spec: AttentionSpec, operands: Operands, x: fx.Node, *, of_scores: bool = False
 ) -> fx.Node:
-    """Return x, (B, 1, Skv, X), with 0 at keys that no query of any head may see. of_scores: it only makes scores, which a bool mask
-    hides."""
+    """Return x, (B, 1, Skv, X), with 0 at keys that no query of any head may see. of_scores: it only makes scores; a bool mask hides
+    them."""
     one_head = dataclasses.replace(spec, k=_of_one_head(spec.k), v=_of_one_head(spec.v))
     seen, _ = _used(emitter, one_head, operands)
     adds = operands.mask is not None and emitter.value(operands.mask).dtype != torch.bool
@@ -86,8 +86,7 @@ def _diagonal(
 
 
 def _used(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx.Node | None, fx.Node | None]:
-    """Return which keys are seen, in a shape that broadcasts to k and v, and which queries have keys, in one that broadcasts to q. None:
-    all."""
+    """Return which keys are seen, broadcastable to k and v, and which queries have keys, broadcastable to q. None: all."""
     sizes = (spec.seqlen_q, spec.seqlen_kv, spec.num_heads_kv)
     # Shared by all layers that have the mask.
     key = ("used", operands.mask if spec.mask.dense is not None else None, spec.mask.flagged, sizes)

@@ -15,8 +15,8 @@ from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.linear import triton_backward, triton_launch
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import by_newer
+from attn_compiler.lowerings.shared.launching.dry_run import recording
 from attn_compiler.lowerings.shared.launching.launch import Arguments
-from attn_compiler.lowerings.shared.launching.recording import recording
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.linear import LinearForm
 from tests.lowerings.triton.kernels.compiling import resources, source

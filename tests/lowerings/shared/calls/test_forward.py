@@ -26,7 +26,7 @@ from attn_compiler.lowerings.shared.calls.failures import Caller, Failures
 from attn_compiler.lowerings.shared.calls.forward_call import Forward
 from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readable
 from attn_compiler.lowerings.shared.launching import replaying
-from attn_compiler.lowerings.shared.launching.imagined import Addresses
+from attn_compiler.lowerings.shared.launching.dry_tensors import Addresses
 from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 from attn_compiler.lowerings.shared.launching.replaying import Alike
 from attn_compiler.lowerings.shared.parts.kernel_plan import FARTHEST

@@ -24,8 +24,8 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import (
     or_else,
 )
 from attn_compiler.lowerings.shared.launching import replaying
+from attn_compiler.lowerings.shared.launching.dry_run import noting
 from attn_compiler.lowerings.shared.launching.launch import Arguments
-from attn_compiler.lowerings.shared.launching.noting import noting
 from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.launching.replaying import Alike, Start
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops

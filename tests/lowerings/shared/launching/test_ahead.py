@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import attn_compiler
-from attn_compiler.lowerings.shared.launching import ahead, imagined, launch as launching, on_device, replaying
+from attn_compiler.lowerings.shared.launching import ahead, dry_tensors, launch as launching, on_device, replaying
 from attn_compiler.lowerings.shared.launching.ahead import Ahead
 from attn_compiler.lowerings.shared.launching.compiling import Compiled
-from attn_compiler.lowerings.shared.launching.noting import noter
+from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.lowerings.shared.ops.listing import OPEN
 from attn_compiler.reasons.errors import AttnCompilerWarning
@@ -278,7 +278,7 @@ def test_calls_are_those_whose_values_are_known() -> None:
         graph.call_function(lists, (None, keys, None, None, None, *numbers), {"by_key": True, "ordered": False})
     (call,) = ahead.calls(graph)
     assert call.body is op_library.launching_body(lists)
-    assert call.arguments == (None, imagined.Lying.of(value), None, None, None, *numbers)
+    assert call.arguments == (None, dry_tensors.TensorLayout.read(value), None, None, None, *numbers)
     assert call.named == (("by_key", True), ("ordered", False))
 
 

@@ -15,12 +15,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.kernels.releases import members
-from attn_compiler.lowerings.shared.launching import imagined
+from attn_compiler.lowerings.shared.launching import dry_tensors
+from attn_compiler.lowerings.shared.launching.dry_run import noter, noting, recorder, recording
+from attn_compiler.lowerings.shared.launching.dry_tensors import NoExampleError, Pointer, TensorLayout
 from attn_compiler.lowerings.shared.launching.flat_kernels import FlatLaunch, flat
-from attn_compiler.lowerings.shared.launching.imagined import Lying, NoExampleError, Pointer
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
-from attn_compiler.lowerings.shared.launching.noting import noter, noting
-from attn_compiler.lowerings.shared.launching.recording import recorder, recording
 from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
 from tests.lowerings.shared import compiled_flat
 from tests.lowerings.shared.compiled_flat import CASES, Found
@@ -220,8 +219,8 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_stand_in_lies_as_its_value(view: str) -> None:
     value = VIEWS[view](torch.zeros(2, 3, 8, dtype=torch.bfloat16))
-    with imagined.imagining():
-        made = imagined.made(imagined.described(value))
+    with dry_tensors.without_memory():
+        made = dry_tensors.made(dry_tensors.described(value))
         assert (made.shape, made.stride(), made.dtype, made.device) == (
             value.shape,
             value.stride(),
@@ -233,27 +232,27 @@ def test_a_stand_in_lies_as_its_value(view: str) -> None:
 
 
 def test_addresses_of_views_follow_their_offsets() -> None:
-    with imagined.imagining():
-        x = Lying.of(torch.zeros(4, 8, dtype=torch.float32)).made()
+    with dry_tensors.without_memory():
+        x = TensorLayout.read(torch.zeros(4, 8, dtype=torch.float32)).made()
         assert (x.data_ptr(), x.view(torch.uint8).data_ptr(), x.select(0, 1).data_ptr()) == (0, 0, 32)
         assert x.t().contiguous().data_ptr() == 0
-        assert imagined.pointers((x.select(0, 1), 7, None)) == (Pointer(dtype=torch.float32, address=32), 7, None)
+        assert dry_tensors.pointers((x.select(0, 1), 7, None)) == (Pointer(dtype=torch.float32, address=32), 7, None)
 
 
 def test_a_gpu_that_is_not_there_can_be_imagined() -> None:
     with FakeTensorMode():
         value = torch.empty(2, 3, device="cuda:1")
-    with imagined.imagining():
-        made = imagined.made(imagined.described(value))
+    with dry_tensors.without_memory():
+        made = dry_tensors.made(dry_tensors.described(value))
         assert (made.device, made.is_cuda, made.data_ptr()) == (torch.device("cuda:1"), True, 0)
 
 
 def test_lists_and_what_is_no_tensor_stay() -> None:
     value = torch.zeros(3)
-    described = imagined.described([value, None, "text", 2.5])
-    assert described == imagined.described([torch.ones(3), None, "text", 2.5])
-    with imagined.imagining():
-        tensor, *others = imagined.made(described)
+    described = dry_tensors.described([value, None, "text", 2.5])
+    assert described == dry_tensors.described([torch.ones(3), None, "text", 2.5])
+    with dry_tensors.without_memory():
+        tensor, *others = dry_tensors.made(described)
     assert (tuple(tensor.shape), others) == ((3,), [None, "text", 2.5])
 
 
@@ -262,19 +261,19 @@ def test_symbolic_sizes_are_those_of_this_call_and_no_guard_is_added() -> None:
     with FakeTensorMode(shape_env=env) as mode:
         value = mode.from_tensor(torch.zeros(5, 16), static_shapes=False)
         guards = len(env.guards)
-        assert imagined.described(value) == Lying.of(torch.zeros(5, 16))
-        assert imagined.described([value.shape[0] * 2]) == (10,)
+        assert dry_tensors.described(value) == TensorLayout.read(torch.zeros(5, 16))
+        assert dry_tensors.described([value.shape[0] * 2]) == (10,)
         assert len(env.guards) == guards
 
 
 def test_sizes_that_nobody_knows_while_compiling_are_told() -> None:
     env = ShapeEnv()
     with pytest.raises(NoExampleError, match="not known"):
-        imagined.described(env.create_unbacked_symint())
+        dry_tensors.described(env.create_unbacked_symint())
 
 
 def test_outside_of_the_block_tensors_have_their_own_addresses() -> None:
     x = torch.zeros(4)
-    with imagined.imagining():
+    with dry_tensors.without_memory():
         pass
     assert x.data_ptr() != 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.shared.launching import replaying
-from attn_compiler.lowerings.shared.launching.noting import noting
+from attn_compiler.lowerings.shared.launching.dry_run import noting
 from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls
 from attn_compiler.lowerings.shared.launching.replaying import Alike, Replay, Returned, Start, alike
 from tests.lowerings.shared.lying import LYING_OTHERWISE

@@ -152,7 +152,7 @@ def test_rows_are_chosen_by_what_is_evaluated_beside_the_products() -> None:
     found = {}
     for name, (parts, mask) in masks.items():
         each = dataclasses.replace(spec, mask=mask)
-        assert parts_of(each, site_parts.of(each)) == parts
+        assert parts_of(each, site_parts.make_plan(each)) == parts
         found[name] = tiles(each, target)
     assert found["band"].forward.registers is not None
     assert found["mask"].grad_q.registers is not None

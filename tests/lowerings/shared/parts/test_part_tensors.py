@@ -106,7 +106,7 @@ def emitted(
 
 
 def check_mask(spec: AttentionSpec, made: Sequence[torch.Tensor], have: dict[str, torch.Tensor], **sizes: int) -> None:
-    plan = parts.of(spec)
+    plan = parts.make_plan(spec)
     assert not plan.mask
     assert not plan.bias
     named = dict(zip(plan.operands, made, strict=True))
@@ -143,7 +143,7 @@ def test_a_condition_on_pairs(rest: Expr, shape: tuple[int, ...]) -> None:
     spec = spec_of(bench, [Causal()])
     mask = dataclasses.replace(spec.mask, reason="not read", rest=masks.Formula(condition=rest))
     spec = dataclasses.replace(spec, mask=mask)
-    made = dict(zip(parts.of(spec).operands, bench.run(emitted(bench, spec)), strict=True))["mask"]
+    made = dict(zip(parts.make_plan(spec).operands, bench.run(emitted(bench, spec)), strict=True))["mask"]
     assert (made.dtype, tuple(made.shape)) == (torch.bool, shape)
     inputs = Inputs(seqlen_q=5, seqlen_kv=7, load=lambda tensor, at: have[tensor][at].item())
     expanded = made.expand(BATCH, HEADS, 5, 7)
@@ -211,8 +211,8 @@ def test_what_sites_share_is_made_once() -> None:
     assert len(bench.graph.nodes) == before
     other = dict(bench.nodes)
     bench.nodes["padding"] = bench.nodes["wide"]
-    again = dict(zip(parts.of(spec).operands, emitted(bench, spec), strict=True))
-    names = dict(zip(parts.of(spec).operands, first, strict=True))
+    again = dict(zip(parts.make_plan(spec).operands, emitted(bench, spec), strict=True))
+    names = dict(zip(parts.make_plan(spec).operands, first, strict=True))
     assert again["rows"] is names["rows"]
     assert again["keys"] is not names["keys"]
     bench.nodes = other
@@ -231,7 +231,7 @@ def test_a_dense_mask_is_used_as_it_is(shape: tuple[int, ...], dtype: torch.dtyp
     given = Dense(shape=shape, dtype=str(dtype).removeprefix("torch."))
     blocks = masks.AnyOf(alternatives=((Causal(),), (KINDS["documents"],)))
     spec = dataclasses.replace(spec, mask=MaskSpec(kinds=(blocks,), dense=given))
-    plan = parts.of(spec)
+    plan = parts.make_plan(spec)
     made = bench.run(emitted(bench, spec, mask=bench.nodes["mask"]))
     named = dict(zip(plan.operands, made, strict=True))
     assert plan.keys is (shape in ((BATCH, 1, 1, 9), (9,)))
@@ -253,7 +253,7 @@ def test_an_unproved_float_mask_is_added() -> None:
 def _added(
     bench: Bench, spec: AttentionSpec, made: Sequence[torch.Tensor], seqlen_q: int, seqlen_kv: int
 ) -> torch.Tensor:
-    plan = parts.of(spec)
+    plan = parts.make_plan(spec)
     named = dict(zip(plan.operands, made, strict=True))
     found = plan_math.added(plan, named, seqlen_q, seqlen_kv)
     assert found.dtype == torch.float32
@@ -379,7 +379,7 @@ def test_a_table_gets_its_gradient() -> None:
     spec = spec_of(bench, added=kinds)
     bias = scores.DenseBias(shape=(1, HEADS, 6, 9), dtype="float32")
     spec = dataclasses.replace(spec, mask=MaskSpec(), score=dataclasses.replace(spec.score, changes=(bias,)))
-    assert parts.of(spec).differentiable == ("distances",)
+    assert parts.make_plan(spec).differentiable == ("distances",)
     weights = torch.randn(HEADS, 6, 9)
     found = _added(bench, spec, bench.run(emitted(bench, spec), table=table), 6, 9)
     (found * weights).sum().backward()

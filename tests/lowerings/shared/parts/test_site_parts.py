@@ -201,7 +201,7 @@ def test_the_rest_of_a_mask_is_a_tensor_of_its_own(dense: Dense) -> None:
     found = parts(Causal(), PADDING, dense=dense, reason=UNREAD, rest=REST)
     assert found == dataclasses.replace(READ, mask=True, rest=REST.condition)
     assert found.kinds == {"band", "keys", "mask"}
-    plan = site_parts.of(spec_of(Causal(), PADDING, dense=dense, reason=UNREAD, rest=REST))
+    plan = site_parts.make_plan(spec_of(Causal(), PADDING, dense=dense, reason=UNREAD, rest=REST))
     assert (plan.band, plan.keys, plan.mask, plan.bias) == (Band(right=0), True, True, False)
 
 
@@ -314,7 +314,7 @@ def test_a_mask_that_is_no_part_stays_in_the_bias() -> None:
 def test_the_plan_says_which_parts_there_are() -> None:
     sinks = scores.Sinks(requires_grad=True)
     spec = spec_of(PADDING, DOCUMENT, Causal(), dense=None, added=(LEARNED,), changes=(*BIAS, sinks))
-    assert site_parts.of(spec) == Plan(
+    assert site_parts.make_plan(spec) == Plan(
         band=Band(right=0),
         keys=True,
         documents=True,
@@ -326,7 +326,7 @@ def test_the_plan_says_which_parts_there_are() -> None:
     )
     long = make_spec(needs_grad=False, seqlen_q=1024, seqlen_kv=1024)
     dropped = dataclasses.replace(long, score=ScoreSpec(scale=1.0, dropout_p=0.1))
-    assert site_parts.of(dropped) == Plan(dropout=True)
+    assert site_parts.make_plan(dropped) == Plan(dropout=True)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_the_plan_says_which_parts_there_are() -> None:
 )
 def test_few_pairs_need_no_lists(seqlen_q: Dim, seqlen_kv: Dim, few: bool) -> None:
     mask = MaskSpec(dense=Dense(shape=(2, 1, 1, seqlen_kv), dtype="bool"))
-    plan = site_parts.of(dataclasses.replace(make_spec(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), mask=mask))
+    plan = site_parts.make_plan(dataclasses.replace(make_spec(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), mask=mask))
     assert (plan.tiles, plan.unlisted) == (not few, few)
 
 

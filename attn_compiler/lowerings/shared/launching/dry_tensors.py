@@ -23,12 +23,11 @@ Example = Callable[[Any], Any]
 
 
 class NoExampleError(Exception):
-    """A size without any known value while compiling, not even for this call. Internal: kernels that depend on it are not compiled
-    ahead."""
+    """A size without any known value while compiling. Internal: kernels that depend on it are not compiled ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lying:
+class TensorLayout:
     """Layout of a tensor: a value of a graph, with this call's numbers in place of symbolic sizes. offset: of its first element."""
 
     shape: tuple[int, ...]
@@ -38,9 +37,9 @@ class Lying:
     device: torch.device
 
     @staticmethod
-    def of(value: torch.Tensor, example: Example = torch_symbols.example) -> Lying:
+    def read(value: torch.Tensor, example: Example = torch_symbols.example) -> TensorLayout:
         """Describe a tensor. Raises NoExampleError."""
-        return Lying(
+        return TensorLayout(
             shape=tuple(_number(size, example) for size in value.shape),
             strides=tuple(_number(stride, example) for stride in value.stride()),
             offset=_number(value.storage_offset(), example),
@@ -49,7 +48,7 @@ class Lying:
         )
 
     def made(self) -> torch.Tensor:
-        """Make a tensor of this layout. To be called within `imagining`."""
+        """Make a tensor of this layout. To be called within `without_memory`."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         memory = torch.empty(self.offset + (extent if all(self.shape) else 0), dtype=self.dtype, device=self.device)
         return memory.as_strided(self.shape, self.strides, self.offset)
@@ -72,7 +71,7 @@ def described(argument: Any, example: Example = torch_symbols.example) -> Any:
     Raises NoExampleError.
     """
     if isinstance(argument, torch.Tensor):
-        return Lying.of(argument, example)
+        return TensorLayout.read(argument, example)
     if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _number(argument, example)
     if isinstance(argument, (list, tuple)):
@@ -81,21 +80,21 @@ def described(argument: Any, example: Example = torch_symbols.example) -> Any:
 
 
 def made(argument: Any) -> Any:
-    """Invert `described`: make a tensor for each layout. To be called within `imagining`."""
-    if isinstance(argument, Lying):
+    """Invert `described`: make a tensor for each layout. To be called within `without_memory`."""
+    if isinstance(argument, TensorLayout):
         return argument.made()
     return [made(one) for one in argument] if isinstance(argument, tuple) else argument
 
 
 def pointers(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Replace every tensor among the arguments of a launch by a `Pointer`. To be called within `imagining`."""
+    """Replace every tensor among the arguments of a launch by a `Pointer`. To be called within `without_memory`."""
     return tuple(
         Pointer(dtype=one.dtype, address=one.data_ptr()) if isinstance(one, torch.Tensor) else one for one in arguments
     )
 
 
 @contextlib.contextmanager
-def imagining() -> Iterator[None]:
+def without_memory() -> Iterator[None]:
     """Make tensors without memory, which have addresses all the same, within the block."""
     with torch_compat.real_tensors(), FakeTensorMode(), Addresses():
         yield
