@@ -52,7 +52,7 @@ LINES = {
     "options": 286,
     "passes": 21,
     "passes/context_parallel": 3369,
-    "passes/graph": 6141,
+    "passes/graph": 6143,
     "passes/matching": 5190,
     "passes/pipeline": 855,
     "passes/recovering": 5693,

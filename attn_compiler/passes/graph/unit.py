@@ -341,6 +341,8 @@ _NOT_NAMES = frozenset({"L", "G", "self", "fn", "_orig_mod", "module", "_modules
 
 def clean_path(path: str) -> str:
     """Dynamo's spelling of a module path without its sources and brackets."""
+    # A model that is compiled in place is the first argument of its own __call__.
+    path = path.removeprefix("L['args'][0]")
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
     parts = [p for p in path.split(".") if p not in _NOT_NAMES]
     return ".".join(parts) or "(root)"

@@ -230,6 +230,8 @@ def test_bodies_are_named_by_their_path_and_come_once() -> None:
         ("L['self']._modules['model'].layers._modules['3'].self_attn", "model.layers.3.self_attn"),
         ("L['fn'].blocks[0].attn", "blocks.0.attn"),
         ("L['self']", "(root)"),
+        ("L['args'][0]._modules['model'].layers[3].self_attn", "model.layers.3.self_attn"),
+        ("L['self'].args[0].attn", "args.0.attn"),
         # diffusers' models and sentence-transformers' modules look attributes up by a __getattr__ of their own
         ("L['self'].__dict__['_modules']['mid_block'].attentions._modules['0']", "mid_block.attentions.0"),
         ("L['self'].my_modules[0].attn", "my_modules.0.attn"),
