@@ -1,1 +1,1 @@
-"""What `torch.compile` calls: the entry in PyTorch's registry, the backend, and `explain` and `compare`, which only report."""
+"""The entry point of `torch.compile`: PyTorch's registry, the backend, and `explain` and `compare`, which only report."""

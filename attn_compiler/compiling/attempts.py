@@ -14,7 +14,7 @@ from attn_compiler.torch_private import compat as torch_compat
 
 
 class StepFailed(Exception):
-    """A failure on our side. Internal: it is reported, and the caller falls back."""
+    """A failure on our side. Internal: the caller reports it and falls back."""
 
     def __init__(self, step: str, error: Exception) -> None:
         super().__init__(step)
@@ -29,16 +29,14 @@ class StepFailed(Exception):
             raise said from self.error
         warnings.warn(str(said), AttnCompilerWarning, stacklevel=2)
         text = f"{said}\n{''.join(traceback.format_exception(self.error))}"
-        # What its frames hold, such as the memory that there was too little of, may go now.
+        # Release what the frames hold, such as the memory that ran out.
         self.error.__traceback__ = None
         return text
 
 
 def options_of(settings: Mapping[str, Any]) -> Options:
-    """What a failure goes by outside of a graph's compilation. settings: options= and mode= of torch.compile.
-
-    The defaults where they are wrong: that is raised where a graph is compiled.
-    """
+    """Return the options for a failure outside of a graph's compilation. settings: options= and mode= of torch.compile. Wrong settings give
+    the defaults: compiling a graph raises the error."""
     try:
         return split_options(settings.get("mode"), settings.get("options"))[0]
     except AttnCompilerError:
@@ -47,7 +45,7 @@ def options_of(settings: Mapping[str, Any]) -> Options:
 
 @contextlib.contextmanager
 def step(name: str, *, user_errors: bool = False) -> Iterator[None]:
-    """A failure of the block is a StepFailed. user_errors: errors of this package say what the user did wrong, and pass through."""
+    """Turn a failure of the block into StepFailed. user_errors: this package's errors name a mistake of the user, and pass through."""
     try:
         yield
     except Exception as error:

@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 
 
 def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """torch.compile(model, backend="attn_compiler", mode=..., options={...}) calls this once per captured graph.
+    """Compile one captured graph, for torch.compile(model, backend="attn_compiler", mode=..., options={...}).
 
-    gm: Dynamo's graph; rewritten in place and given away. kwargs: torch.compile's `mode`, `options` and `name`, those
-    that are not empty. Raises a class of errors.py for a wrong option, and, under strict=True, for whatever fails on our side; otherwise
-    that is one warning, and the model's own graph is compiled.
+    gm: Dynamo's graph; rewritten in place and given away. kwargs: torch.compile's `mode`, `options` and `name`, those that are not empty.
+    Raises a class of errors.py for a wrong option. Any other failure on our side is raised under strict=True; otherwise it is one warning,
+    and the model's own graph is compiled.
     """
     try:
         return _compile(gm, example_inputs, **kwargs)
@@ -55,7 +55,7 @@ def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
 
 
 def _reset() -> None:
-    """Called by torch._dynamo.reset() for every backend that was used."""
+    """Forget everything, for torch._dynamo.reset(), which calls this for every backend that was used."""
     from attn_compiler.lowerings.shared.calls.failures import FAILURES
     from attn_compiler.torch_private import frames as torch_frames
 
@@ -95,8 +95,8 @@ def _compile_with(
     name: str | None,
     **given: Any,
 ) -> Callable[..., Any]:
-    """own, patches: what `options` say. given: `mode` and `options` as they were given."""
-    # The next replay of a CUDA graph writes to what it gave back, and nothing shows that.
+    """Compile with parsed options. own, patches: from `options`. given: `mode` and `options` as the user gave them."""
+    # The next replay of a CUDA graph overwrites its outputs without counting the write.
     is_recorded = False
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
         torch_inductor.start_workers()
@@ -115,7 +115,7 @@ def _compile_with(
     inner = Inner(options=own, patches=patches, region=name, ahead=ahead)
     rewritten = rewrite(gm, own, store=rewrites.here(own, patches))
     report = rewritten.report
-    # The graph is given away: what fails from here on, and is not the model's, is made good from a copy.
+    # The graph is given away: a failure of ours from here on is repaired from a copy.
     failed: StepFailed | None = None
     try:
         with step("prepare the graph for the inner compiler", user_errors=True):
@@ -130,11 +130,11 @@ def _compile_with(
     except StepFailed as error:
         failed = error
     except Exception as error:
-        # What failed has its report. What starts over comes again, with a report of its own.
+        # A failed compilation has its report. One that starts over comes again with a report of its own.
         if not isinstance(error, AttnCompilerError) and not torch_compat.starts_over(error):
             _publish(report, own)
         raise
-    # Outside of the handler above: an error of the model's own graph is shown as if ours had not been.
+    # Outside of the handler above, so that an error of the model's own graph does not show ours as its context.
     if failed is not None:
         if own.strict:
             _publish(report, own)
@@ -153,7 +153,7 @@ def _compile_with(
     _watch([*_called_in(report), *([] if failed else _called_beside(rewritten.padded))], own)
     if ahead is not None:
         built = ahead.built()
-        # All are told of before the graph is compiled again.
+        # Report all failed kernels before the graph is compiled again.
         if failed is None and _tell_of(built.failed):
             rewritten.take_back(gm)
             torch_packed.forget_guards(rewritten.further_inputs)
@@ -162,16 +162,16 @@ def _compile_with(
     _publish(report, own)
     meetings = rewritten.meetings
     known = () if is_recorded else rewritten.known
-    return lockstep.in_step(known_masks.telling(checked(compiled, plan), known, rewritten.read), meetings)
+    return lockstep.in_step(known_masks.wrap(checked(compiled, plan), known, rewritten.read), meetings)
 
 
 def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:
-    """Where the rewrite was on disk, the code most likely is: to load it takes little, and the collector may take as long."""
+    """Pause the garbage collector if the rewrite was on disk: loading its code is then cheap, and a collection may take as long."""
     return collector.paused() if report.from_cache else contextlib.nullcontext()
 
 
 def _tell_of(failed: Sequence[NotCompiled]) -> bool:
-    """Tell of kernels that do not compile. Gives whether sites of the graph are concerned, which are then to be decided again."""
+    """Note kernels that do not compile. Return True if sites of the graph use one, which have to be decided again."""
     from attn_compiler.lowerings.shared.calls import failures
     from attn_compiler.lowerings.shared.limits import untried
 
@@ -186,13 +186,13 @@ _Called = tuple[tuple[str, ...], str, "AttentionSpec | LinearSpec"]
 
 
 def _called_in(report: Report) -> list[_Called]:
-    """Of each site that calls leaf ops their texts, its lowering and its spec."""
+    """Return (texts, lowering, spec) of each site that calls leaf ops."""
     linear = [(_texts_of(row), row.decision.lowering, row.spec) for row in report.linear]
     return [*((site.texts, site.decision.lowering, site.spec) for site in report.sites if site.texts), *linear]
 
 
 def _texts_of(row: LinearReport) -> tuple[str, ...]:
-    """What failures of its kernels are told by: at a launch by the form, ahead of it by the op."""
+    """Return the keys of failures of a row's kernels: the form's text at a launch, the op ahead of it."""
     from attn_compiler.lowerings import linear_table
 
     leaves = {one.name: one.leaves for one in linear_table.LINEAR_LOWERINGS}
@@ -205,7 +205,7 @@ def _called_beside(padded: Unit | None) -> list[_Called]:
 
 
 def _watch(called: Sequence[_Called], options: Options) -> None:
-    """Be told of kernels of these sites that fail, and have the frame compiled anew then. Most graphs have none."""
+    """Compile the frame anew once a kernel of these sites fails. Most graphs have no such site."""
     if not called:
         return
     from attn_compiler.lowerings.shared.calls.failures import FAILURES, Caller
@@ -217,7 +217,7 @@ def _watch(called: Sequence[_Called], options: Options) -> None:
 
 
 def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
-    """The key of the compile caches. Raises what users are to know of the options that they gave."""
+    """Return the key of the compile caches. Raises the errors about the user's options."""
     from attn_compiler.passes.writing import fp8_sites, select
     from attn_compiler.torch_private import frames as torch_frames
 
@@ -229,7 +229,7 @@ def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
 
 
 def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPlan | None:
-    """What to verify on the first call, made before the compiler changes the graph."""
+    """Plan the checks of the first call, before the compiler changes the graph."""
     if not options.verify:
         return None
     from attn_compiler.verifying.plan import prepare
@@ -243,7 +243,7 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPl
 
 
 def _ahead(options: Options) -> Ahead | None:
-    """The ahead-of-time compiler of kernels. Only Inductor traces the backward before compiling, so only there."""
+    """Return the ahead-of-time compiler of kernels; only for Inductor, since only it traces the backward before compiling."""
     from attn_compiler.lowerings.shared.launching import ahead
 
     return ahead.here() if options.inner == "inductor" else None

@@ -1,4 +1,4 @@
-"""`explain`: what the backend would do to each attention of a model, found by running the model once."""
+"""`explain`: the backend's decision for each attention of a model, found by running the model once."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ if TYPE_CHECKING:
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Reports:
-    """Run `model(*args, **kwargs)` once and report every attention in it: what was found, what it becomes, and why.
+    """Run `model(*args, **kwargs)` once and report every attention in it: the match, its replacement, and the reasons.
 
     The result prints as a table and has `to_json()`; there is one report for each graph, so graph breaks give several.
+
     model: a module or function, compiled already or not; the arguments go to it.
     options: as torch.compile takes them: explain(model, x, options={"verify": True}). A model that has a parameter of that name gets it
-        instead; use `explainer` then, and for mode and dynamic. Without options, a module that torch.compile returned for this backend is
-        explained with those that it was compiled with.
+        instead; use `explainer` then, and for mode and dynamic. Without options, a module compiled by torch.compile for this backend is
+        explained with the options of its own compilation.
 
-    The run is real: it happens in the caller's grad mode, mutates caches that are passed in, and draws random numbers. Buffers of a
-    module in training hold afterwards what they held, such as the statistics of a batch norm. The rewritten graphs run eagerly, without
-    Inductor. Nothing compiled is kept, and a later torch.compile of the same model starts as if explain had not been called; only torch
-    2.11 then compiles again what it had compiled before.
+    The run is real: it happens in the caller's grad mode, mutates caches that are passed in, and draws random numbers. Buffers of a module
+    in training, such as the statistics of a batch norm, are restored afterwards. The rewritten graphs run eagerly, without Inductor.
+    Nothing compiled is kept, and a later torch.compile of the same model starts as if explain had not been called. Only torch 2.11 compiles
+    again the graphs that it had compiled before.
     """
     settings, kwargs = settings_and_inputs(model, kwargs)
     return explainer(**settings)(model, *args, **kwargs)
 
 
 def settings_and_inputs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """options=, mode= and dynamic= for a call with these keyword arguments, and those of them that go to the model."""
+    """Split a call's keyword arguments into options=, mode= and dynamic=, and those that go to the model."""
     settings, kwargs = torch_observe.settings_of(model, "attn_compiler"), dict(given)
     if "options" in kwargs and not _has_options(torch_observe.original_of(model)):
         settings = {"dynamic": settings.get("dynamic"), "options": kwargs.pop("options")}
@@ -52,7 +53,7 @@ def settings_and_inputs(model: Callable[..., Any], given: Mapping[str, Any]) -> 
 
 
 def checked_settings(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Our options, and Inductor's. Raises UnknownOption or InvalidOption."""
+    """Return our options, and Inductor's. Raises UnknownOption or InvalidOption."""
     from attn_compiler.lowerings import names
 
     own, patches = split_options(mode, options)
@@ -61,7 +62,7 @@ def checked_settings(mode: str | None, options: Mapping[str, Any] | None) -> tup
 
 
 def runnable(model: Callable[..., Any], call: str) -> Callable[..., Any]:
-    """What torch.compile was given, or the model itself. Raises CannotCompare for what nobody can call."""
+    """Return the model that torch.compile was given, or the model itself. Raises CannotCompare if it is not callable."""
     if not callable(model):
         raise CannotCompare(
             call=call,
@@ -73,12 +74,11 @@ def runnable(model: Callable[..., Any], call: str) -> Callable[..., Any]:
 
 
 def _has_options(model: Callable[..., Any]) -> bool:
-    """Whether a model has a parameter called `options` of its own."""
     called = getattr(model, "forward", model)
     try:
         parameters = inspect.signature(called).parameters
     except (TypeError, ValueError):
-        # A function of C's without a signature.
+        # A C function without a signature.
         return False
     return "options" in parameters
 
@@ -99,7 +99,7 @@ def explainer(
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             rewritten = _rewrite(gm, own)
             found.append(rewritten.report)
-            return known_masks.telling(_runnable(gm, rewritten), rewritten.known, rewritten.read)
+            return known_masks.wrap(_runnable(gm, rewritten), rewritten.known, rewritten.read)
 
         backend.own_options = own  # type: ignore[attr-defined]
         linear_attention.watch(backend)
@@ -124,7 +124,7 @@ def explainer(
 
 @contextlib.contextmanager
 def _buffers_kept(model: Callable[..., Any]) -> Iterator[None]:
-    """What a run writes to buffers of modules in training, or puts in their place, is undone."""
+    """Undo writes to buffers of modules in training, and replacements of them."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) and model.training else []
     before = [(module._buffers, dict(module._buffers)) for module in modules]
     tensors = [x for _, given in before for x in given.values() if x is not None and not x.is_inference()]
@@ -136,13 +136,13 @@ def _buffers_kept(model: Callable[..., Any]) -> Iterator[None]:
             own.update(given)
         with torch.no_grad():
             for x, held in numbers:
-                # A batch norm writes its statistics without counting the write. What was not written keeps its count.
+                # A batch norm writes its statistics without counting the write. An unwritten buffer keeps its version.
                 if not torch.equal(x, held):
                     x.copy_(held)
 
 
 def _runnable(gm: fx.GraphModule, rewritten: Rewritten) -> Callable[..., Any]:
-    """What computes the model's output. A packed graph takes more than the model's inputs, so the model's own graph runs in its place."""
+    """Return the function of the model's output: for a packed graph, which takes further inputs, the model's own graph."""
     if rewritten.packed is None:
         return gm.forward
     torch_packed.forget_guards(rewritten.further_inputs)

@@ -1,4 +1,4 @@
-"""What compiles a graph in the end, with our passes on the graphs of AOTAutograd or without."""
+"""The inner compiler of a graph, with our passes on the graphs of AOTAutograd or without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    """What compiles a graph in the end. patches: for Inductor. region: torch.compile's `name=`. ahead: compiles our own kernels."""
+    """The inner compiler. patches: for Inductor. region: torch.compile's `name=`. ahead: compiles our own kernels."""
 
     options: Options
     patches: dict[str, Any]
@@ -29,7 +29,7 @@ class Inner:
     ahead: Ahead | None
 
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
-        # Here and not in the pass, which does not run where a cache has the code: that calls their ops all the same.
+        # Not in the pass: it does not run if a cache has the code, which calls these ops all the same.
         from attn_compiler.context_parallel import collectives, halo_ops, merge_ops  # noqa: F401
         from attn_compiler.lowerings.graph_ops import kept, rotary_tables
         from attn_compiler.lowerings.shared.ops.leaf_ops import without_autograd
@@ -67,7 +67,7 @@ class Inner:
             failed.told(self.options, torch_compat.graph_name(), "they are compiled at their first launch")
 
     def compile_original(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """As the inner compiler does without us: with no pass and no key of ours."""
+        """Compile as the inner compiler alone does, with no pass and no key of ours."""
         return self._compile(gm, example_inputs, None, None)
 
     def _compile(

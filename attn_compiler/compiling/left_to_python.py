@@ -1,4 +1,4 @@
-"""Reports of attention that Dynamo leaves to Python: no graph has it, so the backend may not be called at all."""
+"""Reports of attention that Dynamo leaves to Python: no graph has it, and the backend may not be called at all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attn_compiler.torch_private.observe import Break
 
 
 def watch(backend: Callable[..., Any]) -> None:
-    """Publish a report of each such attention in what is compiled for this backend."""
+    """Publish a report of each such attention in code compiled for this backend."""
     torch_observe.watch_breaks(backend, _tell)
 
 
 def report(found: Break) -> Report | None:
-    """A report that has the miss alone; None where no attention is left to Python."""
+    """Return a report with the miss alone; None if no attention is left to Python."""
     from attn_compiler.passes.matching import left_to_python
 
     miss = left_to_python.find(found)
@@ -26,7 +26,7 @@ def report(found: Break) -> Report | None:
 
 
 def _tell(found: Break) -> None:
-    # Dynamo is at the end of a frame that it may have no graph of.
+    # Dynamo is at the end of a frame, which may have no graph.
     own = options_of(found.settings)
     try:
         with step("look for attention that is left to Python"):

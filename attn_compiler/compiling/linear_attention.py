@@ -1,4 +1,4 @@
-"""Has the calls of models' functions of linear attention taken, in what is compiled for this backend."""
+"""Capture of calls of models' linear attention functions, in code compiled for this backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_compiler.torch_private import substitution
 
 
 def watch(backend: Callable[..., Any]) -> None:
-    """Look at models' modules when a compilation begins. backend: one of ours, for which calls are taken."""
+    """Look at models' modules when a compilation begins. backend: one of ours, whose compilations capture the calls."""
     substitution.take_for(backend)
     substitution.watch_starts(_look)
 
@@ -23,7 +23,7 @@ def _look() -> None:
     try:
         from attn_compiler.passes.matching.linear import substitutes
     except (ImportError, AttributeError):
-        # The backend, which imports as much, says it and goes on without us.
+        # The backend imports the same: it reports the failure and goes on without us.
         return
     try:
         with step("look for functions of linear attention"):

@@ -1,9 +1,9 @@
-"""What `torch.compile(backend="attn_compiler")` loads by the entry point: importing this module registers the backend, once a process.
+"""Registration of the backend, once a process: the entry point of `torch.compile(backend="attn_compiler")` imports this module.
 
-Dynamo asks whether a name is registered, loads its entry point if it is not, and registers what that gave. Threads that compile for the
-first time at once all come to the last step, and all but the first fail there: "duplicate name". So the import does it, which the import
-system lets one thread alone run, and the entry point gives None. `register_backend` takes that for its use as a decorator, and
-registers nothing. A torch that is newer than what was tried may lack what the backend needs: Inductor takes its place then.
+Dynamo asks whether a name is registered, loads its entry point if it is not, and registers the loaded object. Threads that compile for the
+first time at once all come to the last step, and all but the first fail there: "duplicate name". So the import registers the backend, since
+the import system runs it in one thread alone, and the entry point gives None. `register_backend` takes None for its use as a decorator, and
+registers nothing. A torch newer than the tried ones may lack something that the backend needs: Inductor takes its place then.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ except (ImportError, AttributeError) as error:
     attn_compiler = without_us.or_raise(error)
 
 NAME = "attn_compiler"
-#: what the entry point gives
+#: the object of the entry point
 NOTHING_MORE = None
 
-# An installation of before this module has an entry point that gives the backend itself.
+# The entry point of an older installation gives the backend itself.
 if NAME not in registry._COMPILER_FNS:
     registry.register_backend(attn_compiler, name=NAME)

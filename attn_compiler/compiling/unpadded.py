@@ -1,4 +1,4 @@
-"""Compiling a graph without its padding: the packed graph, and beside it the padded graph for calls that the packed one may not serve."""
+"""Compilation without padding: the packed graph, and beside it the padded graph for calls that the packed one may not serve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Code from disk may lack the guards on the number of tokens. Nothing would check that number then.
+#: Code from disk may lack the guards on the number of tokens, which would then go unchecked.
 _NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
@@ -33,13 +33,11 @@ _NEVER_WARNED = {"triton.cudagraph_dynamic_shape_warn_limit": None}
 def compile_unpadded(
     gm: fx.GraphModule, packed: Packed, padded: Unit | None, inner: Inner, example_inputs: Sequence[Any], key: str
 ) -> Callable[..., Any]:
-    """The packed graph's code, and the padded graph for calls that it may not serve. gm: the packed graph.
-
-    Later compilations get fake inputs. Real ones no longer say which of their sizes are fixed.
-    """
+    """Return the packed graph's code, and the padded graph's for calls that it may not serve. gm: the packed graph. Later compilations get
+    fake inputs, since real ones do not show which of their sizes are fixed."""
     compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
     is_recorded = bool(inner.patches.get("triton.cudagraphs"))
-    # A CUDA graph would be recorded for each number of tokens, unless somebody says that these be recorded: then numbers come in steps.
+    # A CUDA graph would be recorded for each number of tokens. If the user asks for recordings, numbers come in steps.
     has_steps = is_recorded and inner.patches.get(_SKIPS) is False
     patches = {_SKIPS: True} if is_recorded and not has_steps else _NEVER_WARNED if has_steps else {}
     of_packed = dataclasses.replace(inner, patches=inner.patches | patches | _NOT_KEPT)
@@ -93,14 +91,14 @@ def compile_unpadded(
 
 
 def _before(packed: Packed, inner: Inner) -> Callable[..., Any]:
-    """What `Unpadded` asks before each call. On a GPU it is compiled, since a launch takes the host longer than the kernel takes."""
+    """Return the check of `Unpadded` before each call. On a GPU it is compiled: launches take the host longer than the kernel runs."""
     from attn_compiler.passes.unpad import facts
 
     module, read = facts.with_places(packed.before)
     asked: Callable[..., Any] = module
     inputs = [packed.fakes[i] for i in read]
     if inner.options.inner == "inductor" and _is_launched(inputs):
-        # What a CUDA graph gives is gone at the next call; a backward may still need it.
+        # A CUDA graph's output is gone at the next call; a backward may still need it.
         unrecorded = dataclasses.replace(inner, patches=inner.patches | {"triton.cudagraphs": False})
         try:
             with step("compile what is asked before each call"), torch.no_grad():
@@ -111,5 +109,5 @@ def _before(packed: Packed, inner: Inner) -> Callable[..., Any]:
 
 
 def _is_launched(inputs: Sequence[Any]) -> bool:
-    """Whether each op on these is a kernel that the host starts."""
+    """Return True if ops on these inputs are kernels that the host launches."""
     return any(x.is_cuda for x in inputs if isinstance(x, torch.Tensor))

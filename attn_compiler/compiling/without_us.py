@@ -1,4 +1,4 @@
-"""What serves where this package can't be imported with a torch that is newer than all that were tried: Inductor alone, and one warning."""
+"""Fallback if this package can't be imported with a torch newer than the tried ones: Inductor alone, and one warning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_compiler.spec.tried import not_tried
 
 
 def or_raise(error: ImportError | AttributeError) -> Callable[..., Callable[..., Any]]:
-    """A backend without us, and a warning that says why. Raises the error where the installed torch was tried."""
+    """Return a backend without us, and warn why. Raises the error if the installed torch was tried."""
     said = not_tried("torch", str(torch.__version__))
     if said is None:
         raise error
@@ -31,7 +31,7 @@ def compiled_by_inductor(
     options: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> Callable[..., Any]:
-    """As the backend, of whose options only Inductor's count."""
+    """Compile as a backend that takes Inductor's options only."""
     known = torch._inductor.list_options()
     given = {name: value for name, value in (options or {}).items() if name in known}
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **given}

@@ -1,4 +1,4 @@
-"""Exported programs, rewritten by the same passes as Dynamo's graphs. An AOTInductor package of what comes out runs without us.
+"""Exported programs, rewritten by the same passes as Dynamo's graphs. Their AOTInductor packages run without this package.
 
 A saved program with our Triton kernels is loaded where this module is imported: it defines their ops.
 """

@@ -1,7 +1,7 @@
-"""An exported program's graph in the form that the passes read, and back.
+"""Conversion of an exported program's graph to the form that the passes read, and back.
 
-The passes know a value by Dynamo's `example_value`; an export has it as `val`. An export also asserts the dtype of what is cast, in calls
-that read scores and weights; these are taken out, and put back where what they read is still there.
+The passes know a value by Dynamo's `example_value`; an export has it as `val`. An export also asserts the dtype of cast tensors, in calls
+that read scores and weights. These are removed, and inserted again if their tensor is still in the graph.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 from attn_compiler.torch_private import compat as torch_compat, snapshots as torch_snapshots
 
 _ASSERTION = torch.ops.aten._assert_tensor_metadata.default
-#: what a node has of its origin that says nothing of its own value
+#: metadata that a node copied from its origin and that does not describe its own value
 _OF_ORIGIN = ("example_value", "tensor_meta", "unbacked_bindings", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assertion:
-    """One that was taken out. tensor: what it reads."""
+    """A removed assertion. tensor: its input."""
 
     tensor: fx.Node
     args: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Assertion:
 
 @dataclass(frozen=True, kw_only=True)
 class Readable:
-    """A graph module that the passes can read. before: all its nodes, those of bodies included. assertions: those that were taken out."""
+    """A graph module that the passes can read. before: all its nodes, those of bodies included. assertions: the removed ones."""
 
     graph_module: fx.GraphModule
     before: frozenset[fx.Node]
@@ -53,7 +53,7 @@ def readable(gm: fx.GraphModule, numbers: Mapping[str, torch.Tensor]) -> Readabl
 
 
 def put_back(read: Readable) -> None:
-    """Give every node its `val`, and the graph the assertions whose tensors are still there."""
+    """Give every node its `val`, and insert the assertions whose tensors are still in the graph."""
     for node in _nodes(read.graph_module):
         value = node.meta.get("example_value")
         for name in _OF_ORIGIN if node not in read.before else ("example_value", "constant"):
@@ -70,7 +70,7 @@ def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _without_gradient(value: Any) -> Any:
-    """An export knows which parameters want a gradient, and of no other value: what it says is no more than half of it."""
+    """Clear requires_grad: an export sets it for parameters alone, so it would be wrong for all other values."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     with torch.no_grad():

@@ -1,20 +1,27 @@
-"""`rewrite`: the passes on a program that torch.export made, and a program again."""
+"""`rewrite`: the passes on a program of torch.export, with a program as the result.
+
+The emitted functions and methods of PyTorch become the ATen ops that an exported program may have. Ops of this package that launch Triton
+kernels become their twins, which a compilation takes apart (lowerings/shared/launching/packaged_ops.py). Ops that hold a value become a
+copy of it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from attn_compiler.export.own_ops import compiled_ahead
-from attn_compiler.export.plain_ops import spelled_out
+from attn_compiler import lowerings
 from attn_compiler.export.readable import Readable, put_back, readable
 from attn_compiler.options.options import Options, check_lowering_names, own_name, split_options
+from attn_compiler.passes.spelling import expand
 from attn_compiler.reasons.errors import (
     AttnCompilerError,
     AttnCompilerWarning,
@@ -26,6 +33,7 @@ from attn_compiler.reasons.errors import (
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat, export as torch_export, tracing as torch_tracing
+from attn_compiler.torch_private.op_library import NAMESPACE
 
 if TYPE_CHECKING:
     from torch._subclasses import FakeTensorMode
@@ -33,21 +41,26 @@ if TYPE_CHECKING:
     from attn_compiler.passes import Rewritten
 
 _NAME = "export"
+_PLAIN = {torch.ops.attn_compiler.held.default: torch.ops.aten.clone.default}
+#: Ops of lowerings that can be packaged. Defines their twins, which loaded programs need.
+_TWINS = {
+    op: lowerings.packaged_twin(op)
+    for op in (torch.ops.attn_compiler.triton.default, torch.ops.attn_compiler.tile_lists.default)
+}
 
 
 def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | None = None) -> ExportedProgram:
-    """A program that computes the same, in which PyTorch's own attention kernels and our Triton kernels stand for the attentions that
-    were found.
+    """Return a program that computes the same, with PyTorch's attention kernels and our Triton kernels for the found attentions.
 
     A package of it (`torch._inductor.aoti_compile_and_package`) runs where this package is not installed: lowerings that need its Python
-    are refused, by name, in the report. `reports()[-1]` is that report. A program that has our Triton kernels is itself run, loaded and
-    compiled where `attn_compiler.export` is imported; with options={"lowerings": [...]} of PyTorch's kernels alone, anywhere. Inputs,
-    outputs, weights, the names of all of them, and dynamic shapes are those of `program`, which stays as it is; weights are shared.
+    are refused, by name, in the report, which is `reports()[-1]`. A program with our Triton kernels is itself run, loaded and compiled
+    where `attn_compiler.export` is imported; with options={"lowerings": [...]} of PyTorch's kernels alone, anywhere. Keeps the inputs,
+    outputs, weights, their names, and dynamic shapes of `program`; does not modify it, and shares its weights.
 
-    The program is for inference on this machine: kernels are chosen for the devices of its tensors, as they are here, and without a
-    backward. options: as of torch.compile(backend="attn_compiler"). Raises NotAnExportedProgram, ExportUnsupported, UnknownOption or
-    InvalidOption for what can't be done, and, under strict=True, for whatever fails on our side; else that is one warning, and what is
-    returned is the program as it came.
+    The program is for inference on this machine: kernels are chosen for the devices of its tensors on this machine, and without a backward.
+    options: as of torch.compile(backend="attn_compiler"). Raises NotAnExportedProgram, ExportUnsupported, UnknownOption or InvalidOption
+    for wrong arguments. Any other failure on our side is raised under strict=True; otherwise it is one warning, and the given program is
+    returned.
     """
     from attn_compiler.passes import rewrite as run_passes
     from attn_compiler.passes.writing import summary
@@ -66,7 +79,7 @@ def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | 
         if not rewritten.failed and rewritten.snapshot is not None and mode is not None:
             made = _made(program, read, rewritten, mode)
     except AttnCompilerError:
-        # What the user did wrong, and what strict=True asks for.
+        # Errors of the user, and of strict=True.
         raise
     except Exception as error:  # noqa: BLE001 (it is told, and raised with strict=True)
         failure = _told(error, own)
@@ -77,12 +90,10 @@ def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | 
 
 
 def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Options:
-    from attn_compiler.lowerings import names
-
     if not isinstance(program, ExportedProgram):
         raise NotAnExportedProgram(given=f"{type(program).__module__}.{type(program).__qualname__}")
     own = options if isinstance(options, Options) else split_options(None, options)[0]
-    check_lowering_names(own, names())
+    check_lowering_names(own, lowerings.names())
     inductors = [] if isinstance(options, Options) else [name for name in options or {} if own_name(name) is None]
     if inductors:
         raise ExportUnsupported(
@@ -124,7 +135,7 @@ def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Op
 
 
 def _targets(gm: fx.GraphModule) -> dict[str, Target]:
-    """This machine, by the types of the devices that the program's tensors are on."""
+    """Return this machine by the types of the devices of the program's tensors."""
     types = {device.type: str(device) for device in torch_compat.graph_devices(gm)}
     return {type_: dataclasses.replace(Target.current(device), packaged=True) for type_, device in types.items()}
 
@@ -136,7 +147,7 @@ def _made(program: ExportedProgram, read: Readable, rewritten: Rewritten, mode: 
     put_back(read)
     renamed = {}
     for unit in rewritten.units:
-        # What was spelled out stood for a value of the program.
+        # The replaced node was an output of the program.
         spelled = {one.product: one.own for one in unit.spelling.calls if one.out is one.product}
         for site in unit.found.sites:
             old, new = unit.mirrored.dynamo_node(site.match.out), site.new_out
@@ -159,3 +170,30 @@ def _told(error: Exception, options: Options) -> str:
         raise said from error
     warnings.warn(str(said), AttnCompilerWarning, stacklevel=3)
     return f"{said}\n{''.join(traceback.format_exception(error))}"
+
+
+def spelled_out(gm: fx.GraphModule, before: Collection[fx.Node], mode: FakeTensorMode) -> dict[fx.Node, fx.Node]:
+    """Rewrite all nodes but those of `before`, in place, and return the replacement of each. mode: of the graph's values."""
+    replaced: dict[fx.Node, fx.Node] = {}
+    for module in torch_compat.graph_modules(gm):
+        for node in [node for node in module.graph.nodes if node not in before and not _is_plain(node)]:
+            called: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+            parts = expand.spell_out(module, node, called, mode)
+            replaced.update({old: new for old, new in parts.items() if isinstance(new, fx.Node)})
+    return replaced
+
+
+def _is_plain(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return False
+    plain = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    # A call without a value is kept for its side effect.
+    return node.op != "call_function" or plain or node.target is operator.getitem or node.meta["example_value"] is None
+
+
+def compiled_ahead(gm: fx.GraphModule, before: Collection[fx.Node]) -> None:
+    """Rewrite all nodes but those of `before`, in place."""
+    for module in torch_compat.graph_modules(gm):
+        for node in module.graph.nodes:
+            if node not in before and getattr(node.target, "namespace", None) == NAMESPACE:
+                node.target = {**_PLAIN, **_TWINS}[node.target]

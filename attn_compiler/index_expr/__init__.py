@@ -1,8 +1,8 @@
-"""The small language that masks and biases are recovered in: expressions over the indices (b, h, q, k) of a score. Pure data.
+"""The language of masks and biases: expressions over the indices (b, h, q, k) of a score. Pure data.
 
 Expressions are built by `apply` and its relatives only, which keep a normal form. Numbers are folded, integer arithmetic is a linear form,
 an integer comparison is one of `form >= 0`, `form == 0`, `form != 0`, and conjunctions are flat and sorted. So two spellings of one mask
-meet in equal expressions, and `evaluate` gives the meaning back on real numbers and tensors.
+give equal expressions, and `evaluate` computes an expression on real numbers and tensors.
 
 Five normal forms, where a linear form is written as a sum:
 
@@ -12,8 +12,8 @@ Five normal forms, where a linear form is written as a sum:
     k // 64 == q // 64          Test("==", Apply("floordiv", k, 64) - Apply("floordiv", q, 64))
     ids[b, q] == ids[b, k]      Test("==", Load("ids", b, k) - Load("ids", b, q))
 
-nodes.py: the data. building.py, linear_forms.py, comparing.py: the normal form. looking.py: what is in one. ranges.py: what the
-indices' ranges settle. meaning.py: values and text.
+nodes.py: the data. building.py, linear_forms.py, comparing.py: the normal form. looking.py: queries. ranges.py: consequences of the
+indices' ranges. meaning.py: values and text.
 """
 
 from attn_compiler.index_expr.building import (

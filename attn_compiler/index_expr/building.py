@@ -27,13 +27,13 @@ from attn_compiler.index_expr.nodes import (
 )
 from attn_compiler.index_expr.placing import place
 
-#: Floats up to here are calculated with as whole numbers are: none of their sums and products is rounded
+#: Floats up to here are folded like integers: none of their sums and products is rounded
 _LARGEST_WHOLE = 2.0**24
 
-#: no whole number of 64 bits is as large as this, nor rounded up to it
+#: larger than every 64-bit integer, rounded up too
 _BEYOND_WHOLE = 2.0**65
 
-#: parts of an expression that a choice looks into for what its condition says of them; each choice around it would look again
+#: size limit of expressions that a choice simplifies by its condition, since each choice around it does so again
 _LOOKED_INTO = 256
 
 
@@ -65,19 +65,19 @@ def mul(a: Expr, b: Expr) -> Expr:
 
 
 def as_int(x: Expr) -> Expr:
-    """A truth value as 0 or 1; whole numbers as they are."""
+    """Return a truth value as 0 or 1, and integers unchanged."""
     if isinstance(x, Const) and isinstance(x.value, bool):
         return Const(int(x.value))
     return where(x, ONE, ZERO) if kind_of(x) == "bool" else x
 
 
 def as_float(x: Expr) -> Expr:
-    """The same number as a float."""
+    """Return the same number as a float."""
     return x if kind_of(x) == "float" else apply("float", x)
 
 
 def as_bool(x: Expr) -> Expr:
-    """x != 0."""
+    """Return x != 0."""
     if kind_of(x) == "bool":
         return x
     if kind_of(x) == "int":
@@ -90,16 +90,13 @@ def as_bool(x: Expr) -> Expr:
 
 
 def test(relation: str, form: Linear) -> Expr:
-    """The comparison of a linear form with zero, in a normal form.
-
-    Coefficients have no common divisor; the leading one of an equation is positive.
-    """
+    """Compare a linear form with zero, in normal form. Coefficients have no common divisor; the leading one of an equation is positive."""
     if not form.terms:
         return Const({">=": form.const >= 0, "==": form.const == 0, "!=": form.const != 0}[relation])
     divisor = math.gcd(*(factor for _, factor in form.terms))
     if relation != ">=" and form.const % divisor:
         return Const(relation == "!=")
-    # 2q - 2k + 1 >= 0 is q - k >= 0: over whole numbers the rest of the division never counts.
+    # 2q - 2k + 1 >= 0 is q - k >= 0: over integers the remainder of the division never counts.
     form = Linear(tuple((term, factor // divisor) for term, factor in form.terms), form.const // divisor)
     if relation != ">=" and form.terms[0][1] < 0:
         form = combine(Linear(()), form, -1)
@@ -108,7 +105,7 @@ def test(relation: str, form: Linear) -> Expr:
 
 
 def _test_of_choice(relation: str, form: Linear) -> Expr | None:
-    """A test on a single `c ? a : b` of numbers is a test for each of them."""
+    """Split a test on a single `c ? a : b` of numbers into a test of each."""
     if len(form.terms) != 1:
         return None
     (term, factor), const = form.terms[0], form.const
@@ -119,7 +116,7 @@ def _test_of_choice(relation: str, form: Linear) -> Expr | None:
 
 
 def _test_of_product(relation: str, form: Linear) -> Expr | None:
-    """Whether a product is zero is asked of each factor."""
+    """Split a test of a product against zero into one of each factor."""
     if relation == ">=" or form.const != 0 or len(form.terms) != 1:
         return None
     ((term, _),) = form.terms
@@ -129,7 +126,7 @@ def _test_of_product(relation: str, form: Linear) -> Expr | None:
 
 
 def invert(x: Expr) -> Expr:
-    """Not x, with the negation carried inwards."""
+    """Return not x, with the negation carried inwards."""
     if "inverse" not in x.remembered:
         x.remembered["inverse"] = _inverse(x)
     found: Expr = x.remembered["inverse"]
@@ -157,7 +154,7 @@ def _inverse(x: Expr) -> Expr:
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
-    """a where the condition holds, else b."""
+    """Return a where the condition holds, else b."""
     kinds = {kind_of(a), kind_of(b)}
     if len(kinds) > 1:
         convert = as_float if "float" in kinds else as_int
@@ -184,7 +181,7 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
 
 
 def _settled(x: Expr, condition: Expr, *, holds: bool) -> Expr:
-    """x where it is known whether the condition holds: c ? 0 : (¬c ? -100 : x) is c ? 0 : -100, and m = 1 ? m : 0 is m = 1 ? 1 : 0."""
+    """Simplify x by a condition that holds, or fails: c ? 0 : (¬c ? -100 : x) is c ? 0 : -100, and m = 1 ? m : 0 is m = 1 ? 1 : 0."""
     inverse = invert(condition)
     while isinstance(x, Apply) and x.op == "where" and x.args[0] in (condition, inverse):
         x = x.args[1 if (x.args[0] == condition) == holds else 2]
@@ -205,7 +202,7 @@ def _where_bools(condition: Expr, a: Expr, b: Expr) -> Expr:
 
 
 def _lifted(op: str, a: Expr, b: Expr) -> Expr:
-    """A float op; on a choice between numbers, or two by the same condition, it is done to each of them."""
+    """Apply a float op; distribute it over a choice between numbers, or over two choices by the same condition."""
     if isinstance(a, Const) and isinstance(b, Const):
         return Const(OPS[op][0](a.value, b.value))
     choices = choice_of_numbers(a), choice_of_numbers(b)
@@ -223,14 +220,14 @@ def _lifted(op: str, a: Expr, b: Expr) -> Expr:
 
 
 def _under(condition: Expr, x: Expr, choice: tuple[Expr, Expr, Expr] | None) -> tuple[Expr, Expr]:
-    """What x is where the condition holds, and where it does not: itself, unless x is a choice by it."""
+    """Return x where the condition holds, and where it fails: both x, unless x is a choice by that condition."""
     if choice is None or choice[0] not in (condition, invert(condition)):
         return x, x
     return choice[1:] if choice[0] == condition else (choice[2], choice[1])
 
 
 def whole_of(x: Expr) -> Expr | None:
-    """The whole number that x is, if it surely is one."""
+    """Return the integer that x surely equals; None if it may not be one."""
     match x:
         case Apply(op="float", args=(inner,)) if kind_of(inner) == "int":
             return inner
@@ -241,7 +238,7 @@ def whole_of(x: Expr) -> Expr | None:
 
 
 def apply(op: str, *args: Expr) -> Expr:
-    """An op of OPS in normal form."""
+    """Apply an op of OPS, in normal form."""
     if op in ("and", "or"):
         return _junction(op, args)
     if op == "not":
@@ -270,9 +267,10 @@ def apply(op: str, *args: Expr) -> Expr:
 
 
 def _equal_floats(a: Expr, b: Expr) -> Expr:
-    """a = b. A difference from a number is zero just where its sides are equal: no dtype rounds one of numbers about 1 to zero.
+    """Return a = b.
 
-    Whole numbers have 64 bits, so in no dtype are they equal to a number far beyond that, such as float32's lowest.
+    A difference from a number is zero just where its sides are equal: no dtype rounds one of numbers about 1 to zero. Integers have 64
+    bits, so in no dtype do they equal a number far beyond that, such as float32's lowest.
     """
     match a, b:
         case Apply(op="add", args=(Const(value=c), x) | (x, Const(value=c))), Const(value=0) if 1 <= abs(c) < math.inf:
@@ -293,7 +291,7 @@ def _equal_floats(a: Expr, b: Expr) -> Expr:
 
 
 def _alike(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """Arguments of arithmetic: all whole numbers, or all floats."""
+    """Convert arguments of arithmetic to one kind: all integers, or all floats."""
     return tuple(map(as_float if any(kind_of(a) == "float" for a in args) else as_int, args))
 
 
@@ -325,7 +323,7 @@ def _junction(op: str, args: tuple[Expr, ...]) -> Expr:
 
 
 def _strongest(op: str, flat: Iterable[Expr]) -> Expr:
-    """A junction of any parts, each looked at beside all others. None of them is a constant, or a junction of the same kind."""
+    """Join any parts, comparing each with all others. None is a constant, or a junction of the same kind."""
     neutral, absorbing = (TRUE, FALSE) if op == "and" else (FALSE, TRUE)
     kept = junctions.without_implied(op, junctions.strongest(op, flat))
     atoms = [part for part in kept if not junctions.is_other(op, part)]
@@ -348,8 +346,8 @@ def _without(common: list[Expr], op: str, part: Expr) -> Expr:
 
 
 def _knowing(known: Mapping[bytes, Expr], x: Expr) -> Expr:
-    """x, a part of a junction, with what its other parts settle put in: a ∧ (¬a ∨ b) is a ∧ b. known: the worth of each settled part, by
-    its digest."""
+    """Simplify a part of a junction by its other parts: a ∧ (¬a ∨ b) is a ∧ b. known: the truth value that the other parts settle, by
+    digest."""
     if x.facts.digest in known:
         return known[x.facts.digest]
     if not isinstance(x, Apply) or known.keys().isdisjoint(junctions.leaves(x)):
@@ -359,7 +357,7 @@ def _knowing(known: Mapping[bytes, Expr], x: Expr) -> Expr:
 
 
 def substitute(x: Expr, index: Expr, by: Expr) -> Expr:
-    """x with every occurrence of an index (or of a load) replaced, in normal form again."""
+    """Replace every occurrence of an index (or of a load) in x, in normal form again."""
     done: dict[Expr, Expr] = {}
     for part in ordered(x, lambda part: parts(part) if may_hold(part, index) else ()):
         done[part] = by if part == index else rebuilt_of(part, done) if may_hold(part, index) else part
@@ -367,7 +365,7 @@ def substitute(x: Expr, index: Expr, by: Expr) -> Expr:
 
 
 def rebuilt_of(x: Expr, done: Mapping[Expr, Expr]) -> Expr:
-    """x with the parts right below it replaced by what was made of them, in normal form again."""
+    """Rebuild x from the new versions of its direct parts, in normal form again."""
     changed = [done.get(part, part) for part in parts(x)]
     if all(map(operator.is_, changed, parts(x))):
         return x
@@ -388,7 +386,7 @@ def rebuilt_of(x: Expr, done: Mapping[Expr, Expr]) -> Expr:
 
 
 def rebuilt(op: str, args: tuple[Expr, ...]) -> Expr:
-    """apply, for ops that have a builder of their own too."""
+    """Apply an op, with its special builder if it has one."""
     if op == "add":
         return add(args[0], args[1])
     return mul(*args) if op == "mul" else apply(op, *args)

@@ -1,4 +1,4 @@
-"""Changing what is in an expression, and what its normal form is then."""
+"""Rewriting of parts of an expression, in normal form again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from attn_compiler.index_expr.nodes import Expr, Load
 
 
 def with_parts(x: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """x with every expression right below it changed, in normal form again."""
+    """Change each direct part of x, in normal form again."""
     return rebuilt_of(x, {part: change(part) for part in parts(x)})
 
 
 def throughout(x: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """x with everything in it changed, each expression once, after what is in it."""
+    """Change every expression in x once, after its parts."""
     done: dict[Expr, Expr] = {}
     for part in ordered(x):
         done[part] = change(rebuilt_of(part, done))
@@ -23,13 +23,13 @@ def throughout(x: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 
 def rename(x: Expr, name: Callable[[str], str]) -> Expr:
-    """x with every load under another name of its tensor."""
+    """Rename the tensor of every load in x."""
     if not x.facts.has_loads:
         return x
     done: dict[Expr, Expr] = {}
     for part in ordered(x):
         rebuilt = rebuilt_of(part, done)
-        # Of a form that is one load alone the normal form is that load, under its new name already.
+        # The normal form of a form with one load alone is that load, already renamed.
         if isinstance(part, Load) and isinstance(rebuilt, Load):
             rebuilt = Load(name(rebuilt.tensor), rebuilt.at, rebuilt.kind)
         done[part] = rebuilt

@@ -1,4 +1,4 @@
-"""Comparisons: of whole numbers as tests of a linear form, of floats as they are, NaN and all."""
+"""Comparisons: of integers as tests of a linear form, of floats as they are, with NaN."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from attn_compiler.index_expr.folding import choice_of_numbers
 from attn_compiler.index_expr.linear_forms import combine, linear
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, kind_of
 
-#: half of a unit in the last place of bfloat16 is less than this part of a number
+#: bound on the relative rounding error of bfloat16: half a unit in the last place is less
 _COARSEST = 2.0**-8
 
-#: int64's largest number, and one
+#: int64's largest number plus one
 _LARGEST_WHOLE = 2.0**63
 
 #: float16's largest number
@@ -21,7 +21,7 @@ _FINITE_IN_EVERY_DTYPE = 65504.0
 
 
 def compare(op: str, a: Expr, b: Expr) -> Expr:
-    """a op b for op in <=, <, >=, >, ==, !=."""
+    """Return a op b for op in <=, <, >=, >, ==, !=."""
     if kind_of(a) == kind_of(b) == "bool" and op in ("==", "!="):
         different = apply("xor", a, b)
         return different if op == "!=" else invert(different)
@@ -61,7 +61,7 @@ def _compare_floats(op: str, a: Expr, b: Expr) -> Expr:
 
 
 def _comparison_of_choice(op: str, a: Expr, b: Expr) -> Expr | None:
-    """A comparison of `c ? x : y`, or of its sum with something, with a number is one for each of x and y, if those are numbers."""
+    """Split a comparison of a number with `c ? x : y`, or its sum with something, into one each for x and y, if those are numbers."""
     for x, other, turned in ((a, b, False), (b, a, True)):
         if not isinstance(other, Const):
             continue
@@ -74,7 +74,6 @@ def _comparison_of_choice(op: str, a: Expr, b: Expr) -> Expr | None:
 
 
 def _comparison_of_sum(op: str, number: Expr, rest: Expr | None, other: Const, *, turned: bool) -> Expr:
-    """number + rest, compared with `other`."""
     if op in ("==", "!=") and isinstance(number, Const) and _is_far_apart(number.value, rest, other.value):
         return Const(op == "!=")
     total = _sum(number, rest, other)
@@ -82,10 +81,8 @@ def _comparison_of_sum(op: str, number: Expr, rest: Expr | None, other: Const, *
 
 
 def _is_far_apart(number: float, rest: Expr | None, other: float) -> bool:
-    """Whether number + rest never equals `other`, since no whole number of any dtype is as large as their difference.
-
-    What overflows becomes infinite or no number at all: that does not equal a finite number, either.
-    """
+    """Return True if number + rest never equals `other`: no integer of any dtype is as large as their difference. An overflow gives
+    infinity or NaN, which do not equal a finite number, either."""
     while isinstance(rest, Apply) and rest.op in ("rounded", "float"):
         (rest,) = rest.args
     is_whole = rest is not None and kind_of(rest) in ("int", "bool")
@@ -93,7 +90,7 @@ def _is_far_apart(number: float, rest: Expr | None, other: float) -> bool:
 
 
 def _sum(number: Expr, rest: Expr | None, other: Const) -> Expr:
-    """number + rest, which is compared with `other`. Where rounding to the model's dtype may make a difference to that, it is rounded."""
+    """Return number + rest for a comparison with `other`, marked as rounded if rounding to the model's dtype may change the outcome."""
     if rest is None or number in (Const(0.0), Const(-0.0)):
         return number if rest is None else as_float(rest)
     choice = choice_of_numbers(rest)
@@ -105,7 +102,7 @@ def _sum(number: Expr, rest: Expr | None, other: Const) -> Expr:
 
 
 def _is_told_apart(total: float, other: float) -> bool:
-    """Whether a number rounded to any dtype, infinite in some, is on the same side of another one as it is itself."""
+    """Return True if a number rounded to any dtype, infinite in some, stays on the same side of another number."""
     if math.isnan(total) or math.isinf(total):
         return True
     if math.isinf(other):
@@ -114,7 +111,7 @@ def _is_told_apart(total: float, other: float) -> bool:
 
 
 def _summands(x: Expr) -> Iterator[tuple[Expr, Expr | None]]:
-    """x itself, or each side of a sum with the other one."""
+    """Yield x itself, or each side of a sum with the other one."""
     if isinstance(x, Apply) and x.op == "add":
         yield from (x.args, x.args[::-1])  # type: ignore[misc]
     else:
@@ -125,7 +122,7 @@ _TURNED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
 
 
 def _comparison_of_whole(op: str, a: Expr, b: Expr) -> Expr | None:
-    """A comparison of a whole number with another one, or with a float that is known now, is one of whole numbers."""
+    """Compare an integer with another one, or with a float that is known now, as integers."""
     whole, other = whole_of(a), whole_of(b)
     if whole is not None and other is not None:
         return compare(op, whole, other)

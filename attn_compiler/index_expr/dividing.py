@@ -1,4 +1,4 @@
-"""Divisions that the ranges of the indices settle: (4·b + h) // 4 is b, and its rest is h, as long as h stays below 4."""
+"""Divisions that the ranges of the indices settle: (4·b + h) // 4 is b with remainder h, as long as h stays below 4."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_compiler.index_expr.ranges import Ranges, bounds
 
 
 def divide(x: Expr, ranges: Ranges) -> Expr:
-    """x with every quotient and rest of whole numbers carried out that is the same for all indices in their ranges."""
+    """Carry out every integer quotient and remainder in x whose form is the same for all indices in their ranges."""
 
     def carried_out(part: Expr) -> Expr:
         return _divided(part, ranges) if isinstance(part, Apply) and part.op in ("floordiv", "mod") else part
@@ -19,7 +19,7 @@ def divide(x: Expr, ranges: Ranges) -> Expr:
 
 
 def _divided(x: Apply, ranges: Ranges) -> Expr:
-    """Terms that the divisor divides are the quotient's, if what is left is surely not below zero, and below the divisor."""
+    """Move terms that the divisor divides into the quotient, if the rest surely lies in [0, divisor)."""
     dividend, divisor = x.args[0], x.args[1].value if isinstance(x.args[1], Const) else None
     if not isinstance(divisor, int) or divisor <= 0 or kind_of(dividend) != "int":
         return x

@@ -1,4 +1,4 @@
-"""What a conjunction or a disjunction keeps of its parts: nothing that follows from the others."""
+"""Simplification of conjunctions and disjunctions: no part follows from the others."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _Terms = tuple[tuple[Expr, int], ...]
 
 
 def strongest(op: str, parts: Iterable[Expr]) -> list[Expr]:
-    """Of bounds on the same form, the one that decides: k <= q ∧ k <= q + 3 is k <= q. A single value beside a bound moves it, or follows
-    from it: k < q ∨ k = q is k <= q, and k <= q ∧ k ≠ q is k < q."""
+    """Keep the deciding bound on each form: k <= q ∧ k <= q + 3 is k <= q. A single value beside a bound moves it, or follows from it: k <
+    q ∨ k = q is k <= q, and k <= q ∧ k ≠ q is k < q."""
     bounds: dict[_Terms, int] = {}
     rest: list[Expr] = []
     for part in parts:
@@ -32,7 +32,7 @@ def strongest(op: str, parts: Iterable[Expr]) -> list[Expr]:
 
 
 def _is_taken_up(op: str, part: Expr, bounds: dict[_Terms, int]) -> bool:
-    """Whether bounds say what a single value that a form has, or has not, says. A value right beyond a bound moves the bound."""
+    """Return True if bounds imply a (dis)equality of the same form. A value right beyond a bound moves the bound."""
     if not isinstance(part, Test) or part.relation != {"or": "==", "and": "!="}[op]:
         return False
     for form in (part.form, _negated(part.form)):
@@ -54,7 +54,7 @@ def _negated(form: Linear) -> Linear:
 
 
 def without_implied(op: str, parts: list[Expr]) -> list[Expr]:
-    """a ∨ (a ∧ b) is a, and a ∧ (a ∨ b) is a."""
+    """Absorb parts: a ∨ (a ∧ b) is a, and a ∧ (a ∨ b) is a."""
     known = {part.facts.digest for part in parts}
 
     def is_implied(part: Expr) -> bool:
@@ -64,22 +64,22 @@ def without_implied(op: str, parts: list[Expr]) -> list[Expr]:
 
 
 def is_other(op: str, part: Expr) -> bool:
-    """Whether a part of a conjunction is a disjunction, or one of a disjunction is a conjunction."""
+    """Return True if a part of a conjunction is a disjunction, or a part of a disjunction is a conjunction."""
     return isinstance(part, Apply) and part.op == OTHER[op]
 
 
 def joined(op: str, part: Expr) -> tuple[Expr, ...]:
-    """What a part of a conjunction is a disjunction of, or the other way round; of one only, if it is none."""
+    """Return the parts of the inner junction of the other kind; the part alone if it is none."""
     return part.args if isinstance(part, Apply) and is_other(op, part) else (part,)
 
 
 def split(op: str, x: Expr) -> tuple[Expr, ...]:
-    """The parts of a junction; x alone, if it is none of that kind."""
+    """Return the parts of a junction of this kind; x alone if it is none."""
     return x.args if isinstance(x, Apply) and x.op == op else (x,)
 
 
 def in_each(op: str, parts: list[Expr]) -> list[Expr]:
-    """What all parts have in them: (a ∧ b) ∨ (a ∧ c) is a ∧ (b ∨ c)."""
+    """Return the common factors of all parts: (a ∧ b) ∨ (a ∧ c) is a ∧ (b ∨ c)."""
     if len(parts) < 2:
         return []
     first, *rest = parts
@@ -91,14 +91,14 @@ def in_each(op: str, parts: list[Expr]) -> list[Expr]:
     return [x for x in joined(op, first) if x.facts.digest in common]
 
 
-# ---- what is known of a junction ----------------------------------------------------------------------------------
+# ---- digests of a junction ----------------------------------------------------------------------------------------
 
 
 class KnownParts(NamedTuple):
-    """What the parts of a junction are made of, as digests, so that more parts can be held against it at once.
+    """Digests of a junction's parts, to compare further parts with all of them at once.
 
-    parts: themselves. settled: those that are no junctions, and their negations. leaves: what the junctions among them are made of.
-    directions: the forms that bounds are on. points: those that have, or have not, a single value.
+    parts: themselves. settled: the parts that are no junctions, and their negations. leaves: of the junctions among them. directions: the
+    forms with bounds. points: the forms with an equality or a disequality.
     """
 
     parts: frozenset[bytes]
@@ -109,7 +109,7 @@ class KnownParts(NamedTuple):
 
 
 def known(whole: Apply, invert: Callable[[Expr], Expr]) -> KnownParts:
-    """What is known of a junction; worked out once."""
+    """Return the digests of a junction, computed once."""
     if "junction" not in whole.remembered:
         whole.remembered["junction"] = _known(whole.op, whole.args, invert)
     found: KnownParts = whole.remembered["junction"]
@@ -136,10 +136,8 @@ def _known(op: str, parts: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Kn
 
 
 def with_parts_apart(whole: Apply, more: Iterable[Expr], invert: Callable[[Expr], Expr]) -> Expr | None:
-    """A junction with more parts, if they have nothing to do with its own or each other; None if they may have.
-
-    A loop may build a junction part by part: then no part makes all parts before it be looked through again.
-    """
+    """Add parts to a junction if they are unrelated to its own and each other; None if they may be related. A loop may build a junction
+    part by part: a new part then does not cost a walk through all earlier ones."""
     before = known(whole, invert)
     new = [part for part in more if part.facts.digest not in before.parts]
     if not new:
@@ -156,8 +154,8 @@ def with_parts_apart(whole: Apply, more: Iterable[Expr], invert: Callable[[Expr]
 
 
 def joined_apart(op: str, whole: KnownParts, new: list[Expr], invert: Callable[[Expr], Expr]) -> KnownParts | None:
-    """What is known of a junction together with new parts, if no part follows from the others, or contradicts them, or is a bound
-    on the same form; None if any does. No part is common to all then, as none was before."""
+    """Return the digests of a junction with new parts; None if a part follows from others, contradicts or bounds the same form. No part is
+    common to all then, as none was before."""
     own = [_known(op, (part,), invert) for part in new]
     for more in own:
         if not (whole.settled.isdisjoint(more.settled) and whole.directions.isdisjoint(more.directions | more.points)):
@@ -171,7 +169,7 @@ def joined_apart(op: str, whole: KnownParts, new: list[Expr], invert: Callable[[
 
 
 def leaves(x: Expr) -> frozenset[bytes]:
-    """The parts of a junction that are none themselves, however deep they stand."""
+    """Return the digests of the parts of nested junctions that are no junctions."""
     if not isinstance(x, Apply) or x.op not in OTHER:
         return frozenset((x.facts.digest,))
     if "leaves" not in x.remembered:
@@ -181,7 +179,7 @@ def leaves(x: Expr) -> frozenset[bytes]:
 
 
 def _direction(form: Linear) -> bytes:
-    """The same for all forms that differ in a number only."""
+    """Return a digest that is equal for forms that differ in their constant only."""
     if "direction" not in form.remembered:
         form.remembered["direction"] = Linear(form.terms).facts.digest
     found: bytes = form.remembered["direction"]

@@ -1,4 +1,4 @@
-"""Sums of whole numbers: terms with coefficients, each at its place, and a constant."""
+"""Sums of integers: sorted terms with coefficients, and a constant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attn_compiler.index_expr.placing import place
 
 
 def linear(x: Expr) -> Linear:
-    """A whole-number expression as a linear form."""
+    """Return an integer expression as a linear form."""
     match x:
         case Linear():
             return x
@@ -20,14 +20,14 @@ def linear(x: Expr) -> Linear:
 
 
 def combine(a: Linear, b: Linear, factor: int) -> Linear:
-    """a + factor · b. The shorter one is put into the longer one, whose terms have their places already."""
+    """Return a + factor · b, merging the shorter form into the longer one, whose terms are sorted."""
     if factor == 0:
         return a
     terms, added = list(a.terms), [(term, factor * c) for term, c in b.terms]
     if len(added) > len(terms):
         terms, added = added, terms
     for term, coefficient in added:
-        at = bisect.bisect_left(terms, place(term), key=_place_of_term)
+        at = bisect.bisect_left(terms, place(term), key=lambda pair: place(pair[0]))
         if at == len(terms) or terms[at][0] != term:
             terms.insert(at, (term, coefficient))
         elif terms[at][1] != -coefficient:
@@ -37,12 +37,8 @@ def combine(a: Linear, b: Linear, factor: int) -> Linear:
     return Linear(tuple(terms), a.const + factor * b.const)
 
 
-def _place_of_term(term: tuple[Expr, int]) -> tuple[str, bytes]:
-    return place(term[0])
-
-
 def plain(form: Linear) -> Expr:
-    """A linear form without needless wrapping."""
+    """Unwrap a linear form that is a constant or a single term."""
     if not form.terms:
         return Const(form.const)
     if form.const == 0 and len(form.terms) == 1 and form.terms[0][1] == 1:

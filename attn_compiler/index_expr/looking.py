@@ -1,4 +1,4 @@
-"""What is in an expression: its indices, its loads, and whether rounding can make a difference to it."""
+"""Queries of an expression: its parts, indices and loads, and its exactness."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Index, Linear, Load, Test, kind_of
 
-#: float ops that give exactly what they are given
+#: ops without rounding
 _EXACT = frozenset(
     {"and", "or", "not", "xor", "eq", "lt", "where", "abs", "min", "max", "floordiv", "mod", "int", "float"}
 )
 
 
 def parts(x: Expr) -> tuple[Expr, ...]:
-    """The expressions right below x."""
+    """Return the expressions right below x."""
     match x:
         case Linear(terms=terms):
             return tuple(term for term, _ in terms)
@@ -26,7 +26,7 @@ def parts(x: Expr) -> tuple[Expr, ...]:
 
 
 def ordered(x: Expr, below: Callable[[Expr], tuple[Expr, ...]] = parts) -> list[Expr]:
-    """Everything in x, each object once and after those in it, x last. below: what to go on to from an expression."""
+    """List everything in x, each object once and after its parts, x last. below: the parts to descend to."""
     found: dict[int, Expr] = {}
     waiting = [(x, False)]
     while waiting:
@@ -42,17 +42,17 @@ def ordered(x: Expr, below: Callable[[Expr], tuple[Expr, ...]] = parts) -> list[
 
 
 def mentions(x: Expr, index: Index) -> bool:
-    """Whether the index occurs anywhere in x."""
+    """Return True if the index occurs anywhere in x."""
     return index.name in x.facts.indices
 
 
 def sizes(x: Expr) -> frozenset[str]:
-    """The names of all symbolic sizes in x."""
+    """Return the names of all symbolic sizes in x."""
     return x.facts.sizes
 
 
 def loads(x: Expr) -> Iterator[Load]:
-    """Every load in x, each once, outermost first."""
+    """Yield every load in x once, outermost first."""
     waiting, seen = [x], {x}
     while waiting:
         part = waiting.pop()
@@ -64,28 +64,28 @@ def loads(x: Expr) -> Iterator[Load]:
 
 
 def loads_last(xs: Iterable[Expr]) -> list[Expr]:
-    """Parts of a junction in the order to look at them: what only depends on indices says whether a load is within its tensor."""
+    """Sort parts of a junction for evaluation: those of indices alone first, which guard loads against indices out of bounds."""
     return sorted(xs, key=lambda x: x.facts.has_loads)
 
 
 def is_exact(x: Expr) -> bool:
-    """Whether x is the very value that a tensor of its dtype holds: nothing in it is rounded.
+    """Return True if x is the very value that a tensor of its dtype holds: nothing in it is rounded.
 
-    Arithmetic on floats is rounded to a dtype that an expression doesn't know: true of a bias up to rounding, and of no
-    comparison. Conversions of whole numbers count as exact; who makes them sees to it that they are.
+    Float arithmetic is rounded to a dtype that an expression doesn't know: right for a bias up to rounding, but for no comparison.
+    Conversions of integers count as exact; their maker checks that they are.
     """
     return not any(_rounds(part) for part in ordered(x))
 
 
 def _rounds(x: Expr) -> bool:
-    """Whether x itself is float arithmetic that is rounded. A negation is none."""
+    """Return True if x itself is float arithmetic that is rounded. A negation is not."""
     if not isinstance(x, Apply) or x.op in _EXACT or kind_of(x) != "float":
         return False
     return x.op != "mul" or x.args[1] != Const(-1)
 
 
 def is_truth(x: Expr) -> bool:
-    """Whether a value is shown to be 0 or 1, or to be a truth value."""
+    """Return True if a value is provably 0 or 1, or a truth value."""
     match x:
         case Const(value=value):
             return value in (0, 1)
@@ -100,10 +100,8 @@ def is_truth(x: Expr) -> bool:
 
 
 def nonzero(x: Expr) -> tuple[Expr, bool]:
-    """The expression whose truth x asks about, and whether x is true where that expression is false.
-
-    An x that asks no such question is its own answer.
-    """
+    """Return the expression that x compares with zero, and True if x holds where that is zero. An x without such a comparison is returned
+    itself."""
     negated = False
     if isinstance(x, Apply) and x.op == "not":
         x, negated = x.args[0], True

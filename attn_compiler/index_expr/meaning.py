@@ -1,4 +1,4 @@
-"""What an expression is worth for numbers and tensors, and how it is printed."""
+"""Values of an expression on numbers, and its text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_compiler.index_expr.nodes import OPS, Apply, Const, Expr, Index, Linea
 
 
 def evaluate(x: Expr, values: Mapping[str, int], load: Callable[[str, tuple[int, ...]], Any]) -> Any:
-    """The value for numbers of the indices and sizes. load(tensor, indices): an element of a run-time tensor."""
+    """Return the value for numbers of the indices and sizes. load(tensor, indices): an element of a run-time tensor."""
     match x:
         case Const(value=value):
             return value
@@ -26,7 +26,7 @@ def evaluate(x: Expr, values: Mapping[str, int], load: Callable[[str, tuple[int,
         case Apply(op="where", args=(condition, a, b)):
             return evaluate(a if evaluate(condition, values, load) else b, values, load)
         case Apply(op="and" | "or" as op, args=args):
-            # One that decides is enough: what is loaded beside it need not be within its tensor.
+            # One deciding part is enough: loads in the others may be out of bounds.
             decides = op == "or"
             return any(bool(evaluate(a, values, load)) == decides for a in loads_last(args)) == decides
         case Apply(op=op, args=args):
@@ -35,23 +35,23 @@ def evaluate(x: Expr, values: Mapping[str, int], load: Callable[[str, tuple[int,
 
 # ---- text ---------------------------------------------------------------------------------------------------------
 
-#: how tightly a text holds together, from the loosest; in a looser place it needs no brackets
+#: operator precedence, loosest first; a part that binds at least as tightly as its place needs no brackets
 _OR, _AND, _COMPARISON, _SUM, _PRODUCT, _WHOLE = range(6)
 
 
 def text(x: Expr, most: int | None = None) -> str:
-    """For people: "k <= q ∧ attention_mask[b, k] ≠ 0". most: characters, beyond which it ends in "…"."""
+    """Return text for people: "k <= q ∧ attention_mask[b, k] ≠ 0". most: characters, beyond which it ends in "…"."""
     whole = _text(x, _AND)
     return whole if most is None else shortened(whole, most)
 
 
 def shortened(words: str, most: int) -> str:
-    """Words that are not longer than `most` characters, but for the "…" in which they then end."""
+    """Cut words to `most` characters, followed by "…" if any were cut."""
     return words if len(words) <= most else f"{words[:most]}…"
 
 
 def _text(x: Expr, place: int) -> str:
-    """place: how tightly the text has to hold together; it is put in brackets if it doesn't."""
+    """Return the text, in brackets if it binds less tightly than `place`."""
     written, tightness = _written(x)
     return written if tightness >= place else f"({written})"
 
@@ -71,7 +71,7 @@ def _written(x: Expr) -> tuple[str, int]:
             return _test_text(relation, form), _COMPARISON
         case Apply(op="and" | "or" as op, args=args):
             tightness = _AND if op == "and" else _OR
-            # Brackets around "and" inside "or" too, for those who don't know which binds tighter.
+            # Brackets around "and" inside "or" too, for readers unsure of their precedence.
             return OPS[op][1].join(_text(a, _COMPARISON) for a in args), tightness
         case Apply(op="not", args=(inner,)):
             return f"¬{_text(inner, _WHOLE)}", _WHOLE
@@ -92,7 +92,7 @@ def _number_text(value: float) -> str:
 
 
 def _test_text(relation: str, form: Linear) -> str:
-    """Negative terms go to the other side: q - k >= 0 is printed as k <= q."""
+    """Print negative terms on the other side: q - k >= 0 is k <= q."""
     left = Linear(tuple((t, -c) for t, c in form.terms if c < 0), -form.const if form.const < 0 else 0)
     right = Linear(tuple((t, c) for t, c in form.terms if c > 0), form.const if form.const > 0 else 0)
     if relation != ">=":
@@ -104,7 +104,7 @@ def _test_text(relation: str, form: Linear) -> str:
 
 
 def _sum_text(form: Linear) -> str:
-    """Positive terms first, so that no sum begins with a sign where it can be helped."""
+    """Print positive terms first, so that a sum begins with a sign only if all are negative."""
     signed = sorted(form.terms, key=lambda tc: tc[1] < 0)
     parts = [(c, _text(t, _WHOLE) if abs(c) == 1 else f"{abs(c)}·{_text(t, _WHOLE)}") for t, c in signed]
     parts += [(form.const, str(abs(form.const)))] if form.const or not parts else []

@@ -1,8 +1,8 @@
-"""The expressions: frozen data, with the ops that they apply and what kind of value each gives. Build them by building.py.
+"""The expressions: frozen data, the ops they apply, and the kind of each value. Build them by building.py.
 
-Each expression knows some facts of itself from the moment it is made (`Facts`), so none of them is looked for by a walk through all
-that is below it, and two expressions are compared by their digests. Expressions share their parts: what is worked out of a part is
-remembered with it (`remembered`), and is worked out once for all expressions that it is in.
+Each expression holds facts about itself (`Facts`) from its construction, so no query walks through its parts, and digests compare
+expressions. Expressions share their parts: a result about a part is remembered with the part (`remembered`), once for all expressions that
+contain it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 
 class Facts(NamedTuple):
-    """What an expression knows of itself.
+    """Facts of an expression.
 
-    digest: of its whole structure; equal just for equal expressions. kind: of its value. size: how many parts it has, one that
-    occurs twice counted twice. depth: how many of them stand in each other at most. indices, sizes: the names in it.
-    tensors: the names of the run-time tensors that it reads.
+    digest: of its whole structure; equal just for equal expressions. kind: of its value. size: number of parts, one that occurs twice
+    counted twice. depth: of nesting. indices, sizes: the names in it. tensors: the names of the run-time tensors that it reads.
     """
 
     digest: bytes
@@ -32,7 +31,7 @@ class Facts(NamedTuple):
 
     @property
     def has_loads(self) -> bool:
-        """Whether it reads any run-time tensor."""
+        """True if it reads any run-time tensor."""
         return bool(self.tensors)
 
 
@@ -40,7 +39,7 @@ _NO_NAMES: frozenset[str] = frozenset()
 
 
 class _Node:
-    """facts: see there. remembered: what was worked out of this expression, by what it is; it changes nothing that can be seen."""
+    """facts: see Facts. remembered: results computed about this expression, by key; never visible outside."""
 
     __slots__ = ("facts", "remembered")
 
@@ -48,7 +47,7 @@ class _Node:
     remembered: dict[Any, Any]
 
     def _know(self, head: tuple[object, ...], below: tuple[Expr, ...], kind: str) -> None:
-        """Called once, when the expression is made. head: all that it is, but for its parts."""
+        """Set the facts, once at construction. head: all but the parts."""
         digests = [f"{type(self).__name__}{head}{len(below)}".encode()]
         size, depth = 1, 0
         indices = sizes = tensors = _NO_NAMES
@@ -77,7 +76,7 @@ class _Node:
         return hash(self.facts.digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is made as the original was."""
+        """Rebuild a copy as the original was built."""
         return type(self), tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
 
 
@@ -94,7 +93,7 @@ class Const(_Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index(_Node):
-    """An index: "b", "h", "q", "k" of the score, or the bound variable of a scan. It is a whole number >= 0."""
+    """An index, an integer >= 0: "b", "h", "q", "k" of the score, or the bound variable of a scan."""
 
     name: str
 
@@ -129,7 +128,7 @@ class Load(_Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear(_Node):
-    """const + sum of coefficient · term over whole numbers. Terms are sorted (`place`) and no coefficient is zero."""
+    """const + sum of coefficient · term over integers. Terms are sorted (`place`) and no coefficient is zero."""
 
     terms: tuple[tuple[Expr, int], ...]
     const: int = 0
@@ -177,7 +176,7 @@ def _kind_of_result(op: str, args: tuple[Expr, ...]) -> str:
 
 
 def kind_of(x: Expr) -> str:
-    """ "bool", "int" or "float"."""
+    """Return "bool", "int" or "float"."""
     return x.facts.kind
 
 
@@ -185,7 +184,7 @@ TRUE, FALSE, ZERO, ONE = Const(True), Const(False), Const(0), Const(1)
 
 
 def _divided(a: float, b: float) -> float:
-    """a / b as tensors divide: 1 / 0 is infinite, 0 / 0 is NaN."""
+    """Return a / b as tensors divide: 1 / 0 is infinite, 0 / 0 is NaN."""
     if b != 0:
         return a / b
     return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1.0, b)
@@ -203,7 +202,7 @@ def _exponential(x: float) -> float:
 
 
 def _power(a: float, b: float) -> float:
-    """a to the power of b, as floats: NaN where no real number is."""
+    """Return a to the power of b as floats: NaN if no real number is."""
     try:
         return math.pow(a, b)
     except OverflowError:
@@ -213,7 +212,7 @@ def _power(a: float, b: float) -> float:
 
 
 def _least(a: float, b: float) -> float:
-    """As torch.minimum: a NaN on either side is the result."""
+    """Return the minimum as torch.minimum does: a NaN on either side is the result."""
     return a if math.isnan(a) else b if math.isnan(b) else min(a, b)
 
 
@@ -221,7 +220,7 @@ def _largest(a: float, b: float) -> float:
     return a if math.isnan(a) else b if math.isnan(b) else max(a, b)
 
 
-#: ops that are kept as they are: name -> (meaning on numbers, how it is printed). "float" loses nothing; "rounded" is the
+#: ops that are kept as they are: name -> (function of numbers, format). "float" is exact; "rounded" is the
 #: nearest number of a float dtype, and here the number itself
 OPS: dict[str, tuple[Callable[..., Any], str]] = {
     "and": (lambda *xs: all(xs), " ∧ "),

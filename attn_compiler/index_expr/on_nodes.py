@@ -1,6 +1,6 @@
-"""Index expressions as graph nodes: what index_expr/on_tensors.py computes, one torch function a node, which Inductor fuses.
+"""Index expressions as graph nodes: index_expr/on_tensors.py's values, one torch function a node, which Inductor fuses.
 
-Whole numbers are int64, truth values bool, other numbers of one float dtype that the caller picks.
+Integers are int64, truth values bool, other numbers of one float dtype that the caller picks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from attn_compiler.index_expr.nodes import OPS, Apply, Const, Expr, Index, Linea
 
 aten = torch.ops.aten
 
-#: a tensor's node, or a number that is known now
+#: a tensor's node, or a constant
 Value = fx.Node | bool | int | float
 
 
 class NodeMaker(Protocol):
-    """Puts nodes into a graph: a lowering's emitter, a pass's builder."""
+    """A builder of graph nodes: a lowering's emitter, or a pass's builder."""
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert `function(*args, **kwargs)`; args may hold nodes, alone or in lists."""
@@ -36,12 +36,11 @@ class NodeMaker(Protocol):
 
 
 def emit(emitter: NodeMaker, x: Expr, names: Names, *, real: torch.dtype = torch.float64) -> fx.Node:
-    """x at every element of the index tensors, as one tensor: bool, int64 or `real`, of the shape that they broadcast to.
+    """Emit x at every element of the index tensors as one tensor: bool, int64 or `real`, of their broadcast shape.
 
-    real: the dtype of all that is no whole number. float64 is exact for conditions; a formula that the model computes in float32
-    and rounds to a whole number (T5's buckets) is only the same in float32.
-    Elements are loaded at indices that are clamped into their tensors: where they lie outside, nothing reads the result.
-    Raises KeyError for a tensor, an index or a size without a node.
+    real: the dtype of all numbers but integers. float64 is exact for conditions; a formula that the model computes in float32 and rounds to
+    an integer (T5's buckets) is only the same in float32. Loads clamp their indices into the tensor: out of bounds, nothing reads the
+    result. Raises KeyError for a tensor, an index or a size without a node.
     """
     nodes = _Nodes(emitter, names, real)
     return nodes.tensor(nodes.value(x), kind_of(x))
@@ -49,11 +48,12 @@ def emit(emitter: NodeMaker, x: Expr, names: Names, *, real: torch.dtype = torch
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What an expression's names stand for. indices: int64 tensors that broadcast against each other, on `device`.
+    """Nodes and numbers by an expression's names.
 
-    sizes: numbers, or nodes of them. tensors: what loads read, on `device`. within: how large the indices are; where an index of a load
-    is known to be within its tensor by that, it is not clamped. counted: from 0 to how many an index counts, with symbolic numbers, too.
-    learned: the op, with the arguments of aten.index, that loads from tensors which want a gradient.
+    indices: int64 tensors that broadcast against each other, on `device`. sizes: numbers, or nodes of them. tensors: read by loads, on
+    `device`. within: ranges of the indices; a load's index that is within its tensor by them is not clamped. counted: for an index that
+    counts from 0, the number of its values, which may be symbolic. learned: the op that loads from tensors with a gradient, with the
+    arguments of aten.index.
     """
 
     device: torch.device
@@ -66,14 +66,14 @@ class Names:
 
 
 def size_of(emitter: NodeMaker, node: fx.Node, axis: int) -> int | fx.Node:
-    """A dimension of a tensor: the number, or a node of it if it is symbolic."""
+    """Return a dimension of a tensor: the number, or a node if it is symbolic."""
     size = emitter.value(node).shape[axis]
     return size if isinstance(size, int) else emitter.call(aten.sym_size.int, node, axis)
 
 
 @dataclass
 class _Nodes:
-    """known: what was emitted before, by expression: parts that occur twice are one node."""
+    """known: emitted values by expression, so that equal parts are one node."""
 
     emitter: NodeMaker
     names: Names
@@ -86,7 +86,7 @@ class _Nodes:
         return self.known[x]
 
     def tensor(self, value: Value, kind: str) -> fx.Node:
-        """A number as a tensor of its kind ("bool", "int", "float"); made on the device, so that nothing is copied there."""
+        """Return a number as a tensor of its kind ("bool", "int", "float"), made on the device without a copy."""
         if isinstance(value, fx.Node):
             return value
         dtype = {"bool": torch.bool, "int": torch.int64, "float": self.real}[kind]
@@ -159,7 +159,7 @@ class _Nodes:
         return self._call(compare[0], form, 0) if isinstance(form, fx.Node) else bool(compare[1](form, 0))
 
     def _divided(self, op: str, a: fx.Node, b: fx.Node) -> fx.Node:
-        """Nothing reads what is divided by zero, but whole numbers have no result for it."""
+        """Divide, with 1 for a zero divisor: nothing reads that result, but integer division by zero fails."""
         divisor = self._call(torch.where, self._call(torch.eq, b, 0), 1, b)
         if op == "mod":
             return self._call(torch.remainder, a, divisor)
@@ -168,7 +168,7 @@ class _Nodes:
     # ---- loads ----------------------------------------------------------------------------------------------------
 
     def _of_one_rank(self, indices: list[fx.Node]) -> list[fx.Node]:
-        """Indices that a compiler knows the result's shape of: of an index without axes beside others PyTorch says that there is none."""
+        """Give all indices the same rank: PyTorch infers no result shape for a 0-dimensional index beside others."""
         most = max(self.emitter.value(index).dim() for index in indices)
         return [
             reduce(lambda x, _: self._call(torch.unsqueeze, x, 0), range(most - self.emitter.value(x).dim()), x)
@@ -189,7 +189,7 @@ class _Nodes:
 
     def _inside(self, tensor: fx.Node, dim: int, index: Expr) -> fx.Node:
         position = self._as(self.tensor(self.value(index), "int"), torch.int64)
-        # Symbolic numbers are the same if they are spelled the same: comparing them would ask for a guard.
+        # Compare symbolic numbers by their text: comparing values would add a guard.
         own = str(self.emitter.value(tensor).shape[dim])
         if isinstance(index, Index) and str(self.names.counted.get(index.name)) == own:
             return position
@@ -220,7 +220,7 @@ class _Nodes:
         return node if self._dtype(node) == torch.bool else self._call(torch.ne, node, 0)
 
     def _number(self, node: fx.Node) -> fx.Node:
-        """Truth values as 0 and 1: sums of them would stay truth values."""
+        """Convert truth values to 0 and 1, since a sum of bools is a bool."""
         return self._as(node, torch.int64) if self._dtype(node) == torch.bool else node
 
     def _alike(self, *nodes: fx.Node) -> list[fx.Node]:

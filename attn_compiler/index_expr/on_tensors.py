@@ -1,7 +1,7 @@
-"""An expression's value at many indices at once: `evaluate`, with tensors in the place of numbers.
+"""An expression's value at many indices at once: `evaluate` with tensors instead of numbers.
 
-Whole numbers are int64, other numbers float64 (what `Tensor.item` gives), truth values bool. Equal to `evaluate` element by
-element, as long as whole numbers stay below 2**63.
+Integers are int64, other numbers float64 (as `Tensor.item` gives), truth values bool. Equal to `evaluate` element by element, as long as
+integers stay below 2**63.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ Indices = tuple[torch.Tensor, ...]
 def evaluate_on(
     x: Expr, values: Mapping[str, int | torch.Tensor], tensors: Mapping[str, torch.Tensor], *, nudge: float = 0.0
 ) -> torch.Tensor:
-    """The value of `x` at every element of the index tensors, which broadcast against each other.
+    """Evaluate `x` at every element of the index tensors, which broadcast against each other.
 
-    values: of the indices and the symbolic sizes. tensors: what the loads read. Their index is computed here, so it must lie within the
-    tensor wherever its value counts. As in `evaluate`, it does not in the branch of a choice that is not taken, nor in a part of a junction
-    that one without loads decides.
-    nudge: by what part of itself a float is made larger before it is cut off to a whole number, to see what rounding would do.
-    Result: bool, int64 or float64, on the device of the index tensors. Raises KeyError for a name without a value,
-    IndexError and ZeroDivisionError where `evaluate` would, NotImplementedError for an op that has no meaning here.
+    values: of the indices and the symbolic sizes. tensors: read by the loads. A load's index must lie within its tensor wherever its value
+    counts. As in `evaluate`, a value does not count in the branch of a choice that is not taken, nor in a part of a junction that another
+    part without loads decides.
+
+    nudge: relative increase of a float before it is cut to an integer, to see the effect of rounding.
+
+    Result: bool, int64 or float64, on the device of the index tensors. Raises KeyError for a name without a value, IndexError and
+    ZeroDivisionError where `evaluate` would, NotImplementedError for an op without a function here.
     """
     device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), torch.device("cpu"))
     return _Evaluation(values, tensors, device, nudge).value(x, None)
@@ -36,7 +38,7 @@ def evaluate_on(
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """`counts` in its methods: where the value goes into the result; None is everywhere."""
+    """counts, in its methods: True where the result uses the value; None for everywhere."""
 
     values: Mapping[str, int | torch.Tensor]
     tensors: Mapping[str, torch.Tensor]
@@ -103,7 +105,7 @@ class _Evaluation:
         zero = b == 0
         if bool(_both(counts, zero).any()):
             raise ZeroDivisionError(f"{op} by zero")
-        # Where nothing counts, anything but zero does: whole numbers have no result for it.
+        # Where nothing counts, divide by one: integer division by zero fails.
         return ON_TENSORS[op](a, torch.where(zero, torch.ones_like(b), b))
 
 
@@ -118,7 +120,7 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
-    """Truth values as 0 and 1: sums of them would stay truth values."""
+    """Convert truth values to 0 and 1, since a sum of bools is a bool."""
     return x.to(torch.int64) if x.dtype == torch.bool else x
 
 
@@ -145,7 +147,7 @@ _RELATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "!=": lambda form: form != 0,
 }
 
-#: the ops of OPS, but for `where` and the junctions: name -> meaning on tensors
+#: the ops of OPS, but for `where` and the junctions: name -> function of tensors
 ON_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
     "not": lambda x: ~_truth(x),
     "floordiv": lambda a, b: torch.div(a, b, rounding_mode="floor"),

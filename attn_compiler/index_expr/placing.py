@@ -1,4 +1,4 @@
-"""The order in which sums and junctions hold their terms: that of how they are written as data, which no spelling of a mask changes."""
+"""The order of terms in sums and junctions: by their text as data, which no spelling of a mask changes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from attn_compiler.index_expr.nodes import Expr
 
-#: characters that two terms are told apart by; those that begin alike for so long stand in the order of their digests
+#: characters that terms are sorted by; terms with equal beginnings of this length are sorted by digest
 _FAR_ENOUGH = 1000
 
 
 def place(x: Expr) -> tuple[str, bytes]:
-    """What to sort terms by. Takes no longer for a large expression than for one of a thousand characters."""
+    """Return the sort key of a term. A large expression costs no more than one of a thousand characters."""
     if "place" not in x.remembered:
         x.remembered["place"] = beginning(x, _FAR_ENOUGH), x.facts.digest
     found: tuple[str, bytes] = x.remembered["place"]
@@ -20,7 +20,7 @@ def place(x: Expr) -> tuple[str, bytes]:
 
 
 def beginning(x: Expr, most: int) -> str:
-    """The first characters of str(x)."""
+    """Return the first characters of str(x)."""
     written: list[str] = []
     length = 0
     left: list[Any] = [x]
@@ -35,7 +35,7 @@ def beginning(x: Expr, most: int) -> str:
 
 
 def _written(item: Any) -> list[Any]:
-    """An expression, or a tuple of them, as Python writes it: words, and what is still to be written between them."""
+    """Return an expression, or a tuple of them, as Python prints it: words, and items still to be printed between them."""
     if isinstance(item, tuple):
         inside = [piece for part in item for piece in (", ", part)][1:]
         return ["(", *inside, ",)" if len(item) == 1 else ")"]

@@ -1,4 +1,4 @@
-"""What the ranges of the indices settle: bounds of whole numbers, and comparisons that hold, or fail, for every index."""
+"""Consequences of the indices' ranges: bounds of integers, and comparisons that hold, or fail, for every index."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from attn_compiler.index_expr.nodes import FALSE, TRUE, Apply, Const, Expr, Inde
 #: largest value of each index, and of sizes where that is known, as a linear form: {"q": Sq - 1, "k": Skv - 1}
 Ranges = Mapping[str, Linear]
 
-#: under these, ranges may hold the number n of what lies from -n - 1 to n: of one tensor's elements, of those of any other tensor, and of
-#: floats cut to whole numbers
+#: keys of ranges for a number n whose values lie from -n - 1 to n: one tensor's elements, those of any other tensor, and floats cut to
+#: integers
 LOADED_KEY, ANY_LOAD, MADE_OF_FLOAT = "{}[]", "[]", "int()"
 
-#: under this, ranges may hold the largest value of any index that they do not name
+#: key of ranges for the largest value of any index without a name there
 ANY_INDEX = "any index"
 
 #: names that stand for more than one index or size
 _OF_ANYTHING = frozenset({ANY_INDEX, MADE_OF_FLOAT})
 
-#: What is loaded in 64 bits is taken to be below this, so that sums and differences of three such numbers fit, and what of it is
-#: multiplied by another number that is not known, to be below that, so that the product does
+#: assumed bounds of 64-bit elements: of three summed or subtracted ones, so that the result fits, and of a factor of an unknown number,
+#: so that the product fits
 LOADED, LOADED_FACTOR = 2**61, 2**31 - 1
 
 
 Bounds = tuple[int | None, int | None]
 
-#: what bounds are remembered by: the ranges, by their digests, of those names that the expression has
+#: key of remembered bounds: the digests of the ranges of the expression's names
 _Key = frozenset[tuple[str, bytes]]
 
 _UNKNOWN: Bounds = (None, None)
 
 
 def decide(x: Expr, ranges: Ranges) -> Expr:
-    """x with every comparison settled that holds (or fails) for all indices in their ranges."""
+    """Settle every comparison in x that holds (or fails) for all indices in their ranges."""
     done: dict[Expr, Expr] = {}
     for part in ordered(x, _arguments):
         if isinstance(part, Test):
@@ -54,10 +54,8 @@ def _arguments(x: Expr) -> tuple[Expr, ...]:
 
 
 def bounds(x: Expr, ranges: Ranges) -> Bounds:
-    """Numbers that a whole-number expression never goes below and above, where there are some. (None, None) for floats.
-
-    They are worked out once for each part of x, however often the part occurs and is asked for with the same ranges.
-    """
+    """Return the lowest and the highest value of an integer expression, None for unknown. (None, None) for floats. They are computed once
+    for each part of x and the same ranges."""
     key = _key(x, ranges)
     if key not in x.remembered:
         for part in ordered(x, lambda part: _unbounded_parts(part, ranges)):
@@ -74,19 +72,19 @@ def _key(x: Expr, ranges: Ranges) -> _Key:
 
 
 def _is_of_load(name: str, tensors: frozenset[str]) -> bool:
-    """Whether ranges hold under this name what loads of one of these tensors can be, or any load."""
+    """Return True if this name of ranges bounds loads of one of these tensors, or any load."""
     return name.endswith(ANY_LOAD) and (name == ANY_LOAD or name.removesuffix(ANY_LOAD) in tensors)
 
 
 def _unbounded_parts(x: Expr, ranges: Ranges) -> tuple[Expr, ...]:
-    """The parts of x whose bounds those of x depend on, and are not known yet."""
+    """Return the parts of x whose bounds are needed for its own, and not known yet."""
     if kind_of(x) != "int" or not isinstance(x, (Linear, Apply)):
         return ()
     return tuple([part for part in parts(x) if _key(part, ranges) not in part.remembered])
 
 
 def _bounds(x: Expr, ranges: Ranges) -> Bounds:
-    """Of one expression, from those of its parts."""
+    """Bound one expression by the bounds of its parts."""
     if kind_of(x) == "bool":
         return 0, 1
     if kind_of(x) != "int":
@@ -104,7 +102,7 @@ def _bounds(x: Expr, ranges: Ranges) -> Bounds:
 
 
 def lower_bound(x: Expr) -> int | None:
-    """A number that a whole-number expression never goes below, if there is one for all indices."""
+    """Return a number that an integer expression never goes below, if there is one for all indices."""
     return bounds(x, {})[0]
 
 
@@ -119,7 +117,8 @@ def _decided(relation: str, form: Linear, ranges: Ranges) -> Expr | None:
 
 
 def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
-    """A number that the form never goes below (above), if there is one. Sizes are at least 1; what is made of them alone may be less."""
+    """Return a number that the form never goes below (above), if there is one. Sizes are at least 1; expressions of sizes alone may be
+    less."""
     total = form.const
     names = Linear(())
     for term, factor in form.terms:
@@ -132,7 +131,7 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
             return None
         total += factor * bound
     total += names.const
-    # What is remembered of a form goes by the ranges of its own names, and some came in with those of its indices.
+    # Bounds are remembered by the ranges of the form's own names, and ranges of indices brought in further names.
     own = {name: most for name, most in ranges.items() if name in form.facts.sizes}
     for term, factor in names.terms:
         if isinstance(term, Index) and (factor > 0) == lowest:
@@ -146,15 +145,13 @@ def _bound(form: Linear, ranges: Ranges, *, lowest: bool) -> int | None:
 
 
 def is_of_sizes(x: Expr) -> bool:
-    """Whether it is one number for all indices, made of sizes: what an index that runs below it may cancel against."""
+    """Return True for one number made of sizes, the same for all indices: it may cancel against an index that runs below it."""
     return isinstance(x, Apply) and bool(x.facts.sizes) and not x.facts.indices and not x.facts.tensors
 
 
 def _reached(term: Expr, factor: int, ranges: Ranges, *, lowest: bool) -> Linear:
-    """What is to be put in for an index or a size with this factor: its largest value, where that is what counts and is known.
-
-    A size may cancel against that of an index, and sizes that an index runs below against the form's own, so both are kept as sizes.
-    """
+    """Substitute an index or a size with this factor by its largest value, if that decides and is known. A size may cancel against that of
+    an index, and sizes that an index runs below against the form's own, so both are kept as sizes."""
     if (factor > 0) == lowest or not isinstance(term, (Index, Size)):
         return linear(term)
     known = ranges.get(term.name) or (ranges.get(ANY_INDEX) if isinstance(term, Index) else None)
@@ -182,7 +179,7 @@ def _bounds_of_result(op: str, args: list[Bounds]) -> Bounds:
 
 
 def _most(x: Expr, ranges: Ranges) -> int | None:
-    """The number n that the ranges hold for a load, or a float cut to a whole number: it lies from -n - 1 to n."""
+    """Return the number n of the ranges for a load, or a float cut to an integer, which lies from -n - 1 to n."""
     if isinstance(x, Load):
         known = ranges.get(LOADED_KEY.format(x.tensor), ranges.get(ANY_LOAD))
     else:
@@ -191,7 +188,7 @@ def _most(x: Expr, ranges: Ranges) -> int | None:
 
 
 def _of_factors(ranges: Ranges) -> Ranges:
-    """The ranges for what stands in a product."""
+    """Return the ranges for factors of a product."""
     return {
         name: Linear((), LOADED_FACTOR) if name.endswith("[]") and most.const == LOADED else most
         for name, most in ranges.items()
@@ -207,10 +204,10 @@ def _product(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _or_none(choose: Callable[[Iterable[int]], int], a: int | None, b: int | None) -> int | None:
-    """The outer one of two bounds: unknown if one of them is."""
+    """Return the outer one of two bounds: unknown if one of them is."""
     return None if a is None or b is None else choose((a, b))
 
 
 def _either(choose: Callable[[Iterable[int]], int], a: int | None, b: int | None) -> int | None:
-    """The inner one of two bounds: one of them is enough."""
+    """Return the inner one of two bounds: one of them is enough."""
     return choose(known) if (known := [bound for bound in (a, b) if bound is not None]) else None

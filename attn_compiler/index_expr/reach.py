@@ -1,4 +1,4 @@
-"""How far numbers go that are known while compiling. What is read at run time counts as 0 to 1, a truth value: more is not known."""
+"""Range of numbers known while compiling. Run-time numbers count as 0 to 1, the range of a truth value, since no more is known."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from attn_compiler.index_expr.ranges import Ranges, bounds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """The lowest and the highest number that something can be."""
+    """The lowest and the highest value."""
 
     low: float = 0.0
     high: float = 0.0
 
     def plus(self, other: Reach) -> Reach:
-        """Of a sum. Infinities of both signs give no number: any may come."""
+        """Return the reach of a sum. Infinities of both signs give NaN, so any value is possible."""
         low, high = self.low + other.low, self.high + other.high
         return Reach(low=-math.inf if math.isnan(low) else low, high=math.inf if math.isnan(high) else high)
 
     def times(self, other: Reach) -> Reach:
-        """Of a product. Nothing, however often, is nothing."""
+        """Return the reach of a product, with 0 times infinity as 0."""
         return _of(*(a * b if a and b else 0.0 for a in (self.low, self.high) for b in (other.low, other.high)))
 
 
@@ -34,10 +34,8 @@ def _of(*ends: float) -> Reach:
 
 
 def reach(x: Expr, within: Ranges) -> Reach:
-    """How far a number goes, as far as it is known: what is read at run time, times anything but a number, counts as nothing.
-
-    within: ranges of its indices and sizes.
-    """
+    """Return the reach of a number, as far as it is known: a run-time number times anything but a constant counts as 0. within: ranges of
+    its indices and sizes."""
     match x:
         case Load():
             return Reach(high=1.0)
@@ -70,7 +68,7 @@ def reach(x: Expr, within: Ranges) -> Reach:
 
 
 def _of_terms(x: Expr, within: Ranges) -> Reach:
-    """Of a whole number that has no bounds: of the sum that it is, such as 1 - a truth value. Anything else counts as nothing."""
+    """Return the reach of an integer without bounds: of its sum, such as 1 - a truth value. Anything else counts as 0."""
     total = Reach()
     if isinstance(x, Linear) and x.terms != ((x, 1),):
         total = _of(float(x.const))
@@ -80,7 +78,7 @@ def _of_terms(x: Expr, within: Ranges) -> Reach:
 
 
 def is_known(x: Expr) -> bool:
-    """Whether nothing is read at run time to make a number, but for what it is chosen by."""
+    """Return True if a number depends on run-time values only in conditions of choices."""
     match x:
         case Load():
             return False

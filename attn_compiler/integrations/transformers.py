@@ -23,13 +23,13 @@ from transformers.masking_utils import create_masks_for_generate, eager_mask, fl
 
 _BACKEND = "attn_compiler"
 
-#: PyTorch's attention, with masks whose meaning goes with them into layers that are compiled one by one
+#: PyTorch's attention, with masks whose kinds stay known in layers that are compiled one by one
 KNOWN_MASKS = "sdpa_of_known_masks"
-#: numbers to add of models that spell out attention, whose meaning goes with them
+#: eager attention, with additive masks whose kinds stay known
 _KNOWN_NUMBERS = "eager_of_known_masks"
-#: whose masks are known in place of whose
+#: attention of transformers -> the same with known masks
 _KNOWN = {"sdpa": KNOWN_MASKS, "eager": _KNOWN_NUMBERS}
-#: FlexAttention, with block masks that are made in the graph that uses them
+#: FlexAttention, with block masks made in the graph that uses them
 KNOWN_BLOCKS = "flex_attention_of_known_blocks"
 
 
@@ -41,11 +41,11 @@ def compile_model(
     mode: str | None = None,
     dynamic: bool | None = None,
 ) -> nn.Module:
-    """Compile a model in place, and return it: its parameters, names and class stay what they are.
+    """Compile a model in place, and return it: its parameters, names and class stay the same.
 
     per_layer: compile the layers that repeat, one by one. They share their code, and FSDP2 may gather their parameters outside of it.
-        A model with PyTorch's attention then makes its masks in compiled code, so that what they mean is known to the layers.
-        Calls make no cache unless they are asked to (`use_cache` of the config becomes False, as Trainer sets it): layers with caches share
+        A model with PyTorch's attention then makes its masks in compiled code, so that the layers know their kinds.
+        Calls make no cache unless asked to (`use_cache` of the config becomes False, as Trainer sets it): layers with caches share
         no code, and PyTorch compiles only eight of them.
     A whole model with FlexAttention makes its block masks in its own graph, so that they are known, too. The mask of a prompt that
         `generate` makes for a static cache is made in compiled code.
@@ -75,7 +75,7 @@ def compile_model(
 
 
 class CompileCallback(TrainerCallback):
-    """Compiles Trainer's model when training begins. settings: as compile_model takes them."""
+    """Compile Trainer's model when training begins. settings: as compile_model takes them."""
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
@@ -85,12 +85,12 @@ class CompileCallback(TrainerCallback):
 
 
 def known_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' own mask, made in compiled code where one is needed."""
+    """Return transformers' own mask, made in compiled code if one is needed."""
     if torch.compiler.is_compiling():
         found: torch.Tensor | None = sdpa_mask(*args, **kwargs)
         return found
     padding = kwargs.get("attention_mask")
-    # transformers itself looks up in the numbers of the padding whether a mask can be left out. Where it can't, none is made twice.
+    # transformers checks the padding's values to leave out a needless mask. Avoid making a needed one twice.
     is_needed = padding is not None and kwargs.get("q_length") == kwargs.get("kv_length") and not bool(padding.all())
     if not is_needed and sdpa_mask(*args, **kwargs) is None:
         return None
@@ -98,7 +98,7 @@ def known_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def known_eager_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """transformers' own numbers to add, made in compiled code."""
+    """Return transformers' own additive mask, made in compiled code."""
     if torch.compiler.is_compiling():
         found: torch.Tensor = eager_mask(*args, **kwargs)
         return found
@@ -108,7 +108,7 @@ def known_eager_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
 def _made(
     masks: tuple[Callable[..., Any], Callable[..., Any]], args: tuple[Any, ...], given: dict[str, Any]
 ) -> torch.Tensor:
-    """By compiled code, in which equal numbers of queries and keys are one number: symbols, too, once lengths change."""
+    """Make a mask by compiled code, in which equal numbers of queries and keys are one number, or one symbol once lengths change."""
     of_any, of_squares = masks
     if args or given.get("q_length") != given.get("kv_length"):
         found: torch.Tensor = of_any(*args, **given)
@@ -133,16 +133,16 @@ _eager_masks = (torch.compile(eager_mask, backend=_BACKEND), torch.compile(_squa
 
 
 def _create_block_mask(*args: Any, _compile: bool = False, **kwargs: Any) -> flex_attention.BlockMask:
-    """PyTorch's own, which warns where it is asked to compile itself. Dynamo breaks a graph there; in a graph, it is compiled anyway."""
+    """Create PyTorch's block mask without its `_compile`: that warns, and breaks the graph. A graph compiles the function anyway."""
     return flex_attention.create_block_mask(*args, **kwargs)
 
 
 def _are_all(_: torch.Tensor) -> bool:
-    """What a tensor holds is not known in a graph. To ask breaks it; transformers only leaves out padding that is none."""
+    """Return False: asking a tensor's values breaks the graph, and transformers uses it only to leave out padding that masks nothing."""
     return False
 
 
-# transformers' own lines, but for the two that break the graph.
+# transformers' own code, but for the two calls that break the graph.
 _block_mask_in_graph: Callable[..., Any] = types.FunctionType(
     flex_attention_mask.__code__,
     {**flex_attention_mask.__globals__, "create_block_mask": _create_block_mask, "fast_all": _are_all},
@@ -152,7 +152,7 @@ _block_mask_in_graph: Callable[..., Any] = types.FunctionType(
 
 
 def known_block_mask(*args: Any, **kwargs: Any) -> flex_attention.BlockMask:
-    """transformers' own block mask; in compiled code, without a break of the graph."""
+    """Return transformers' own block mask; in compiled code, without a graph break."""
     make = _block_mask_in_graph if torch.compiler.is_compiling() else flex_attention_mask
     made: flex_attention.BlockMask = make(*args, **kwargs)
     return made
@@ -163,7 +163,7 @@ def _let_masks_be_known(model: nn.Module) -> None:
 
 
 def _let_prompts_masks_be_known(model: nn.Module) -> None:
-    """`generate` with a static cache makes a mask for the whole prompt before it calls the model."""
+    """Wrap the mask function of `generate`, which with a static cache makes a prompt's mask before it calls the model."""
     create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     if isinstance(model, GenerationMixin) and not isinstance(create, functools.partial):
         AttentionMaskInterface.register(KNOWN_MASKS, known_sdpa_mask)
@@ -172,8 +172,8 @@ def _let_prompts_masks_be_known(model: nn.Module) -> None:
 
 
 def _masks_for_generate(create: Callable[..., Any], *, config: Any, **given: Any) -> Any:
-    """What `create` makes, for several queries by functions whose masks are known. A step's mask says of each key whether it is used."""
-    # Transformers 4 has another name for it.
+    """Call `create`, for several queries with functions of known masks. A single step's mask already marks each used key."""
+    # Transformers 4 names it differently.
     embeds = given.get("inputs_embeds", given.get("input_embeds"))
     if embeds is not None and embeds.shape[1] > 1:
         config = copy.deepcopy(config)
@@ -189,7 +189,7 @@ def _let_blocks_be_known(model: nn.Module) -> None:
 def _choose(
     model: nn.Module, name: str, *, instead_of: str, attend: Callable[..., Any], mask: Callable[..., Any]
 ) -> None:
-    """A model with another attention, or whose attention is not chosen by transformers, stays as it is."""
+    """Switch a model's attention, unless it has another one or transformers does not choose it."""
     choose = getattr(model, "set_attn_implementation", None)
     if choose is None or getattr(getattr(model, "config", None), "_attn_implementation", None) != instead_of:
         return
@@ -199,7 +199,7 @@ def _choose(
 
 
 def _leave_out_caches(model: nn.Module) -> None:
-    """Each layer writes to a place of its own in a cache, so Dynamo would compile each anew."""
+    """Switch caches off: each layer writes to its own slot of a cache, so Dynamo would compile each layer anew."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
@@ -207,7 +207,7 @@ def _leave_out_caches(model: nn.Module) -> None:
 
 
 def _repeated(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of lists that hold several of one class, outermost lists only."""
+    """Yield the modules of lists that hold several of one class, outermost lists only."""
     for child in model.children():
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(layer) for layer in child}) == 1:
             yield from child

@@ -29,17 +29,17 @@ class ShardedLayer(StaticLayer):  # type: ignore[no-untyped-call]
         self._slots = slots.count(max_cache_len, cp.size)
         super().__init__(max_cache_len=self._slots)
         self._size, self._group, self._is_first = cp.size, cp.group_name, is_first
-        # Read by transformers: where keys of the whole sequence would end.
+        # Read by transformers: the capacity for the whole sequence.
         self._whole = self._slots * cp.size
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """As any static layer, and with this rank's number: compiled code is given it, and does not ask for it in each call."""
+        """Initialise as a static layer, and store this rank's number: an input of compiled code, not asked for in each call."""
         super().lazy_initialization(key_states, value_states)
         rank = torch_collectives.sequence_rank(self.cumulative_length, self._group)
         self._rank = rank.to(torch.int64)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep this rank's positions of new keys and values, and give those of all ranks."""
+        """Keep this rank's positions of new keys and values, and return those of all ranks."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise _refused(
                 "keys in a cache have no gradients",
@@ -57,19 +57,17 @@ class ShardedLayer(StaticLayer):  # type: ignore[no-untyped-call]
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys attention sees, and the position of the first."""
+        """Return the number of keys that attention sees, and the position of the first."""
         return self._whole, 0
 
     def get_max_length(self) -> int:
-        """How many positions all ranks hold."""
+        """Return the number of positions that all ranks hold."""
         return self._whole
 
 
 class ShardedCache(Cache):
-    """Given as past_key_values to `generate`, on every rank with the same inputs. Raises ContextParallelUnsupported.
-
-    config: of the model. cp: the ranks that share the cache. max_cache_len: the most positions of a sequence, prompt and new tokens.
-    """
+    """Cache for `generate`'s past_key_values, on every rank with the same inputs. Raises ContextParallelUnsupported. config: of the model.
+    cp: the ranks that share the cache. max_cache_len: the most positions of a sequence, prompt and new tokens."""
 
     def __init__(self, config: PreTrainedConfig, cp: ContextParallel, max_cache_len: int) -> None:
         if config.is_encoder_decoder:

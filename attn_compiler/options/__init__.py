@@ -1,1 +1,1 @@
-"""What a user may ask for, and the key that keeps compile caches apart."""
+"""Options of the user, and the key that keeps compile caches apart."""

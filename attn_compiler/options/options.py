@@ -1,4 +1,4 @@
-"""What a user may ask for: `Options`, and `split_options`, which finds it in torch.compile's `mode=` and `options=`."""
+"""Options of the user: `Options`, and `split_options`, which parses torch.compile's `mode=` and `options=`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIME_VARIABLE = "ATTN_COMPILER_TIME_KERNELS"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 KEEP_ATTENTION = "keep_attention"
 CHECKPOINTS = ("recompute", KEEP_ATTENTION)
-#: Options that were taken out: what to do instead. An UnknownOption says it.
+#: Removed options, with the advice of their UnknownOption.
 GONE: Mapping[str, str] = {
     "autotune": "It is gone since 0.3.0: leave it out. The tiles of our Triton kernels come from a table.",
 }
@@ -32,32 +32,32 @@ GONE: Mapping[str, str] = {
 class Options:
     """Every option of ours, checked when built (InvalidOption).
 
-    lowering: use this one alone. A site that it refuses stays untouched, with the reasons in the report. One of attention says nothing of
-        linear attention, and the other way round; "untouched" is one of both.
+    lowering: use this one alone. A site that it refuses stays untouched, with the reasons in the report. A lowering of attention leaves
+        linear attention alone, and the other way round; "untouched" is one of both.
     lowerings: consider only these, in this order.
-    strict: whatever fails on our side raises. Else it is a warning, and what it failed on is compiled as the model made it.
-    dump_dir: write each pass's graphs there. The environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as that
-        of the variable does; "." is the current directory.
+    strict: raise any failure on our side. Else it is a warning, and the failed part is compiled as the model made it.
+    dump_dir: write each pass's graphs there. The environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as in the
+        variable; "." is the current directory.
     check_invariants: verify the graph between passes.
-    verify: on the first call of each graph, compare every recovered mask and bias, every lowered output and what the graph gives with the
+    verify: on the first call of each graph, compare every recovered mask and bias, every lowered output and the graph's outputs with the
         model's own on the real inputs, and the gradients in its first backward. VerificationMismatch if they differ. Beside
         context_parallel: masks, biases and outputs, with the attention over the whole sequence.
-    inner: what compiles the rewritten graph. "aot_eager" and "eager" are for debugging and ignore Inductor's options.
-    fp8_recipe: run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py). Without it nothing does.
-    unpad: leave padding out. Real tokens alone are computed, and what the graph gives is 0 at padding (docs/unpad.md).
+    inner: the compiler of the rewritten graph. "aot_eager" and "eager" are for debugging and ignore Inductor's options.
+    fp8_recipe: run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py). Without it no attention runs in FP8.
+    unpad: leave padding out. Only real tokens are computed, and the graph's outputs are 0 at padding (docs/unpad.md).
     context_parallel: each rank has a part of every sequence. Attention is that of the whole (docs/context_parallel.md).
-    checkpoint: what gradient checkpointing does with attention. "recompute" computes it again in the backward, as all else.
+    checkpoint: attention under gradient checkpointing. "recompute" computes it again in the backward, as everything else.
         "keep_attention" keeps its output and its logsumexp, so that its forward runs once a step (docs/checkpoints.md). Not beside
         context_parallel.
-    cache_rewrites: keep on disk what the passes made of a graph, beside what Inductor keeps, and do it again in a later process instead of
-        running the passes. The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
-    time_kernels: on a GPU, time several lowerings for sites that no measured row speaks for, and take the fastest (docs/choosing.md). The
+    cache_rewrites: keep the passes' results on disk, beside Inductor's, and repeat them in a later process instead of running the passes.
+        The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
+    time_kernels: on a GPU, time several lowerings for sites without a measured row, and take the fastest (docs/choosing.md). The
         environment variable ATTN_COMPILER_TIME_KERNELS=1 is another default.
     """
 
     lowering: str | None = None
     lowerings: tuple[str, ...] | None = None
-    # What changes no compiled code must not cost a recompilation.
+    # An option that changes no compiled code must not cost a recompilation.
     strict: bool = field(default=False, metadata={"changes_code": False})
     dump_dir: str | None = field(default=None, metadata={"changes_code": False})
     check_invariants: bool = field(default=True, metadata={"changes_code": False})
@@ -90,7 +90,7 @@ class Options:
             self.checkpoint in CHECKPOINTS, "checkpoint", f"one of {', '.join(map(repr, CHECKPOINTS))}", self.checkpoint
         )
         if self.is_context_parallel:
-            # What is left as the model made it would attend to a part of the sequence.
+            # An untouched attention would attend to a part of the sequence only.
             object.__setattr__(self, "strict", True)
             _require(not self.unpad, "unpad", "False beside context_parallel", self.unpad)
             _require(not self.keeps_attention, "checkpoint", "'recompute' beside context_parallel", self.checkpoint)
@@ -110,28 +110,28 @@ class Options:
 
     @property
     def is_context_parallel(self) -> bool:
-        """Whether several ranks share a sequence."""
+        """True if several ranks share a sequence."""
         return self.context_parallel is not None and self.context_parallel.size > 1
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether attention in a checkpoint runs once a step."""
+        """True if attention in a checkpoint runs once a step."""
         return self.checkpoint == KEEP_ATTENTION
 
     @property
     def sequence_group(self) -> str | None:
-        """The name of the group whose ranks share a sequence; None where none do."""
+        """The name of the group whose ranks share a sequence; None if none do."""
         return self.context_parallel.group_name if self.context_parallel and self.is_context_parallel else None
 
     def digest(self) -> str:
-        """A short hash that differs whenever two Options could lead to different code. The same in every process."""
+        """Return a short hash that differs whenever two Options could lead to different code, the same in every process."""
         changing = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("changes_code", True)
         }
         return hashlib.sha256(json.dumps(changing, sort_keys=True, default=_for_json).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """All options, for JSON."""
+        """Return all options, for JSON."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: _plain(value) for name, value in given.items()}
 
@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def _for_json(value: Any) -> dict[str, Any]:
-    """A nested dataclass: its class tells apart those with the same fields. A mesh holds what is different on each rank."""
+    """Return a nested dataclass with its class name, since classes may share fields. A mesh differs by rank, so its digest stands in."""
     if isinstance(value, ContextParallel):
         return {"class": type(value).__name__, "digest": value.digest}
     return {"class": type(value).__name__, **{f.name: getattr(value, f.name) for f in dataclasses.fields(value)}}
@@ -155,11 +155,11 @@ OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Options
 def split_options(
     mode: str | None, options: Options | Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ
 ) -> tuple[Options, dict[str, Any]]:
-    """Our options, and the config patches for Inductor: those of `mode` and the keys of `options` that are Inductor's.
+    """Return our options, and the config patches for Inductor: those of `mode` and Inductor's keys of `options`.
 
-    A key that is one of ours, or starts with "attn.", is ours. torch.compile allows either `mode` or `options`; to use
-    both, unpack `torch._inductor.list_mode_options(mode)` into the options.
-    Raises UnknownOption for a key that is nobody's, InvalidOption for a value of the wrong type or an unknown mode.
+    A key that is one of ours, or starts with "attn.", is ours. torch.compile allows either `mode` or `options`; to use both, unpack
+    `torch._inductor.list_mode_options(mode)` into the options. Raises UnknownOption for an unknown key, InvalidOption for a value of the
+    wrong type or an unknown mode.
     """
     if isinstance(options, Options):
         defaults = Options()
@@ -187,7 +187,7 @@ def split_options(
 
 
 def own_name(key: str) -> str | None:
-    """The field of Options that `key` means, None if it isn't ours. UnknownOption for one that is gone, or "attn." and no such field."""
+    """Return the field of Options for `key`, None if it isn't ours. Raises UnknownOption for a removed or unknown option of ours."""
     if not isinstance(key, str):
         raise UnknownOption(option=str(key), ours=OPTION_NAMES)
     name = key.removeprefix(PREFIX)

@@ -1,1 +1,1 @@
-"""Why something was decided, refused or missed: codes, reasons, decisions, errors, and a page for each code."""
+"""Reasons of decisions and refusals: codes, reasons, decisions, errors, and a page for each code."""

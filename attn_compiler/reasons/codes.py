@@ -1,8 +1,8 @@
-"""The codes of refusals, misses and errors: one for each thing that a user can look up. A code never changes its meaning.
+"""Codes of refusals, misses and errors: one for each thing that a user can look up. A code never changes its meaning.
 
-What each one means, with an example and what to do, is in attn_compiler/code_pages. A code that is no longer used is not given away again.
-AC1xx: the machine and its libraries. AC2xx: q, k and v. AC3xx: masks and scores. AC4xx: what was asked for, and what is faster.
-AC5xx: misses. AC6xx: padding that stays. AC7xx: DTensors. AC8xx: faults. AC9xx: errors that are raised.
+attn_compiler/code_pages explains each one, with an example and a remedy. A retired code is never reused. AC1xx: the machine and its
+libraries. AC2xx: q, k and v. AC3xx: masks and scores. AC4xx: what was asked for, and what is faster. AC5xx: misses. AC6xx: padding that
+stays. AC7xx: DTensors. AC8xx: faults. AC9xx: errors that are raised.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Its value is what reports show: "AC201"."""
+    """A code. Its value is shown in reports: "AC201"."""
 
     # The machine and its libraries.
     SWITCHED_OFF = "AC101"
@@ -73,7 +73,7 @@ class Code(StrEnum):
     ADDED_SLOWER = "AC407"
     OWN_IS_FASTEST = "AC408"
 
-    # Misses: what was not read as an attention.
+    # Misses: near an attention, and not read as one.
     BEFORE_SOFTMAX = "AC501"
     AFTER_SOFTMAX = "AC502"
     SOFTMAX_AXIS = "AC503"
@@ -118,7 +118,7 @@ class Code(StrEnum):
     UNEQUAL_SHARES = "AC704"
     NO_LOCAL_ATTENTION = "AC705"
 
-    # Faults: something of ours failed, and the model is as it was there.
+    # Faults: a failure on our side, which leaves the model as it was there.
     FAULT = "AC801"
     COMPILER_REFUSED = "AC802"
 

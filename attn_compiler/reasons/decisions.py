@@ -1,4 +1,4 @@
-"""The words of a decision: which lowering, what was refused and why, what had to be copied. Pure data that imports the codes alone."""
+"""Data of a decision: the lowering, refusals with reasons, copies. Pure data that imports the codes alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from attn_compiler.reasons.codes import Code
 class Reason:
     """One refusal as a value.
 
-    code: what it is, to be looked up (codes.py).
-    rule: what has to hold.
-    observed: what was seen.
-    remedy: what to do, where there is something.
+    code: the code to look up (codes.py).
+    rule: the condition that has to hold.
+    observed: the value that breaks it.
+    remedy: advice, if there is any.
     """
 
     code: Code
@@ -30,7 +30,7 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why one lowering was not taken. when_built: nothing spoke against it until it was built; it may be built another time."""
+    """The reasons against one lowering. when_built: only building it failed; another attempt may succeed."""
 
     lowering: str
     reasons: tuple[Reason, ...]
@@ -56,13 +56,13 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What a decision rests on besides refusals: the measurement that put lowerings in their order, or the reasoning.
+    """The basis of a decision besides refusals: the measurement that ordered the lowerings, or the reasoning.
 
-    order: the lowerings, the first one asked first.
+    order: the lowerings, in the order of asking.
     why: the measurement, in words.
     since: its date.
     measured: on such a machine. Otherwise `why` is reasoning.
-    length: where lengths are not known, which ones the order was chosen for, in words.
+    length: the lengths assumed for the order if they are unknown, in words.
     """
 
     order: tuple[str, ...]
@@ -74,12 +74,12 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faster:
-    """A lowering that would take a site if a package were installed, and was measured to be faster on sites like it.
+    """A lowering of a package that is not installed, measured to be faster on sites like this one.
 
     lowering: its name.
-    distribution: what is not installed, or in another version.
+    distribution: the package that is missing, or installed in another version.
     install: the command that installs it.
-    speed: how many times as fast as the chosen lowering; forward, and backward where the site needs gradients.
+    speed: the speed-up over the chosen lowering; forward, and backward if the site needs gradients.
     why: the measurement, in words.
     since: its date.
     """
@@ -99,12 +99,12 @@ class Faster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """How long one call of a site takes, from speeds that were measured on such a GPU for sites like it. Nothing of the model was timed.
+    """Estimated time of one call of a site, from measurements of similar sites on such a GPU. The model itself was not timed.
 
-    milliseconds: with the chosen lowering; forward, and backward where the site needs gradients.
-    other: what it is held against, which is what PyTorch would run; None if that was not measured.
-    other_milliseconds: with that.
-    like: the sizes that were measured.
+    milliseconds: with the chosen lowering; forward, and backward if the site needs gradients.
+    other: the lowering to compare with, which PyTorch would run; None if that was not measured.
+    other_milliseconds: with `other`.
+    like: the measured sizes.
     since: the date of the measurement.
     """
 
@@ -116,5 +116,5 @@ class Estimate:
 
     @property
     def gained(self) -> float | None:
-        """Milliseconds a call; negative where the chosen lowering takes longer."""
+        """Milliseconds saved a call; negative if the chosen lowering takes longer."""
         return None if self.other_milliseconds is None else self.other_milliseconds - self.milliseconds

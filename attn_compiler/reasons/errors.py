@@ -1,6 +1,6 @@
 """Every error and warning that a user can meet. Each has one message template: what happened, where, why, what to do.
 
-An error is a dataclass: its fields fill its template (`{e.field}`), can be read by who catches it, and are pickled.
+An error is a dataclass: its fields fill its template (`{e.field}`), are readable by its handler, and are pickled.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from attn_compiler.reasons.decisions import Reason
 
 
-#: names in a message, of many
+#: the most names in a message
 _SHOWN = 3
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class AttnCompilerWarning(UserWarning):
-    """Compilation went on, but something that was asked for was not done."""
+    """A warning: compilation went on, but something that was asked for was not done."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -40,7 +40,7 @@ class AttnCompilerError(Exception):
         self.args = (f"{self.message.format(e=self)} ({self.code})",)
 
     def fields(self) -> dict[str, Any]:
-        """The keyword arguments that build this error again."""
+        """Return the keyword arguments that build this error again."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
@@ -48,19 +48,19 @@ class AttnCompilerError(Exception):
         return _rebuild, (type(self), self.fields())
 
 
-#: how to see an exception that was caught, and what to send to us
+#: advice to show a caught exception, and to report it
 REPRODUCE = "compile with options={'strict': True, 'dump_dir': 'attn_dumps'} and send the dump"
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line, with the line of ours that it came through last: "KeyError: 'q' (match.py:31)"."""
+    """Describe an exception in one line, with the last line of our code in its traceback: "KeyError: 'q' (match.py:31)"."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(_OWN_FOLDER)]
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{' '.join(f'{type(error).__name__}: {error}'.split())}{place}"
 
 
 def shortened(names: Sequence[str]) -> str:
-    """The first of many names, for a message."""
+    """Join the first of many names, for a message."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
@@ -70,8 +70,8 @@ def _rebuild(cls: type[AttnCompilerError], fields: Mapping[str, Any]) -> Any:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class UnknownOption(AttnCompilerError):
-    """A key of torch.compile's `options` that is neither ours nor Inductor's. ours, inductors: the valid names. instead: of one that was
-    ours, what to do."""
+    """A key of torch.compile's `options` that is neither ours nor Inductor's. ours, inductors: the valid names. instead: advice for a
+    removed option."""
 
     code = Code.UNKNOWN_OPTION
     message = (
@@ -105,7 +105,7 @@ class UnknownOption(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class InvalidOption(AttnCompilerError):
-    """A known option with a value that it can't have. expected: what it takes, in words. value: what was given."""
+    """A known option with an invalid value. expected: the valid values, in words. value: the given one."""
 
     code = Code.INVALID_OPTION
     message = "torch.compile(backend='attn_compiler'): {e.option!r} takes {e.expected}, got {e.observed}"
@@ -121,7 +121,7 @@ class InvalidOption(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class UnsupportedTorch(AttnCompilerError):
-    """The installed torch is older than what this package needs. minimum: e.g. "2.11"."""
+    """The installed torch is older than this package supports. minimum: e.g. "2.11"."""
 
     code = Code.UNSUPPORTED_TORCH
     message = (
@@ -167,8 +167,8 @@ class NotAnExportedProgram(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ExportUnsupported(AttnCompilerError):
-    """attn_compiler.rewrite was asked for what an exported program can't have. rule: what has to hold. observed: what was given. remedy:
-    what to do instead."""
+    """attn_compiler.rewrite was asked for something that an exported program can't have. rule: the condition that has to hold. observed:
+    the given value. remedy: advice."""
 
     code = Code.EXPORT_UNSUPPORTED
     message = "attn_compiler.rewrite: {e.rule}; got {e.observed}. {e.remedy}"
@@ -180,8 +180,8 @@ class ExportUnsupported(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ContextParallelUnsupported(AttnCompilerError):
-    """options["context_parallel"]: something in the model would be wrong on a part of the sequence. module: its path. source: where it is
-    written. rule: what has to hold. observed: what was found. remedy: what to do instead."""
+    """options["context_parallel"]: something in the model would be wrong on a part of the sequence. module: its path. source: its line of
+    code. rule: the condition that has to hold. observed: the value found. remedy: advice."""
 
     code = Code.CONTEXT_PARALLEL_UNSUPPORTED
     message = (
@@ -206,8 +206,8 @@ class ContextParallelUnsupported(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ContextParallelInput(AttnCompilerError):
-    """A method of ContextParallel was given what it can't cut or put together. call: the method. names: of what was given. rule: what has
-    to hold. observed: what was given. remedy: what to do instead."""
+    """A method of ContextParallel was given something that it can't split or join. call: the method. names: of the arguments. rule: the
+    condition that has to hold. observed: the given value. remedy: advice."""
 
     code = Code.CONTEXT_PARALLEL_INPUT
     message = "ContextParallel.{e.call}({e.given}): {e.rule}; got {e.observed}. {e.remedy}"
@@ -241,8 +241,8 @@ class PassFailed(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CompileFailed(AttnCompilerError):
-    """Something of ours failed outside of the passes, or the inner compiler on the graph that they made. step: what was being done.
-    graph: its name in the report. cause: the exception's text. instead: what is done without strict=True."""
+    """Something of ours failed outside of the passes, or the inner compiler failed on our graph. step: the failed step. graph: its name in
+    the report. cause: the exception's text. instead: the fallback without strict=True."""
 
     code = Code.COMPILE_FAILED
     message = "attn_compiler failed to {e.step} (graph {e.graph}): {e.cause}. Without strict=True {e.instead}. To reproduce: {e.reproduce}"
@@ -256,8 +256,8 @@ class CompileFailed(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class KernelFailed(AttnCompilerError):
-    """A kernel could not be compiled, or did not start. op: the leaf op that it belongs to. step: what was being done. cause: the
-    exception's text. instead: what is done without strict=True."""
+    """A kernel could not be compiled, or did not start. op: the leaf op of the kernel. step: the failed step. cause: the exception's text.
+    instead: the fallback without strict=True."""
 
     code = Code.KERNEL_FAILED
     message = "attn_compiler's kernel {e.op!r} did not {e.step}: {e.cause}. Without strict=True {e.instead}. To reproduce: {e.reproduce}"
@@ -271,7 +271,7 @@ class KernelFailed(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class VerifyFailed(AttnCompilerError):
-    """A pass broke an invariant of the graph. invariant: what has to hold. observed: what was found instead."""
+    """A pass broke an invariant of the graph. invariant: the condition that has to hold. observed: the value found."""
 
     code = Code.VERIFY_FAILED
     message = (
@@ -287,13 +287,13 @@ class VerifyFailed(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class VerificationMismatch(AttnCompilerError):
-    """options={"verify": True}, first call or first backward: what was made of an attention is not what the model does.
+    """options={"verify": True}, first call or first backward: a replaced attention differs from the model's own.
 
-    site: the attention's path, or "graph 0/0" for what was seen of a whole graph. what: "recovered mask", "recovered bias", "output of
-    <lowering>", "gradient of <lowering> with respect to k (...)"; of a graph "output 0 of the graph", "length as the graph left it",
-    "gradient of layers.0.weight". formula: the mask, or the bias, as it was read; of a graph its attentions. index: the
-    worst element. expected, observed: there, the model's value and ours. allowed: how far apart they may be. differing: how many
-    elements are not right. until: what to do in the meantime.
+    site: the attention's path, or "graph 0/0" for a whole graph. what: "recovered mask", "recovered bias", "output of <lowering>",
+    "gradient of <lowering> with respect to k (...)"; of a graph "output 0 of the graph", "length as the graph left it", "gradient of
+    layers.0.weight". formula: the mask, or the bias, as it was read; of a graph its attentions. index: the worst element. expected,
+    observed: the model's value and ours there. allowed: the largest allowed difference. differing: the number of wrong elements. until:
+    advice for the meantime.
     """
 
     code = Code.VERIFICATION_MISMATCH
@@ -317,10 +317,8 @@ class VerificationMismatch(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CudnnRefused(AttnCompilerError):
-    """cuDNN does not build a graph, or can't be used. said: why, in its own words and in one line.
-
-    While a graph is compiled it becomes the reason why a site gets another lowering.
-    """
+    """cuDNN does not build a graph, or can't be used. said: its own message, in one line. While a graph is compiled, the error becomes the
+    reason for another lowering."""
 
     code = Code.CUDNN_REFUSED
     message = (
@@ -333,7 +331,7 @@ class CudnnRefused(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ReportNotSaved(AttnCompilerError):
-    """`save` of a report could not write its file. path: of the file. cause: what the system said."""
+    """`save` of a report could not write its file. path: of the file. cause: the system's message."""
 
     code = Code.REPORT_NOT_SAVED
     message = (
@@ -347,8 +345,8 @@ class ReportNotSaved(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CannotCompare(AttnCompilerError):
-    """`compare` or `explain` was given what it can't run. call: which of them. rule: what has to hold. observed: what was given.
-    remedy: what to do instead."""
+    """`compare` or `explain` was given something that it can't run. call: which of the two. rule: the condition that has to hold. observed:
+    the given value. remedy: advice."""
 
     code = Code.CANNOT_COMPARE
     message = "attn_compiler.{e.call}: {e.rule}; got {e.observed}. {e.remedy}"

@@ -1,4 +1,4 @@
-"""Errors of FP8: of recipes that apply to nothing, and of histories that do not fit. See errors.py."""
+"""Errors of FP8: unused recipes, and histories that do not fit. See errors.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Fp8RecipeUnused(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Fp8StateMismatch(AttnCompilerError):
-    """load_fp8_state_dict was given other histories than there are. problem: which."""
+    """load_fp8_state_dict was given other histories than the graphs have. problem: the difference."""
 
     code = Code.FP8_STATE
     message = (
@@ -50,7 +50,7 @@ class Fp8StateMismatch(AttnCompilerError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Fp8StateInvalid(AttnCompilerError):
-    """load_fp8_state_dict was given what no history can hold. problems: "layers.0/amax holds nan"."""
+    """load_fp8_state_dict was given values that no history can hold. problems: "layers.0/amax holds nan"."""
 
     code = Code.FP8_STATE
     message = (
@@ -69,7 +69,7 @@ class Fp8StateInvalid(AttnCompilerError):
 @dataclass(kw_only=True, eq=False, repr=False)
 class Fp8StateOutdated(AttnCompilerError):
     """load_fp8_state_dict was given histories of an earlier version, which kept q's, k's and v's apart. given: their names. wanted: the
-    names and shapes of those that there are now: "'layers.0/amax' (16, 3)"."""
+    names and shapes of the current ones: "'layers.0/amax' (16, 3)"."""
 
     code = Code.FP8_STATE
     message = (

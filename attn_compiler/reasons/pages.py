@@ -1,4 +1,4 @@
-"""What each code means, why it is given and what to do: `PAGES`, and `page_of`. pages.md has the words. This imports no torch."""
+"""Meaning, cause and remedy of each code: `PAGES`, and `page_of`. pages.md has the words. This imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attn_compiler.reasons.codes import Code
 
 
 class ExampleKind(Enum):
-    """How an example is run.
+    """How to run an example.
 
     DECISION: an expression; `why_not(lowering, attention(...), Target.fake(...))` gives reasons, without a GPU.
     PROGRAM: Python that defines `model` and `inputs`, and `options` if it has any; `explain` is asked on a CPU.
     RAISES: Python that raises the error.
-    TOLD: words; what it takes can't be had in one small program.
+    TOLD: words, if no small program can show it.
     """
 
     DECISION = "decision"
@@ -28,13 +28,13 @@ class ExampleKind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What people read of one code.
+    """The page of one code.
 
-    title: what happened, in a few words.
+    title: the event, in a few words.
     cause: when it happens, and why it has to.
     remedy: what to do, or that there is nothing to do.
-    kind: what `example` is.
-    example: how the code is met.
+    kind: of `example`.
+    example: a way to meet the code.
     """
 
     code: Code
@@ -49,7 +49,7 @@ _FENCED = re.compile(r"```python (\w+)\n(.*)\n```", re.DOTALL)
 
 
 def read(markdown: str) -> Iterator[tuple[str, tuple[Page, ...]]]:
-    """(heading, pages) of each section. Raises ValueError for a page that lacks a part."""
+    """Yield (heading, pages) of each section. Raises ValueError for a page that lacks a part."""
     for section in re.split(r"^## ", markdown, flags=re.MULTILINE)[1:]:
         heading, *pages = re.split(r"^### ", section, flags=re.MULTILINE)
         yield heading.strip(), tuple(map(_page, pages))
@@ -83,7 +83,7 @@ PAGES: dict[Code, Page] = {page.code: page for _, pages in SECTIONS for page in 
 
 
 def page_of(text: str) -> Page | None:
-    """The page of "AC201", in any case; None if there is no such code."""
+    """Return the page of "AC201", in any case; None if there is no such code."""
     try:
         return PAGES[Code(text.upper())]
     except ValueError:

@@ -1,1 +1,1 @@
-"""What people and tools see of a compilation: the report, its words, dumps, a page, and the doctor."""
+"""The output of a compilation for people and tools: the report, its words, dumps, a page, and the doctor."""

@@ -1,4 +1,4 @@
-"""What `python -m attn_compiler doctor` finds out: versions, GPUs, compilers, and for every lowering whether it can run here."""
+"""Findings of `python -m attn_compiler doctor`: versions, GPUs, compilers, and the availability of every lowering."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from attn_compiler.lowerings import Lowering
 
 _OTHER_FOLDER = "name a folder that can be written to in the variable TORCHINDUCTOR_CACHE_DIR"
-#: that a command may take which says its version
+#: the most seconds that a command may take to print its version
 _SECONDS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """One line about the machine. advice: what to do, if something is missing that would help."""
+    """One line about the machine. advice: a remedy, if something helpful is missing."""
 
     name: str
     value: str
@@ -48,7 +48,7 @@ class Fact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Availability:
-    """One lowering on one of the machine's targets ("cpu", "cuda"); available there when nothing speaks against it."""
+    """One lowering on one of the machine's targets ("cpu", "cuda"); available there without reasons against it."""
 
     lowering: str
     device: str
@@ -61,13 +61,13 @@ class Availability:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkup:
-    """Everything that the doctor found. lowerings: one entry per lowering and target, in the order of LOWERINGS."""
+    """All findings of the doctor. lowerings: one entry per lowering and target, in the order of LOWERINGS."""
 
     facts: tuple[Fact, ...]
     lowerings: tuple[Availability, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The same, in plain dicts and lists."""
+        """Return plain dicts and lists."""
         return {
             "facts": [dataclasses.asdict(fact) for fact in self.facts],
             "lowerings": [{**dataclasses.asdict(row), "available": row.available} for row in self.lowerings],
@@ -75,7 +75,7 @@ class Checkup:
 
 
 def examine() -> Checkup:
-    """Look at this machine. Initialises CUDA if there is a GPU. An unsupported torch is a fact, not an error."""
+    """Examine this machine. Initialises CUDA if there is a GPU. An unsupported torch is a fact, not an error."""
     try:
         from attn_compiler.torch_private import inductor as torch_inductor
     except UnsupportedTorch as error:
@@ -90,7 +90,7 @@ def examine() -> Checkup:
 
 
 def gains(target: Target) -> dict[str, str]:
-    """Of packages that are not needed and were measured on such a machine: by distribution, what they gain."""
+    """Return the gain of each optional package that was measured on such a machine, by distribution."""
     from attn_compiler.lowerings import PACKAGES, standing
 
     known = {package.distribution: standing(package, target.sm) for package in PACKAGES}
@@ -113,7 +113,7 @@ def availabilities(lowerings: Iterable[Lowering], targets: Iterable[Target]) -> 
 
 
 def machine_facts(torch_advice: str | None = None, gains: Mapping[str, str] | None = None) -> tuple[Fact, ...]:
-    """Versions and GPUs. torch_advice: what is wrong with the installed torch, if anything. gains: of packages, what they gain here."""
+    """Return versions and GPUs. torch_advice: the problem of the installed torch, if any. gains: of packages on this machine."""
     found = {CUDNN_FRONTEND_DISTRIBUTION: "", FLASH_ATTN_4_DISTRIBUTION: ""} | dict(gains or {})
     own_graphs = f"optional: {INSTALL[CUDNN_FRONTEND_DISTRIBUTION]} for cuDNN's own graphs"
     flash = f"optional, on Hopper and Blackwell: {INSTALL[FLASH_ATTN_4_DISTRIBUTION]}"
@@ -133,7 +133,7 @@ def machine_facts(torch_advice: str | None = None, gains: Mapping[str, str] | No
 
 
 def cpu_name() -> str:
-    """As Linux calls it, else as Python does."""
+    """Return the CPU's name by Linux, else by Python."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -141,7 +141,7 @@ def cpu_name() -> str:
 
 
 def compiler(command: str | None) -> Fact:
-    """command: the C++ compiler that Inductor found; None: it found none, and then its first graph fails."""
+    """Return the fact of the C++ compiler. command: found by Inductor; None: it found none, and then its first graph fails."""
     if command is None:
         advice = "Inductor needs one: install g++ (Debian, Ubuntu: apt install g++), or name one in the variable CXX"
         return Fact(name="C++ compiler", value="none that runs", advice=advice)
@@ -149,7 +149,7 @@ def compiler(command: str | None) -> Fact:
 
 
 def caches(places: Any) -> tuple[Fact, ...]:
-    """Where compiled code is kept. places: `torch_inductor`."""
+    """Return the cache folders of compiled code. places: `torch_inductor`."""
     try:
         folder = str(places.cache_folder())
     except OSError as error:
@@ -159,7 +159,7 @@ def caches(places: Any) -> tuple[Fact, ...]:
 
 
 def driver(query: Sequence[str]) -> Fact:
-    """query: a command that prints the driver's version."""
+    """Return the fact of the driver. query: a command that prints the driver's version."""
     version = _first_line(query)
     if version is None:
         return Fact(name="NVIDIA driver", value="none that nvidia-smi finds")
@@ -168,8 +168,8 @@ def driver(query: Sequence[str]) -> Fact:
 
 
 def to_tables(checkup: Checkup) -> tuple[Table, ...]:
-    """For people: the machine, then lowerings with what stands in their way on this machine's best target. Lowerings with equal
-    words share a row."""
+    """Return tables for people: the machine, then lowerings with the reasons against them on this machine's best target. Lowerings with
+    equal words share a row."""
     machine = Table("", Column("found", overflow="fold"), "what to do", title="machine", title_justify="left")
     for fact in checkup.facts:
         machine.add_row(fact.name, fact.value, escape(fact.advice or ""))
@@ -182,12 +182,12 @@ def to_tables(checkup: Checkup) -> tuple[Table, ...]:
 
 
 def _alike(found: Sequence[Availability]) -> dict[tuple[tuple[str, ...], tuple[Reason, ...]], list[str]]:
-    """By where a lowering runs, and what stands in its way: the lowerings of which that holds."""
+    """Group lowerings by the devices they run on, and the reasons against them."""
     alike: dict[tuple[tuple[str, ...], tuple[Reason, ...]], list[str]] = {}
     for name in dict.fromkeys(row.lowering for row in found):
         rows = [row for row in found if row.lowering == name]
         usable = tuple(row.device for row in rows if row.available)
-        # A lowering that runs on some device here is fine; that it does not run on the other is by design.
+        # A lowering that runs on some device here is fine; not running on the other one is by design.
         alike.setdefault((usable, () if usable else rows[0].reasons), []).append(name)
     return alike
 
@@ -212,7 +212,7 @@ def _triton() -> Fact:
 
 
 def _first_line(command: Sequence[str]) -> str | None:
-    """Of what a command prints; None if it can't be run or fails."""
+    """Return the first line that a command prints; None if it can't be run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
     except (OSError, subprocess.SubprocessError):

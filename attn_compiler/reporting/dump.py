@@ -1,11 +1,11 @@
-"""What each pass did to the graph, as files that read and diff well, and the same in TORCH_TRACE for tlparse.
+"""Graphs before and after each pass, as readable files with diffs, and the same in TORCH_TRACE for tlparse.
 
 The files of one graph:
 
     <dump_dir>/<graph>/02_lower.before.txt   the graph and the graphs nested in it: dtypes, shapes, strides, source lines
                        02_lower.after.txt
-                       02_lower.diff.txt     how many of each op came and went, and the unified diff
-                       01_mirror.txt         whatever a pass wrote by `text`, under the pass's number
+                       02_lower.diff.txt     the change of each op's count, and the unified diff
+                       01_mirror.txt         any text that a pass wrote by `text`, under the pass's number
                        report.json, report.txt, report.html
 """
 
@@ -29,12 +29,12 @@ from attn_compiler.torch_private import compat as torch_compat, observe as torch
 
 ARTIFACT_PREFIX = "attn_compiler_"
 
-# "; x = y = None": where fx's generated code drops values. It moves with every change and says nothing.
+# "; x = y = None" in fx's generated code frees values. It moves with every change and tells nothing.
 _DROPPED_VALUES = re.compile(r";\s+(?:\w+ = )+None$", re.MULTILINE)
 
 
 class Dumper:
-    """Writes one graph's dumps; made by `create`. With no dump_dir and no TORCH_TRACE it does nothing and formats nothing."""
+    """Writer of one graph's dumps; made by `create`. With no dump_dir and no TORCH_TRACE it does nothing and formats nothing."""
 
     def __init__(self, *, directory: Path | None, traced: bool) -> None:
         self._directory = directory
@@ -44,10 +44,8 @@ class Dumper:
 
     @classmethod
     def create(cls, dump_dir: str | None, graph_name: str) -> Dumper:
-        """A dumper into a new directory under `dump_dir`, named after the graph (and the rank, if there are several).
-
-        A directory that exists is never written into: the second dump of a graph called "0/0" goes to "0_0-2".
-        """
+        """Return a dumper into a new directory under `dump_dir`, named after the graph (and the rank, if there are several). An existing
+        directory is never written into: the second dump of a graph called "0/0" goes to "0_0-2"."""
         dumper = cls(directory=None, traced=torch_observe.is_traced())
         if dump_dir is not None:
             with dumper._never_in_the_way(dump_dir):
@@ -56,7 +54,7 @@ class Dumper:
 
     @property
     def directory(self) -> str | None:
-        """Where the files are; None if there are none."""
+        """The directory of the files; None if there are none."""
         return None if self._directory is None else str(self._directory)
 
     @property
@@ -65,7 +63,7 @@ class Dumper:
 
     @contextlib.contextmanager
     def around(self, pass_name: str, gm: fx.GraphModule) -> Iterator[None]:
-        """Dump `gm` before and after the block. If the block raises, the graph is dumped as it was left."""
+        """Dump `gm` before and after the block. If the block raises, the graph is dumped in its current state."""
         self._passes += 1
         if not self.enabled:
             yield
@@ -106,12 +104,12 @@ class Dumper:
 
     @contextlib.contextmanager
     def _never_in_the_way(self, place: str = "TORCH_TRACE") -> Iterator[None]:
-        """What goes wrong with a dump is told, and ends it; the model compiles all the same. place: where to, if there is no directory."""
+        """Report an error of a dump, and end the dump; compilation goes on. place: the target, if there is no directory."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (no dump is worth a model that does not run)
             _warn(str(self._directory or place), error)
-            # The trace goes on if it was the directory that could not be made.
+            # The trace goes on if only the directory could not be made.
             self._traced = self._traced and self._directory is None and place != "TORCH_TRACE"
             self._directory = None
 
@@ -127,30 +125,30 @@ class Dumper:
 
     def _write_file(self, name: str, text: str) -> None:
         if self._directory is not None:
-            # A line of the model's source, or a path, may hold what is no character.
+            # A line of the model's source, or a path, may hold invalid characters.
             (self._directory / name).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def finished(report: Report) -> None:
-    """Write a report again into its graph's directory, if it has one: more is known of it when all is compiled."""
+    """Write a report again into its graph's directory, if it has one: it is complete once all is compiled."""
     if report.dumped is not None:
         Dumper(directory=Path(report.dumped), traced=False).report(report)
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """The graph as code, nested graphs included: each value with its dtype, shape and strides, under its source line."""
+    """Return the graph as code, nested graphs included: each value with its dtype, shape and strides, under its source line."""
     code = gm.print_readable(print_output=False, include_stride=True, expanded_def=True)
     return _DROPPED_VALUES.sub("", code).strip()
 
 
 def code_of(graph: fx.Graph) -> str:
-    """As graph_text, for a graph without a module: nested graphs are only named."""
+    """Return `graph_text` of a graph without a module: nested graphs are only named."""
     code = graph.python_code("self", verbose=True, include_stride=True, expanded_def=True).src
     return _DROPPED_VALUES.sub("", code).strip()
 
 
 def op_counts(gm: fx.GraphModule) -> Counter[str]:
-    """How often each op is called, in the graph and the graphs nested in it."""
+    """Count the calls of each op, in the graph and the graphs nested in it."""
     counts: Counter[str] = Counter()
     for module in torch_compat.graph_modules(gm):
         counts.update(_op_name(module, node) for node in module.graph.nodes if node.op.startswith("call_"))
@@ -158,7 +156,7 @@ def op_counts(gm: fx.GraphModule) -> Counter[str]:
 
 
 def op_diff(before: Counter[str], after: Counter[str]) -> str:
-    """One line an op whose count changed, the largest change first: "matmul: 12 -> 8 (-4)"."""
+    """Return one line an op whose count changed, the largest change first: "matmul: 12 -> 8 (-4)"."""
     changes = {op: after[op] - before[op] for op in before | after if after[op] != before[op]}
     if not changes:
         return f"ops: {before.total()}, none added or removed"
@@ -169,7 +167,7 @@ def op_diff(before: Counter[str], after: Counter[str]) -> str:
 
 
 def _op_name(module: fx.GraphModule, node: fx.Node) -> str:
-    """A method and the function of the same name count as one op."""
+    """Return an op's name; a method and the function of the same name count as one op."""
     target: Any = node.target
     if node.op == "call_method":
         return str(target)
@@ -189,8 +187,8 @@ def _text_diff(before: str, after: str) -> str:
 def _new_directory(dump_dir: str, name: str) -> Path:
     """Make and return a directory of that name, or name-2 and so on.
 
-    Raises OSError, but also RuntimeError for a path that names a user whom nobody knows, and ValueError for one that can't be (a zero
-    byte, a lone surrogate).
+    Raises OSError, but also RuntimeError for a path with an unknown user, and ValueError for an invalid one (a zero byte, a lone
+    surrogate).
     """
     parent = Path(dump_dir).expanduser() / _rank_name()
     parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +213,7 @@ def _file_name(name: str) -> str:
 
 
 def _warn(place: str, error: Exception) -> None:
-    # repr: what no terminal can show is escaped.
+    # repr escapes characters that no terminal can show.
     warnings.warn(
         f"attn_compiler could not write the dump to {place!r}: {type(error).__name__}: {error}. Compilation goes on without it. Give a "
         "directory that can be written, by options={'dump_dir': ...} or ATTN_COMPILER_DUMP_DIR",

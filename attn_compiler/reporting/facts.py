@@ -1,4 +1,4 @@
-"""What a report says, as data: of a site, of what was missed, of padding, of one graph. report.py makes tables, pages and JSON of it."""
+"""Data of a report: of a site, a miss, padding, one graph. report.py makes tables, pages and JSON of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from attn_compiler.torch_private.batches_before import Steps, UnpaddedStep
 class SiteReport:
     """Every site that shares one spec, decision and set of copies (one row of the table).
 
-    modules: the module paths, one a site. notes: what else the rewrite did (a repeat_kv taken out, a mask combined).
+    modules: the module paths, one a site. notes: further changes of the rewrite (a repeat_kv removed, a mask combined).
     source: the line of the model that the first of them was traced from ("llama.py:120"), if known.
-    evidence: the measurement that gave lowerings their order; None where the user did, or no measurement is for such a machine.
-    estimate: how long one call takes; None where nothing like it was measured.
-    faster: what was measured to be faster on sites like it, and wants a package that is not installed; None where nothing is.
-    texts: of the leaf ops that compute it, by which their failures are told.
+    evidence: the measurement that ordered the lowerings; None if the user ordered them, or such a machine was not measured.
+    estimate: the time of one call; None if nothing like it was measured.
+    faster: a lowering measured to be faster on such sites, of a package that is not installed; None without one.
+    texts: of the leaf ops that compute it, the keys of their failures.
     """
 
     modules: tuple[str, ...]
@@ -38,10 +38,8 @@ class SiteReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MissReport:
-    """An anchor (a softmax or an SDPA call) that is no attention that we understand. nearest: the pattern that came furthest.
-
-    source: the line of the model that the first of them was traced from, if known.
-    """
+    """An anchor (a softmax or an SDPA call) that no pattern matches. nearest: the pattern that came furthest. source: the line of the model
+    that the first of them was traced from, if known."""
 
     modules: tuple[str, ...]
     anchor: str
@@ -53,10 +51,8 @@ class MissReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearReport:
-    """Every layer of linear attention that shares one spec and decision. Its function was proved to be the recurrence.
-
-    modules: as in SiteReport. evidence: the measurement that the choice rests on, and its date.
-    """
+    """Every layer of linear attention that shares one spec and decision. Its function was proved to be the recurrence. modules: as in
+    SiteReport. evidence: the measurement behind the choice, and its date."""
 
     modules: tuple[str, ...]
     spec: LinearSpec
@@ -65,19 +61,19 @@ class LinearReport:
 
     @property
     def function(self) -> str:
-        """The model's, by its module and name."""
+        """The model's function, by its module and name."""
         return self.spec.form.function.partition("#")[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpadReport:
-    """What became of a graph's padding (`options={"unpad": True}`).
+    """Unpadding of a graph (`options={"unpad": True}`).
 
-    kept: why padding is computed as the model has it; None: it is left out.
-    module, source: of the op that is to blame, if it is one.
+    kept: why padding is computed as in the model; None: it is left out.
+    module, source: of the op that is to blame, if there is one.
     zeroed: outputs that are 0 at padding.
-    facts: what has to hold at each call; else the model's own graph runs.
-    notes: what else there is to know.
+    facts: conditions of each call; else the model's own graph runs.
+    notes: further remarks.
     steps: the last calls.
     """
 
@@ -91,7 +87,7 @@ class UnpadReport:
 
     @property
     def last(self) -> tuple[UnpaddedStep, ...]:
-        """The last calls, up to now: how much of each batch was real, and what did not hold where padding was computed."""
+        """The last calls, up to now: the real share of each batch, and the failed conditions if padding was computed."""
         return () if self.steps is None else tuple(self.steps.last)
 
 
@@ -100,16 +96,16 @@ class GraphReport:
     """One graph handed to the backend.
 
     seconds: time by pass.
-    kernels: seconds by kernel that was compiled beside the inner compiler so far, of all its variants; where it was on disk, next to
-        nothing. Those of a backward are there once it ran.
+    kernels: seconds by kernel that was compiled beside the inner compiler so far, of all its variants; next to nothing if it was on disk.
+        Those of a backward are there once it ran.
     failure: set when something failed and the model's own graph was compiled.
-    faults: what failed and cost only a site or a call, each as it was warned of.
-    from_cache: the passes did not run; what they made of the same graph before was done again.
+    faults: failures that cost only a site or a call, each with the text of its warning.
+    from_cache: the passes did not run; their earlier result for the same graph was reused.
     not_kept: why the next process has to run the passes again, if it has to.
-    unpad: what became of padding; None if nobody asked for that.
-    untried: which installed releases are newer than all that this version was tried with.
-    linear: layers of linear attention whose functions were taken.
-    dumped: the directory that has the graph before and after each pass; None if nobody asked for that.
+    unpad: the result of unpadding; None if nobody asked for it.
+    untried: installed releases that are newer than all that this version was tried with.
+    linear: layers of linear attention whose functions were captured.
+    dumped: the directory with the graph before and after each pass; None if nobody asked for it.
     """
 
     graph: str

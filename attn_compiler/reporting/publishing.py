@@ -1,4 +1,4 @@
-"""Where reports go: `publish` is how the backend hands one out, `reports` is where a user finds the last ones."""
+"""Publication of reports: `publish` hands out the backend's, `reports` returns the last ones to the user."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 KEPT_REPORTS = 64
 
 _published: deque[Report] = deque(maxlen=KEPT_REPORTS)
-#: held by who reads or writes them: a deque that grows while it is read raises
+#: held for reads and writes: a deque that grows while it is read raises
 _lock = threading.Lock()
 
 
 def reports() -> Reports:
-    """The reports of the last 64 graphs that were compiled in this process, oldest first."""
+    """Return the reports of the last 64 graphs compiled in this process, oldest first."""
     with _lock:
         return Reports(_published)
 
@@ -38,7 +38,7 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[list[Report]]:
-    """Of the block: its reports, which are not among those that `reports` gives after it."""
+    """Collect the block's reports, and remove them from those of `reports` after it."""
     with _lock:
         before = list(_published)
         _published.clear()
@@ -53,10 +53,10 @@ def apart() -> Iterator[list[Report]]:
 
 
 def publish(report: Report, options: Options) -> None:
-    """Keep the report, log it, and put it into PyTorch's own counters and, with the options it was made under, into TORCH_TRACE.
+    """Keep the report, log it, and add it to PyTorch's counters and, with its options, to TORCH_TRACE.
 
-    The log is a line at INFO and the table at DEBUG, so TORCH_LOGS="+attn_compiler" shows the table. The line of the first graph that has
-    something to tell says more: which masks got which lowerings, and how to see the rest.
+    The log is a line at INFO and the table at DEBUG, so TORCH_LOGS="+attn_compiler" shows the table. The line of the first graph with
+    content also names the masks with their lowerings, and the way to the rest.
     """
     with _lock:
         is_first = wording.has_content(report) and not any(map(wording.has_content, _published))
@@ -74,8 +74,11 @@ def publish(report: Report, options: Options) -> None:
 
 
 def counts(report: Report) -> Counter[str]:
-    """What torch._dynamo.utils.counters["attn_compiler"] gains: graphs, sites, misses, failures (of whole graphs), faults (of parts),
-    from_cache (graphs whose passes did not run), and "lowering:<name>"."""
+    """Return the additions to torch._dynamo.utils.counters["attn_compiler"].
+
+    Graphs, sites, misses, failures (of whole graphs), faults (of parts), from_cache (graphs whose passes did not run), and
+    "lowering:<name>".
+    """
     counted = Counter(
         graphs=1,
         sites=report.num_sites,

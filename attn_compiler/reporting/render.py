@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH = 88
 
-#: characters of a mask's words that a table shows, and how many of those are the end's
+#: the most characters of a mask's words in a table, and those from the end among them
 _LONGEST, _END = 400, 80
 
 _NO_GRAPH = """\
@@ -38,7 +38,7 @@ _INDEX = re.compile(r"(?<!\w)(0|[1-9]\d*)(?!\w)")
 
 
 def plain(view: RenderableType, width: int = WIDTH) -> str:
-    """`view` as text without colours or trailing blanks, at most `width` columns wide wherever it can be broken."""
+    """Return `view` as text without colours or trailing blanks, at most `width` columns wide if it can be broken."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(view)
@@ -46,7 +46,7 @@ def plain(view: RenderableType, width: int = WIDTH) -> str:
 
 
 def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
-    """Every graph's report, and the totals if there are several. Graphs without attention share one line."""
+    """Return every graph's report, and the totals if there are several. Graphs without attention share one line."""
     if not reports:
         return Text(_NO_GRAPH)
     if len(reports) == 1:
@@ -62,7 +62,7 @@ def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
 
 
 def report_view(report: GraphReport) -> RenderableType:
-    """One graph: a line of totals, a block for each distinct site, then the misses."""
+    """Return one graph's report: a line of totals, a block for each distinct site, then the misses."""
     blocks = [_site_block(number, site) for number, site in enumerate(report.sites, start=1)]
     blocks += [_linear_block(number, one) for number, one in enumerate(report.linear, start=1)]
     blocks += [_miss_block(miss) for miss in report.misses]
@@ -90,7 +90,7 @@ def report_view(report: GraphReport) -> RenderableType:
 
 
 def _unpad_block(unpad: UnpadReport) -> RenderableType:
-    """What became of padding: in one line, with what it rests on below."""
+    """Return the result of unpadding: one line, with its conditions below."""
     if unpad.kept is not None:
         place = f" at {unpad.module}" if unpad.module else ""
         line = f" ({unpad.source})" if unpad.source else ""
@@ -117,10 +117,8 @@ def _remedy(unpad: UnpadReport) -> str:
 
 
 def abbreviate(modules: Iterable[str]) -> list[str]:
-    """Module paths that differ in their layer numbers alone, as one: "model.layers.{0..31}.self_attn ×32".
-
-    Exact: the abbreviations together name every path as often as it was given, and no other path.
-    """
+    """Join module paths that differ in their layer numbers alone: "model.layers.{0..31}.self_attn ×32". Exact: the abbreviations together
+    name every path as often as it was given, and no other path."""
     families: dict[tuple[tuple[str, ...], int], list[tuple[int, ...]]] = {}
     for path, times in Counter(modules).items():
         pieces = _INDEX.split(path)
@@ -151,7 +149,7 @@ def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]
 
 
 def _numbers(values: tuple[int, ...]) -> str:
-    """ "7", "{0..31}", "{0,2,..,30}", "{0..4,6..10}"."""
+    """Return "7", "{0..31}", "{0,2,..,30}", "{0..4,6..10}"."""
     if len(values) == 1:
         return str(values[0])
     step = values[1] - values[0]
@@ -199,7 +197,7 @@ def _linear_block(number: int, one: LinearReport) -> RenderableType:
 
 
 def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
-    """The mask in words, its formula if one was proved, and why none was. Words and formula take a few lines at most."""
+    """Return the mask in words, its formula if one was proved, or why none was. Words and formula take a few lines at most."""
     rows: list[tuple[str, RenderableType]] = [("mask", _text(middle_left_out(mask.words)))]
     rows += [("formula", _text(middle_left_out(mask.formula)))] if mask.formula else []
     why = wording.unproved(mask)
@@ -208,7 +206,7 @@ def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
 
 
 def middle_left_out(words: str) -> str:
-    """Words of a few lines at most: the end says how a mask is applied, and the JSON has it all."""
+    """Shorten words to a few lines: the end tells how a mask is applied, and the JSON has it all."""
     if len(words) <= _LONGEST:
         return words
     left_out = len(words) - _LONGEST
@@ -234,7 +232,7 @@ def _block(mark: str, modules: Iterable[str], rows: Sequence[tuple[str, Renderab
 
 
 def operands(spec: AttentionSpec) -> list[tuple[list[str], TensorSpec]]:
-    """What the site reads. Operands that agree in everything are one, with the names of all."""
+    """Return the operands of a site. Equal operands are one, with the names of all."""
     same: dict[TensorSpec, list[str]] = {}
     kept = () if spec.stored is None else (("k in the cache", spec.stored.k), ("v in the cache", spec.stored.v))
     for name, operand in (("q", spec.q), ("k", spec.k), ("v", spec.v), *kept):
@@ -243,7 +241,7 @@ def operands(spec: AttentionSpec) -> list[tuple[list[str], TensorSpec]]:
 
 
 def _operands(spec: AttentionSpec) -> RenderableType:
-    """One line an operand; operands that agree in everything share it."""
+    """Return one line an operand; equal operands share it."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(overflow="fold")
@@ -257,7 +255,7 @@ def _operands(spec: AttentionSpec) -> RenderableType:
 
 
 def by_reasons(refusals: Iterable[Refusal]) -> list[tuple[list[str], tuple[Reason, ...]]]:
-    """Lowerings that give the same reasons together, in the order in which they were asked."""
+    """Group lowerings with the same reasons, in the order in which they were asked."""
     names: dict[tuple[Reason, ...], list[str]] = {}
     for refusal in refusals:
         names.setdefault(refusal.reasons, []).append(refusal.lowering)
@@ -315,5 +313,5 @@ def in_a_row(sizes: Iterable[int | str]) -> str:
 
 
 def _text(words: str, style: str = "") -> Text:
-    # Text, not str: rich would read "[2, 8]" in a str as markup. Fold: a path without a blank is broken, not cut.
+    # Text, not str: rich would read "[2, 8]" in a str as markup. Fold: break a path without a blank instead of cutting it.
     return Text(words, style=style, overflow="fold")

@@ -1,9 +1,8 @@
-"""A report for people (table, page) and tools (JSON): `Report` is one compiled graph's answer, `Reports` those of several.
+"""A report for people (table, page) and tools (JSON): `Report` of one compiled graph, `Reports` of several.
 
-facts.py has the data. publishing.py hands reports out, and keeps the last ones. What draws is imported when somebody looks.
-
-The JSON (`Report.to_dict`, `Reports.to_dict`) has a "version". Keys are only ever added within a version, and every key is
-always there; a value that is not known is null, and a symbolic size is a string ("s0").
+facts.py has the data. publishing.py hands reports out, and keeps the last ones. Rendering is imported on demand. The JSON
+(`Report.to_dict`, `Reports.to_dict`) has a "version". Keys are only ever added within a version, and every key is always there; an unknown
+value is null, and a symbolic size is a string ("s0").
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ JSON_VERSION = 1
 
 
 class Report(GraphReport):
-    """One graph handed to the backend: the fields of GraphReport.
-
-    str(report) is the plain table, 88 columns wide; rich's print shows it in colour.
-    """
+    """One graph handed to the backend: the fields of GraphReport. str(report) is the plain table, 88 columns wide; rich's print shows it in
+    colour."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON as nested dicts and lists; see the module's docstring for what stays stable."""
+        """Return the JSON as nested dicts and lists; the module's docstring says what stays stable."""
         return {
             "version": JSON_VERSION,
             "graph": self.graph,
@@ -60,7 +57,7 @@ class Report(GraphReport):
         return json.dumps(self.to_dict(), indent=1)
 
     def to_html(self) -> str:
-        """One page that needs no network (docs/report.md): what was found and chosen and why, with each mask as a drawing."""
+        """Return one page that needs no network (docs/report.md): matches, choices and reasons, with a drawing of each mask."""
         return _page((self,))
 
     def _repr_html_(self) -> str:
@@ -83,7 +80,7 @@ class Report(GraphReport):
 
 
 class Reports(tuple[Report, ...]):
-    """The reports of several graphs, in the order in which they were compiled: one table, one JSON, with totals."""
+    """The reports of several graphs, in the order of their compilation: one table, one JSON, with totals."""
 
     __slots__ = ()
 
@@ -100,7 +97,7 @@ class Reports(tuple[Report, ...]):
         return sum(report.num_linear for report in self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As Report.to_dict; "graphs" holds what Report.to_dict gives for each."""
+        """Return the JSON as Report.to_dict does; "graphs" holds the result of Report.to_dict for each."""
         return {
             "version": JSON_VERSION,
             "num_graphs": len(self),
@@ -114,7 +111,7 @@ class Reports(tuple[Report, ...]):
         return json.dumps(self.to_dict(), indent=1)
 
     def to_html(self) -> str:
-        """As Report.to_html: one page for all graphs."""
+        """Return one page for all graphs, as Report.to_html does."""
         return _page(self)
 
     def _repr_html_(self) -> str:
@@ -144,7 +141,7 @@ def _framed(page: str) -> str:
 
 
 def _page(reports: Sequence[Report]) -> str:
-    # Imported when a page is wanted: nothing else needs it.
+    # Imported on demand: nothing else needs it.
     from attn_compiler.reporting.page import page
 
     return page(reports)

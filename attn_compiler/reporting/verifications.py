@@ -1,4 +1,4 @@
-"""What `options={"verify": True}` found, as data: one `Verification` a check, kept for this process."""
+"""Results of `options={"verify": True}` as data: one `Verification` a check, kept for this process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KEPT_VERIFICATIONS = 4096
 class Verification:
     """One check of one attention, or of a whole graph, on the real inputs of a graph's first call.
 
-    graph: as in the report ("0/0"). module: the site's path; "graph 0/0" for the whole. subject: what is compared. "mask": the recovered
-    condition with the model's own mask, exactly. "bias": what else is added, as it was proved, with what the model adds, up to rounding.
-    "output": of the lowered graph, with the model's own. "gradient": of what the site reads. "graph outputs": what the compiled graph
-    gives, and what it leaves in inputs that it writes to. "graph gradients": of its inputs, in the first backward. formula: the condition,
-    or the bias in words, if it was read. elements: how many were compared. error, allowed: (not for
-    masks) the difference that came nearest to its limit, and that limit.
-    skipped: why nothing was compared; None if it was, and it held. A check that does not hold raises, and is not kept.
+    graph: as in the report ("0/0"). module: the site's path; "graph 0/0" for the whole.
+    subject: the comparison. "mask": the recovered condition with the model's own mask, exactly. "bias": the proved biases with the model's
+        additions, up to rounding. "output": of the lowered graph, with the model's own. "gradient": of the site's operands.
+        "graph outputs": of the compiled graph, with its writes to inputs. "graph gradients": of its inputs, in the first backward.
+    formula: the condition, or the bias in words, if it was read. elements: the number of compared ones.
+    error, allowed: (not for masks) the difference nearest to its limit, and that limit.
+    skipped: why nothing was compared; None if it was, and it held. A failed check raises, and is not kept.
     """
 
     graph: str
@@ -46,7 +46,7 @@ _kept: deque[Verification] = deque(maxlen=KEPT_VERIFICATIONS)
 
 
 def verifications() -> tuple[Verification, ...]:
-    """The last 4096 checks of this process that held or were skipped, oldest first."""
+    """Return the last 4096 checks of this process that held or were skipped, oldest first."""
     return tuple(_kept)
 
 
@@ -56,7 +56,7 @@ def forget() -> None:
 
 
 def keep(found: Iterable[Verification]) -> None:
-    """Keep the checks, and log what was not checked as a warning."""
+    """Keep the checks, and log skipped ones as warnings."""
     for verification in found:
         _kept.append(verification)
         log.log(logging.INFO if verification.skipped is None else logging.WARNING, "%s", verification)

@@ -1,4 +1,4 @@
-"""What a log says of a report, and the words that tables share with it. Imports nothing that draws tables: those are for who looks."""
+"""Words of a report for logs and tables. Imports no table library."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from attn_compiler.reporting.facts import GraphReport
     from attn_compiler.spec.masks import MaskSpec
 
-#: kinds of sites that a line of the log names, and characters of the mask of each
+#: the most kinds of sites in a line of the log, and characters of the mask of each
 _INTRODUCED, _INTRODUCED_WORDS = 4, 60
-#: graphs without attention that are named
+#: the most graphs without attention that are named
 _NAMED = 8
 
 
 def summary(report: GraphReport) -> str:
-    """One line for a log: what was found in one graph, and what it became."""
+    """Return one line for a log: the findings in one graph, and their lowerings."""
     return f"graph {report.graph} on {report.target}: {totals([report])}"
 
 
 def introduction(report: GraphReport) -> str:
-    """The line for the first graph of a process: what was found, what each got, and where there is more."""
+    """Return the line for the first graph of a process: findings, lowerings, and the way to more."""
     kinds = [f"{len(site.modules)} × {_shown(site.spec.mask.words)}: {site.decision.lowering}" for site in report.sites]
     more = [f"{len(kinds) - _INTRODUCED} more kinds"] if len(kinds) > _INTRODUCED else []
     told = f"; by mask: {'; '.join([*kinds[:_INTRODUCED], *more])}" if kinds else ""
@@ -34,7 +34,7 @@ def _shown(words: str) -> str:
 
 
 def totals(reports: Sequence[GraphReport]) -> str:
-    """Counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
+    """Return counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
     chosen: Counter[str] = Counter()
     for report in reports:
         for site in report.sites:
@@ -54,7 +54,7 @@ def totals(reports: Sequence[GraphReport]) -> str:
 
 
 def linear_totals(reports: Sequence[GraphReport]) -> list[str]:
-    """ "36 layers of linear attention (linear_reference 36)"; none where there are none."""
+    """Return "36 layers of linear attention (linear_reference 36)", as a list that is empty without any."""
     chosen: Counter[str] = Counter()
     for report in reports:
         for one in report.linear:
@@ -65,7 +65,7 @@ def linear_totals(reports: Sequence[GraphReport]) -> list[str]:
 
 
 def unproved(mask: MaskSpec) -> str | None:
-    """Why nothing says which pairs a mask's tensor leaves out; None where that is known."""
+    """Return why the meaning of a mask's tensor is not known; None if it is."""
     return mask.reason or mask.added
 
 
@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def without_attention(reports: Sequence[GraphReport]) -> str:
-    """Graphs that have nothing to tell, in one line: how many, and the names of some."""
+    """Return one line on graphs without content: their number, and the names of some."""
     names = [report.graph for report in reports[:_NAMED]]
     names += [f"and {len(reports) - _NAMED} more"] if len(reports) > _NAMED else []
     return f"{counted(len(reports), 'graph')} without attention: {', '.join(names)}"

@@ -1,1 +1,1 @@
-"""Frozen data that says what an attention is, and on which machine. Imports neither FX nor CUDA."""
+"""Frozen data of an attention and of a machine. Imports neither FX nor CUDA."""

@@ -1,7 +1,7 @@
-"""What an added tensor was shown to be. Pure data, no FX, no CUDA.
+"""Proved kinds of an added tensor. Pure data, no FX, no CUDA.
 
-A proved kind has `words` for people and a `summand`: the expression of what it adds to one score, up to rounding. To add one: a class
-here, its name in PROVED_KINDS, its recogniser in passes/recovering/score_kinds.py, and its test.
+A proved kind has `words` for people and a `summand`: the expression of its addition to one score, up to rounding. To add one: a class here,
+its name in PROVED_KINDS, its recogniser in passes/recovering/score_kinds.py, and its test.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attn_compiler.index_expr.reach import is_known, reach
 
 #: characters of a formula in the words of a kind
 _MOST = 80
-#: the lowest number of float16, from which down a number that is added is read as one that masks
+#: the lowest number of float16: an added number this low counts as masking
 _MASKS_BELOW = -65504.0
 
 
@@ -33,11 +33,10 @@ def _element(tensor: str, at: tuple[Expr, ...], weight: float) -> Expr:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alibi:
-    """slope · position. slopes: over h and run-time tensors. position: a whole number, linear in k or in the distance of k and q.
+    """slope · position. slopes: over h and run-time tensors. position: an integer, linear in k or in the distance of k and q.
 
-    A position that leaves out the query (Bloom's slope · k) is the same up to a number for each row, which no softmax sees.
-    A position may be read from a tensor: position[b, k], counted from an attention mask. It is only known at run time then.
-    requires_grad: the slopes are learned.
+    A position without the query (Bloom's slope · k) differs by one number for each row, which cancels in the softmax. A position may be
+    read from a tensor: position[b, k], counted from an attention mask, known at run time only. requires_grad: the slopes are learned.
     """
 
     slopes: Expr
@@ -53,16 +52,14 @@ class Alibi:
 
     @property
     def summand(self) -> Expr:
-        """What is added to the score of (b, h, q, k)."""
+        """The addition to the score of (b, h, q, k)."""
         return ix.mul(self.slopes, ix.as_float(self.position))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogBuckets:
-    """T5's buckets of a distance k - q: one for each short distance, then logarithmically wider ones up to max_distance.
-
-    both_ways: keys after the query have buckets of their own; else they share bucket 0 with the query's own position.
-    """
+    """T5's buckets of a distance k - q: one for each short distance, then logarithmically wider ones up to max_distance. both_ways: keys
+    after the query have separate buckets; else they share bucket 0 with the query's own position."""
 
     count: int
     max_distance: int
@@ -73,7 +70,7 @@ class LogBuckets:
         return f"{self.count} buckets up to {self.max_distance}, {'both ways' if self.both_ways else 'backwards'}"
 
     def bucket(self, distance: int) -> int:
-        """The bucket of one distance, with logarithms of doubles (T5's are float32)."""
+        """Return the bucket of one distance, with logarithms of doubles (T5's are float32)."""
         count, first = self.count, 0
         if self.both_ways:
             count //= 2
@@ -89,10 +86,10 @@ class LogBuckets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelativeBias:
-    """An element of a table that the distance of key and query picks: table[row(k - q), h].
+    """A table's element by the distance of key and query: table[row(k - q), h].
 
-    at: the table's indices, over h, k - q and scalars of run time. buckets: T5's, if the row is exactly those of `distance`,
-    which is k - q up to numbers that are known at run time only (a cache's length). weight: a factor on the element.
+    at: the table's indices, over h, k - q and run-time scalars. buckets: T5's, if the row is exactly those of `distance`, which is k - q up
+    to numbers known at run time only (a cache's length). weight: a factor on the element.
     """
 
     table: str
@@ -112,16 +109,14 @@ class RelativeBias:
 
     @property
     def summand(self) -> Expr:
-        """What is added to the score of (b, h, q, k)."""
+        """The addition to the score of (b, h, q, k)."""
         return _element(self.table, self.at, self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredBias:
-    """An element of a table that an index picks for each query and key: table[index[q, k], h] (Swin).
-
-    at: the table's indices, over (b, h, q, k) and run-time tensors. weight: a factor on the element.
-    """
+    """A table's element by an index for each query and key: table[index[q, k], h] (Swin). at: the table's indices, over (b, h, q, k) and
+    run-time tensors. weight: a factor on the element."""
 
     table: str
     at: tuple[Expr, ...]
@@ -135,16 +130,14 @@ class GatheredBias:
 
     @property
     def summand(self) -> Expr:
-        """What is added to the score of (b, h, q, k)."""
+        """The addition to the score of (b, h, q, k)."""
         return _element(self.table, self.at, self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionPenalty:
-    """A number, too near to zero to mask, that is added where query and key are of different regions (Swin's shifted windows).
-
-    of_key: the key's region, a whole number over (b, k) and run-time tensors; the query's is the same at q.
-    """
+    """A number, too near to zero to mask, added if query and key are of different regions (Swin's shifted windows). of_key: the key's
+    region, an integer over (b, k) and run-time tensors; the query's is the same at q."""
 
     value: float
     of_key: Expr
@@ -155,14 +148,14 @@ class RegionPenalty:
 
     @property
     def summand(self) -> Expr:
-        """What is added to the score of (b, h, q, k)."""
+        """The addition to the score of (b, h, q, k)."""
         of_query = ix.substitute(self.of_key, Index("k"), Index("q"))
         return ix.where(ix.compare("==", of_query, self.of_key), Const(0.0), Const(self.value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalty:
-    """A number, too near to zero to mask, that is added where a condition holds (the -10000 of older models)."""
+    """A number, too near to zero to mask, added where a condition holds (the -10000 of older models)."""
 
     value: float
     condition: Expr
@@ -173,16 +166,14 @@ class Penalty:
 
     @property
     def summand(self) -> Expr:
-        """What is added to the score of (b, h, q, k)."""
+        """The addition to the score of (b, h, q, k)."""
         return ix.where(self.condition, Const(self.value), Const(0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bias:
-    """A tensor whose values come ready-made, or could not be looked into.
-
-    at: its indices, over (b, h, q, k). shape: (B, Hq, Sq, Skv), with 1 where it does not vary. weight: a factor on the element.
-    """
+    """A tensor that is an input, or whose computation could not be read. at: its indices, over (b, h, q, k). shape: (B, Hq, Sq, Skv), with
+    1 for a broadcast axis. weight: a factor on the element."""
 
     tensor: str
     at: tuple[Expr, ...]
@@ -203,13 +194,13 @@ class Bias:
 
     @property
     def summand(self) -> Expr:
-        """What is added to the score of (b, h, q, k)."""
+        """The addition to the score of (b, h, q, k)."""
         return _element(self.tensor, self.at, self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasFormula:
-    """A bias that was read in full and has no kind of its own."""
+    """A bias that was read in full and fits no other kind."""
 
     value: Expr
     requires_grad: bool = False
@@ -220,12 +211,12 @@ class BiasFormula:
 
     @property
     def summand(self) -> Expr:
-        """What is added to the score of (b, h, q, k)."""
+        """The addition to the score of (b, h, q, k)."""
         return self.value
 
     @property
     def may_shut_out(self) -> bool:
-        """Whether run time may make it as low as numbers that mask: (1 - mask) · lowest."""
+        """True if run-time values may make it as low as numbers that mask: (1 - mask) · lowest."""
         return bool(ix.loads(self.value)) and reach(self.value, {}).low <= _MASKS_BELOW
 
 
@@ -249,10 +240,10 @@ PROVED_KINDS: tuple[type[ProvedScore], ...] = (
 
 
 def largest(kind: ProvedScore) -> float:
-    """How large a number a kind is known to add; of one that a loaded number decides, what it adds above zero."""
+    """Return the largest number that a kind is known to add; if run-time values decide, its largest addition above zero."""
     own = reach(kind.summand, {})
     return max(own.high, -own.low) if is_known(kind.summand) else own.high
 
 
-#: what proved kinds hold
+#: classes of fields of proved kinds
 PARTS: tuple[type[LogBuckets], ...] = (LogBuckets,)

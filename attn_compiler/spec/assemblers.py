@@ -1,7 +1,7 @@
-"""Which of Triton's assemblers makes our kernels of several products for Hopper. No triton is imported.
+"""Choice of Triton's assembler for our Hopper kernels of several products. No triton is imported.
 
-Triton has `ptxas`, and beside it a newer `ptxas-blackwell`, which since 3.9 it takes for Hopper, too. Where the older is known to be wrong,
-Triton 3.6 to 3.8 are told to take the newer for our kernels (lowerings/shared/kernels/releases_assembler_sm90.py).
+Triton has `ptxas`, and beside it a newer `ptxas-blackwell`, which since 3.9 it uses for Hopper, too. If the older is known to be wrong,
+Triton 3.6 to 3.8 are told to use the newer for our kernels (lowerings/shared/kernels/releases_assembler_sm90.py).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pathlib import Path
 
 Release = tuple[int, int]
 
-#: Of CUDA, the first assembler that is known to compile several products of wgmma with operands in registers rightly for Hopper. Those of
-#: 12.8 and 12.9 read shared memory that is not the kernel's, or reuse registers that are still read (triton #11366, PR 11781).
+#: The first CUDA release whose assembler is known to be right for several wgmma products with operands in registers on Hopper. Those of
+#: 12.8 and 12.9 read shared memory outside of the kernel's, or reuse registers that are still read (triton #11366, PR 11781).
 RIGHT_PTXAS: Release = (13, 1)
 
-#: releases of Triton that can be told to take the newer one, and the first that takes it by itself
+#: releases of Triton that can be told to use the newer one, and the first that uses it by itself
 _TOLD: tuple[Release, ...] = ((3, 6), (3, 7), (3, 8))
 _BY_ITSELF: Release = (3, 9)
 _OLDER, _NEWER = "ptxas", "ptxas-blackwell"
-#: what nothing is known of
+#: an unknown release
 _NONE: Release = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembler:
-    """release: of CUDA, (0, 0) where it can't be asked. is_told: Triton takes another by itself."""
+    """release: of CUDA, (0, 0) if unknown. is_told: Triton uses another one by default."""
 
     release: Release
     is_told: bool = False
@@ -46,7 +46,7 @@ class Assembler:
 
 @functools.cache
 def hopper_assembler(triton: str) -> Assembler:
-    """Asked once a process. triton: the version that is installed."""
+    """Return the assembler for Hopper, asked once a process. triton: the installed version."""
     release = _release_in(triton)
     if release >= _BY_ITSELF:
         return Assembler(release=_release_of(_NEWER))
@@ -54,12 +54,12 @@ def hopper_assembler(triton: str) -> Assembler:
     if older.release >= RIGHT_PTXAS or release not in _TOLD:
         return older
     newer = Assembler(release=_release_of(_NEWER), is_told=True)
-    # Drivers load what the assembler of any CUDA of their major number makes, or of an earlier one.
+    # Drivers load code from assemblers of any CUDA release up to their own major number.
     return newer if newer.release >= RIGHT_PTXAS and newer.release[0] <= _driver()[0] else older
 
 
 def _release_of(program: str) -> Release:
-    """Of the program that a variable of Triton names, such as TRITON_PTXAS_PATH, or else of Triton's own, as Triton takes them."""
+    """Return the release of a program, found as Triton does: a variable such as TRITON_PTXAS_PATH, else Triton's own."""
     package = importlib.util.find_spec("triton")
     named = os.environ.get(f"TRITON_{program.upper().replace('-', '_')}_PATH")
     paths = [named] if named else []
@@ -70,7 +70,7 @@ def _release_of(program: str) -> Release:
 
 
 def _said_by(path: str) -> Release:
-    """(0, 0) of what can't be run, and of what says no release."""
+    """Return the release that a program prints; (0, 0) if it can't be run or prints none."""
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -79,13 +79,12 @@ def _said_by(path: str) -> Release:
 
 
 def _release_in(text: str) -> Release:
-    """The version that a text begins with."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return _NONE if found is None else (int(found[1]), int(found[2]))
 
 
 def _driver() -> Release:
-    """The CUDA that the driver knows. A process that has not asked for a GPU may ask this."""
+    """Return the driver's CUDA release. Safe in a process that has not initialised a GPU."""
     version = ctypes.c_int()
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

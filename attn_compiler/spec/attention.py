@@ -1,9 +1,10 @@
-"""What one attention is, as frozen data: imports neither FX nor CUDA.
+"""The spec of one attention, as frozen data: imports neither FX nor CUDA.
 
-Logical axis order is BHSD everywhere (batch, heads, sequence, head dim); `TensorSpec.strides` say how that is laid out.
-A `Dim` is an int, or the name of a symbolic size ("s0"): equal names are equal sizes, and of the batch and the lengths a spec holds what
-guards say (`SizeRange`). Nothing else is known of them.
-The same `AttentionSpec` always gets the same decision, so layers that agree share one.
+Logical axis order is BHSD everywhere (batch, heads, sequence, head dim); `TensorSpec.strides` give the physical layout. A `Dim` is an int,
+or the name of a symbolic size ("s0"): equal names are equal sizes. Of the batch and the lengths a spec also holds the guards' bounds
+(`SizeRange`). Nothing else is known of symbolic sizes.
+
+The same `AttentionSpec` always gets the same decision, so equal layers share one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from attn_compiler.spec.fp8_recipe import Fp8Recipe
 
 Dim = int | str
 
-#: What becomes of a site's logsumexp, one number for each query. "merged": the site is a part of an attention, and what comes back for its
-#: lse is minus delta (merging.py).
+#: Use of a site's logsumexp, one number for each query. "merged": the site is a part of an attention, and its lse gets minus delta as its
+#: gradient (merging.py).
 LseUse = Literal["unread", "read", "differentiated", "merged"]
 
 
@@ -43,10 +44,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeRange:
-    """What guards ask of a symbolic size in every call, so it is never this call's size.
+    """Bounds of a symbolic size by guards, valid in every call; never this call's size.
 
     size: the symbolic size.
-    least, most: it is from `least` to `most`, both included; None is no end.
+    least, most: both included; None is no end.
     """
 
     size: str
@@ -56,7 +57,7 @@ class SizeRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSpec:
-    """What a cache in FP8 holds of k and v, in logical BHSD order.
+    """An FP8 cache of k and v, in logical BHSD order.
 
     k, v: the tensors of the cache.
     k_scaled: the model multiplies k by a number that is a tensor.
@@ -71,13 +72,13 @@ class StoredSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentSpec:
-    """What k and v are made of where both are linear maps of one tensor, the latent, as in multi-head latent attention (MLA).
+    """The source of k and v if both are linear maps of one tensor, the latent, as in multi-head latent attention (MLA).
 
-    Of head h, k is [latent · W_UK[h]ᵀ, rope] and v is latent · W_UV[h]ᵀ. The rope part is one for all heads.
+    For head h, k is [latent · W_UK[h]ᵀ, rope] and v is latent · W_UV[h]ᵀ. All heads share the rope part.
 
     latent: (B, 1, Skv, rank).
-    rope: (B, 1, Skv, Dqk - nope); None where all of k is made of the latent.
-    nope: how many of k's dims are made of the latent.
+    rope: (B, 1, Skv, Dqk - nope); None if all of k comes from the latent.
+    nope: the number of k's dims that come from the latent.
     nope_first: these come before those of the rope part.
     """
 
@@ -92,7 +93,7 @@ class LatentSpec:
 
     @property
     def kept(self) -> int:
-        """Numbers that a key is made of: the latent's and the rope part's."""
+        """Numbers stored for a key: the latent's and the rope part's."""
         sizes = (self.rank, 0 if self.rope is None else self.rope.shape[3])
         return sum(size for size in sizes if isinstance(size, int))
 
@@ -106,22 +107,22 @@ class AttentionSpec:
     q: (B, Hq, Sq, Dqk).
     k: (B, Hkv, Skv, Dqk).
     v: (B, Hkv, Skv, Dv).
-    mask: which pairs of a query and a key take part.
-    score: how the scores are scaled, changed and added to.
+    mask: the allowed pairs of a query and a key.
+    score: scaling, changes and additions of the scores.
     device: "cpu" or "cuda".
     out_dtype: the dtype that the model goes on with.
     needs_grad: the output of the site is differentiated.
     returns_weights: something besides the product with v reads the attention weights.
-    decomposed: the model spells out the products and the softmax. A site that is left alone gets Inductor's own code then, and not the
-        kernel that SDPA picks.
+    decomposed: the model spells out the products and the softmax. An untouched site then gets Inductor's own code, and not the kernel that
+        SDPA picks.
     fp8: the user's recipe without its patterns, if the recipe applies to the site.
-    stored: the cache in FP8 that k and v come from. A kernel may read the cache in their place.
-    latent: what k and v are linear maps of. A lowering may read that in their place.
-    no_latent: why k and v are not, where they are nearly.
-    lse: the logarithm of each query's sum of exponentiated scores, (B, Hq, Sq), is read besides the output, and has a gradient.
-    ranges: of a symbolic batch and symbolic lengths, where guards say more than the name does. Ask `dims.range_of`.
-    of_bfloat16: q, k, v and the gradient of the output are numbers of bfloat16, which a model that trains holds in float32.
-    scope: the kernels of PyTorch that the model's sdpa_kernel scope leaves, by their names; None: all.
+    stored: the cache in FP8 that k and v come from. A kernel may read the cache instead of k and v.
+    latent: the source of k and v as linear maps. A lowering may read it instead of k and v.
+    no_latent: why k and v have no latent, if they nearly do.
+    lse: use of the logarithm of each query's sum of exponentiated scores, (B, Hq, Sq): read besides the output, or differentiated.
+    ranges: of a symbolic batch and symbolic lengths, if guards say more than the name does. Ask `dims.range_of`.
+    of_bfloat16: q, k, v and the gradient of the output hold numbers of bfloat16, though a training model stores them in float32.
+    scope: names of PyTorch's kernels that the model's sdpa_kernel scope allows; None: all.
     """
 
     q: TensorSpec
@@ -181,13 +182,13 @@ class AttentionSpec:
 
     @property
     def added_tensor(self) -> masks.Dense | scores.DenseBias | None:
-        """The one tensor that joins the scores: the dense mask, else the bias."""
+        """The one tensor added to the scores: the dense mask, else the bias."""
         return self.mask.dense or self.score.bias
 
     @property
     def adds_unread(self) -> bool:
-        """Whether numbers are added that only run time knows: a query may get nothing but low ones, and then has no keys. Of a mask that
-        was read in part it is known which numbers mask, and passes complete its rows."""
+        """True if only run time knows the added numbers: a query may get low ones alone, and then has no keys. In a mask that was read in
+        part, it is known which numbers mask, and passes complete its rows."""
         tensor = self.mask.dense or self.score.bias
         formulas = [] if self.score.by_highest else self.score.proved
         is_low = any(isinstance(kind, added_scores.BiasFormula) and kind.may_shut_out for kind in formulas)
@@ -195,7 +196,7 @@ class AttentionSpec:
         return is_unread and tensor is not None and tensor.dtype != "bool"
 
     def to_text(self) -> str:
-        """Canonical JSON: the same spec always gives the same text, and `from_text` gives the spec back."""
+        """Return canonical JSON: equal specs have equal texts, and `from_text` is the inverse."""
         return CODEC.text(self)
 
     @staticmethod
@@ -204,7 +205,7 @@ class AttentionSpec:
         return CODEC.value(text, AttentionSpec)
 
 
-#: the texts of specs, and what those of decisions on them build on
+#: texts of specs, and the base of the texts of decisions
 CODEC = Codec(
     (
         *masks.KINDS,

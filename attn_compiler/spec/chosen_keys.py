@@ -1,5 +1,7 @@
-"""Keys that a model chooses for each query by their indices: the top k of an indexer, one by one (DeepSeek V3.2, GLM-5) or in blocks
-(MiniMax M3). Pure data."""
+"""Keys chosen by index for each query: the top k of an indexer, one by one (DeepSeek V3.2, GLM-5) or in blocks (MiniMax M3).
+
+Pure data.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ from attn_compiler.index_expr import Expr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """A query uses no key but those that a row of a tensor names. What it uses of these, the mask says as it would without that.
+    """The keys that a query may use: those in a row of a tensor. The mask applies to these keys as usual.
 
-    tensor: the row of a query is tensor[*at, :], whole numbers from 0 on.
+    tensor: the row of a query is tensor[*at, :], integers from 0 on.
     at: over b, h and q.
-    count: how long a row is. most: it is no longer than that, where that is known of a symbolic size.
-    block: a number names so many keys, from number · block on.
-    distinct: no number stands in a row twice.
-    is_within: each number names keys that there are. Else one may name keys behind the last.
-    condition: what of the mask says no more than that a key is in the row.
+    count: the length of a row. most: an upper bound of a symbolic count, if known.
+    block: a number n names the keys from n · block on, `block` of them.
+    distinct: no number occurs twice in a row.
+    is_within: each number names existing keys. Else one may name keys behind the last.
+    condition: the part of the mask that says only that a key is in the row.
     """
 
     tensor: str
@@ -38,11 +40,11 @@ class Chosen:
 
     @property
     def keys(self) -> int | None:
-        """How many keys a row names at most; None where that is not known."""
+        """The most keys that a row names; None if unknown."""
         count = self.count if isinstance(self.count, int) else self.most
         return None if count is None else count * self.block
 
 
 def say_all_of(rest: Expr | None, chosen: Chosen | None) -> bool:
-    """Whether the chosen keys are all that a part of a mask leaves a query."""
+    """Return True if the chosen keys are all that a part of a mask leaves a query."""
     return rest is not None and chosen is not None and rest == chosen.condition

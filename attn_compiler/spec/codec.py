@@ -1,7 +1,7 @@
-"""Frozen dataclasses as text and back: what leaf ops, reports and caches say of decisions. Equal values have equal texts: canonical JSON.
+"""Text of frozen dataclasses, and its inverse, for leaf ops, reports and caches. Equal values have equal texts: canonical JSON.
 
 A dataclass is an object with its name under "kind"; a tuple is a list; an expression (index_expr) is {"expr": its class, "of": its fields},
-which is shorter. An enum is {"kind": its class, "value": ...}. A field declared with UNSAID is left out where it has its default value.
+which is shorter. An enum is {"kind": its class, "value": ...}. A field declared with UNSAID is left out if it has its default value.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from attn_compiler import index_expr
 T = TypeVar("T")
 
 _EXPRESSIONS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(index_expr.Expr)}
-#: metadata of a field that few values have: texts without it are what they were before the field
+#: metadata of a rarely set field: left out at its default, so that older texts stay the same
 UNSAID = {"unsaid": True}
-#: texts of one codec whose values are remembered
+#: remembered texts of one codec
 _REMEMBERED = 1024
 
 
 class Codec:
-    """The texts of some classes.
+    """Texts of some classes.
 
-    classes: dataclasses and enums that may stand in a text, each with a name of its own.
-    brief: fields that have their default value are left out.
+    classes: dataclasses and enums that may occur in a text, each with a unique name.
+    brief: fields with their default value are left out.
     """
 
     def __init__(self, classes: Iterable[type[Any]], *, brief: bool = False) -> None:
@@ -38,25 +38,25 @@ class Codec:
         if len(self._by_name) < len(self._classes):
             raise ValueError("two classes of a codec have one name")
         self._brief = brief
-        self._parsed = functools.lru_cache(maxsize=_REMEMBERED)(self._parse)
+        self._parsed = functools.lru_cache(maxsize=_REMEMBERED)(lambda text: self.made(json.loads(text)))
 
     def beside(self, *classes: type[Any], brief: bool = False) -> Codec:
-        """A codec of further classes, too."""
+        """Return a codec of further classes, too."""
         return Codec((*self._classes, *classes), brief=brief)
 
     def text(self, value: Any) -> str:
-        """Canonical JSON."""
+        """Return canonical JSON."""
         return json.dumps(self.data(value), sort_keys=True, separators=(",", ":"))
 
     def value(self, text: str, wanted: type[T]) -> T:
-        """Inverse of `text`, parsed once a text. Raises TypeError for the text of another class, ValueError for that of an unknown one."""
+        """Parse a text, once each. Raises TypeError if it is of another class, ValueError if of an unknown one."""
         found = self._parsed(text)
         if not isinstance(found, wanted):
             raise TypeError(f"expected the text of {wanted.__name__}, got that of {type(found).__name__}")
         return found
 
     def data(self, value: Any) -> Any:
-        """What `text` writes, as lists and dictionaries."""
+        """Return the content of `text`, as lists and dictionaries."""
         if isinstance(value, enum.Enum):
             return {"kind": type(value).__name__, "value": value.value}
         if type(value).__name__ in _EXPRESSIONS:
@@ -72,11 +72,8 @@ class Codec:
         usual = {f.name: f.default for f in dataclasses.fields(value) if self._brief or "unsaid" in f.metadata}
         return {name: x for name, x in _fields(value).items() if name not in usual or not _is_same(x, usual[name])}
 
-    def _parse(self, text: str) -> Any:
-        return self.made(json.loads(text))
-
     def made(self, data: Any) -> Any:
-        """Inverse of `data`, of what JSON made of it. Raises ValueError for the data of an unknown class."""
+        """Build a value from parsed JSON, the inverse of `data`. Raises ValueError for an unknown class."""
         if isinstance(data, list):
             return tuple(self.made(x) for x in data)
         if not isinstance(data, dict):
@@ -98,5 +95,5 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _is_same(value: Any, usual: Any) -> bool:
-    """Equal and of one type: 0, 0.0 and False are different texts."""
+    """Return True if equal and of one type: 0, 0.0 and False are different texts."""
     return usual is not dataclasses.MISSING and type(value) is type(usual) and value == usual

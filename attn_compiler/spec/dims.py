@@ -1,7 +1,7 @@
-"""What is known of a size without a guard: an int is exact, a name is a symbol of Dynamo's, an expression is bounded.
+"""Facts of a size without a guard: an int is exact, a name is a symbol of Dynamo's, an expression is bounded.
 
-Dynamo makes a size symbolic only once it is neither 0 nor 1, so its own symbols ("s0") are at least 2; an unbacked one
-("u0") may be anything from 0 up.
+Dynamo makes a size symbolic only once it is neither 0 nor 1, so its own symbols ("s0") are at least 2; an unbacked one ("u0") may be
+anything from 0 up.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _BACKED = re.compile(r"s\d+")
 
 
 def same(a: Dim, b: Dim) -> bool:
-    """Whether the two sizes are known to be equal. False also when nothing is known."""
+    """Return True if the two sizes are known to be equal. False also when nothing is known."""
     return a == b
 
 
 def at_least(dim: Dim) -> int:
-    """The largest number that the size is known not to be below; 0 when nothing is known."""
+    """Return the largest known lower bound of a size; 0 when nothing is known."""
     if isinstance(dim, int):
         return dim
     bound = _lower_bound(ast.parse(dim, mode="eval").body)
@@ -29,7 +29,7 @@ def at_least(dim: Dim) -> int:
 
 
 def range_of(spec: AttentionSpec, dim: Dim) -> tuple[int, int | None]:
-    """The least and the most that a size of a spec can be, by its name and by guards; None: no end."""
+    """Return the least and the most that a size of a spec can be, by its name and by guards; None: no end."""
     if isinstance(dim, int):
         return dim, dim
     found = next((one for one in spec.ranges if one.size == dim), None)
@@ -37,24 +37,24 @@ def range_of(spec: AttentionSpec, dim: Dim) -> tuple[int, int | None]:
 
 
 def is_multiple(dim: Dim, of: int) -> bool:
-    """Whether the size or stride is known to be a multiple: "64*s0" is one of 8, whatever s0 is."""
+    """Return True if the size or stride is known to be a multiple: "64*s0" is one of 8, whatever s0 is."""
     return (dim if isinstance(dim, int) else _divisor(ast.parse(dim, mode="eval").body)) % of == 0
 
 
 def can_have_remainder(dim: Dim, *, modulus: int, remainder: int) -> bool:
-    """Whether dim % modulus == remainder is possible: True for every symbolic size."""
+    """Return True if dim % modulus == remainder is possible, as for every symbolic size."""
     return not isinstance(dim, int) or dim % modulus == remainder
 
 
 def broadcasts(shape: tuple[Dim, ...], to: tuple[Dim, ...]) -> bool:
-    """Whether `shape` is known to broadcast to `to`, aligned at the last axis."""
+    """Return True if `shape` is known to broadcast to `to`, aligned at the last axis."""
     if len(shape) > len(to):
         return False
     return all(own == 1 or same(own, wanted) for own, wanted in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _lower_bound(node: ast.expr) -> int | None:
-    """A number that the expression is never below; None when there is none or it can't be told."""
+    """Return a lower bound of the expression; None if there is none or it is unknown."""
     match node:
         case ast.Constant(value=int(value)):
             return value
@@ -82,7 +82,7 @@ def _combined(left: int | None, operator: ast.operator, right: int | None) -> in
 
 
 def _divisor(node: ast.expr) -> int:
-    """A number that the expression is always a multiple of."""
+    """Return a number that the expression is always a multiple of."""
     match node:
         case ast.Constant(value=int(value)):
             return value

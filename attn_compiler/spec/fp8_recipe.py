@@ -1,7 +1,7 @@
-"""`Fp8Recipe`: which attentions run in FP8, and how their tensors are scaled. Frozen data: the compile key holds all of it.
+"""`Fp8Recipe`: the attentions that run in FP8, and the scaling of their tensors. Frozen data: the compile key holds all of it.
 
-Scales, amax values and their history are no part of a recipe. They are tensors of the compiled graph, so what they hold never
-chooses a kernel and never compiles anything again.
+Scales, amax values and their history are no part of a recipe. They are tensors of the compiled graph, so their values never choose a kernel
+and never cause a recompilation.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from attn_compiler.reasons.errors import InvalidOption
 
 #: largest finite number of each format: https://arxiv.org/abs/2209.05433
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
-#: of int8: as far down as up
+#: of int8, used symmetrically
 _LARGEST_INT8 = 127.0
 #: torch's names, without the prefix
 DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "int8": "int8"}
 
-#: Positions that share a scale are whole tiles of the kernels, which have up to so many keys.
+#: Positions that share a scale are whole tiles of the kernels, of up to this many keys.
 BLOCK_MULTIPLE = 128
 _MOST_MARGIN = 16
-#: known beforehand: scales of these, and what undoes them, are normal numbers of float32
+#: bounds of static magnitudes: their scales and descales are normal numbers of float32
 _MAGNITUDES = (1e-30, 1e30)
 
 Granularity = Literal["tensor", "head", "block"]
 
 
 def largest_of(format_: str) -> float:
-    """The largest number of a format of DTYPES that is rounded to."""
+    """Return the largest number that a format of DTYPES rounds to."""
     return LARGEST.get(format_, _LARGEST_INT8)
 
 
@@ -56,8 +56,8 @@ def _invalid(name: str, expected: str, value: Any) -> InvalidOption:
 class CurrentScaling:
     """Scales from the tensors themselves, in each step.
 
-    granularity: one scale for a tensor, for each head of a batch row, or for each `block` positions of such a head, which takes one
-    pass over memory instead of two. margin: scales are 2**margin smaller than what fits.
+    granularity: one scale for a tensor, for each head of a batch row, or for each `block` positions of such a head. A block takes one pass
+    over memory instead of two. margin: scales are 2**margin smaller than the largest that fits.
     """
 
     granularity: Granularity = "block"
@@ -73,10 +73,10 @@ class CurrentScaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedScaling:
-    """Scales from the largest values of steps before: q, k and v are read once. The first step has scales of 1.
+    """Scales from the largest values of earlier steps: q, k and v are read once. The first step has scales of 1.
 
-    amax_history_len: how many steps are kept. amax_compute_algo: the largest of them, or the last one's. What exceeds the scale that
-    it led to saturates. One scale for each tensor, or for each of its heads (granularity).
+    amax_history_len: the number of kept steps. amax_compute_algo: the largest of them, or the last one's. Values beyond the range of their
+    scale saturate. One scale for each tensor, or for each of its heads (granularity).
     """
 
     amax_history_len: int = 16
@@ -94,8 +94,7 @@ class DelayedScaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticScaling:
-    """Scales that are known beforehand: the magnitude of q, k and v that the format's largest number stands for. Beyond, they
-    saturate."""
+    """Fixed scales: the magnitudes of q, k and v that map to the format's largest number. Values beyond saturate."""
 
     q: float
     k: float
@@ -117,13 +116,16 @@ Scaling = CurrentScaling | DelayedScaling | StaticScaling
 class Fp8Recipe:
     """`options={"fp8_recipe": Fp8Recipe()}`: attention in FP8 where a kernel can. Checked when built (InvalidOption).
 
-    scaling: where scales come from. forward, backward: which of the two runs in FP8. forward_format: of q, k, v and the softmax's
-    weights; gradient_format: of gradients, where the backward runs in FP8. qk_format: "int8" makes q and k whole numbers up to 127
-    instead, as SageAttention does (https://arxiv.org/abs/2410.02367): finer where values are alike, which hadamard makes them, and
-    their products are exact; int8 has no NaN, what is not finite becomes 0. exclude: patterns (fnmatch) of module paths whose
-    attention stays as it is ("*layers.0.*": paths begin at what is compiled). smooth_k: subtract from k its mean over the sequence, which
-    changes no weight. hadamard: turn q and k by the same orthogonal matrix, which spreads outliers over the head dim and changes no
-    score. force: also where FP8 was measured to be slower than the model's own dtype.
+    scaling: the source of scales. forward, backward: which of the two runs in FP8. forward_format: of q, k, v and the softmax's weights;
+    gradient_format: of gradients, if the backward runs in FP8.
+
+    qk_format: "int8" makes q and k integers up to 127 instead, as SageAttention does (https://arxiv.org/abs/2410.02367). It is finer if
+    values are alike, as hadamard makes them, and products are exact. int8 has no NaN: non-finite values become 0.
+
+    exclude: patterns (fnmatch) of module paths whose attention stays as it is ("*layers.0.*": paths begin at the compiled module).
+    smooth_k: subtract from k its mean over the sequence, which changes no weight. hadamard: rotate q and k by the same orthogonal matrix,
+    which spreads outliers over the head dim and changes no score. force: use FP8 also where it was measured to be slower than the model's
+    own dtype.
     """
 
     scaling: Scaling = CurrentScaling()
@@ -156,19 +158,19 @@ class Fp8Recipe:
         object.__setattr__(self, "exclude", tuple(self.exclude))
 
     def excluding(self, module: str) -> str | None:
-        """The first pattern that takes a module path out; None if none does."""
+        """Return the first pattern that excludes a module path; None if none does."""
         return next((pattern for pattern in self.exclude if fnmatch.fnmatchcase(module, pattern)), None)
 
-    def of_a_site(self) -> Fp8Recipe:
-        """What it says of one attention, so that equal layers share a decision: who is excluded is decided by then."""
+    def for_site(self) -> Fp8Recipe:
+        """Return the recipe without patterns, so that equal layers share a decision: exclusion is decided by then."""
         return dataclasses.replace(self, exclude=())
 
     def format_of(self, name: str) -> str:
-        """What "q", "k" or "v" is rounded to: a name of DTYPES."""
+        """Return the format of "q", "k" or "v": a name of DTYPES."""
         return "int8" if name in ("q", "k") and self.qk_format == "int8" else self.forward_format
 
     def largest_of(self, name: str) -> float:
-        """The largest number of that format."""
+        """Return the largest number of the format of "q", "k" or "v"."""
         return largest_of(self.format_of(name))
 
     @property
@@ -179,7 +181,7 @@ class Fp8Recipe:
         return ", ".join((self.forward_format, _scaling_words(self.scaling), *further))
 
 
-#: what a spec's text may hold of a recipe
+#: classes of a recipe in a spec's text
 PARTS = (Fp8Recipe, CurrentScaling, DelayedScaling, StaticScaling)
 
 

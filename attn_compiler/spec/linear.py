@@ -1,8 +1,8 @@
-"""What a layer of linear attention computes, as frozen data: the recurrence of a function, and one call of it.
+"""The spec of linear attention, as frozen data: the recurrence of a function, and one call of it.
 
-    S ← diag(exp g) S;  u = beta (v - Sᵀ k), or v;  S ← S + k uᵀ;  o = Sᵀ q
+S ← diag(exp g) S;  u = beta (v - Sᵀ k), or v;  S ← S + k uᵀ;  o = Sᵀ q
 
-S is the state of a head, (K, V). graph_ops/linear_recurrence.py says it in tensors.
+S is the state of a head, (K, V). graph_ops/linear_recurrence.py computes it on tensors.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ LinearKind = Literal["delta", "ssd"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearForm:
-    """The recurrence that a function computes, whatever the sizes.
+    """The recurrence that a function computes, for all sizes.
 
     function: the model's own, by its module, its name and a digest of its text.
-    recurrence: which one.
+    recurrence: its kind.
     roles: of the operands, in their order. delta: q, k, v, g, beta and perhaps state. ssd: x, dt, A, B, C and perhaps D, dt_bias, state.
     channel: the decay is one for each channel of k, and not one for a head.
-    chunk: tokens that the function takes at once; 1 where it goes token by token.
-    eps: q and k are divided by the root of their sum of squares and this; None where they are taken as they are.
+    chunk: tokens that the function takes at once; 1 if it goes token by token.
+    eps: q and k are divided by the root of their sum of squares plus eps; None if they are not normalised.
     softplus: dt goes through softplus.
-    limits: what dt is clamped to.
-    out_dtype, state_dtype: of what the function gives.
+    limits: the clamp of dt.
+    out_dtype, state_dtype: of the function's results.
     """
 
     function: str
@@ -45,16 +45,16 @@ class LinearForm:
 
     @property
     def has_state(self) -> bool:
-        """Whether a state is given, which the recurrence goes on from."""
+        """True if the call passes a state, from which the recurrence continues."""
         return "state" in self.roles
 
     @property
     def text(self) -> str:
-        """Canonical."""
+        """Canonical text."""
         return _CODEC.text(self)
 
     @staticmethod
-    def of_text(text: str) -> LinearForm:
+    def from_text(text: str) -> LinearForm:
         """Inverse of `text`."""
         return _CODEC.value(text, LinearForm)
 
@@ -71,13 +71,13 @@ _CODEC = Codec((LinearForm,), brief=True)
 class LinearSpec:
     """One call of such a function, with everything that a lowering may decide on.
 
-    batch, length: sizes, symbolic where Dynamo does not know them.
+    batch, length: sizes, symbolic if Dynamo does not know them.
     num_heads_k: heads of q and k. Head h of v reads head h // (Hv // Hk).
     num_heads_v: heads of v, and of the state.
     head_dim_k, head_dim_v: the state of a head is (K, V).
     dtype: of q, or of x.
     device: "cpu" or "cuda".
-    needs_grad: what the call gives is differentiated.
+    needs_grad: the call's results are differentiated.
     """
 
     form: LinearForm

@@ -1,13 +1,14 @@
-"""Kinds of masks: each says which (query, key) pairs it lets through. Pure data, no FX, no CUDA.
+"""Kinds of masks: each allows a set of (query, key) pairs. Pure data, no FX, no CUDA.
 
-A kind has `words` for people and its meaning for one pair, `condition`: an index expression over (b, h, q, k), sizes and run-time tensors.
-Its `formula`, its drawing, and the intervals and truth values of kernels follow from that. tests/spec/meanings.py says each once more, by
-hand: every kernel and every recovery is held against it.
-`own_key`: the kind lets each query use the key of its own position, keys that are padding aside.
+A kind has `words` for people and a `condition` for one pair: an index expression over (b, h, q, k), sizes and run-time tensors. Its
+`formula`, its drawing, and the intervals and truth values of kernels follow from that. tests/spec/meanings.py writes each condition once
+more, by hand: every kernel and every recovery is tested against it.
+
+`own_key`: the kind lets each query use the key of its own position, unless that is padding.
 
 To add a kind: one class here, its name in KINDS, its recogniser in passes/recovering/kinds.py, and its test. No lowering has to know it:
-the model's own tensor says the same, and is applied until lowerings/shared/parts/site_parts.py makes a part of the kind. Of a kind
-that neither a tensor nor a flag says, `check_masks` in lowerings/shared/limits/mask_limits.py makes a refusal.
+the model's own tensor holds the same mask, and is applied until lowerings/shared/parts/site_parts.py makes a part of the kind. If neither a
+tensor nor a flag holds a kind, `check_masks` in lowerings/shared/limits/mask_limits.py refuses it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Size
 
 _Q, _K = Index("q"), Index("k")
-#: how many queries and keys there are, as conditions name it
+#: the numbers of queries and keys, as conditions name them
 SEQLEN_Q, SEQLEN_KV = Size("Sq"), Size("Skv")
 
 
@@ -30,7 +31,7 @@ class _Meaning(Protocol):
 
 
 class _Kind:
-    """What follows from a kind's condition."""
+    """Base of kinds: properties derived from the condition."""
 
     __slots__ = ()
 
@@ -40,7 +41,7 @@ class _Kind:
 
 
 class Alignment(enum.Enum):
-    """Which corner of the (Sq, Skv) rectangle a causal diagonal starts from. PyTorch's is_causal is TOP_LEFT."""
+    """The corner of the (Sq, Skv) rectangle where a causal diagonal starts. PyTorch's is_causal is TOP_LEFT."""
 
     TOP_LEFT = "top_left"
     BOTTOM_RIGHT = "bottom_right"
@@ -69,11 +70,10 @@ class Causal(_Kind):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dense:
-    """A ready-made tensor operand that broadcasts to (B, Hq, Sq, Skv).
+    """A tensor operand that broadcasts to (B, Hq, Sq, Skv).
 
-    shape: its own broadcast shape (1 where it does not vary). dtype "bool" means True = allowed; a float dtype is added
-    to the scaled scores.
-    terms: how many tensors of the model were combined into it.
+    shape: its own broadcast shape (1 for a broadcast axis). dtype "bool" means True = allowed; a float dtype is added to the scaled scores.
+    terms: the number of the model's tensors combined into it.
     """
 
     shape: tuple[int | str, ...]
@@ -93,7 +93,7 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CausalFrom(_Kind):
-    """k <= q + offset. offset: over b, sizes and run-time tensors (how much a cache holds); -1 is strictly causal."""
+    """k <= q + offset. offset: over b, sizes and run-time tensors (a cache's filled length); -1 is strictly causal."""
 
     own_key: ClassVar[bool] = False
     offset: Expr
@@ -136,7 +136,7 @@ class SlidingWindow(_Kind):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefix(_Kind):
-    """k < length or k <= q: all see the prefix, the rest is causal. length: over b, sizes and run-time tensors."""
+    """k < length or k <= q: all queries see the prefix, the rest is causal. length: over b, sizes and run-time tensors."""
 
     own_key: ClassVar[bool] = True
     length: Expr
@@ -156,10 +156,8 @@ class Prefix(_Kind):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyPadding(_Kind):
-    """Key k of batch row b is allowed where the condition over (b, k) holds, whatever the query and the head.
-
-    Its run-time tensors may leave out any keys: at the left, at the right, or between others. See KeyBound for one that can't.
-    """
+    """Key k of batch row b is allowed where the condition over (b, k) holds, for every query and head. Its run-time tensors may leave out
+    any keys: at the left, at the right, or between others. KeyBound leaves out one piece."""
 
     own_key: ClassVar[bool] = True
     condition: Expr
@@ -176,8 +174,8 @@ class KeyPadding(_Kind):
 class KeyBound(_Kind):
     """k <= bound ("last") or k >= bound ("first"); bound: over b, sizes and run-time tensors.
 
-    The keys that are left out are in one piece: right ("last") or left ("first") padding where the bound is a batch row's own,
-    else the part of a cache that is not filled.
+    The left-out keys are in one piece: right ("last") or left ("first") padding if each batch row has its own bound, else the unfilled part
+    of a cache.
     """
 
     own_key: ClassVar[bool] = True
@@ -186,7 +184,7 @@ class KeyBound(_Kind):
 
     @property
     def is_padding(self) -> bool:
-        """Whether each batch row has its own bound."""
+        """True if each batch row has its own bound."""
         return ix.mentions(self.bound, Index("b"))
 
     @property
@@ -243,7 +241,7 @@ class Chunked(_Kind):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnyOf(_Kind):
-    """One of the alternatives holds, each a conjunction of kinds (causal, or the same image block)."""
+    """At least one alternative holds, each a conjunction of kinds (causal, or the same image block)."""
 
     own_key: ClassVar[bool] = False
     alternatives: tuple[tuple[MaskKind, ...], ...]
@@ -262,7 +260,7 @@ class AnyOf(_Kind):
 
 
 def all_of(kinds: tuple[MaskKind, ...]) -> Expr:
-    """When all kinds let a pair through."""
+    """Return the condition that all kinds allow a pair."""
     return ix.apply("and", *(kind.condition for kind in kinds)) if kinds else ix.TRUE
 
 
@@ -281,7 +279,7 @@ def _grouped(texts: list[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formula(_Kind):
-    """A condition over (b, h, q, k) that was read in full and has no kind of its own."""
+    """A condition over (b, h, q, k) that was read in full and fits no other kind."""
 
     own_key: ClassVar[bool] = False
     condition: Expr

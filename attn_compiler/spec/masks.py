@@ -1,6 +1,6 @@
-"""Which (query, key) pairs an attention may use: `MaskSpec` is a conjunction of kinds. Pure data, no FX, no CUDA.
+"""The mask of an attention: `MaskSpec` is a conjunction of kinds. Pure data, no FX, no CUDA.
 
-The kinds are in mask_kinds.py, and are had from here.
+mask_kinds.py defines the kinds; this module re-exports them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from attn_compiler.spec.mask_kinds import (
 class Flag(enum.Enum):
     """Why a kernel has to apply a diagonal by itself.
 
-    CALLED: the model's own call says so.
-    READ: the model's tensor was read. It says no more, and is not needed.
+    CALLED: the model's own call asks for it.
+    READ: the model's tensor was read. It holds nothing else, and is not needed.
     """
 
     CALLED = "called"
@@ -45,20 +45,21 @@ class Flag(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskSpec:
-    """Which pairs take part. Empty: every pair does.
+    """The allowed pairs. Empty: every pair.
 
-    kinds: all that is known of which pairs do: a pair has to be allowed by each. First what a flag says, then what the tensor was shown to
-        mean, or the scores' DenseBias where there is no other tensor. Of a tensor that was read in part: some of what has to hold.
+    kinds: all known conditions; a pair has to be allowed by each. First the kind of the flag, then those proved for the tensor, or for the
+        scores' DenseBias if there is no other tensor. Of a tensor that was read in part: some of its conditions.
     flag: why the first kind, a causal one, is to be applied by itself; None if none is.
-    dense: the model's own tensor. A lowering may apply its kinds in its place.
-    reason: why the tensor, or a part of it, could not be read; None if it was. added: of one that was read, why it may mask and nobody
-        knows.
+    dense: the model's own tensor. A lowering may apply its kinds instead.
+    reason: why the tensor, or a part of it, could not be read; None if it was.
+    added: of a tensor that was read, why it may mask at run time.
     rest: of a tensor that was read in part, the condition that holds besides its kinds, whose tensors hold an element for each query and
-        key. None where the tensor alone says it.
-    chosen: the only keys that a query may use, by their indices. The others say so, too.
-    own_rows: the model alone knows what a query without keys gets: by its tensor's numbers, or all that it does. None: nodes can say.
+        key. None if only the tensor itself holds it.
+    chosen: the only keys that a query may use, by their indices. The other kinds imply it, too.
+    own_rows: only the model's own code gives the result of a query without keys: "numbers" with its tensor's numbers, "model" with all of
+        its code. None: graph nodes can compute it.
     means: a kernel gives a query without keys the mean of v, with the gradients that an added number leaves to q and k; else nodes do.
-    out_of_reach: tensors and sizes that `kinds` read and a lowering can't get: of another graph, of one call, or written to by then.
+    out_of_reach: tensors and sizes that `kinds` read and a lowering can't get: of another graph, of one call, or overwritten by then.
     """
 
     kinds: tuple[MaskKind, ...] = ()
@@ -74,23 +75,23 @@ class MaskSpec:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the tensor says more than the kinds do, and what more is not known."""
+        """True if the tensor also holds an unknown condition besides the kinds."""
         return self.reason is not None and bool(self.held)
 
     @property
     def conditions(self) -> tuple[MaskKind | Chosen, ...]:
-        """All that reads tensors."""
+        """All conditions that read tensors."""
         return (*self.kinds, *(each for each in (self.rest, self.chosen) if each is not None))
 
     @property
     def flagged(self) -> Causal | None:
-        """The kind that no tensor says."""
+        """The kind that no tensor holds."""
         first = next(iter(self.kinds), None) if self.flag is not None else None
         return first if isinstance(first, Causal) else None
 
     @property
     def held(self) -> tuple[MaskKind, ...]:
-        """The kinds that a tensor was shown to mean."""
+        """The kinds proved for a tensor."""
         return self.kinds if self.flagged is None else self.kinds[1:]
 
     @property
@@ -104,12 +105,12 @@ class MaskSpec:
         if self.is_partial:
             rest = "a rest" if self.rest is None else self.rest.words
             return f"{meaning} (proved) ∧ {rest}, {f'as {applied}' if applied else 'within the bias'}"
-        # A mask that is proved and not applied is one in the scores' DenseBias.
+        # A mask that is proved and not applied is part of the scores' DenseBias.
         return f"{meaning} (proved), {f'as {applied}' if applied else 'within the bias'}"
 
     @property
     def formula(self) -> str | None:
-        """What was read, over (b, h, q, k), and "…" for the rest; None if nothing was. A mask that lets everything through has none."""
+        """The conditions that were read, over (b, h, q, k), and "…" for the rest; None if none was, or all pairs are allowed."""
         unread = ["…" if self.rest is None else self.rest.formula] if self.is_partial else []
         return " ∧ ".join([*(kind.formula for kind in self.read), *unread]) or None
 
@@ -119,5 +120,5 @@ class MaskSpec:
 
     @property
     def read(self) -> tuple[MaskKind, ...]:
-        """The kinds that were read off the model's graph."""
+        """The kinds that were read from the model's graph."""
         return self.kinds if self.flag is Flag.READ else self.held

@@ -1,4 +1,4 @@
-"""What a proved kind of a mask or of a score reads besides the indices: run-time tensors and symbolic sizes, by name."""
+"""Run-time tensors and symbolic sizes that a proved kind of a mask or of a score reads, by name."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _NAMES = ("table", "tensor")
 
 
 def expressions(kind: MaskKind | ProvedScore | Chosen) -> Iterator[Expr]:
-    """Every index expression in a kind, those of kinds that it is made of included."""
+    """Yield every index expression in a kind, and in the kinds that it is made of."""
     for field in dataclasses.fields(kind):
         yield from _expressions(getattr(kind, field.name))
 
 
 def tensors(kind: MaskKind | ProvedScore | Chosen) -> frozenset[str]:
-    """The names of the tensors that a kind loads from."""
+    """Return the names of the tensors that a kind loads from."""
     named = {getattr(kind, field.name) for field in dataclasses.fields(kind) if field.name in _NAMES}
     return frozenset(named) | {load.tensor for x in expressions(kind) for load in ix.loads(x)}
 
 
 def sizes(kind: MaskKind | ProvedScore | Chosen) -> frozenset[str]:
-    """The names of the symbolic sizes that a kind's expressions hold."""
+    """Return the names of the symbolic sizes in a kind's expressions."""
     return frozenset(name for x in expressions(kind) for name in ix.sizes(x))
 
 
 def names(kind: MaskKind | ProvedScore | Chosen) -> frozenset[str]:
-    """Everything that has to be at hand to evaluate a kind: its tensors and its sizes."""
+    """Return the names needed to evaluate a kind: its tensors and its sizes."""
     return tensors(kind) | sizes(kind)
 
 
 def names_in(x: Expr) -> frozenset[str]:
-    """The same for one expression."""
+    """Return the names needed to evaluate one expression."""
     return frozenset(load.tensor for load in ix.loads(x)) | ix.sizes(x)
 
 

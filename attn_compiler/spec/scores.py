@@ -1,11 +1,10 @@
-"""What happens to the scores between the two products, besides masking. Pure data, no FX, no CUDA.
+"""Changes of the scores between the two products, besides masking. Pure data, no FX, no CUDA.
 
-    s = scale · (q kᵀ);  s = softcap · tanh(s / softcap);  s = s + bias;  p = dropout(softmax([s, sinks])[..., :Skv])
+s = scale · (q kᵀ);  s = softcap · tanh(s / softcap);  s = s + bias;  p = dropout(softmax([s, sinks])[..., :Skv])
 
-To add a score change: one class here with `words`, its name in KINDS, and its test. A change of each score by itself is a
-`Pointwise`: what finds it and what applies it know it by that, and CONTRIBUTING.md names the places where its own lines stand.
-
-What an added tensor was shown to be is in added_scores.py.
+To add a score change: one class here with `words`, its name in KINDS, and its test. A change of each score by itself is a `Pointwise`: its
+recogniser and its lowering know it by that, and CONTRIBUTING.md names the places of its own lines. Proved kinds of an added tensor are in
+added_scores.py.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from attn_compiler.spec.codec import UNSAID
 
 
 class Pointwise:
-    """What changes of each score by itself share: one number, and factors that may stand on either side. They come before masks and biases.
-
-    Lowerings apply them by their `Form` (lowerings/shared/parts/score_changes.py).
-    """
+    """Base of changes of each score by itself: one number, and factors on either side. They come before masks and biases. Lowerings apply
+    them by their `Form` (lowerings/shared/parts/score_changes.py)."""
 
     __slots__ = ()
 
@@ -31,16 +28,16 @@ class Pointwise:
 
     @property
     def number(self) -> float:
-        """All that is to be known besides the kind."""
+        """The parameter of the change."""
         raise NotImplementedError
 
     @property
     def most(self) -> float:
-        """How large a score is after the change, at most."""
+        """The largest magnitude of a changed score."""
         raise NotImplementedError
 
     def scaled(self, factor: float) -> Pointwise:
-        """The change that gives `factor` times as much, of scores that are `factor` times as large."""
+        """Return the change c with c(factor · s) = factor · self(s)."""
         raise NotImplementedError
 
 
@@ -65,13 +62,13 @@ class Softcap(Pointwise):
         return self.cap
 
     def scaled(self, factor: float) -> Softcap:
-        """c · cap · tanh(s / cap) is that of c · cap, of c · s."""
+        """Scale the cap: factor · cap · tanh(s / cap) is the softcap of factor · cap at factor · s."""
         return Softcap(cap=abs(self.cap * factor))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sinks:
-    """One learned logit a head joins the softmax and is dropped after it (gpt-oss)."""
+    """One learned logit for each head that joins the softmax and is dropped after it (gpt-oss)."""
 
     requires_grad: bool
 
@@ -82,7 +79,7 @@ class Sinks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseBias:
-    """An additive tensor that wants a gradient, broadcasting to (B, Hq, Sq, Skv): T5's and Swin's learned biases."""
+    """An additive tensor that requires a gradient, broadcasting to (B, Hq, Sq, Skv): T5's and Swin's learned biases."""
 
     shape: tuple[int | str, ...]
     dtype: str
@@ -95,7 +92,7 @@ class DenseBias:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unusual:
-    """A score change that was recognised and has no kind of its own yet: described, and refused by every fused lowering."""
+    """A recognised score change without a kind: described, and refused by every fused lowering."""
 
     what: str
 
@@ -109,23 +106,23 @@ KINDS: tuple[type[ScoreChange], ...] = (Softcap, Sinks, DenseBias, Unusual)
 
 
 def pointwise(changes: Iterable[ScoreChange]) -> Pointwise | None:
-    """The change of each score by itself. More than one is refused (lowerings/shared/limits/takes.py)."""
+    """Return the change of each score by itself. More than one is refused (lowerings/shared/limits/takes.py)."""
     return next((change for change in changes if isinstance(change, Pointwise)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreSpec:
-    """How the scores are scaled, changed and added to.
+    """Scaling, changes and additions of the scores.
 
     scale: the factor on q kᵀ that a kernel applies.
     runtime_scale: a further factor is known at run time only (a tensor or a symbolic float). It multiplies q in the graph, before the
         kernel.
-    changes: what a lowering has to apply, in order.
-    dropout_p: the share of weights that is dropped.
+    changes: the changes that a lowering has to apply, in order.
+    dropout_p: the share of dropped weights.
     softmax_dtype: the dtype that the model's own softmax ran in.
-    proved: kinds whose sum the added tensors were shown to be, besides what they mask. They say what a DenseBias or a mask's Dense
-        tensor means; a lowering has to apply the tensor or these, not both.
-    by_highest: of what the dense tensor adds to a row, the highest number leaves the keys that got less no weight (recovering/highest.py).
+    proved: kinds whose sum equals the added tensors, besides their masks. They describe a DenseBias or a mask's Dense tensor; a lowering
+        has to apply the tensor or these, not both.
+    by_highest: the highest number that the dense tensor adds to a row leaves the keys with less no weight (recovering/highest.py).
     out_of_reach: as in MaskSpec.
     """
 
@@ -164,6 +161,6 @@ class ScoreSpec:
 
     @property
     def added(self) -> str | None:
-        """What the added tensors were shown to add, besides what they mask; None if nothing."""
+        """The proved additions, besides masks; None if nothing."""
         found = " + ".join(kind.words for kind in self.proved) or None
         return f"{found}, whose highest number masks the others (proved)" if self.by_highest else found

@@ -1,4 +1,4 @@
-"""The facts about a machine that a decision may read: `Target.current(device)` is this one, `Target.fake()` a made-up one."""
+"""Facts about a machine that a decision may read: `Target.current(device)` is this one, `Target.fake()` a made-up one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
 CUDNN_FRONTEND_DISTRIBUTION = "nvidia-cudnn-frontend"
-#: what flash-linear-attention has its kernels in
+#: the distribution of flash-linear-attention's kernels
 FLA_DISTRIBUTION = "fla-core"
 #: commands that install the releases that were tried, by package: these packages are on the index, and extras of this one are not
 INSTALL = {
@@ -28,24 +28,25 @@ INSTALL = {
     FLA_DISTRIBUTION: "pip install 'fla-core>=0.6,<0.7'",
     "transformers": "pip install 'transformers>=5.17,<6'",
 }
-#: the major number of its compute capability
+#: the major number of Hopper's compute capability
 _HOPPER = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """device: "cpu" or "cuda". sm: compute capability, major*10+minor; 0 on CPU. cudnn: 91900 for 9.19.0, 0 if absent.
+    """A machine.
 
-    torch, triton: version strings, "" if absent. disabled: SDPA kernels that the user switched off ("flash",
-    "efficient", "cudnn", "math"), read once when a graph is compiled. deterministic:
-    torch.use_deterministic_algorithms is on. triton_interpreted: Triton's kernels run in its interpreter, on any device.
+    device: "cpu" or "cuda". sm: compute capability, major*10+minor; 0 on CPU. cudnn: 91900 for 9.19.0, 0 if absent.
+    torch, triton: version strings, "" if absent.
+    disabled: SDPA kernels that the user switched off ("flash", "efficient", "cudnn", "math"), read once when a graph is compiled.
+    deterministic: torch.use_deterministic_algorithms is on.
+    triton_interpreted: Triton's kernels run in its interpreter, on any device.
     flash_attn_4, cudnn_frontend, fla: their versions, "" if absent or without a GPU.
     mixed_gpus: the process sees GPUs of several architectures.
     processors: multiprocessors of the GPU, 0 on CPU.
-    ptxas: the version of the assembler of our kernels with wgmma by Triton (spec/assemblers.py), "13.1"; "" on other machines than Hopper,
-    or where it can't be asked.
+    ptxas: the version of the assembler for our Triton kernels with wgmma (spec/assemblers.py), "13.1"; "" if unknown, or not on Hopper.
     without_wgmma: Triton is told not to use wgmma (DISABLE_MMA_V3).
-    packaged: what is decided on goes into an exported program, and runs where this package is not imported.
+    packaged: the decision goes into an exported program, which runs without this package.
     """
 
     device: str
@@ -67,10 +68,8 @@ class Target:
 
     @staticmethod
     def current(device: str) -> Target:
-        """This machine, seen from `device` ("cpu", "cuda", "cuda:1"), with the flags that are set now.
-
-        Never initialises CUDA for another device. "cuda" without a usable GPU (fake tensors may name it) has sm 0.
-        """
+        """Return this machine, seen from `device` ("cpu", "cuda", "cuda:1"), with the current flags. Never initialises CUDA for another
+        device. "cuda" without a usable GPU (fake tensors may name it) has sm 0."""
         import torch as torch_module
 
         parsed = torch_module.device(device)
@@ -115,10 +114,8 @@ class Target:
         without_wgmma: bool = False,
         packaged: bool = False,
     ) -> Target:
-        """A made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0.
-
-        ptxas: by default that of our kernels with Triton 3.7 and a driver of CUDA 13, where there is Hopper.
-        """
+        """Return a made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0.
+        ptxas: by default, on Hopper, that of our kernels with Triton 3.7 and a CUDA 13 driver."""
         on_gpu = device == "cuda"
         is_hopper = on_gpu and sm in (None, 90)
         return Target(
@@ -161,14 +158,14 @@ class Target:
         return ", ".join(parts) + "".join(f"; {note}" for note in notes)
 
     def digest(self) -> str:
-        """A short hash of every field. The same in every process."""
+        """Return a short hash of every field, the same in every process."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         text = json.dumps(fields, sort_keys=True, default=sorted)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def cudnn_version() -> int:
-    """The cuDNN that torch runs with, e.g. 91900 for 9.19.0; 0 if this build of torch has none. Needs no GPU."""
+    """Return torch's cuDNN, e.g. 91900 for 9.19.0; 0 if this build of torch has none. Needs no GPU."""
     import torch
 
     cudnn: Any = torch.backends.cudnn
@@ -176,7 +173,7 @@ def cudnn_version() -> int:
 
 
 def cudnn_words(version: int) -> str:
-    """9.19.0 for 91900, 8.9.2 for 8902 (cuDNN moved to five digits with 9)."""
+    """Format a version: 9.19.0 for 91900, 8.9.2 for 8902 (cuDNN moved to five digits with 9)."""
     major, rest = divmod(version, 10_000 if version >= 10_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 

@@ -1,1 +1,1 @@
-"""The only user of PyTorch's private API, and what stands on it."""
+"""The only user of PyTorch's private API, and the code built on it."""

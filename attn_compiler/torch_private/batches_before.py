@@ -1,4 +1,4 @@
-"""What is known of the batches before, without a wait: their numbers are on the way to the host while the device works."""
+"""Padding of earlier batches, known without a wait: their numbers are copied to the host while the device works."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Protocol
 
 import torch
 
-#: From this share of real tokens on the padded graph is the faster one (measured on an H200: 0.74 to 0.92, by model).
+#: From this share of real tokens on, the padded graph is faster (measured on an H200: 0.74 to 0.92, by model).
 NEARLY_FULL = 0.85
-#: so many batches in a row tell of the next one
+#: batches in a row that predict the next one
 _IN_A_ROW = 2
-#: numbers that may be on their way at once
+#: the most copies on their way at once
 _MOST_UNDER_WAY = 16
 STEPS_KEPT = 16
-#: what did not hold where the padded graph ran without a wait
+#: the failed fact of a batch that ran padded without a wait
 MUCH_PADDING = "the batches before have padding to leave out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpaddedStep:
-    """One call. fill: the share of tokens that are real, `number` of them. failed: what did not hold, so that padding was computed."""
+    """One call. fill: the share of tokens that are real, `number` of them. failed: the facts that did not hold, so it ran padded."""
 
     fill: float
     number: int = 0
@@ -32,19 +32,19 @@ class UnpaddedStep:
 
     @property
     def is_better_padded(self) -> bool:
-        """Whether the packed graph can't run, or would not gain."""
+        """True if the packed graph can't run, or would not gain."""
         return self.fill >= NEARLY_FULL or bool(set(self.failed) - {MUCH_PADDING})
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Steps:
-    """The last calls of one graph that were asked for their padding."""
+    """The last calls of one graph whose padding was asked for."""
 
     last: deque[UnpaddedStep] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
 
     @property
     def are_all_padded(self) -> bool:
-        """Whether none of so many calls could be packed, each of which waited."""
+        """True if STEPS_KEPT calls waited for their padding and none could be packed."""
         return len(self.last) == STEPS_KEPT and all(
             step.failed and MUCH_PADDING not in step.failed for step in self.last
         )
@@ -56,7 +56,7 @@ class Arriving(Protocol):
     def are_there(self) -> bool: ...
 
     def numbers(self) -> list[int]:
-        """Those that are there."""
+        """Return the numbers, once they have arrived."""
         ...
 
 
@@ -64,7 +64,7 @@ class ArrivingFromGpu:
     """Numbers on their way from an NVIDIA GPU. told: int64 (n,)."""
 
     def __init__(self, told: torch.Tensor) -> None:
-        # Copied to pinned memory, so that the call comes back at once.
+        # The copy goes to pinned memory, so that the call returns at once.
         self._host = told.to("cpu", non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(told.device))
@@ -85,7 +85,8 @@ def arriving(told: torch.Tensor) -> Arriving:
 class BatchesBefore:
     """The last batches of one graph.
 
-    steps: filled. read: what numbers say of a batch of so many positions. are_awaited: the host has to wait for numbers, as on a GPU.
+    steps: filled by this class. read: makes a step from a batch's numbers and its count of positions. are_awaited: the host has to wait for
+    numbers, as on a GPU.
     """
 
     def __init__(
@@ -97,28 +98,28 @@ class BatchesBefore:
         self._lock = threading.Lock()
 
     def add(self, step: UnpaddedStep) -> None:
-        """A batch that was waited for."""
+        """Note a batch that was waited for."""
         with self._lock:
             self._note(step)
 
     def are_better_padded(self) -> bool:
-        """Whether the next batch is to run padded, without a wait, since those before were better padded. A wrong guess costs time."""
+        """Return True if the next batch is to run padded, without a wait, as its predecessors should have. A wrong guess costs time."""
         with self._lock:
             while self._under_way and self._under_way[0][0].are_there():
                 found, of = self._under_way.popleft()
                 step = self._read(found.numbers(), of)
                 self._note(dataclasses.replace(step, failed=(*step.failed, MUCH_PADDING)))
             are_better = len(self._lately) == _IN_A_ROW and all(self._lately)
-        # When numbers come is chance, and the two graphs round differently.
+        # The arrival time of numbers is chance, and the two graphs round differently.
         return are_better and self._are_awaited and not torch.are_deterministic_algorithms_enabled()
 
     @property
     def are_enough_under_way(self) -> bool:
-        """Whether a batch that runs padded need not be asked for its numbers."""
+        """True if a batch that runs padded need not be asked for its numbers."""
         return len(self._under_way) >= _MOST_UNDER_WAY
 
     def send(self, told: torch.Tensor, positions: int) -> None:
-        """Ask a batch that runs padded for its numbers, which are read when they come. told: int64 (n,), of so many positions."""
+        """Ask a padded batch for its numbers, to be read on arrival. told: int64 (n,). positions: of the batch."""
         sent = arriving(told)
         with self._lock:
             self._under_way.append((sent, positions))

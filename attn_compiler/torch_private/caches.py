@@ -1,5 +1,7 @@
-"""Private PyTorch API of what a cache of ours needs: whether the user wants caches, what else of PyTorch's state a result may rest on, and
-how a file of ours comes along with `torch.compiler.save_cache_artifacts`."""
+"""Private PyTorch API for a disk cache of ours: the user's cache settings, state that a result may depend on, and artifacts.
+
+Our files join `torch.compiler.save_cache_artifacts`.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from typing import Any
 import torch
 from torch.compiler._cache import CacheArtifactManager
 
-#: libraries that take part in deciding what can be built, beside those that `Target` names
+#: libraries that decide if a kernel can be built, beside those that `Target` names
 _BUILDERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels")
 
 
 def are_wanted(patches: Mapping[str, Any]) -> bool:
-    """Whether Inductor would keep graphs on disk. patches: what the user set for Inductor."""
+    """Return True if Inductor would keep graphs on disk. patches: the user's settings of Inductor."""
     from torch._inductor import config
 
     def setting(name: str) -> bool:
@@ -28,13 +30,13 @@ def are_wanted(patches: Mapping[str, Any]) -> bool:
 
 
 def state(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """What of PyTorch's state, and of the machine, tracing and deciding may depend on, beside the graph and `Target`: plain data."""
+    """Return state of PyTorch and the machine that tracing and decisions may depend on, beside the graph and `Target`: plain data."""
     gpus = [device for device in devices if device.type == "cuda" and torch.cuda.is_available()]
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
     return {
-        # Masks that are made by more ops in a row than the stack can hold are not read.
+        # The stack limits the chain of ops through which a mask is read.
         "python": [sys.version, sys.getrecursionlimit()],
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "torch": [str(torch.__version__), torch.version.git_version, torch.version.cuda, torch.version.hip],
@@ -53,7 +55,7 @@ def state(devices: Iterable[torch.device]) -> dict[str, Any]:
         ],
         "default": [str(torch.get_default_dtype()), str(torch.get_default_device())],
         "precision": [
-            # Not by torch.get_float32_matmul_precision and allow_tf32: they raise where a user set precisions one by one.
+            # Not by torch.get_float32_matmul_precision and allow_tf32: they raise if a user set precisions one by one.
             *(part.fp32_precision for part in (torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn)),
             *(part.fp32_precision for part in (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)),
             cuda.matmul.allow_fp16_reduced_precision_reduction,
@@ -91,10 +93,10 @@ def _version(distribution: str) -> str:
 
 
 def carry(path: str, data: Any) -> None:
-    """Let a file of JSON come along with `torch.compiler.save_cache_artifacts`. path: below `torch_inductor.cache_folder()`.
+    """Add a JSON file to `torch.compiler.save_cache_artifacts`. path: below `torch_inductor.cache_folder()`.
 
-    As one of Inductor's own measurements, which are JSON files, too. An artifact of a kind of our own could be loaded only where this
-    package was imported before, and all others would be lost with it where it was not.
+    It is stored as one of Inductor's own measurements, which are JSON files, too. An artifact of a kind of our own could be loaded only if
+    this package was imported before; otherwise all other artifacts would be lost with it.
     """
     from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
 
@@ -102,5 +104,5 @@ def carry(path: str, data: Any) -> None:
 
 
 def content(data: Any) -> bytes:
-    """The bytes that a file has which came along: equal data has equal bytes."""
+    """Return the bytes of a loaded artifact's file: equal data has equal bytes."""
     return json.dumps(data).encode("ascii")

@@ -1,4 +1,4 @@
-"""Python's cyclic collector, which looks through all that a process has loaded: 0.2 to 0.3 s each time, beside transformers."""
+"""Control of Python's cyclic garbage collector, which walks all loaded objects: 0.2 to 0.3 s each time, beside transformers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-#: objects that are made, and not freed, between two collections of young ones; Python's own number is 700 or 2,000
+#: new objects between two young collections; Python's default is 700 or 2,000
 _MANY = 50_000
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Within the block nothing is collected. For what is short, and makes what is needed to its end and beyond."""
+    """Disable collection within the block. For short blocks whose objects live on."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -24,11 +24,10 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rarely() -> Iterator[None]:
-    """Within the block 50,000 new objects make the collector look at young ones, where it is on. For what takes seconds, and makes much
-    that stays.
+    """Collect young objects only after 50,000 new ones within the block. For blocks of seconds whose objects mostly live on.
 
-    A collection of everything comes a hundred times as rarely, so what is garbage by then is bounded. Threads that are within one block
-    each leave the setting to the first. What others set meanwhile stays.
+    A full collection comes a hundred times as rarely, so garbage is bounded. Threads within one block each leave the setting to the first.
+    Settings made by others meanwhile stay.
     """
     before = gc.get_threshold()
     if not 0 < before[0] < _MANY:

@@ -1,7 +1,7 @@
-"""PyTorch's private API that has no room of its own: tensors, graphs, errors, CUDA, names. It refuses a torch that is not supported.
+"""Private PyTorch API of several subjects: tensors, graphs, errors, CUDA, names. It refuses an unsupported torch.
 
-Importing it on an unsupported torch raises UnsupportedTorch. Versions are told apart by what they have (a
-parameter, a type), not by their number, wherever that is possible.
+Importing it on an unsupported torch raises UnsupportedTorch. Versions are told apart by features (a parameter, a type), not by their
+number, wherever that is possible.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def require_supported_torch(version: str) -> None:
-    """Raise UnsupportedTorch before `OLDEST` (spec/tried.py). A release that is newer than all that were tried is said, and runs.
-
-    version: e.g. "2.13.0+cpu"."""
+    """Raise UnsupportedTorch before `OLDEST` (spec/tried.py). A release newer than the tried ones is reported, and runs. version: e.g.
+    "2.13.0+cpu"."""
     release = tuple(int(part) for part in version.split(".")[:2])
     if release < OLDEST["torch"]:
         raise UnsupportedTorch(found=version, minimum=".".join(map(str, OLDEST["torch"])))
@@ -36,7 +35,7 @@ def require_supported_torch(version: str) -> None:
 
 require_supported_torch(str(torch.__version__))
 
-# Private names come after the check, so that an unsupported torch is named before one of them is found missing.
+# Private imports come after the check, so that an unsupported torch is reported before a missing name.
 from torch._guards import CompileContext  # noqa: E402
 from torch._library import simple_registry  # noqa: E402
 from torch._logging import trace_structured  # type: ignore[attr-defined]  # noqa: E402
@@ -50,8 +49,11 @@ from torch.utils._python_dispatch import (  # noqa: E402
 
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """An unfilled tensor on the current device of that type, by the function that Inductor's own code allocates with on a GPU: it
-    takes the host a fraction of the 2 µs of torch.empty. It knows of no modes, such as fake tensors'."""
+    """Allocate an unfilled tensor on the current device of that type.
+
+    On a GPU it uses the function of Inductor's own code: it takes the host a fraction of the 2 µs of torch.empty. It ignores modes, such as
+    fake tensors'.
+    """
     if device == "cuda":
         return torch._C._dynamo.guards._empty_strided_cuda(size, stride, dtype)  # type: ignore[attr-defined,no-any-return]
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -60,7 +62,7 @@ def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
 def allocator(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> Callable[[], torch.Tensor]:
-    """`empty_strided` of these, for those who call it again and again. Under a mode, torch's own, which knows of it."""
+    """Bind `empty_strided` to these arguments for repeated calls. Under a mode, bind torch's own function, which respects it."""
     if device == "cuda" and not torch._C._len_torch_dispatch_stack():
         return functools.partial(torch._C._dynamo.guards._empty_strided_cuda, size, stride, dtype)  # type: ignore[attr-defined]
     return functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
@@ -68,28 +70,28 @@ def allocator(
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Within the block, calls run on real tensors, without gradients: no fake, tracing or other mode of a compilation is active."""
+    """Run calls in the block on real tensors, without gradients: no fake, tracing or other mode of a compilation is active."""
     with _disable_current_modes(), torch.no_grad():
         yield
 
 
 def is_view(x: torch.Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another one."""
+    """Return True if autograd treats a tensor as a view of another one."""
     return x._is_view()
 
 
 def writes_counted(x: torch.Tensor) -> int:
-    """How often autograd has seen a tensor's memory being written to."""
+    """Return the number of writes to a tensor's memory that autograd has seen."""
     return x._version
 
 
 def backward_run() -> int:
-    """Which backward is running: a number that no other one has. For hooks of autograd."""
+    """Return a unique number of the running backward. For hooks of autograd."""
     return int(torch._C._current_graph_task_id())
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call it once the backward that is running is done; what it raises, the backward raises. For hooks of autograd."""
+    """Call it once the running backward is done; the backward raises its errors. For hooks of autograd."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -97,10 +99,10 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def unwrapped(error: AttnCompilerError) -> AttnCompilerError:
-    """The same error in a class that Dynamo hands to the user as it is, instead of inside a BackendCompilerFailed.
+    """Copy an error into a class that Dynamo passes to the user unchanged, instead of inside a BackendCompilerFailed.
 
-    It is still an instance of its own class, so `except UnknownOption` works. Raise it from the caller's frame: Dynamo
-    cuts its own frames above that from the traceback. It also drops the cause, whose traceback goes along as a note.
+    It is still an instance of its own class, so `except UnknownOption` works. Raise it from the caller's frame: Dynamo cuts its own frames
+    above that from the traceback. It also drops the cause, whose traceback goes along as a note.
     """
     from torch._dynamo.exc import ShortenTraceback
 
@@ -119,8 +121,8 @@ def _unwrapped_class(cls: type[AttnCompilerError]) -> type[AttnCompilerError]:
 
 
 def starts_over(error: Exception) -> bool:
-    """Whether it tells Dynamo what to do next: trace the frame again (a compiler that found a float to be fixed has the graph made anew
-    without it), or leave it. No failure, then."""
+    """Return True if an error is no failure, but tells Dynamo to trace the frame again, or to leave it. A compiler that found a float to be
+    fixed, for example, has the graph made anew without it."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
     return isinstance(error, (RestartAnalysis, SkipFrame))
@@ -130,17 +132,17 @@ def starts_over(error: Exception) -> bool:
 
 
 def fake_value(node: fx.Node) -> Any:
-    """What Dynamo recorded as the node's value: fake tensors, symbolic numbers, or nests of them; None if nothing."""
+    """Return the node's value as Dynamo recorded it: fake tensors, symbolic numbers, or nests of them; None if nothing."""
     return node.meta.get("example_value")
 
 
 def graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """`gm` and every graph nested in it (bodies of checkpoint and other higher-order operators)."""
+    """Yield `gm` and every graph nested in it (bodies of checkpoint and other higher-order operators)."""
     return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
 
 
 def copied_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy that a compiler takes for the graph itself: fx leaves out where Dynamo has each input from."""
+    """Copy a graph together with Dynamo's source of each input, which fx leaves out and a compiler needs."""
     copied = copy.deepcopy(graph)
     for node, original in zip(copied.nodes, graph.nodes, strict=True):
         if hasattr(original, "_dynamo_source"):
@@ -149,7 +151,7 @@ def copied_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def add_buffer(gm: fx.GraphModule, name: str, tensor: torch.Tensor) -> None:
-    """Give Dynamo's graph a buffer of ours. AOTAutograd lifts it to an input with a fixed address, and wants to know where each is from."""
+    """Add a buffer of ours to Dynamo's graph. AOTAutograd lifts it to an input with a fixed address, and asks each for its source."""
     from torch._dynamo.source import ConstantSource
 
     gm.register_buffer(name, tensor)
@@ -165,14 +167,14 @@ def remove_buffer(gm: fx.GraphModule, name: str) -> None:
 
 
 def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:
-    """Every device that a value of the graph lives on, sorted."""
+    """Return every device of the graph's values, sorted."""
     nodes = (node for module in graph_modules(gm) for node in module.graph.nodes)
     leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(fake_value(node)))
     return tuple(sorted({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}, key=str))
 
 
 def is_wrapper_subclass(value: Any) -> bool:
-    """Whether `value` is a tensor that wraps others (DTensor, nested ...): its ops are not those of a plain tensor."""
+    """Return True if `value` is a tensor that wraps others (DTensor, nested ...): its ops are not those of a plain tensor."""
     return bool(is_traceable_wrapper_subclass(value))
 
 
@@ -180,8 +182,11 @@ def is_wrapper_subclass(value: Any) -> bool:
 
 
 def register_fake(library: Any, op: str, fake: Callable[..., Any]) -> None:
-    """As torch.library.register_fake for an op of the library, by its name. That one looks for the caller's file among all modules of the
-    process, to say where a fake is from: a quarter of what it took to import this package beside transformers."""
+    """Register a fake as torch.library.register_fake does, for an op of the library, by its name.
+
+    PyTorch's function searches all modules of the process for the caller's file, to name the source of a fake. That was a quarter of this
+    package's import time beside transformers.
+    """
     kept = simple_registry.singleton.find(f"{library.ns}::{op}").fake_impl
     library._registration_handles.append(kept.register(fake, "attn_compiler", lib=library))
 
@@ -193,7 +198,7 @@ def _no_cuda(device: int) -> int:
     raise RuntimeError(f"this torch was built without CUDA, so cuda:{device} has no stream")
 
 
-#: the address of the stream that is current on a device, by its index. torch.cuda.current_stream makes an object of it first.
+#: the address of a device's current stream, by its index. torch.cuda.current_stream wraps it in an object first.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
 
 
@@ -201,7 +206,7 @@ def _no_device() -> int:
     raise RuntimeError("this torch was built without CUDA, so no device is the current one")
 
 
-#: the index of the current device, once CUDA is in use. torch.cuda.current_device sees to that first, each time.
+#: the index of the current device, once CUDA is initialised. torch.cuda.current_device checks that each time.
 current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_device)
 
 
@@ -209,7 +214,7 @@ current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _n
 
 
 def line_of_break(gm: fx.GraphModule) -> tuple[str, str] | None:
-    """Where Dynamo ended the graph before its function did: the model's code there, and "model.py:12"; None if it did not."""
+    """Return the model's code at a graph break, and "model.py:12"; None if the graph ends with its function."""
     found = getattr(gm, "compile_subgraph_reason", None)
     frames = getattr(found, "user_stack", None) or []
     if not getattr(found, "graph_break", False) or not frames:
@@ -218,16 +223,14 @@ def line_of_break(gm: fx.GraphModule) -> tuple[str, str] | None:
 
 
 def graph_name() -> str:
-    """The compilation under way as logs and tlparse show it ("0/0": frame 0, first compile); "-" outside of one."""
+    """Return the current compilation's name as in logs and tlparse ("0/0": frame 0, first compile); "-" outside of one."""
     compile_id = CompileContext.current_compile_id()
     return "-" if compile_id is None else str(compile_id)
 
 
 def trace_artifact(name: str, payload: Callable[[], str], *, encoding: str = "string") -> None:
-    """Put a file into TORCH_TRACE, under the compilation under way, for tlparse to show. encoding: "string" or "json".
-
-    payload is not called when PyTorch knows that no trace is being written.
-    """
+    """Put a file into TORCH_TRACE, under the current compilation, for tlparse to show. encoding: "string" or "json". payload is not called
+    when PyTorch knows that no trace is being written."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": encoding},
@@ -237,7 +240,7 @@ def trace_artifact(name: str, payload: Callable[[], str], *, encoding: str = "st
 
 
 def without_transforms(x: torch.Tensor) -> torch.Tensor:
-    """The tensor inside the wrappers that torch.func's transforms (vmap, grad ...) put around it: a wrapper has no storage."""
+    """Return the tensor inside the wrappers of torch.func's transforms (vmap, grad ...): a wrapper has no storage."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x

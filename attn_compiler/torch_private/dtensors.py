@@ -1,6 +1,6 @@
-"""Private PyTorch API of DTensors: how one lies on its mesh, the tensor of this process, and the way there and back.
+"""Private PyTorch API of DTensors: layout on the mesh, the local tensor, and conversions between both.
 
-PyTorch's module of DTensors takes a while to load, and not every build has it. It is there where a value is one.
+PyTorch's module of DTensors takes a while to load, and not every build has it. It is loaded already if a value is a DTensor.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from attn_compiler.torch_private import compat as torch_compat, symbols as torch
 
 RULE = "attention of DTensors is that of their local tensors"
 
-#: what q.device_mesh is in a graph, and the like
+#: reads attributes such as q.device_mesh in a graph
 get_attribute: Callable[..., Any] = getattr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """How a DTensor lies on its mesh.
+    """Layout of a DTensor on its mesh.
 
     mesh: PyTorch's object.
-    dims: for each axis of the mesh the axis of the tensor that is cut along it; None where every process has all.
+    dims: for each axis of the mesh the axis of the tensor that is sharded along it; None if it is replicated.
     words: the same for people.
     """
 
@@ -39,12 +39,12 @@ class Shards:
 
     @property
     def cut(self) -> frozenset[int]:
-        """The axes of the tensor that no process has as a whole."""
+        """The sharded axes of the tensor."""
         return frozenset(dim for dim in self.dims if dim is not None)
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor."""
+    """Return True if a value is a DTensor."""
     if not torch_compat.is_wrapper_subclass(value) or "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
@@ -53,7 +53,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def shards(value: Any, name: str) -> Shards | Reason:
-    """How a DTensor lies on its mesh, or what is not known of it. name: of the tensor, for people."""
+    """Return the layout of a DTensor on its mesh, or the reason why it is unknown. name: of the tensor, for people."""
     from torch.distributed.tensor import Replicate, Shard
 
     words = f"({', '.join(map(str, value.placements))})"
@@ -81,39 +81,39 @@ def shards(value: Any, name: str) -> Shards | Reason:
 
 
 def local_of(value: Any) -> torch.Tensor:
-    """The tensor that this process has of a DTensor."""
+    """Return the local tensor of a DTensor in this process."""
     local: torch.Tensor = value._local_tensor
     return local
 
 
 def _real_mesh(value: Any) -> Any:
-    """The mesh of a DTensor. In a graph a stand-in may have it, whose attributes are not to be asked for."""
+    """Return the mesh of a DTensor. In a graph it may be a stand-in, whose attributes must not be read."""
     mesh = value.device_mesh
     return mesh.real_obj if torch_tracing.is_script_object(mesh) else mesh
 
 
 def other_ranks(value: Any) -> frozenset[int]:
-    """The ranks on a DTensor's mesh, but for this process."""
+    """Return the ranks on a DTensor's mesh, but for this process."""
     mesh = _real_mesh(value)
     return frozenset(mesh.mesh.flatten().tolist()) - {mesh.get_rank()}
 
 
 def groups(value: Any) -> list[str]:
-    """What PyTorch's collectives call the groups along the axes of a DTensor's mesh that have several processes."""
+    """Return the names of the collective groups along the axes of a DTensor's mesh that have several processes."""
     mesh = _real_mesh(value)
     return [str(mesh.get_group(i).group_name) for i in range(mesh.ndim) if mesh.size(i) > 1]
 
 
 def from_local() -> Callable[..., Any] | None:
-    """What Dynamo's graphs call to make a DTensor of a local tensor, its mesh and its placements. torch 2.11 has no name for it that the
-    code of a graph could use."""
+    """Return the function that Dynamo's graphs call to make a DTensor of a local tensor, its mesh and its placements. None in torch 2.11,
+    which has no name for it that the code of a graph could use."""
     from torch.distributed.tensor import _api
 
     return getattr(_api, "from_local", None)
 
 
 def of_local(local: torch.Tensor, like: Any, order: Sequence[int]) -> Any:
-    """A DTensor of a local tensor, placed as `like` is and with its sizes, but for the last axis. order: of its axes in memory."""
+    """Make a DTensor of a local tensor, placed as `like` and with its sizes, but for the last axis. order: of its axes in memory."""
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size((*like.shape[:-1], local.shape[-1]))
@@ -127,8 +127,8 @@ def of_local(local: torch.Tensor, like: Any, order: Sequence[int]) -> Any:
 
 
 def summed_to_local(value: Any, mesh_dims: Sequence[int]) -> torch.Tensor:
-    """A DTensor's local tensor. The gradients of it in the processes along some axes of the mesh are parts of a sum: each of them sees its
-    own share of what the tensor is used for."""
+    """Return a DTensor's local tensor whose gradients are summed over some axes of the mesh. Each process there uses only its own share of
+    the tensor, so its gradient is a part of the sum."""
     from torch.distributed.tensor import Partial
 
     placements = [Partial() if i in mesh_dims else p for i, p in enumerate(value.placements)]
@@ -137,7 +137,7 @@ def summed_to_local(value: Any, mesh_dims: Sequence[int]) -> torch.Tensor:
 
 
 def share_of(value: Any, dims: Sequence[int | None]) -> torch.Tensor:
-    """This process's share of a DTensor that every process has all of, if it is cut along `dims`. Nothing is communicated."""
+    """Return this process's share of a replicated DTensor, if it is sharded along `dims`. Nothing is communicated."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
@@ -146,8 +146,8 @@ def share_of(value: Any, dims: Sequence[int | None]) -> torch.Tensor:
 
 
 def made_of(node: fx.Node) -> fx.Node | None:
-    """The very tensor that a node makes a DTensor of, if its call says so and no gradient is lost. In torch 2.11 Dynamo hides how
-    `from_local` is called."""
+    """Return the local tensor that a node makes a DTensor of, if its call shows it and no gradient is lost. In torch 2.11 Dynamo hides the
+    call of `from_local`."""
     if node.op != "call_function" or node.target != from_local() or node.kwargs.get("run_check"):
         return None
     given = node.args[0] if node.args else None

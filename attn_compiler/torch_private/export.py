@@ -1,5 +1,4 @@
-"""Private PyTorch API of exported programs: how one is made of another one's parts, what its inputs are, symbols without new guards,
-and ops that are taken apart where a program is compiled."""
+"""Private PyTorch API of exported programs: building one from parts, its inputs, symbols without new guards, and decompositions."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ from torch.export.graph_signature import InputKind
 
 
 class NewGuards(RuntimeError):
-    """A program's sizes were found to need a condition that the program does not check."""
+    """The program's sizes need a condition that the program does not check."""
 
 
 def has_backward(program: ExportedProgram) -> bool:
-    """Whether the graph computes gradients itself."""
+    """Return True if the graph computes gradients itself."""
     return program.graph_signature.backward_signature is not None
 
 
 def numbers(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """The constants of one element, such as `torch.tensor(0.125)`, by the name of the input that the graph has each as."""
+    """Return the constants of one element, such as `torch.tensor(0.125)`, by the name of their graph input."""
     constants = {
         spec.arg.name: program.constants.get(spec.target)
         for spec in program.graph_signature.input_specs
@@ -42,7 +41,7 @@ def numbers(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 
 def copied_graph(program: ExportedProgram) -> fx.GraphModule:
-    """The program's graph, in names that its signature knows: a copy renames what is called like a builtin of Python ("input")."""
+    """Copy the program's graph under the names of its signature: a plain copy renames nodes named like a Python builtin ("input")."""
     gm: fx.GraphModule = copy.deepcopy(program.graph_module)
     for node, original in zip(gm.graph.nodes, program.graph.nodes, strict=True):
         node.name = original.name
@@ -50,15 +49,13 @@ def copied_graph(program: ExportedProgram) -> fx.GraphModule:
 
 
 def with_graph(program: ExportedProgram, gm: fx.GraphModule, renamed: Mapping[str, str]) -> ExportedProgram:
-    """The same program with another graph, checked by PyTorch's own verifiers. Weights and constants are shared.
-
-    gm: given away. renamed: the names of values that others took the place of -> the others' names.
-    """
+    """Return the same program with another graph, checked by PyTorch's own verifiers. Weights and constants are shared. gm: given away.
+    renamed: replaced values by name -> their replacements' names."""
     signature, calls = copy.deepcopy((program.graph_signature, program.module_call_graph))
     for old, new in renamed.items():
         signature.replace_all_uses(old, new)
     for call in calls:
-        # A module whose own signature is kept says which values go in and out of it.
+        # A module with a preserved signature names the values that go in and out of it.
         arguments = [] if call.signature is None else [*call.signature.inputs, *call.signature.outputs]
         for argument in arguments:
             argument.name = renamed.get(argument.name, argument.name)
@@ -73,7 +70,7 @@ def with_graph(program: ExportedProgram, gm: fx.GraphModule, renamed: Mapping[st
         constants=dict(program.constants),
         verifiers=list(program.verifiers),
     )
-    # A program that was loaded has the guards' text, and no longer what it was made of.
+    # A loaded program has the guards' text alone, and not its source.
     if hasattr(program, "_guards_code"):
         made._guards_code = program._guards_code
     return made
@@ -81,7 +78,7 @@ def with_graph(program: ExportedProgram, gm: fx.GraphModule, renamed: Mapping[st
 
 @contextlib.contextmanager
 def without_new_guards(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Within the block, what would add a guard on a symbolic size raises: nothing checks a guard that is added after the export."""
+    """Raise for a new guard on a symbolic size within the block: no code checks guards added after the export."""
     env = None if mode is None else mode.shape_env
     if env is None:
         yield
@@ -97,8 +94,8 @@ def without_new_guards(mode: FakeTensorMode | None) -> Iterator[None]:
 
 
 def take_apart(op: str, into: Callable[..., Any], library: Any) -> None:
-    """Where a graph is traced to be compiled, an op becomes what `into` does with its arguments. An export keeps the op, as it keeps
-    those of `torch.library.triton_op`. library: that defined the op."""
+    """Decompose an op by `into` where a graph is traced to be compiled. library: that defined the op. An export keeps the op, as it keeps
+    those of `torch.library.triton_op`."""
 
     def rule(mode: Any, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if custom_triton_ops_decomposition_disabled():  # type: ignore[no-untyped-call]
@@ -114,8 +111,8 @@ def take_apart(op: str, into: Callable[..., Any], library: Any) -> None:
 def launched(
     kernel: Any, grid: tuple[Any, ...], arguments: Mapping[str, Any], written: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """A launch of a Triton kernel as an op of the graph that is traced. written: parameters that it may write to. Gives for each the
-    tensor that holds what it wrote."""
+    """Trace a launch of a Triton kernel as an op of the graph. Return the written tensors by parameter. written: parameters that the kernel
+    may write to."""
     outputs: dict[str, torch.Tensor] = triton_kernel_wrapper_functional(
         kernel_idx=kernel_side_table.add_kernel(kernel),
         constant_args_idx=kernel_side_table.add_constant_args({}),

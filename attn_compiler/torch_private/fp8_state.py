@@ -1,8 +1,8 @@
 """The state of delayed FP8 scaling, to be saved and loaded: the amax histories that compiled code keeps.
 
-A history belongs to a module and to a place in its code. All graphs that run that place share it: those for training and for inference, of
-one shape and of another. `model.state_dict()` does not hold histories. Save `fp8_state_dict()` beside it, and give it to
-`load_fp8_state_dict` when the model has run once after loading; nothing is compiled again by that.
+A history belongs to a module and to a place in its code. All graphs that run that place share it: for training and for inference, of all
+shapes. `model.state_dict()` does not hold histories. Save `fp8_state_dict()` beside it. After loading, run the model once and pass the
+saved state to `load_fp8_state_dict`; that compiles nothing again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: names of when q, k and v had histories of their own
+#: names of earlier versions, in which q, k and v had separate histories
 _OUTDATED = re.compile(r"/amax_[qkv](#\d+)?$")
-#: what compiling or distributing a module puts into its path
+#: parts of a path that compiling or distributing a module adds
 _WRAPPERS = ("_orig_mod", "module")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """What a history belongs to. owner: a module, or a function's code. place: where in its code, and for which time of several. kind: what
-    its numbers are of: a recipe, a size, a device."""
+    """The owner of a history. owner: a module, or a function's code. place: in its code, with a count if it runs several times. kind: the
+    meaning of its numbers: a recipe, a size, a device."""
 
     owner: weakref.ref[Any]
     place: Hashable
@@ -38,7 +38,7 @@ class Home:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """label: "model.layers.0.self_attn/amax". home: None where no module is known. training: the graph that came first is for it."""
+    """label: "model.layers.0.self_attn/amax". home: None if no module is known. training: the first graph is for training."""
 
     label: str
     tensor: weakref.ref[torch.Tensor]
@@ -49,17 +49,17 @@ class _Kept:
 _kept: list[_Kept] = []
 
 
-# ---- what compiling asks for ----------------------------------------------------------------------------------------
+# ---- for the compilation --------------------------------------------------------------------------------------------
 
 
 def keep(label: str, tensor: torch.Tensor, home: Home | None = None, *, training: bool = False) -> None:
-    """Know a buffer as long as some compiled graph holds it. label: "model.layers.0.self_attn/amax"."""
+    """Register a buffer for as long as some compiled graph holds it. label: "model.layers.0.self_attn/amax"."""
     _kept[:] = [kept for kept in _kept if kept.tensor() is not None]
     _kept.append(_Kept(label=label, tensor=weakref.ref(tensor), home=home, training=training))
 
 
 def find(home: Home | None) -> torch.Tensor | None:
-    """The buffer of that home, if a graph holds one."""
+    """Return the buffer of that home, if a graph holds one."""
     if home is None or home.owner() is None:
         return None
     found = (kept.tensor() for kept in _kept if kept.home == home)
@@ -67,8 +67,8 @@ def find(home: Home | None) -> torch.Tensor | None:
 
 
 def others(label: str, home: Home | None, *, training: bool) -> str | None:
-    """Why a graph under way can't go on with the histories that a graph before it has of the same module, or the same label where no module
-    is known; None if there are none. To be asked before the graph's own are kept."""
+    """Return why a graph can't continue an earlier graph's histories of the same module; None if there are none. Without a known module,
+    the label decides. To be asked before the graph's own histories are registered."""
     alive = [kept for kept in _kept if kept.tensor() is not None]
     if home is None:
         same = any(kept.home is None and kept.label == label for kept in alive)
@@ -76,14 +76,14 @@ def others(label: str, home: Home | None, *, training: bool) -> str | None:
     of_module = [(kept, kept.home) for kept in alive if kept.home is not None and kept.home.owner() is home.owner()]
     if any(known.place == home.place for _, known in of_module):
         return "those are of another recipe, shape or device"
-    # Another attention of the same module, in another part of a model whose graph breaks, is of the same mode.
+    # Another attention of the same module, after a graph break, has the same mode.
     if of_module and all(kept.training is not training for kept, _ in of_module):
         return "those are of another place in the module's code"
     return None
 
 
 def forget() -> None:
-    """Know no buffer any more: their graphs will not run again, though an output whose gradient may still be asked for holds them."""
+    """Forget all buffers: their graphs will not run again, though outputs that may still be differentiated hold them."""
     _kept.clear()
 
 
@@ -91,11 +91,11 @@ def forget() -> None:
 
 
 def fp8_state_dict(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """Copies of all histories, float32 (amax_history_len, n), newest first, for n magnitudes of q, then of k and v.
+    """Return copies of all histories, float32 (amax_history_len, n), newest first, for n magnitudes of q, then of k and v.
 
     With a model, those of its modules, each by its path in that model: "model.layers.0.self_attn/amax". That tells apart layers that are
-    compiled one by one, and two models. Without one, all there are, by the paths that reports name: they begin at what was compiled. What a
-    path has several of is numbered in the order in which they came to be: "path/amax", "path/amax#2".
+    compiled one by one, and two models. Without one, all histories by the paths of reports, which begin at the compiled module. Several of
+    one path are numbered in order of creation: "path/amax", "path/amax#2".
     """
     return {name: tensor.detach().clone() for name, tensor in _live(model).items()}
 
@@ -103,11 +103,12 @@ def fp8_state_dict(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
 def load_fp8_state_dict(
     state: Mapping[str, torch.Tensor], model: nn.Module | None = None, *, strict: bool = True
 ) -> tuple[str, ...]:
-    """Write saved histories into those that there are, and return the names of those that were written. model: given if it was given to
-    `fp8_state_dict`. strict: names have to be the same on both sides; else those on both sides are written.
+    """Write saved histories into the current ones, and return the names of the written ones.
 
-    All or nothing: where one of those to be written does not fit, none is. Raises Fp8StateMismatch if names or shapes differ,
-    Fp8StateInvalid for what no history can hold, Fp8StateOutdated if it was an earlier version that saved them.
+    model: given if it was given to `fp8_state_dict`. strict: names have to be the same on both sides; else those on both sides are written.
+
+    All or nothing: if one history does not fit, none is written. Raises Fp8StateMismatch if names or shapes differ, Fp8StateInvalid for
+    values that no history can hold, Fp8StateOutdated if an earlier version saved them.
     """
     live = _live(model)
     outdated = sorted(name for name in state if _OUTDATED.search(name))
@@ -140,7 +141,7 @@ def _differing_names(live: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 
 
 def _problem(given: Any) -> str | None:
-    """What is wrong with a saved history, whatever it is for."""
+    """Return the defect of a saved history, independent of its target; None if it has none."""
     import torch
     from torch._subclasses import FakeTensor
 
@@ -155,7 +156,7 @@ def _problem(given: Any) -> str | None:
 
 
 def _write(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Into all tensors, or into none: what can fail comes first, and what was written is taken back."""
+    """Write all tensors or none: fallible steps come first, and an error undoes the writes."""
     staged = [given.detach().to(tensor.device, copy=True) for tensor, given in pairs]
     before = [tensor.detach().clone() for tensor, _ in pairs]
     targets = [tensor.detach() for tensor, _ in pairs]
@@ -169,7 +170,7 @@ def _write(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _live(model: nn.Module | None) -> dict[str, torch.Tensor]:
-    # Graphs of models that are gone are cycles, and would still count in the names.
+    # Graphs of deleted models are reference cycles, and would still count in the names.
     gc.collect()
     named = _named_as_labelled if model is None else _named_in(model)
     found: dict[str, torch.Tensor] = {}
@@ -186,7 +187,7 @@ def _named_as_labelled(kept: _Kept) -> str | None:
 
 
 def _named_in(model: nn.Module) -> Callable[[_Kept], str | None]:
-    """By the module's path in a model; None for what belongs to no module of it."""
+    """Name a history by its module's path in a model; None if it belongs to no module of it."""
     paths = {module: _without_wrappers(path) for path, module in model.named_modules()}
 
     def named(kept: _Kept) -> str | None:

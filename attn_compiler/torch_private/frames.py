@@ -1,4 +1,4 @@
-"""Private PyTorch API of the frames that Dynamo compiles: the modules that they belong to, and whether a graph is all of one."""
+"""Private PyTorch API of the frames that Dynamo compiles: their modules and arguments, their guards, and recompilation."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from attn_compiler.torch_private.known_masks import Known
 
 
 def guard_modules() -> None:
-    """Let the code of the compilation under way serve only the very modules that it is made for: those that its frame was given, and the
-    outermost of those that it reads. Outside of a compilation nothing happens.
+    """Guard the current compilation on the identity of its modules: the frame's module arguments, and the outermost modules it reads.
 
-    Without that, modules of one class share it where nothing but parameters tells them apart: layers that are compiled one by one,
-    two instances of a model.
+    Outside of a compilation nothing happens. Without the guard, modules of one class share code if only parameters tell them apart: layers
+    that are compiled one by one, two instances of a model.
     """
     if TracingContext.try_get() is None:
         return
@@ -43,7 +42,7 @@ def guard_modules() -> None:
 
 
 def _modules() -> list[Source]:
-    """Where the modules of the frame are from: those that it was given, and the outermost of those that it reads."""
+    """Return the sources of the frame's module arguments, plus the outermost modules it reads."""
     context = TracingContext.get()
     guarded = [guard.originating_source for guard in context.guards_context.dynamo_guards]
     read = [found for source in guarded for found in _outermost_module(source)]
@@ -52,16 +51,14 @@ def _modules() -> list[Source]:
 
 
 def is_cut_into_buckets() -> bool:
-    """Whether the graph under compilation is a part of one that DistributedDataParallel's buckets cut.
-
-    Each part is called with fake tensors once it is compiled, and what was compiled for it gives fake tensors at its first call.
-    """
+    """Return True if the graph under compilation is a part of one that DistributedDataParallel's buckets cut. Each part is called with fake
+    tensors once it is compiled, and its code returns fake tensors at its first call."""
     context = TracingContext.try_get()
     return context is not None and context.fakify_first_call
 
 
 def was_given(*names: str) -> bool:
-    """Whether the frame under compilation was given arguments of all these names, among those that it hands on in one dict."""
+    """Return True if the frame under compilation has arguments of all these names in one dict that it passes on."""
     if TracingContext.try_get() is None:
         return False
     dicts = (value for value in _frame().f_locals.values() if isinstance(value, dict))
@@ -71,8 +68,8 @@ def was_given(*names: str) -> bool:
 T = TypeVar("T")
 
 
-def of_compilation(make: Callable[[], T]) -> T:
-    """What `make` gave when it was first asked for in the compilation under way. Outside of one it is always new."""
+def once_per_compilation(make: Callable[[], T]) -> T:
+    """Return `make()`, computed once a compilation. Outside of one it is always new."""
     context = TracingContext.try_get()
     if context is None:
         return make()
@@ -83,43 +80,43 @@ def of_compilation(make: Callable[[], T]) -> T:
 
 
 def given_tensor(placeholder: fx.Node) -> torch.Tensor | None:
-    """The tensor that the frame under way was called with and that an input of Dynamo's graph stands for, if there is one."""
+    """Return the real tensor that the current frame was called with for an input of Dynamo's graph, if there is one."""
     argument = placeholder.meta.get("grapharg")
     if argument is None or argument.source is None:
         return None
     try:
         found = argument.example
-    except AssertionError:  # It is no more.
+    except AssertionError:  # It was freed.
         return None
     return found if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) else None
 
 
 def is_of_module(placeholder: fx.Node) -> bool:
-    """Whether an input of Dynamo's graph is a tensor that a module of the frame holds."""
+    """Return True if an input of Dynamo's graph is a tensor of a module of the frame."""
     argument = placeholder.meta.get("grapharg")
     return argument is not None and next(_outermost_module(argument.source), None) is not None
 
 
 def key_of(placeholder: fx.Node) -> str | None:
-    """The key under which a dict that the frame was called with has an input of Dynamo's graph, as **kwargs does."""
+    """Return the key of a graph input in a dict that the frame was called with, such as **kwargs."""
     argument = placeholder.meta.get("grapharg")
     source = None if argument is None else argument.source
     key = source.index if isinstance(source, DictGetItemSource) else None
     return key if isinstance(key, str) and key.isidentifier() and not is_of_module(placeholder) else None
 
 
-#: with how many meanings of one input a function is compiled, each a compilation of its own; PyTorch gives up after 8
+#: the most values of Known of one input that a function is compiled for, a compilation each; PyTorch gives up after 8
 _MOST_MEANINGS = 4
 
-#: what the inputs of a function were known to be where compilations of it relied on that
+#: values of Known that compilations of a function relied on, by input
 _relied_on: weakref.WeakKeyDictionary[CodeType, dict[str, list[Known]]] = weakref.WeakKeyDictionary()
 
 
 def may_rely_on(placeholder: fx.Node, known: Known) -> bool:
-    """Whether the code of the compilation under way may serve only calls where the same is known of this input.
+    """Return True if the current compilation may be specialised to what is known of this input.
 
-    Not after several other meanings: code that relies on none serves all that are left, and without it PyTorch would come to its limit of
-    compilations, where it runs the function uncompiled, or raises (fullgraph=True).
+    Not after _MOST_MEANINGS other values: code that relies on none serves all remaining calls. Without it PyTorch would reach its limit of
+    compilations, and run the function uncompiled, or raise (fullgraph=True).
     """
     if TracingContext.try_get() is None:
         return True
@@ -130,7 +127,7 @@ def may_rely_on(placeholder: fx.Node, known: Known) -> bool:
 
 
 def has_room_for(placeholder: fx.Node, known: Known) -> bool:
-    """What `may_rely_on` would answer, without relying on it."""
+    """Return the answer of `may_rely_on`, without relying on it."""
     if TracingContext.try_get() is None:
         return True
     meant = _relied_on.get(_frame().f_code, {}).get(placeholder.name, [])
@@ -138,12 +135,12 @@ def has_room_for(placeholder: fx.Node, known: Known) -> bool:
 
 
 def forget_meanings() -> None:
-    """All compilations are forgotten, too."""
+    """Forget the values relied on; all compilations are forgotten, too."""
     _relied_on.clear()
 
 
 def guard_known(placeholder: fx.Node, known: Known) -> None:
-    """Let the code of the compilation under way serve only calls where the same is known of this input (known_masks.py)."""
+    """Guard the current compilation on what is known of this input (known_masks.py)."""
     if TracingContext.try_get() is None:
         return
 
@@ -156,15 +153,15 @@ def guard_known(placeholder: fx.Node, known: Known) -> None:
         manager = builder.get_guard_manager(guard)
         try:
             manager.add_lambda_guard(is_known, words, guard.user_stack)
-        except TypeError:  # before PyTorch 2.12 without the last
+        except TypeError:  # PyTorch before 2.12 has no last argument
             manager.add_lambda_guard(is_known, words)
 
     install_guard(placeholder.meta["grapharg"].source.make_guard(check))
 
 
 def owner_of(stack: Mapping[str, tuple[str, Any]] | None) -> nn.Module | CodeType | None:
-    """What a node of the graph under way belongs to: its module, or a function's code where no module is in sight. stack: the node's
-    `nn_module_stack`. A node without one is from the frame itself. None where it can't be told, such as outside of a compilation."""
+    """Return the module of a node of the current graph, or a function's code without a module. stack: the node's `nn_module_stack`. A node
+    without one is from the frame itself. None if unknown, such as outside of a compilation."""
     if TracingContext.try_get() is None:
         return None
     frame = _frame()
@@ -174,7 +171,7 @@ def owner_of(stack: Mapping[str, tuple[str, Any]] | None) -> nn.Module | CodeTyp
         return modules[0] if len(modules) == 1 else code
     key, (path, _) = list(stack.items())[-1]
     found = _at(path, frame)
-    # Dynamo's key is the module's identity, and "@2" for the second call.
+    # Dynamo's key is the module's identity, with "@2" for the second call.
     identity = key.partition("@")[0]
     is_it = isinstance(found, nn.Module) and (not identity.isdigit() or int(identity) == id(found))
     return found if is_it else None
@@ -185,7 +182,7 @@ _STEP = re.compile(r"\[['\"](?P<name>[^'\"]*)['\"]\]|\[(?P<index>\d+)\]|\.(?P<at
 
 
 def _at(path: str, frame: Any) -> Any:
-    """What a path of Dynamo's names in a frame; None if it names nothing there."""
+    """Return the object at a path of Dynamo's names in a frame; None if there is none."""
     found: Any = {"L": frame.f_locals, "G": frame.f_globals}.get(path[:1])
     steps = list(_STEP.finditer(path, 1))
     if "".join(step.group() for step in steps) != path[1:]:
@@ -200,7 +197,7 @@ def _at(path: str, frame: Any) -> Any:
 
 
 def is_whole(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo's graph is all of its frame: no graph break comes before or after it. To be asked while it is compiled."""
+    """Return True if Dynamo's graph is all of its frame, without graph breaks. To be asked while it is compiled."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None:
         return True
@@ -208,14 +205,12 @@ def is_whole(gm: fx.GraphModule) -> bool:
 
 
 class NotCaptured(Exception):
-    """Why a frame can't be traced with other inputs. Internal."""
+    """A frame can't be traced with other inputs, with the reason. Internal."""
 
 
 def captured_with(tensors: Mapping[torch.Tensor, torch.Tensor]) -> fx.GraphModule:
-    """What Dynamo makes of the frame under way if it is given other tensors: one graph, for sizes that are known. Nothing of it is kept.
-
-    tensors: by those that the frame was given. Raises NotCaptured.
-    """
+    """Trace the current frame with other tensors, as one graph of known sizes. Nothing of it is kept. tensors: by those that the frame was
+    given. Raises NotCaptured."""
     if TracingContext.try_get() is None:
         raise NotCaptured("no function is compiled")
     frame = _frame()
@@ -245,7 +240,7 @@ def captured_with(tensors: Mapping[torch.Tensor, torch.Tensor]) -> fx.GraphModul
 
 @contextlib.contextmanager
 def _sizes_as_seen() -> Iterator[None]:
-    """Within the block Dynamo's memory of which sizes it has seen is not written for good: a second one would be a symbol from then on."""
+    """Restore Dynamo's memory of seen sizes after the block: a second size would be a symbol from then on."""
     states = pgo.get_code_state()
     seen = {code: dict(state.automatic_dynamic) for code, state in states.items()}
     try:
@@ -256,18 +251,16 @@ def _sizes_as_seen() -> Iterator[None]:
             state.automatic_dynamic.update(seen.get(code, {}))
 
 
-#: what is not looked into: it is the model's own, or has no inputs
+#: classes that are not searched: parts of the model, or without inputs
 _CLOSED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float, complex)
 
-#: slots that are none
+#: slots without state
 _NO_STATE = ("__dict__", "__weakref__")
 
 
 class _Exchange:
-    """Copies of what a frame was given, with other tensors in objects of any class; what has none of them stays.
-
-    others: by the id of the tensor that they stand for. found: ids of those that were met.
-    """
+    """Copy a frame's arguments with other tensors, in objects of any class; objects without such tensors stay. others: replacements by the
+    id of the original. found: ids of those that were met."""
 
     def __init__(self, others: Mapping[int, torch.Tensor]) -> None:
         self.others = others
@@ -277,7 +270,7 @@ class _Exchange:
         self._circles: set[int] = set()
 
     def of(self, value: Any) -> Any:
-        """Raises NotCaptured for an object that holds itself and one of the tensors."""
+        """Return the value with its tensors exchanged. Raises NotCaptured for an object that holds itself and one of the tensors."""
         if id(value) in self.others:
             self.found.add(id(value))
             return self.others[id(value)]
@@ -334,7 +327,7 @@ def _are_same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
 
 
 def recompilation_reason() -> str | None:
-    """Which guard of the code that a frame had already did not hold for the call that is compiled; None for its first compilation."""
+    """Return the guard of the frame's earlier code that failed for this call; None for its first compilation."""
     context = get_metrics_context()
     if CompileContext.current_compile_id() is None or not context.in_progress():
         return None
@@ -343,7 +336,7 @@ def recompilation_reason() -> str | None:
 
 
 def start_over() -> Callable[[], None] | None:
-    """What has the frame of the compilation under way compiled anew before its next call, all of its code; None outside of one."""
+    """Return a function that has the current frame compiled anew before its next call, all of its code; None outside of one."""
     if TracingContext.try_get() is None:
         return None
     code = weakref.ref(_frame().f_code)
@@ -357,10 +350,8 @@ def start_over() -> Callable[[], None] | None:
 
 
 def is_last_recompilation() -> bool:
-    """Whether Dynamo would run the frame that is compiled without a compiler, the next time that its guards fail.
-
-    It counts what it has compiled for the same modules. False outside of a compilation.
-    """
+    """Return True if Dynamo would run the current frame uncompiled the next time that its guards fail. It counts the compilations for the
+    same modules. False outside of a compilation."""
     if CompileContext.current_compile_id() is None:
         return False
     frame = _frame()
@@ -372,12 +363,12 @@ def is_last_recompilation() -> bool:
 
 
 def _frame() -> Any:
-    """What translates the frame that is compiled, with the values that it was called with."""
+    """Return the translator of the frame under compilation, with the values that it was called with."""
     return InstructionTranslator.current_tx().output.root_tx
 
 
 def _outermost_module(source: Source | None) -> Iterator[Source]:
-    """Where a value's outermost module is from; nothing if it belongs to none."""
+    """Yield the source of a value's outermost module; nothing if it belongs to none."""
     found = None
     while source is not None:
         if isinstance(source, NNModuleSource):

@@ -1,4 +1,4 @@
-"""Private PyTorch API of Inductor, and of compilers beside it: options, compiling, our pass and its key, and how its code calls an op."""
+"""Private PyTorch API of Inductor, and of other compilers: options, compiling, our pass and its key, and direct calls of ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attn_compiler.torch_private import compat as torch_compat
 
 torch_compat.require_supported_torch(str(torch.__version__))
 
-# Private names come after the check, so that an unsupported torch is named before one of them is found missing.
+# Private imports come after the check, so that an unsupported torch is reported before a missing name.
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
 
 CompiledFn = Callable[..., Any]
@@ -27,21 +27,21 @@ GraphPass = Callable[[fx.Graph], None]
 
 
 def inductor_modes() -> tuple[str, ...]:
-    """Every value that torch.compile's `mode` takes."""
+    """Return every value that torch.compile's `mode` takes."""
     from torch._inductor import list_mode_options
 
     return tuple(list_mode_options())
 
 
 def inductor_option_names() -> frozenset[str]:
-    """Every config name that Inductor takes in torch.compile's `options`."""
+    """Return every config name that Inductor takes in torch.compile's `options`."""
     from torch._inductor import list_options
 
     return frozenset(list_options())
 
 
 def inductor_option_type(name: str) -> type | None:
-    """The type that Inductor checks the option's value against; None where it checks nothing (`int | None` ...)."""
+    """Return the type that Inductor checks the option's value against; None if it checks nothing (`int | None` ...)."""
     from torch._inductor import config
 
     declared = config.get_type(name)  # type: ignore[attr-defined]
@@ -49,22 +49,18 @@ def inductor_option_type(name: str) -> type | None:
 
 
 def inductor_patches(mode: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The config patches that backend="inductor" would use for the same mode and (already checked) options.
-
-    Made by PyTorch's own wrapper, which also prepares the process for CUDA graphs and honours the compiler bisector.
-    """
+    """Return the config patches that backend="inductor" would use for the same mode and (already checked) options. PyTorch's own wrapper
+    makes them. It also prepares the process for CUDA graphs and honours the compiler bisector."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)  # type: ignore[no-untyped-call]
 
 
-#: calls in a row that Inductor lets Python make, from the first graph that it generates code for on
+#: Python's recursion limit from Inductor's first code generation on
 _DEEPEST = 2000
 
 
 def deepen_stack() -> None:
-    """Raise Python's recursion limit to the one that Inductor sets, for good, when it first generates code.
-
-    The limit is in the key of a rewrite. A graph's key must not depend on whether an earlier graph's code was generated in this process.
-    """
+    """Raise Python's recursion limit for good to the one that Inductor sets when it first generates code. The limit is in the key of a
+    rewrite. A graph's key must not depend on whether an earlier graph's code was generated in this process."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), _DEEPEST))
 
 
@@ -78,13 +74,14 @@ def compile_with_inductor(
     last_pass: GraphPass | None = None,
     region: str | None = None,
 ) -> CompiledFn:
-    """Inductor's compile_fx. It takes ownership of `gm`. region: torch.compile's `name=`, where this torch has it.
+    """Compile with Inductor's compile_fx. It takes ownership of `gm`. region: torch.compile's `name=`, if this torch has it.
 
-    joint_pass: runs on the graph of the forward or, in training, of both, once autograd was traced; has to be covered by the key. With
-    neither, the graph is compiled as Inductor alone would. last_pass: runs on the forward and on the backward, each by itself, before
-    Inductor looks for its own patterns.
-    The patches also hold for the backward, which is compiled later, outside of this call. cache_key: what decides the
-    compiled code besides the graph and the config; it enters the keys of the AOTAutograd and FX graph caches.
+    joint_pass: runs on the graph of the forward or, in training, of both, once autograd was traced; has to be covered by the key.
+    last_pass: runs on the forward and on the backward, each by itself, before Inductor's own pattern matching. With neither pass, the graph
+    is compiled as Inductor alone would.
+
+    The patches also hold for the backward, which is compiled later, outside of this call. cache_key: everything that decides the compiled
+    code besides the graph and the config; it enters the keys of the AOTAutograd and FX graph caches.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -112,9 +109,11 @@ def compile_with_backend(name: str, gm: fx.GraphModule, example_inputs: Sequence
 
 @contextlib.contextmanager
 def _recomputing_only_for_a_backward(gm: fx.GraphModule) -> Iterator[None]:
-    """AOTAutograd looks for what a checkpoint recomputes in a graph without gradients, too: for a backward that Dynamo put into it. Where a
-    checkpoint holds an op that may draw random numbers, as PyTorch's attention kernels are marked even without dropout, it raises before
-    it looks for that backward. Where there is none, nothing is recomputed.
+    """Skip AOTAutograd's search for recomputation in a graph without its own backward.
+
+    AOTAutograd searches graphs without gradients, too, for a backward that Dynamo put into them. If a checkpoint holds an op that may draw
+    random numbers, as PyTorch's attention kernels are marked even without dropout, it raises before it looks for that backward. Without a
+    backward, nothing is recomputed.
     """
     from torch._functorch import config
 
@@ -127,19 +126,19 @@ def _recomputing_only_for_a_backward(gm: fx.GraphModule) -> Iterator[None]:
 
 
 def has_own_backward(gm: fx.GraphModule) -> bool:
-    """Whether a graph of Dynamo's, or one nested in it, asks for gradients itself."""
+    """Return True if a graph of Dynamo's, or one nested in it, asks for gradients itself."""
     return any(node.target in _BACKWARDS for module in torch_compat.graph_modules(gm) for node in module.graph.nodes)
 
 
-#: how a graph asks for gradients itself
+#: calls by which a graph asks for gradients itself
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
 class JointPass(CustomGraphPass):
-    """Runs our pass, and puts `key` into the keys of both compile caches, which take in the uuid of every custom pass.
+    """Run our pass, and put `key` into the keys of both compile caches, which include the uuid of every custom pass.
 
-    Without that an artifact of another version or other options is reused, backward included. key: covers `own`. before: the passes
-    that the user had set in the same place; they run, and count in the key, as they would without us.
+    Without that an artifact of another version or other options is reused, backward included. key: covers `own`. before: the user's passes
+    in the same place; they run, and count in the key, as they would without us.
     """
 
     def __init__(self, key: str, own: GraphPass, before: tuple[GraphPass, ...] = ()) -> None:
@@ -152,34 +151,34 @@ class JointPass(CustomGraphPass):
             graph_pass(graph)
 
     def uuid(self) -> Any | None:
-        """None, which means "do not cache", if a pass of the user has no uuid: what PyTorch does with such a pass."""
+        """Return None, which means "do not cache", if a pass of the user has no uuid, as PyTorch does."""
         uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
         return None if None in uuids else ("attn_compiler", self.key, *uuids)
 
 
 def _as_passes(value: Any) -> tuple[GraphPass, ...]:
-    """Inductor's setting of a custom pass: nothing, one, or (since 2.13) several."""
+    """Normalise Inductor's setting of a custom pass: nothing, one, or (since 2.13) several."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def records_cuda_graphs(patches: dict[str, Any]) -> bool:
-    """Whether Inductor has code for a GPU recorded as a CUDA graph under these config patches."""
+    """Return True if Inductor records GPU code as a CUDA graph under these config patches."""
     from torch._inductor import config
 
     return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def forget_cuda_graphs() -> None:
-    """Free what CUDA graphs hold, as torch._dynamo.reset() does for backend="inductor"."""
+    """Free the memory of CUDA graphs, as torch._dynamo.reset() does for backend="inductor"."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
         trees.reset_cudagraph_trees()
 
 
 def cache_folder() -> Path:
-    """Where Inductor keeps what it compiled (TORCHINDUCTOR_CACHE_DIR). It exists, unless it can't be made: OSError."""
+    """Return Inductor's cache folder (TORCHINDUCTOR_CACHE_DIR), created if missing. Raises OSError if that fails."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
@@ -187,7 +186,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def nothing_on_disk(folder: str) -> Iterator[None]:
-    """What is compiled within the block finds nothing on disk from before, and leaves in `folder` what it makes."""
+    """Compile within the block with an empty disk cache, kept in `folder`."""
     from torch._inductor.utils import fresh_cache
 
     with fresh_cache(dir=folder, delete=False):
@@ -195,14 +194,14 @@ def nothing_on_disk(folder: str) -> Iterator[None]:
 
 
 def kernel_cache_folder(device: int) -> str:
-    """Where Triton keeps what it compiled for a GPU: where Inductor will have it, unless TRITON_CACHE_DIR says another folder."""
+    """Return Triton's cache folder for a GPU: the one that Inductor will set, unless TRITON_CACHE_DIR is set."""
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
     return os.environ.get("TRITON_CACHE_DIR") or triton_cache_dir(device)
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor finds (CXX), as it would call it; None: none of those that it looks for runs."""
+    """Return the C++ compiler that Inductor finds (CXX), as it would call it; None if none runs."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -213,16 +212,18 @@ def cpp_compiler() -> str | None:
 
 
 def compile_threads() -> int:
-    """How many kernels Inductor compiles at a time (TORCHINDUCTOR_COMPILE_THREADS); 1: one after the other."""
+    """Return how many kernels Inductor compiles at a time (TORCHINDUCTOR_COMPILE_THREADS); 1: one after the other."""
     from torch._inductor.async_compile import get_compile_threads
 
     return get_compile_threads()
 
 
 def start_workers() -> None:
-    """Start the processes that Inductor compiles kernels with, where it has any. They take seconds to come, and until then it compiles one
-    kernel after the other. compile_fx starts them, too, and in torch.compile(backend="inductor") nothing comes before that; here the
-    passes do, and the import of compile_fx."""
+    """Start Inductor's compile worker processes, if it has any.
+
+    They take seconds to start, and until then it compiles one kernel after the other. compile_fx starts them, too. In
+    torch.compile(backend="inductor") nothing comes before that; in ours the passes do, and the import of compile_fx.
+    """
     from torch._inductor import async_compile
 
     start = getattr(async_compile, "maybe_warm_pool", None)
@@ -231,16 +232,15 @@ def start_workers() -> None:
 
 
 def share_kernel_cache(device: int) -> None:
-    """Triton keeps compiled kernels where Inductor will have it keep them, which it says when it loads the first of its own."""
+    """Set Triton's cache folder to the one that Inductor will set when it loads the first of its own kernels."""
     os.environ.setdefault("TRITON_CACHE_DIR", kernel_cache_folder(device))
 
 
 def call_directly(op: str, module: str, function: str, *, site: str | None = None) -> None:
-    """Code that Inductor writes from now on calls a function of a module for the op ("namespace::name"), which does the same: to
-    come by the dispatcher takes the host some 5 µs a call. The rest of PyTorch goes on calling the op.
+    """Let Inductor's code call a function of a module for the op ("namespace::name"), which does the same.
 
-    site: a class of the module, called without arguments. Where the op's tensors lie the same in every call, an instance of its own is
-    called in place of the function.
+    The dispatcher takes the host some 5 µs a call. The rest of PyTorch goes on calling the op. site: a class of the module, called without
+    arguments. If the layout of the op's tensors is the same in every call, an instance of it is called instead of the function.
     """
     from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
 
@@ -255,7 +255,7 @@ def call_directly(op: str, module: str, function: str, *, site: str | None = Non
             node.python_kernel_name = alias
             wrapper.add_import_once(f"from {module} import {function} as {alias}")
         else:
-            # No other node of the code has its name, those of subgraphs included.
+            # The name is unique in the code, subgraphs included.
             node.python_kernel_name = f"{alias}_{node.get_name()}"
             wrapper.add_import_once(f"from {module} import {site} as {alias}_class")
             wrapper.add_import_once(f"{node.python_kernel_name} = {alias}_class()")
@@ -265,7 +265,7 @@ def call_directly(op: str, module: str, function: str, *, site: str | None = Non
 
 
 def _lies_the_same(node: Any) -> bool:
-    """Whether the tensors that an Inductor node reads have the same sizes and strides in every call: guards see to those of a graph's
-    inputs, and Inductor's own code to all others."""
+    """Return True if the inputs of an Inductor node have the same sizes and strides in every call. Guards ensure that for a graph's inputs,
+    and Inductor's own code for all others."""
     numbers = (number for tensor in node.inputs for number in (*tensor.get_size(), *tensor.get_stride()))
     return all(isinstance(number, (int, sympy.Integer)) for number in numbers)

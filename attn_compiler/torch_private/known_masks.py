@@ -1,14 +1,13 @@
-"""What is known of tensors that compiled code gave back: a mask that one graph makes keeps its meaning in another one.
+"""Facts about tensors that compiled code returned: a mask from one graph stays known in another one.
 
-A tensor is known as long as it is the very object that was given back, lies in memory as it did, and PyTorch counted no write to it. On a
-CPU nobody could write to its memory either, by whatever way (torch_writes.py). A view or a copy is another object, and nothing is known
-of it.
+A tensor is known as long as it is the very object that was returned, its memory layout is unchanged, and PyTorch counted no write to it. On
+a CPU its memory must not have been written in any other way, either (torch_writes.py). A view or a copy is another object, and unknown.
 
-Compiled code takes the address of what it reads, as one who writes would. So memory is not watched while a graph's code reads it, and is
+Compiled code takes the address of its inputs, as a writer would. So memory is not watched while a graph's code reads it, and is watched
 again when no call reads it any more. In between nothing is known. A backward reads it, too, and it is watched again after that.
 
-Looking up waits for no device. An entry goes with its tensor. Threads: each entry is set and taken out by one operation on a dictionary,
-and says itself which tensor it is of.
+A lookup waits for no device. An entry is removed with its tensor. Threads: each entry is set and removed by one dictionary operation, and
+holds a reference to its tensor.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index, Load, Size
 from attn_compiler.torch_private import writes as torch_writes
 
-#: stands for the known tensor in loads of its own elements
+#: name of the known tensor in loads of its own elements
 ITSELF = "itself"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What the elements of a tensor are.
+    """The elements of a tensor.
 
-    element: over `indices(dims)`. It loads other elements of the tensor itself. Its sizes are those of the tensor's axes.
-    dims: how many axes the tensor has.
+    element: over `indices(dims)`. It may load other elements of the tensor itself. Its sizes are those of the tensor's axes.
+    dims: the rank of the tensor.
     """
 
     element: Expr
@@ -48,11 +47,11 @@ class Known:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class _Entry:
-    """What is known of one tensor.
+    """Facts about one tensor.
 
-    watched: its memory is (torch_writes.py).
-    readers: how many calls of compiled code read it now.
-    holds: of the first of them, whether it was known.
+    watched: its memory is watched (torch_writes.py).
+    readers: the number of running calls of compiled code that read it.
+    holds: it was known when the first of them began.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -67,7 +66,7 @@ class _Entry:
     holds: bool = False
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the one that is known, as it was."""
+        """Return True if a tensor is the known one, unchanged."""
         return (
             self.tensor() is tensor
             and (not self.watched or torch_writes.is_unwritten(tensor))
@@ -80,7 +79,7 @@ class _Entry:
 
 
 def indices(dims: int) -> tuple[Index, ...]:
-    """The indices that a known element is over."""
+    """Return the indices of a known element."""
     return tuple(Index(f"i{axis}") for axis in range(dims))
 
 
@@ -89,7 +88,7 @@ def size_of_axis(axis: int) -> Size:
 
 
 def own_element(at: tuple[Expr, ...], kind: str) -> Expr:
-    """An element of the known tensor itself."""
+    """Load an element of the known tensor itself."""
     return Load(ITSELF, at, kind)
 
 
@@ -97,7 +96,7 @@ _entries: dict[int, _Entry] = {}
 
 
 def remember(tensor: torch.Tensor, known: Known) -> None:
-    """Keep what is known of a tensor for as long as the tensor lives and is not written to."""
+    """Keep facts about a tensor for as long as it lives and is not written to."""
     watched = torch_writes.is_watchable(tensor)
     if tensor.is_inference() or (watched and not torch_writes.watch(tensor)):
         return
@@ -116,30 +115,28 @@ def remember(tensor: torch.Tensor, known: Known) -> None:
 
 
 def recall(tensor: object) -> Known | None:
-    """What is known of a tensor as it is now."""
+    """Return what is known of a tensor as it is now."""
     entry = _entries.get(id(tensor))
     return entry.known if entry is not None and isinstance(tensor, torch.Tensor) and entry.is_of(tensor) else None
 
 
 def are_any() -> bool:
-    """Whether there is a tensor of which something may be known."""
+    """Return True if some tensor may be known."""
     return bool(_entries)
 
 
-def telling(
+def wrap(
     compiled: Callable[..., Any], known: Sequence[tuple[int, Known]], read: Sequence[int] = ()
 ) -> Callable[..., Any]:
-    """A graph's compiled function, which remembers what is known of its outputs, and what was known of its inputs.
-
-    known: of outputs, by their places. read: the places of inputs that may be known and that the graph does not write to.
-    """
+    """Wrap a graph's compiled function to remember what is known of its outputs, and keep what was known of its inputs. known: of outputs,
+    by their places. read: the places of inputs that may be known and that the graph does not write to."""
     if not known and not read:
         return compiled
 
     def call(*args: Any) -> Any:
         outs = _while_read(compiled, args, read) if read and _entries else compiled(*args)
         for place, meaning in known:
-            # What PyTorch learns shapes with is no tensor of the model's.
+            # PyTorch's shape inference runs on other tensors than the model's.
             if type(outs[place]) is torch.Tensor:
                 remember(outs[place], meaning)
         return outs
@@ -148,7 +145,7 @@ def telling(
 
 
 def _while_read(compiled: Callable[..., Any], args: Sequence[Any], read: Sequence[int]) -> Any:
-    """What code gives that reads inputs at these places, now and in its backward."""
+    """Call code that reads inputs at these places, now and in its backward."""
     found = [_entries.get(id(args[place])) for place in read]
     entries = [entry for entry in found if entry is not None and entry.watched]
     if not entries:
@@ -164,7 +161,7 @@ def _while_read(compiled: Callable[..., Any], args: Sequence[Any], read: Sequenc
 
 
 def _watch_after_backward(outs: object, entries: Sequence[_Entry]) -> None:
-    """A checkpoint runs the forward again within a backward, and asks what is known. So the watch does not end before."""
+    """Watch again after the backward: a checkpoint runs the forward again within it, and looks up what is known."""
     held: list[_Entry] = []
 
     def before() -> None:

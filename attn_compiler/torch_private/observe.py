@@ -1,4 +1,4 @@
-"""Private PyTorch API of watching a compilation: counters, the structured trace, and compiling without leaving a trace."""
+"""Private PyTorch API of watching a compilation: counters, the structured trace, and compiling without side effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._logging._internal import trace_log
 
-# Since 2.13 a torch.compile call can have cache entries of its own, which count towards nobody else's recompile limit.
+# Since 2.13 a torch.compile call can have separate cache entries, which do not count towards other recompile limits.
 HAS_ISOLATION = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
@@ -35,7 +35,7 @@ def add_to_counters(counts: Mapping[str, int]) -> None:
 
 
 def is_traced() -> bool:
-    """Whether TORCH_TRACE is being written, so that a `trace_artifact` would not be lost. Exact once a compilation has begun."""
+    """Return True if TORCH_TRACE is being written, so a `trace_artifact` is kept. Exact once a compilation has begun."""
     return bool(trace_log.handlers)
 
 
@@ -45,7 +45,7 @@ def compile_apart(
     dynamic: bool | None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """torch.compile, apart from other compilations of the same code where this torch can keep them apart."""
+    """Call torch.compile, isolated from other compilations of the same code if this torch can do so."""
     extra: dict[str, Any] = {"isolate_recompiles": True} if HAS_ISOLATION else {}
     if options:
         extra["options"] = dict(options)
@@ -53,12 +53,12 @@ def compile_apart(
 
 
 def original_of(model: Callable[..., Any]) -> Callable[..., Any]:
-    """The module that torch.compile was given, if `model` is what it returned; else `model`. (Functions it unwraps itself.)"""
+    """Return the module that torch.compile was given, if `model` is its result; else `model`. (torch.compile unwraps functions itself.)"""
     return getattr(model, "_orig_mod", model)
 
 
 def settings_of(model: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The options=, mode= and dynamic= of a module that torch.compile returned for the backend called `name`; none of anything else."""
+    """Return options=, mode= and dynamic= of a module compiled for the backend called `name`; nothing for anything else."""
     backend = _wrapped(getattr(getattr(model, "dynamo_ctx", None), "callback", None))
     if getattr(backend, "compiler_name", None) != name:
         return {}
@@ -66,7 +66,7 @@ def settings_of(model: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def options_of(backend: Any) -> dict[str, Any]:
-    """The options= and mode= of what torch.compile made of a backend."""
+    """Return options= and mode= of a backend wrapped by torch.compile."""
     return {key: value for key, value in getattr(_wrapped(backend), "kwargs", {}).items() if key in ("options", "mode")}
 
 
@@ -86,12 +86,12 @@ def uncompiled_modules(model: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_left_behind(backend: Callable[..., Any] | None = None) -> Iterator[None]:
-    """What `backend` compiles within the block, Dynamo forgets after it: the code, and which sizes it has seen.
+    """Let Dynamo forget after the block what `backend` compiled in it: the code, and the sizes it has seen.
 
-    Without this, the entries would count towards the recompile limit of the user's own torch.compile of the same model, and
-    the sizes seen here would make that compile dynamic shapes at its first call. backend: None for all that is compiled in the block.
+    Without this, the entries would count towards the recompile limit of the user's own torch.compile of the same model, and the sizes seen
+    here would make that compile dynamic shapes at its first call. backend: None for everything compiled in the block.
     """
-    # An entry is the same object for as long as one of its lists is held.
+    # Entries keep their identity for as long as one of their lists is held.
     before: dict[CodeType, list[Any]] = {}
 
     def remember(code: CodeType, new_code: CodeType) -> None:
@@ -111,7 +111,7 @@ def nothing_left_behind(backend: Callable[..., Any] | None = None) -> Iterator[N
 
 @contextlib.contextmanager
 def sizes_forgotten() -> Iterator[None]:
-    """Dynamo forgets after the block which sizes it has seen in it."""
+    """Let Dynamo forget after the block the sizes it has seen in it."""
     sizes_seen = copy.deepcopy(pgo.get_code_state())
     try:
         yield
@@ -123,10 +123,10 @@ def sizes_forgotten() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Break:
-    """Where Dynamo ended a graph, or gave a frame up.
+    """A place where Dynamo ended a graph, or gave a frame up.
 
-    graph: the compilation ("3/0"). reason: Dynamo's words. stack: the model's frames there, the one that was compiled first.
-    modules: those that it was given, by their names in it. settings: the options= and mode= of torch.compile.
+    graph: the compilation ("3/0"). reason: Dynamo's words. stack: the model's frames there, the first compiled one first. modules: the
+    frame's module arguments, by name. settings: the options= and mode= of torch.compile.
     """
 
     graph: str
@@ -137,10 +137,8 @@ class Break:
 
 
 def watch_breaks(backend: Callable[..., Any], tell: Callable[[Break], None]) -> None:
-    """Tell of each break of what is compiled for this very backend, also where Dynamo had no graph to give it.
-
-    torch._dynamo.reset() ends that. To be called again for the same backend it is cheap.
-    """
+    """Report each break in code compiled for this very backend, also if Dynamo had no graph for it. torch._dynamo.reset() ends that.
+    Repeated calls for the same backend are cheap."""
     of_others = callback_handler.end_callbacks
     if any(isinstance(one, _AtEnd) and one.of.backend is backend for one in of_others):
         return
@@ -149,12 +147,12 @@ def watch_breaks(backend: Callable[..., Any], tell: Callable[[Break], None]) -> 
 
 @contextlib.contextmanager
 def breaks_told(backend: Callable[..., Any], tell: Callable[[Break], None]) -> Iterator[None]:
-    """`watch_breaks` within the block alone."""
+    """Do `watch_breaks` within the block alone."""
     at_start, at_end = _watch(_Breaks(backend, tell))
     try:
         yield
     finally:
-        # What is compiled within the block may reset Dynamo.
+        # Code in the block may reset Dynamo.
         for registered, one in ((callback_handler.start_callbacks, at_start), (callback_handler.end_callbacks, at_end)):
             if one in registered:
                 registered.remove(one)
@@ -168,7 +166,7 @@ def _watch(breaks: _Breaks) -> tuple[_AtStart, _AtEnd]:
 
 
 class _Breaks:
-    """seen: how many breaks there had been when the compilation under way began."""
+    """seen: the number of breaks at the beginning of the current compilation."""
 
     def __init__(self, backend: Callable[..., Any], tell: Callable[[Break], None]) -> None:
         self.backend = backend
@@ -185,7 +183,7 @@ class _Breaks:
             found.append((str(failed), tuple(failed.real_stack)))
         modules = {name: value for name, value in given["locals"].items() if isinstance(value, nn.Module)}
         settings = options_of(given["compiler_fn"])
-        # An attempt that Dynamo begins anew breaks at the same place again.
+        # A restarted attempt breaks at the same place again.
         once = {tuple((frame.filename, frame.lineno) for frame in stack): (reason, stack) for reason, stack in found}
         for reason, stack in once.values():
             self.tell(Break(graph=compilation, reason=reason, stack=stack, modules=modules, settings=settings))
@@ -208,7 +206,7 @@ class _AtEnd:
 
 
 def given_to_compilation() -> dict[str, Any] | None:
-    """The arguments of the function of Dynamo's that compiles a frame, while it runs; None if another compilation is under way."""
+    """Return the arguments of Dynamo's function that compiles a frame, while it runs; None in another kind of compilation."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not convert_frame._compile.__code__:
         frame = frame.f_back
@@ -219,7 +217,7 @@ def _forget(code: CodeType, entries: Sequence[Any], ours: Sequence[Any]) -> None
     if not ours:
         return
     if len(ours) == len(entries) or not HAS_ISOLATION:
-        # Also frees the entries' places. If there are others and no isolation, they have to be compiled again.
+        # This frees all entries of the code. Without isolation, other entries have to be compiled again.
         reset_code(code)
         return
     deleted = DeletedGuardManagerWrapper("it was compiled to be explained or timed")
@@ -234,7 +232,7 @@ def innermost(backend: Any) -> Any:
 
 
 def _wrapped(backend: Any) -> Any:
-    """What is beneath Dynamo's own wrappers: what torch.compile made of the backend and its options, or a callable."""
+    """Remove Dynamo's own wrappers: return torch.compile's wrapper of the backend and its options, or a callable."""
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return backend

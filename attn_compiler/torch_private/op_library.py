@@ -1,4 +1,4 @@
-"""Ops of this package in torch.ops: where they are registered, and what runs for them. Of attention it knows nothing."""
+"""Ops of this package in torch.ops: their registration and their bodies. It knows nothing of attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from attn_compiler.torch_private import compat as torch_compat
 
-#: of all ops of this package, in torch.ops
+#: the namespace of this package's ops in torch.ops
 NAMESPACE = "attn_compiler"
 
 # Holds the registrations, which end when it is collected. A reload has to keep it: torch 2.11 crashes in an op that was
@@ -23,11 +23,11 @@ LIBRARY: Any = globals().get("LIBRARY") or torch.library.Library(NAMESPACE, "FRA
 
 @dataclass(frozen=True)
 class Late:
-    """A function of a module, which is imported when it is first called: a dump or a fake needs no triton.
+    """A function whose module is imported at its first call: a dump or a fake needs no triton.
 
-    site: a class of the module, whose instances do the same for one place in compiled code: tensors lie the same there in every call,
-    and an output that nothing reads may be None.
-    notes: all that it launches it launches by `launching`, so that its launches can be noted instead (dry_run.py).
+    site: a class of the module, whose instances do the same for one place in compiled code: the layout of tensors is the same there in
+    every call, and an unused output may be None. notes: it launches kernels only by `launching`, so that its launches can be noted instead
+    (dry_run.py).
     """
 
     module: str
@@ -44,11 +44,11 @@ class Late:
         return found
 
 
-#: the bodies of leaf ops that compiled code may call by themselves, by the op's name
+#: bodies of leaf ops that compiled code may call directly, by the op's name
 BODIES: dict[str, Late] = globals().get("BODIES") or {}
-#: the bodies whose launches can be noted, by the op's name
+#: bodies whose launches can be noted, by the op's name
 NOTING: dict[str, Callable[..., Any]] = globals().get("NOTING") or {}
-#: what compiled code calls in the place of an op that only carries a formula of autograd, with the same arguments, by the op's name
+#: functions that compiled code calls instead of an op that exists only for its autograd formula, with the same arguments, by the op's name
 PLAIN: dict[str, Any] = globals().get("PLAIN") or {}
 
 
@@ -63,27 +63,27 @@ def define(op: str, schema: str, body: Callable[..., Any], dispatch_key: str) ->
 
 
 def register_fake(op: str, fake: Callable[..., Any]) -> None:
-    """Say what an op of the namespace gives, of tensors without memory."""
+    """Register the fake of an op of the namespace, for tensors without memory."""
     torch_compat.register_fake(LIBRARY, op, fake)
 
 
 def launching_body(target: Any) -> Callable[..., Any] | None:
-    """The body of an op whose launches can be noted; None for other ops, and for all that is no op of ours."""
+    """Return the body of an op whose launches can be noted; None for other ops, and if it is no op of ours."""
     if getattr(target, "namespace", None) != NAMESPACE:
         return None
     return NOTING.get(target.name().partition("::")[2])
 
 
 def texts(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """`text_of` all calls of ops of this package among nodes."""
+    """Return `text_of` all calls of this package's ops among nodes."""
     ours = (node for node in nodes if getattr(node.target, "namespace", None) == NAMESPACE)
     found = (text_of(node.target.name().partition("::")[2], node.args) for node in ours)  # type: ignore[union-attr]
     return tuple(dict.fromkeys(filter(None, found)))
 
 
 def text_of(op: str, arguments: Sequence[Any]) -> str:
-    """What failures of a call's kernels are told by: what was decided of it, with which calls of leaf ops end; of a helper that launches
-    kernels its name; "" of what launches none."""
+    """Return the key of failures of a call's kernels: the decision's text, which is the last argument of leaf ops. For a helper that
+    launches kernels, its name; "" if it launches none."""
     if op in NOTING and op not in BODIES:
         return op
     last = arguments[-1] if arguments else ""
@@ -104,11 +104,12 @@ def register_helper(
 ) -> None:
     """Define an op that makes operands of leaf ops, on any device.
 
-    function: runs on fake tensors, too, unless there is a `fake`, and on a GPU, unless there is an `on_gpu`. notes: the launches of what
-    runs on a GPU can be noted.
-    For what every site of a graph reads and Inductor would make anew for each: it fuses what is pointwise into a copy of its own
-    before every op that it knows nothing of. differentiated: what autograd keeps, and its formula (torch.library.register_autograd).
-    plain: what compiled code calls in its place.
+    function: runs on fake tensors, too, unless there is a `fake`, and on a GPU, unless there is an `on_gpu`. notes: the launches of the GPU
+    function can be noted. differentiated: the save function and the formula of autograd (torch.library.register_autograd). plain: compiled
+    code calls it instead.
+
+    For values that every site of a graph reads: Inductor would recompute them for each, since it fuses pointwise ops into a separate copy
+    before every op unknown to it.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return

@@ -1,4 +1,4 @@
-"""Private PyTorch API of guards: a compiled frame rests on what stands in loaded modules, though Dynamo did not read it there."""
+"""Private PyTorch API of guards on values in loaded modules that a compiled frame depends on, though Dynamo did not read them there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch._guards import Source
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutsideRead:
-    """A value with the place where it was found.
+    """A value and its place.
 
-    module: a loaded module, by its name. names: attributes, from it on. key: of the dictionary that is there. value: what was there.
+    module: a loaded module, by its name. names: attributes, from it on. key: of the dictionary that is there. value: the value at that
+    time.
     """
 
     module: str
@@ -25,7 +26,7 @@ class OutsideRead:
     value: object
 
     def holds(self) -> bool:
-        """Whether the same is found there now."""
+        """Return True if the same value is found there now."""
         try:
             found: object = sys.modules[self.module]
             for name in self.names:
@@ -43,7 +44,7 @@ def _is_number(value: object) -> bool:
 
 
 def guard(context: ComptimeContext, reads: Iterable[OutsideRead]) -> None:
-    """Have the frame that is traced compiled anew where anything of this is another one. Each value has to be what is there now."""
+    """Have the current frame compiled anew if any of these values changes. Each has to be in place now."""
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     named: dict[str, str] = {}
     for read in reads:

@@ -1,5 +1,4 @@
-"""Private PyTorch API of a graph that takes more than Dynamo's: a size that Dynamo has no guard for, what is asked of it, and compiling
-after the compilation."""
+"""Private PyTorch API of a graph with further inputs: a size without Dynamo's guards, its own guards, and later compilations."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ CompiledFn = Callable[..., Any]
 
 
 def own_size(mode: FakeTensorMode, *, hint: int, most: int | None) -> torch.SymInt:
-    """A size of at least 2 that is no size of Dynamo's inputs. hint: what it may be, which choices go by. most: None is no limit.
+    """Make a size of at least 2 that is no size of Dynamo's inputs. most: None is no limit.
 
-    Not one without a hint ("unbacked"): Inductor fails on those here and there, in backwards, too. So guards may come to be of it, which
-    nobody but us asks (`taken_guards`).
+    hint: an example value, which decides choices. A size without a hint ("unbacked") won't do: Inductor fails on those in places, also in
+    backwards. So it may get guards, which only we check (`taken_guards`).
     """
     env = _env(mode)
     source = ConstantSource(f"unpadded_tokens_{len(env.var_to_range)}")
@@ -46,30 +45,31 @@ def _env(mode: FakeTensorMode) -> ShapeEnv:
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph once more, over the same parameters; a compiler may have it."""
+    """Copy a graph over the same parameters, for a compiler to own."""
     return beside(gm, torch_compat.copied_graph(gm.graph))
 
 
 def beside(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Another graph over the same parameters. AOTAutograd knows which inputs keep their address: CUDA graphs copy the others."""
+    """Make a module of another graph over the same parameters. AOTAutograd knows the inputs with fixed addresses: CUDA graphs copy the
+    others."""
     twin = copy.copy(gm)
     twin.graph = graph
     sources = getattr(gm, "_param_name_to_source", None)
     if sources is not None:
-        # A copy, since buffers of one of them are added to it.
+        # A copy, since one module's buffers are added to it.
         vars(twin)["_param_name_to_source"] = dict(sources)
     return twin
 
 
 def mark_own_input(placeholder: fx.Node) -> None:
-    """Say of an input of Dynamo's graph that it is from nowhere in the user's code: AOTAutograd asks each for its source."""
+    """Mark an input of Dynamo's graph as absent from the user's code: AOTAutograd asks each for its source."""
     placeholder._dynamo_source = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guards:
-    """What compiled code asks of sizes. fixed: the number that the size was fixed to, if it was. places: of each other symbol, the input
-    and the axis whose size it is."""
+    """Guards of compiled code on sizes. fixed: the number that the size was fixed to, if it was. places: the input and the axis of each
+    other symbol."""
 
     size: sympy.Symbol
     asked: tuple[sympy.Basic, ...]
@@ -77,7 +77,7 @@ class Guards:
     places: Mapping[sympy.Symbol, tuple[int, int]]
 
     def hold(self, number: int, args: Sequence[Any]) -> bool:
-        """Whether the code may serve this size, with these inputs."""
+        """Return True if the code may serve this size, with these inputs."""
         if self.fixed is not None:
             return number == self.fixed
         values = {symbol: args[i].shape[axis] for symbol, (i, axis) in self.places.items()}
@@ -85,14 +85,13 @@ class Guards:
 
 
 def forget_guards(inputs: Sequence[Any]) -> None:
-    """Let nobody ask for sizes of our own, of a graph that was given up. inputs: fake ones that have them, or are them."""
+    """Remove the guards on our own sizes, for a graph that was given up. inputs: fake ones that have such sizes, or are them."""
     for size in (size for x in inputs for size in ([x] if isinstance(x, torch.SymInt) else _sizes(x))):
         if _is_own(size):
             _taken(size.node.shape_env, size.node._expr)
 
 
 def _sizes(x: torch.Tensor) -> list[torch.SymInt]:
-    """Those that are symbolic."""
     shape: tuple[int | torch.SymInt, ...] = x.shape
     return [size for size in shape if isinstance(size, torch.SymInt)]
 
@@ -103,17 +102,15 @@ def _is_own(size: torch.SymInt) -> bool:
 
 
 def _taken(env: ShapeEnv, symbol: sympy.Symbol) -> tuple[sympy.Basic, ...]:
-    """The guards that ask for a symbol, which are gone then."""
+    """Remove the guards on a symbol, and return them."""
     asked = tuple(guard.expr for guard in env.guards if symbol in guard.expr.free_symbols)
     env.guards[:] = [guard for guard in env.guards if symbol not in guard.expr.free_symbols]
     return asked
 
 
 def taken_guards(size: torch.SymInt, inputs: Sequence[Any]) -> Guards:
-    """The guards of a size of our own, which are taken from those that Dynamo asks: it knows no source of the size. inputs: fake ones.
-
-    Raises ValueError where one also asks for what is no size of the inputs.
-    """
+    """Remove and return the guards on a size of ours: Dynamo has no source to check them. inputs: fake ones. Raises ValueError if a guard
+    also has a symbol that is no size of the inputs."""
     env, symbol = size.node.shape_env, size.node._expr
     asked = _taken(env, symbol)
     found = env.replace(symbol)
@@ -133,19 +130,19 @@ def taken_guards(size: torch.SymInt, inputs: Sequence[Any]) -> Guards:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """The compilation under way, to be entered again when it is over: as AOTAutograd enters it to compile a backward."""
+    """The current compilation, to be entered again when it is over: as AOTAutograd enters it to compile a backward."""
 
     context: TracingContext | None
     id: CompileContext | None
 
     @staticmethod
     def now() -> Compilation:
-        # What is called an id there is what numbers the compilation.
+        # PyTorch calls the context with the compilation's number an id.
         return Compilation(context=TracingContext.try_get(), id=CompileContext.try_get())
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Raises GuardedError where guards were found that nobody can ask any more."""
+        """Enter the compilation. Raises GuardedError for guards that can't be checked any more."""
         with contextlib.ExitStack() as stack:
             if self.id is not None:
                 stack.enter_context(compile_context(self.id))

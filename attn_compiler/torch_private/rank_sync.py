@@ -1,7 +1,7 @@
-"""How the ranks of a group tell each other what they are about to do: by the store that the processes found each other with, where no
-collective can hang. While they compile they compare what they found, and before each call of compiled code that it is the same code.
+"""Agreement of the ranks of a group on their next step, through the store of the process group, where no collective can hang.
 
-What is said is counted on each rank. The n-th time on one meets the n-th on the others, and calls meet between two of them.
+While they compile they compare their findings, and before each call of compiled code they check that it is the same code. Each rank counts
+its messages. The n-th message of one rank is compared with the n-th of the others; calls are compared between two messages.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 
 def rank_of(group: str) -> int:
-    """This process' place in the group of that name."""
+    """Return this process's rank in the group of that name."""
     return int(_process_group(group).rank())
 
 
 def ranks_of(group: str) -> frozenset[int]:
-    """The ranks of the group of that name, as the world numbers them."""
+    """Return the global ranks of the group of that name."""
     from torch.distributed import distributed_c10d as c10d
 
     return frozenset(c10d.get_process_group_ranks(_process_group(group)))
@@ -31,21 +31,24 @@ def _process_group(name: str) -> Any:
 
 
 class RanksDisagree(Exception):
-    """What the ranks of a group said is not the same, or one said nothing. Internal: a ContextParallelUnsupported says it to users."""
+    """Messages of the ranks of a group differ, or one is missing. Internal: users see a ContextParallelUnsupported."""
 
 
-#: what stands before what is told with an answer, and is not compared
+#: separates a message from its details, which are not compared
 TOLD = "\n\n"
-#: seconds after which a rank that waits in a call asks why, and for which it hears what the others have to say after one has differed
+#: seconds until a rank that waits in a call asks why, and seconds that it waits for further messages after one has differed
 _STALLED, _GRACE = 0.25, 2.0
-#: seconds within which it asks again at once
+#: seconds within which it polls without sleeping
 _SOON = 0.001
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Scope:
-    """What this process has said and called among the ranks of a group. name: of the group in the store. said: how often it said something.
-    entered: calls since then. runs: those of each code. differs: what was said last was not the same on all ranks."""
+    """Messages and calls of this process among the ranks of a group. name: of the group in the store.
+
+    said: the number of messages. entered: calls since the last one. runs: calls of each code. differs: the last message was not the same on
+    all ranks.
+    """
 
     store: Any
     name: str
@@ -64,7 +67,7 @@ class _Scope:
         return [rank for rank in range(self.size) if rank != self.own]
 
 
-#: by the name of a group; those of the same ranks have one
+#: by the name of a group; groups of the same ranks share one
 _scopes: dict[str, _Scope] = {}
 
 
@@ -73,7 +76,7 @@ def _scope(group: str) -> _Scope:
 
     store = c10d._get_default_store()
     found = _scopes.get(group)
-    # Groups that are made anew have another store, where nothing was said yet.
+    # A new group has another store, without messages.
     if found is None or found.store is not store:
         process_group = _process_group(group)
         name = "-".join(str(rank) for rank in c10d.get_process_group_ranks(process_group))
@@ -84,10 +87,10 @@ def _scope(group: str) -> _Scope:
 
 
 def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
-    """Wait until every rank of the group has said something of the subject. Raises RanksDisagree, on all of them, where they differ.
+    """Wait until every rank of the group has sent its message. Raises RanksDisagree, on all of them, if they differ.
 
-    subject: what is compared, for the error. Ranks that have compiled something else before number their graphs in another way.
-    said: what stands behind TOLD is not compared, and is told where something before it differs.
+    subject: of the comparison, for the error. Ranks that have compiled something else before number their graphs in another way. said: the
+    message. The part behind TOLD is not compared, and is shown if something before it differs.
     """
     keys = say(group, said)
     scope = _scopes[group]
@@ -99,10 +102,10 @@ def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
 
 
 def answers(group: str, subject: str, said: str, *, seconds: float) -> list[str]:
-    """What every rank of the group said of the subject. Raises RanksDisagree if one says nothing.
+    """Return every rank's message. Raises RanksDisagree if one is missing.
 
-    By the store that the processes found each other with: no collective runs, so none can hang. The n-th time on one rank meets the n-th
-    on the others, whatever the subject.
+    It uses the store of the process group: no collective runs, so none can hang. The n-th message of one rank is compared with the n-th of
+    the others, whatever the subject.
     """
     keys = say(group, said)
     scope = _scopes[group]
@@ -113,7 +116,7 @@ def answers(group: str, subject: str, said: str, *, seconds: float) -> list[str]
 
 
 def say(group: str, said: str) -> list[str]:
-    """Say something, and wait for nobody. The keys under which the ranks of the group say it."""
+    """Send a message without waiting. Return the keys of all ranks' messages."""
     scope = _scope(group)
     scope.said, scope.entered, scope.runs, scope.differs = scope.said + 1, 0, {}, False
     keys = [scope.key(rank) for rank in range(scope.size)]
@@ -122,16 +125,16 @@ def say(group: str, said: str) -> list[str]:
 
 
 def is_at_odds(group: str) -> bool:
-    """Whether the others have been told that this rank fails, or have told it, and nothing was said since."""
+    """Return True if this rank or another one has reported a failure, and no message followed."""
     return _scope(group).differs
 
 
 def enter(group: str, code: str, told: str) -> None:
-    """Wait until every rank of the group is about to run the same compiled code. Raises RanksDisagree, on all of them, where one compiles
-    instead, failed to, or runs other code.
+    """Wait until every rank of the group is about to run the same compiled code.
 
-    code: what it is called on all ranks. told: what is said of this call if ranks differ. One request to the store, or a few where others
-    come later; it keeps one number for each code, and nothing for a call.
+    Raises RanksDisagree, on all of them, if one compiles instead, failed to, or runs other code. code: its name on all ranks. told: details
+    of this call for the error. It takes one request to the store, or a few if others come later. The store keeps one number for each code,
+    and nothing for a call.
     """
     scope = _scope(group)
     key = f"attn_compiler/{scope.name}/{scope.said}/runs/{code}"
@@ -154,7 +157,7 @@ def _wait_in_call(group: str, scope: _Scope, key: str, code: str, told: str) -> 
                 raise _differing(scope, _heard(scope, keys, _GRACE, lambda text: False))
             if waited > scope.store.timeout.total_seconds():
                 raise RanksDisagree(f"a rank did not come to this call within {waited:.0f} s")
-        # The others are most often a moment away, and to ask takes as long as the shortest sleep.
+        # The others usually arrive within a moment, and a request takes as long as the shortest sleep.
         if waited > _SOON:
             time.sleep(pause)
             pause = min(2 * pause + 1e-4, 0.05)
@@ -165,22 +168,22 @@ def _waiting_key(scope: _Scope, rank: int) -> str:
 
 
 def _is_elsewhere(scope: _Scope, code: str) -> bool:
-    """Whether another rank has said something instead of coming to this call, or waits for the others in a call of other code."""
+    """Return True if another rank sent a message instead of coming to this call, or waits in a call of other code."""
     for rank in scope.others:
         if scope.store.check([scope.key(rank, ahead=1)]):
             return True
         waiting = _waiting_key(scope, rank)
         if scope.store.check([waiting]):
             entered, _, other = scope.store.get(waiting).decode().partition(" ")
-            # What it said of an earlier call is no longer so.
+            # Its note of an earlier call is outdated.
             if int(entered) == scope.entered and other != code:
                 return True
     return False
 
 
 def _heard(scope: _Scope, keys: list[str], seconds: float, ends: Callable[[str], bool]) -> dict[int, str]:
-    """What ranks have said, by rank: of all, or of those who did within so many seconds. ends: of what is said; the others have but a
-    little time to say something, too."""
+    """Collect messages by rank: of all, or those that arrive within so many seconds. ends: True for a message after which the others have
+    little time left."""
     found: dict[int, str] = {}
     deadline, is_ending = time.monotonic() + seconds, False
     pause = 0.001
@@ -207,7 +210,7 @@ def _missing(scope: _Scope, found: dict[int, str], subject: str, seconds: float)
 
 
 def _differing(scope: _Scope, found: dict[int, str]) -> RanksDisagree:
-    """Of each rank that differs from this one, the lines that do."""
+    """Return an error with the differing lines of each rank that differs from this one."""
     scope.differs = True
     mine = found[scope.own]
     said: list[str] = []
@@ -222,13 +225,13 @@ def _differing(scope: _Scope, found: dict[int, str]) -> RanksDisagree:
 
 
 def _lines(text: str, beside: str) -> list[str]:
-    """Of what a rank said, what may be held against what another one said: a failure has no call to compare."""
+    """Return the comparable lines of a rank's message: a failure has no call to compare."""
     found = [line for line in text.split("\n") if line]
     return found[:1] if TOLD in text and TOLD not in beside else found
 
 
 def is_fake(group: str) -> bool:
-    """Whether the other ranks of a group are not there: PyTorch's fake process group computes what one rank would."""
+    """Return True if the group has no other processes: PyTorch's fake process group computes one rank's part alone."""
     from torch.distributed import distributed_c10d as c10d
 
     return c10d.get_backend(_process_group(group)) == "fake"

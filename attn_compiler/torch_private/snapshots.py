@@ -1,4 +1,4 @@
-"""Private PyTorch API of taking back what was done to Dynamo's graph: nodes that an attempt made, and all that a compiler changed."""
+"""Private PyTorch API of undoing changes of Dynamo's graph: nodes of a failed attempt, and all changes of a compiler."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch._guards import TracingContext
 from attn_compiler.torch_private import compat as torch_compat
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
-#: what tracing a body of invoke_subgraph leaves for the next one of the same name; the name would stand for another body
+#: caches of traced invoke_subgraph bodies by name; a restored graph may have another body under that name
 _TRACED_BODIES = ("autograd_cache", "proxy_dispatch_cache", "lazy_bwd_cache", "effects_cache")
 
 
 class Snapshot:
-    """Dynamo's graph with all graphs nested in it, as they are now: `restore` makes them so again, whatever was done to them."""
+    """Dynamo's graph with all nested graphs, as they are now: `restore` undoes all changes."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._states = {
@@ -26,11 +26,11 @@ class Snapshot:
         }
 
     def graph(self, module: fx.GraphModule) -> fx.Graph:
-        """The copy of one module's graph."""
+        """Return the copy of one module's graph."""
         return self._states[module][0]
 
     def restore(self) -> None:
-        """In place: the modules are the same objects. To be called once, for the graphs are given away with it."""
+        """Restore the same module objects in place. To be called once, since it gives the copied graphs away."""
         for module, (graph, attributes) in self._states.items():
             module.__dict__.clear()
             module.__dict__.update(attributes)
@@ -48,25 +48,25 @@ def _forget_traced_bodies() -> None:
     caches = {} if context is None else context.hop_dispatch_set_cache.hop_cache_map
     for cache in caches.values():
         for name in _TRACED_BODIES:
-            # Not every release has all of them.
+            # Not every release has all of these caches.
             getattr(cache, name, {}).clear()
 
 
 def is_erased(node: fx.Node) -> bool:
-    """Whether a node is in no graph any more."""
+    """Return True if a node is in no graph any more."""
     return bool(node._erased)
 
 
 @contextlib.contextmanager
 def taken_back_on_error(gm: fx.GraphModule) -> Iterator[None]:
-    """If the block raises, the nodes that it made in the module's own graph are erased again. What else it changed stays."""
+    """Erase nodes of the module's own graph that the block made if it raises. Other changes stay."""
     made: list[fx.Node] = []
     note = made.append
     gm._register_create_node_hook(note)
     try:
         yield
     except BaseException:
-        # What reads a node was made after it.
+        # Users of a node come after it.
         for node in reversed(made):
             if node.graph is gm.graph and not is_erased(node):
                 gm.graph.erase_node(node)

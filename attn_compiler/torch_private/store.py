@@ -1,7 +1,6 @@
 """Rewrites on disk: one file of JSON for each key, which any number of processes and ranks may read and write at once.
 
-A file holds data alone, and a digest of that data. What can't be read, or is not what it says, counts as missing. What can't be written
-is not kept. Neither is ever an error.
+A file holds data alone, and its digest. An unreadable or wrong file counts as missing. A failed write is skipped. Neither is ever an error.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ log = logging.getLogger(__name__)
 
 #: below PyTorch's cache folder
 FOLDER = "attn_compiler/rewrites"
-#: files that are kept; the oldest go
+#: the most files; the oldest are removed
 _MOST_FILES = 2048
-#: seconds after which nobody writes to a file any more: its process was ended
+#: age in seconds of a temporary file whose process has ended
 _LONG_AGO = 24 * 3600
 
 
@@ -38,10 +37,8 @@ class Store:
 
     @staticmethod
     def beside_inductors(patches: Mapping[str, Any]) -> Store | None:
-        """The one in Inductor's cache folder; None where PyTorch's caches are off, or that folder can't be had.
-
-        patches: what the user set for Inductor.
-        """
+        """Return the store in Inductor's cache folder; None if PyTorch's caches are off, or the folder is unavailable. patches: the user's
+        settings of Inductor."""
         if not torch_caches.are_wanted(patches):
             return None
         try:
@@ -57,7 +54,7 @@ class Store:
         return self.folder / f"{key}.json"
 
     def get(self, key: str) -> Any | None:
-        """The value that was last put under the key; None if no file of it can be read."""
+        """Return the latest value of the key; None if no file of it can be read."""
         path = self.path(key)
         try:
             held = json.loads(path.read_bytes())
@@ -77,11 +74,11 @@ class Store:
         return held["rewrite"]
 
     def put(self, key: str, rewrite: Any) -> None:
-        """rewrite: plain data. Written beside its place and moved there, so that a reader finds all of it or none."""
+        """Store plain data. A temporary file is written and moved into place, so that a reader finds all of it or none."""
         held = {"key": key, "digest": _digest(rewrite), "rewrite": rewrite}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Not by tempfile, whose files nobody else may read: Inductor's files have the rights that the user gives to new ones.
+            # Not by tempfile, whose files only their owner may read: Inductor's files have the user's default permissions.
             name = self.folder / f"{key[:8]}{uuid.uuid4().hex}.tmp"
             try:
                 with name.open("xb") as file:
@@ -97,7 +94,7 @@ class Store:
 
     def _was_used(self, key: str, held: Any) -> None:
         torch_caches.carry(f"{FOLDER}/{key}.json", held)
-        with contextlib.suppress(OSError):  # Of a folder that may only be read.
+        with contextlib.suppress(OSError):  # The folder may be read-only.
             os.utime(self.path(key))
 
     def _forget_oldest(self) -> None:
@@ -106,7 +103,7 @@ class Store:
             return
         times = []
         for path in files:
-            with contextlib.suppress(FileNotFoundError):  # Another process forgot it.
+            with contextlib.suppress(FileNotFoundError):  # Another process removed it.
                 times.append((path.stat().st_mtime, path))
         for _, path in sorted(times)[: len(files) - _MOST_FILES * 3 // 4]:
             path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Private PyTorch API of taking the call of a function as one node: what Dynamo traces in its place, what is known there, who compiles.
+"""Private PyTorch API of capturing a function's call as one node: its traced replacement, its guards, and the compiling backend.
 
-`torch.compiler.substitute_in_graph` is public, and holds for every backend. So what stands in the place of a function asks at each call
-whether its backend wants it, and else calls a copy of the function, which Dynamo looks into as ever.
+`torch.compiler.substitute_in_graph` is public, and holds for every backend. So the replacement asks at each call whether its backend wants
+it, and else calls a copy of the function, which Dynamo traces as usual.
 """
 
 from __future__ import annotations
@@ -30,25 +30,23 @@ from attn_compiler.torch_private.outside_reads import OutsideRead
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decided:
-    """text: what a call is taken with; "" of one that is not taken. rests_on: what the function reads, for guards."""
+    """text: the decision for a captured call; "" if it is not captured. rests_on: values that the function reads, for guards."""
 
     text: str = ""
     rests_on: tuple[OutsideRead, ...] = ()
 
 
-#: what a decision may read of a call: the operands' fake tensors by parameter, and the numbers and flags by parameter
+#: decides on a call by its operands' fake tensors by parameter, and its numbers and flags by parameter
 Decide = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Decided]
-#: from the operands, the numbers and flags, and the decision's text to what the function gives
+#: computes the function's result from the operands, the numbers and flags, and the decision's text
 Taken = Callable[[Mapping[str, Tensor], Mapping[str, Any], str], Any]
 
 
 def substitute(
     function: types.FunctionType, operands: Sequence[str], others: Sequence[str], decide: Decide, taken: Taken
 ) -> None:
-    """From now on Dynamo traces `taken` where `function` is called, wherever `decide` gives a text, and else the function as ever.
-
-    operands: the parameters that are tensors, or None. others: those that are numbers or flags. A call with anything else is not taken.
-    """
+    """Let Dynamo trace `taken` instead of `function`, wherever `decide` gives a text. operands: the parameters that are tensors, or None.
+    others: those that are numbers or flags. A call with anything else is not captured."""
     replacement = _replacement(function, tuple(operands), tuple(others), decide, taken)
     torch.compiler.substitute_in_graph(function, skip_signature_check=True)(replacement)
 
@@ -72,7 +70,7 @@ def _replacement(
 
     @assume_constant_result  # type: ignore[untyped-decorator]
     def defaults() -> tuple[tuple[str, Any], ...] | None:
-        """The defaults of a call that may be taken. What was put into the function since is looked up, for every backend."""
+        """Return the defaults of a call that may be captured, looked up at each trace and for every backend, since they may change."""
         copy.__code__, copy.__defaults__ = function.__code__, function.__defaults__
         copy.__kwdefaults__ = function.__kwdefaults__
         own = _named(function)
@@ -81,8 +79,8 @@ def _replacement(
             return None
         return tuple((one.name, one.default) for one in own if one.default is not one.empty)
 
-    # Dynamo traces it. `note` reads its variables by their names. For other backends nothing is looked at: the order in which a graph has
-    # its inputs is that in which they are.
+    # Dynamo traces it. `note` reads its variables by their names. For other backends no argument is read: the order of reads is the
+    # order of a graph's inputs.
     def replacement(*args: Any, **kwargs: Any) -> Any:
         found = defaults()
         if found is None:
@@ -108,10 +106,8 @@ def _named(function: types.FunctionType) -> list[inspect.Parameter]:
 
 
 def _decide(context: ComptimeContext, decide: Decide) -> str:
-    """What is decided of the call under way; "" where it is not taken, and where anything of it is not understood.
-
-    A call that is taken has no rule for transforms of torch.func. It would lose a tangent without an error.
-    """
+    """Return the decision's text for the current call; "" if it is not captured, or anything of it is not understood. A captured call has
+    no rule for transforms of torch.func. It would lose a tangent without an error."""
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return ""
     if context.get_local("unknown").as_python_constant():
@@ -130,7 +126,7 @@ def _decide(context: ComptimeContext, decide: Decide) -> str:
 
 
 def compiling_for() -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
-    """The backend of the compilation under way, and the options= and mode= of its torch.compile; None where none is."""
+    """Return the backend of the current compilation, and options= and mode= of its torch.compile; None if there is none."""
     given = observe.given_to_compilation()
     if given is None or given["export"]:
         return None, {}
@@ -138,12 +134,12 @@ def compiling_for() -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
 
 
 def are_taken_for(backend: Callable[..., Any]) -> bool:
-    """Whether `take_for` was said of a backend."""
+    """Return True if `take_for` was called for a backend."""
     return bool(getattr(backend, _TAKES, False))
 
 
 def take_for(backend: Callable[..., Any]) -> None:
-    """Functions that are substituted are taken in what is compiled for this backend."""
+    """Capture calls of substituted functions in code compiled for this backend."""
     setattr(backend, _TAKES, True)
 
 
@@ -151,7 +147,7 @@ _TAKES = "takes_substituted_calls"
 
 
 class _Kept(list[Callable[[CallbackArgs], None]]):
-    """Callbacks of which one stays where all are forgotten: after torch._dynamo.reset() the next compilation is told of, too."""
+    """A list of callbacks of which one survives clear(): after torch._dynamo.reset() the next compilation is reported, too."""
 
     def __init__(self, others: Iterable[Callable[[CallbackArgs], None]], tell: Callable[[], None]) -> None:
         self.tell = tell
@@ -166,29 +162,29 @@ class _Kept(list[Callable[[CallbackArgs], None]]):
 
 
 def watch_starts(tell: Callable[[], None]) -> None:
-    """Tell when any compilation begins, from now on. For one function of a process."""
+    """Call `tell` when any compilation begins, from now on. For one function of a process."""
     if not isinstance(callback_handler.start_callbacks, _Kept):
         callback_handler.start_callbacks = _Kept(callback_handler.start_callbacks, tell)
 
 
-# ---- running a function apart from what is compiled ----------------------------------------------------------------
+# ---- running a function outside of the current compilation --------------------------------------------------------
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Within the block, calls run on real tensors with gradients, whatever compilation is under way; random numbers are its own."""
+    """Run calls in the block on real tensors with gradients, outside of any compilation; random state is restored."""
     with tracing(None), _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         yield
 
 
 def traced(function: Callable[..., Any], operands: Sequence[Tensor]) -> fx.Graph:
-    """The ATen ops that a function is made of."""
+    """Trace a function to ATen ops."""
     traced: fx.GraphModule = make_fx(function, tracing_mode="real")(*operands)
     return traced.graph
 
 
 class Widened(TorchFunctionMode):
-    """Within the block, float32 is float64 in every call: what a function computes, without its rounding."""
+    """Replace float32 by float64 in every call of the block, to compute a function without its rounding."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)

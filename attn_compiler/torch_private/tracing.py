@@ -30,13 +30,13 @@ from torch.utils._thunk import Thunk
 
 
 def fake_mode_of_values(values: Iterable[Any]) -> FakeTensorMode | None:
-    """The mode that Dynamo's example values live in. The tracing context may already hold another one, for the compiler."""
+    """Return the mode of Dynamo's example values. The tracing context may already hold another one, for the compiler."""
     tensors = (plain for leaf in pytree.tree_leaves(list(values)) for plain in plain_tensors(leaf))
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside a tensor that wraps others (DTensor, nested ...), else the value itself if it is a tensor."""
+    """Yield the tensors inside a tensor that wraps others (DTensor, nested ...), else the value itself if it is a tensor."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(value, name))
@@ -45,8 +45,8 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def wrapped_by_transform(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
-    """The tensor inside the wrapper that a transform of torch.func (vmap, grad ...) put around it, the wrapper's level and the axis that a
-    vmap took away; None for any other tensor."""
+    """Return the tensor inside a wrapper of torch.func (vmap, grad ...), the wrapper's level and the axis that vmap removed. None for any
+    other tensor."""
     functorch = torch._C._functorch
     if not functorch.is_functorch_wrapped_tensor(x):
         return None
@@ -54,7 +54,7 @@ def wrapped_by_transform(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | Non
 
 
 def schemas(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> tuple[str, ...] | None:
-    """What an op's overloads take, give and write to; None if tracing looks into one of them, and finds other ops there."""
+    """Return the schemas of an op's overloads; None if tracing decomposes one of them."""
     overloads = [op]
     if isinstance(op, torch._ops.OpOverloadPacket):
         overloads = [getattr(op, name) for name in op.overloads()]  # type: ignore[no-untyped-call]
@@ -65,20 +65,15 @@ def schemas(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> tuple[st
     return tuple(str(overload._schema) for overload in overloads)
 
 
-def is_view(x: torch.Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another one. Of fake tensors, outside of their modes."""
-    return x._is_view()
-
-
 def is_script_object(value: Any) -> bool:
-    """Whether a value is an object that Dynamo only passes on, such as a DeviceMesh."""
+    """Return True if a value is an object that Dynamo only passes on, such as a DeviceMesh."""
     return isinstance(value, (FakeScriptObject, torch.ScriptObject))
 
 
 @contextlib.contextmanager
 def tracing_in(mode: FakeTensorMode) -> Iterator[None]:
-    """Within the block, what asks PyTorch for the fake mode of this compilation gets `mode`, and hooks on saved tensors see none: a
-    checkpoint around compiled code counts what a call saves, and tracing is no part of that."""
+    """Make `mode` the fake mode of this compilation within the block, and hide saved tensors from hooks. A checkpoint around compiled code
+    counts the tensors that a call saves, and tracing is no part of that."""
     tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         with contextlib.nullcontext() if TracingContext.try_get() is None else TracingContext.patch(fake_mode=mode):
@@ -89,16 +84,14 @@ def tracing_in(mode: FakeTensorMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_in(mode: FakeTensorMode) -> Iterator[None]:
-    """Ops may be run on fake values inside.
-
-    Composite ops run in Python, as Dynamo runs them: matmul in C++ makes numbers of symbolic sizes in torch 2.11.
-    """
+    """Allow ops on fake values within the block. Composite ops run in Python, as Dynamo runs them: matmul in C++ makes numbers of symbolic
+    sizes in torch 2.11."""
     with enable_python_dispatcher(), mode:
         yield
 
 
 def saved_for_backward(run: Callable[[], object]) -> list[torch.Tensor]:
-    """Every tensor that autograd saves while `run` runs; nobody else's hooks see them."""
+    """Return every tensor that autograd saves while `run` runs, hidden from other hooks."""
     saved: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +113,7 @@ def trace_pre_dispatch(
     mode: FakeTensorMode | None = None,
     definitions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
-    """make_fx above autograd and autocast, inside the fake mode of `args`, or `mode`. definitions: of ops to trace as others."""
+    """Run make_fx above autograd and autocast, inside the fake mode of `args`, or `mode`. definitions: decompositions of ops."""
     traced = make_fx(
         function,
         decomposition_table=dict(definitions or {}),
@@ -132,7 +125,7 @@ def trace_pre_dispatch(
         return traced(*args)
 
 
-#: ops that make and join masks, which PyTorch defines by others
+#: ops that make and join masks, which PyTorch decomposes
 _BY_DEFINITION = (
     "atleast_1d atleast_2d hstack vstack dstack column_stack kron outer ger block_diag diag diag_embed eye fliplr flipud rot90 "
     "__xor__ __ixor__"
@@ -141,7 +134,7 @@ _BY_DEFINITION = (
 
 @functools.cache
 def definitions() -> Mapping[Any, Callable[..., Any]]:
-    """What PyTorch says that ops which make and join masks are made of. One that this release says nothing of is left out."""
+    """Return PyTorch's decompositions of ops that make and join masks. Ops without one in this release are left out."""
     found: dict[Any, Callable[..., Any]] = {}
     packets = [getattr(torch.ops.aten, name) for name in _BY_DEFINITION.split()]
     for op in (getattr(packet, name) for packet in packets for name in packet.overloads() if "out" not in name):
@@ -158,11 +151,13 @@ def definitions() -> Mapping[Any, Callable[..., Any]]:
 def trace_score_function(
     function: Callable[..., Any], scores: torch.Tensor, others: Sequence[Any], *, of_score: bool
 ) -> fx.GraphModule:
-    """What FlexAttention's score_mod (`of_score`) or mask_mod gives for all scores (B, H, Sq, Skv), as ATen ops: a function of the scores
-    and `others`, which the mod reads besides. PyTorch's own unfused FlexAttention calls a mod in the same way.
+    """Trace FlexAttention's score_mod (`of_score`) or mask_mod for all scores (B, H, Sq, Skv) to ATen ops.
+
+    The result is a function of the scores and `others`, the mod's further inputs. PyTorch's own unfused FlexAttention calls a mod in the
+    same way.
     """
 
-    # Both bring Dynamo with them.
+    # Both imports load Dynamo.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
@@ -172,7 +167,7 @@ def trace_score_function(
         with TransformGetItemToIndex():
             return mapped(*((scores,) if of_score else ()), *indices, *others)
 
-    # Not above autograd as `trace_pre_dispatch` does it: there nothing would see through vmap.
+    # Not above autograd as in `trace_pre_dispatch`: there vmap would not be resolved.
     with detect_fake_mode([scores]) or FakeTensorMode(allow_non_fake_inputs=True):
         traced = make_fx(for_all, tracing_mode="fake", _allow_non_fake_inputs=True)(scores, *others)
     _plain_numbers(traced)
@@ -182,7 +177,7 @@ def trace_score_function(
 
 
 def _plain_numbers(traced: fx.GraphModule) -> None:
-    """vmap makes a tensor of each number of a function, by `_to_copy(20, dtype=…)` or as an attribute: the number itself says as much."""
+    """Replace tensors by numbers: vmap makes a tensor of each number, by `_to_copy(20, dtype=…)` or as an attribute."""
     for node in list(traced.graph.nodes):
         is_copy = node.op == "call_function" and node.target is torch.ops.aten._to_copy.default
         if (
@@ -212,7 +207,7 @@ def _replace(node: fx.Node, number: complex) -> None:
 
 
 def current_tracer() -> Any:
-    """The tracer of the make_fx call that we are inside of."""
+    """Return the tracer of the active make_fx call."""
     mode = get_proxy_mode()
     if mode is None:
         raise RuntimeError("no make_fx tracing is active")
@@ -220,41 +215,41 @@ def current_tracer() -> Any:
 
 
 def current_fake(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as a fake tensor of the active fake mode."""
+    """Return `tensor` as a fake tensor of the active fake mode."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return tensor if mode is None else mode.from_tensor(tensor)
 
 
 def is_in_autocast() -> bool:
-    """Whether autocast is on for any device."""
+    """Return True if autocast is on for any device."""
     return bool(torch._C._is_any_autocast_enabled())
 
 
 def untraced(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A fake tensor, or a view of one, made without a trace of it."""
+    """Make a fake tensor, or a view of one, without tracing it."""
     with disable_proxy_modes_tracing(), torch.no_grad():
         return make()
 
 
 def in_memory_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A fake tensor in the memory of `tensor` with dtype, shape, strides and offset of `like`."""
+    """Make a fake tensor in the memory of `tensor` with dtype, shape, strides and offset of `like`."""
     made = torch.empty(0, dtype=like.dtype, device=like.device)
     return made.set_(tensor.untyped_storage(), like.storage_offset(), like.shape, like.stride())
 
 
 def track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> torch.Tensor:
-    """Let `proxy` stand for `tensor` in the trace; returns the tensor."""
+    """Let `proxy` stand for `tensor` in the trace; return the tensor."""
     track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
     return tensor
 
 
 def track_node(value: torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool, node: fx.Node, tracer: Any) -> None:
-    """As `track`, for a node, and sooner done for a fake tensor."""
+    """Do `track` for a node, with a faster way for a fake tensor."""
     if type(value) is not FakeTensor or not _is_strided(value):
         track_tensor_tree(value, fx.Proxy(node, tracer), constant=None, tracer=tracer)
         return
     with beside_modes(value.fake_mode):
-        # Like PyTorch's own value of a node: without a gradient, and not changed where the tensor is transposed in place.
+        # Like PyTorch's own value of a node: without a gradient, and unchanged if the tensor is transposed in place.
         node.meta["val"] = fake(value.fake_mode, value, value.fake_device).requires_grad_(False)
         track_sizes(value, node, tracer)
     stand_for(value, node, tracer)
@@ -266,7 +261,7 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 
 def track_sizes(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
-    """Let nodes that ask a tensor for its symbolic sizes stand for them, where somebody asks. To be called within `beside_modes`."""
+    """Let nodes that read a tensor's symbolic sizes stand for them, created on demand. To be called within `beside_modes`."""
     aten = torch.ops.aten
     sizes: list[tuple[Any, tuple[Any, ...], int | torch.SymInt]]
     sizes = [(aten.sym_size.int, (node, i), size) for i, size in enumerate(tensor.shape)]
@@ -284,7 +279,7 @@ def _number(tracer: Any, op: Any, args: tuple[Any, ...], size: torch.SymInt) -> 
 
 
 def traced_node(value: torch.Tensor | torch.SymInt | torch.SymFloat, tracer: Any) -> fx.Node | None:
-    """The node that stands for a tensor or a symbolic number in the trace, if one does."""
+    """Return the node that stands for a tensor or a symbolic number in the trace, if one does."""
     slot = get_proxy_slot(value, tracer, None)
     if slot is None:
         return None
@@ -294,7 +289,7 @@ def traced_node(value: torch.Tensor | torch.SymInt | torch.SymFloat, tracer: Any
 
 
 def traced_constant(tensor: torch.Tensor, tracer: Any) -> torch.Tensor | None:
-    """The real tensor that a traced one is known to be, if it is."""
+    """Return the real tensor that a traced one is known to equal, if any."""
     slot: Any = get_proxy_slot(tensor, tracer, None)
     constant: torch.Tensor | None = None if slot is None else slot.constant
     return constant
@@ -302,34 +297,34 @@ def traced_constant(tensor: torch.Tensor, tracer: Any) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def beside_modes(mode: FakeTensorMode) -> Iterator[None]:
-    """Within the block, calls on meta tensors, and on fake ones as if they were meta, are not traced. Nothing may be computed of sizes."""
+    """Leave calls in the block on meta tensors, and on fake ones as meta, untraced. No symbolic size may be computed."""
     with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(mode):
         yield
 
 
 def in_new_memory(meta: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device like another one, in a memory like its own. To be called within `beside_modes`."""
+    """Copy a meta tensor into separate memory. To be called within `beside_modes`."""
     return torch._lazy_clone(meta)
 
 
 def unseen() -> Any:
-    """Within the block, what is asked of tensors goes past the modes of tracing, which see every attribute that is read."""
+    """Bypass the tracing modes within the block: they see every read of an attribute."""
     return torch._C.DisableTorchFunction()
 
 
 def fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-    """A fake tensor in the memory of one on the meta device. To be called within `beside_modes`."""
+    """Make a fake tensor in the memory of a meta tensor. To be called within `beside_modes`."""
     return FakeTensor(mode, meta, device)
 
 
 def add_node(tracer: Any, target: Any, args: Any, kwargs: Any, name: str | None) -> fx.Node:
-    """A call in the trace, without running it. name: None for the target's own."""
+    """Add a call to the trace, without running it. name: None for the target's own."""
     node: fx.Node = tracer.graph.create_node("call_function", target, args, kwargs, name=name)
     return node
 
 
 def name_of(target: Any, tracer: Any) -> str | None:
-    """What tracing suggests for the name of an op's node; None for the target's own."""
+    """Return tracing's suggested name for an op's node; None for the target's own."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     name: str = tracer.graph._target_to_str(target.overloadpacket.__name__)
@@ -337,13 +332,13 @@ def name_of(target: Any, tracer: Any) -> str | None:
 
 
 def stand_for(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
-    """Let `node` stand for `tensor` in the trace, where symbolic sizes that it has are known already."""
+    """Let `node` stand for `tensor` in the trace, if its symbolic sizes are known already."""
     tracer.tensor_tracker[tensor] = _ProxyTensor(fx.Proxy(node, tracer), None)
 
 
 @contextlib.contextmanager
 def for_real() -> Iterator[None]:
-    """Within the block, inside a compilation, ops run on real tensors: no mode looks at them, and nothing of it is traced."""
+    """Run ops in the block on real tensors, inside a compilation: no mode sees them, and none is traced."""
     with (
         tracing(None),
         unset_fake_temporarily(),

@@ -1,9 +1,8 @@
-"""What runs when padding was taken out of a graph: before each call, where the real tokens are; then the packed graph, or the padded one.
+"""The run time of unpadding: find the real tokens before each call, then run the packed graph, or the padded one.
 
-The padded graph runs where something does not hold that the packed graph rests on (a label at padding counts, say), where there are
-fewer than two real tokens, and, without a wait, where the batches before had little padding. It is compiled when it is first needed.
-Two compiled functions, and no `torch.cond`: both are differentiated as any graph is, and neither is asked to give the same strides as the
-other.
+The padded graph runs if a condition of the packed graph does not hold (a label at padding counts, for example), or if there are fewer than
+two real tokens. It also runs, without a wait, if earlier batches had little padding. It is compiled when it is first needed. These are two
+compiled functions, and no `torch.cond`: both are differentiated as any graph is, and their strides may differ.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from attn_compiler.torch_private.packed import Guards
 
 CompiledFn = Callable[..., Any]
 
-#: fewer are no packed batch: sizes of 0 and 1 mean other things to a compiler
+#: the least tokens of a packed batch: a compiler specialises sizes of 0 and 1
 LEAST_TOKENS = 2
-#: compilations of one packed graph, for numbers of tokens that differ in what a compiler makes of them
+#: the most compilations of one packed graph, for numbers of tokens with different guards
 MOST_CODES = 4
 
 
@@ -33,16 +32,16 @@ _STEPS_PER_OCTAVE = 32
 
 
 def in_steps(number: int) -> int:
-    """The number of tokens, rounded up to one of the lengths that occur."""
+    """Round the number of tokens up to one of a few lengths."""
     step = max(1, (1 << max(number - 1, 1).bit_length() - 1) // _STEPS_PER_OCTAVE)
     return -(-number // step) * step
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the real tokens of a batch are: the further inputs of a packed graph, in its order.
+    """Places of the real tokens of a batch: the further inputs of a packed graph, in its order.
 
-    tokens: int64 (T,), the place of each token among all B · S.
+    tokens: int64 (T,), the index of each token among all B · S.
     rows, positions: int64 (T,), its batch row and its position there.
     begins, ends: int32 (T,), where the keys of its row begin and end among the tokens.
     starts: int64 (B + 1,), where each row begins among the tokens.
@@ -57,7 +56,7 @@ class Batch:
 
     @staticmethod
     def like(number: Any, rows: Any, device: torch.device) -> Batch:
-        """Unfilled: of so many tokens and batch rows."""
+        """Allocate a batch of so many tokens and rows, unfilled."""
         dtypes = {
             **dict.fromkeys(("tokens", "rows", "positions"), torch.int64),
             "begins": torch.int32,
@@ -67,11 +66,11 @@ class Batch:
         return Batch(**of_tokens, starts=torch.empty(rows + 1, dtype=torch.int64, device=device))
 
     @staticmethod
-    def of(packed: torch.Tensor, real: torch.Tensor | None = None) -> Batch:
-        """packed: bool (B, S), the tokens. real: those that are keys, bool (B, S), the last ones of each row; None: all of them.
+    def from_mask(packed: torch.Tensor, real: torch.Tensor | None = None) -> Batch:
+        """Find the tokens. packed: bool (B, S), the tokens. real: bool (B, S), the tokens that are keys, last in each row; None: all.
 
-        As long as if all positions were packed, so that no device has to be asked: behind the tokens stand all other positions, in order.
-        These are keys of nothing, and see no key.
+        It is as long as if all positions were packed, so that no device has to be asked: behind the tokens stand all other positions, in
+        order. These are keys of no query, and see no key.
         """
         batch, seqlen = packed.shape
         within = packed.cumsum(1)
@@ -79,7 +78,7 @@ class Batch:
         flat = torch.arange(batch * seqlen, device=packed.device)
         among = (within + starts[:-1, None]).reshape(-1)
         place = torch.where(packed.reshape(-1), among - 1, starts[-1] + flat - among)
-        # A permutation, so each place is written once.
+        # A permutation, so each index is written once.
         tokens = torch.empty_like(flat).scatter(0, place, flat)
         rows = tokens // seqlen
         bounds = starts.to(torch.int32)
@@ -95,7 +94,7 @@ class Batch:
         )
 
     def first(self, number: int) -> Batch:
-        """The first so many, which are all tokens and maybe some padding behind them. No device is asked for anything."""
+        """Return the first `number` entries: all tokens and perhaps some padding behind them. No device is asked."""
         *of_tokens, starts = self.inputs
         tokens, rows, positions, begins, ends = [x[:number] for x in of_tokens]
         return Batch(tokens=tokens, rows=rows, positions=positions, begins=begins, ends=ends, starts=starts)
@@ -107,7 +106,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCode:
-    """A compiled packed graph. run: takes the model's inputs and those of `Batch`. guards: what it asks of the number of tokens."""
+    """A compiled packed graph. run: takes the model's inputs and those of `Batch`. guards: on the number of tokens."""
 
     run: CompiledFn
     guards: Guards
@@ -116,10 +115,10 @@ class PackedCode:
 class Unpadded:
     """A compiled graph without padding, with the padded graph beside.
 
-    first: the packed graph's code. again: compiles the packed graph for a number of tokens that no code serves; None where that can't be
-    done. before: gives int64, the number of tokens and then for each fact 1 where it holds, and the tensors of `Batch`. facts: what it
-    tells of. original: compiles the padded graph. has_steps: numbers of tokens are filled up with padding, so that few are met.
-    are_awaited: the host has to wait for what `before` gives, as on a GPU.
+    first: the packed graph's code. again: compiles the packed graph for a number of tokens that no code serves; None if it can't. before:
+    returns int64, the number of tokens and then 1 for each fact that holds, and the tensors of `Batch`. facts: the names of these facts.
+    original: compiles the padded graph. has_steps: numbers of tokens are rounded up with padding, so that few occur. are_awaited: the host
+    has to wait for the results of `before`, as on a GPU.
     """
 
     def __init__(
@@ -149,18 +148,18 @@ class Unpadded:
     def __call__(self, *args: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in args):
             return self.original(*args)
-        # Each question is a wait for the device.
+        # Each of these reads waits for the device.
         if self._steps.are_all_padded and self._unasked < STEPS_KEPT:
             self._unasked += 1
             return self.original(*args)
         self._unasked = 0
         if self._batches.are_better_padded():
             return self._unawaited(*args)
-        # Where tokens are is asked before the wait, too: nothing runs on the device from then until the packed graph does.
+        # The tokens' places are computed before the wait: the device is idle from then until the packed graph runs.
         told, whole = self._ask(*args)
         step = self._read(told.tolist(), len(whole.tokens))
         length = self._length(step.number, len(whole.tokens))
-        # In the caller's grad mode, which decides what is compiled.
+        # In the caller's grad mode, which decides on the compiled code.
         code = None if step.failed else self._code(length, args)
         if code is None and not step.failed:
             step = dataclasses.replace(step, failed=(f"there is code for {length} tokens",))
@@ -170,7 +169,7 @@ class Unpadded:
         return code.run(*args, length, *whole.first(length).inputs)
 
     def _unawaited(self, *args: Any) -> Any:
-        """Run the padded graph, and ask the batch while it runs: what it was tells of the next ones."""
+        """Run the padded graph, and ask for the batch's numbers while it runs, to predict later ones."""
         given = self.original(*args)
         if not self._batches.are_enough_under_way:
             told, whole = self._ask(*args)
@@ -183,11 +182,11 @@ class Unpadded:
         return told, Batch(*places)
 
     def _length(self, number: int, positions: int) -> int:
-        """Of the packed graph's inputs, for so many tokens of so many positions."""
+        """Return the length of the packed graph's inputs, for so many tokens of so many positions."""
         return min(in_steps(number), positions) if self._has_steps else number
 
     def _read(self, numbers: Sequence[int], positions: int) -> UnpaddedStep:
-        """numbers: what `before` told of a batch of so many positions."""
+        """Make a step. numbers: results of `before` for a batch of so many positions."""
         number, *holds = numbers
         failed = tuple(fact for fact, does in zip(self._facts, holds, strict=True) if not does)
         if number < LEAST_TOKENS:
@@ -195,7 +194,7 @@ class Unpadded:
         return UnpaddedStep(number=number, fill=number / max(positions, 1), failed=failed)
 
     def _code(self, number: int, args: Sequence[Any]) -> PackedCode | None:
-        """Code that serves so many tokens; None if there is none."""
+        """Return code that serves so many tokens; None if there is none."""
         found = next((code for code in self._codes if code.guards.hold(number, args)), None)
         if found is not None or self._again is None:
             return found

@@ -1,12 +1,12 @@
-"""Private PyTorch API that tells whether a tensor's memory was handed out for writing, by whatever way, since it was watched.
+"""Private PyTorch API that detects if a tensor's memory was exposed for writing, in any way, since it was watched.
 
-A storage that PyTorch copies when it is written (copy on write) loses that mark at the first access that may write. That is an op in place,
-a write through `.data` or a view of it, a collective, a receive, the storage's own methods, numpy, DLPack, an address as a number. Reads by
-PyTorch's own ops leave the mark. A storage that shares its memory with none loses it without a copy: the mark is all that changes.
+A copy-on-write storage loses that mark at the first access that may write. That is an op in place, a write through `.data` or a view of it,
+a collective, a receive, the storage's own methods, numpy, DLPack, an address as a number. Reads by PyTorch's own ops leave the mark. A
+storage that shares its memory with none loses it without a copy: only the mark changes.
 
-Code that takes the address to read, as Inductor's and Triton's do, takes the mark away, too: who runs such code watches the tensor again.
-Two threads must not take it away at once, which PyTorch does not guard against. So it goes before such code runs, while Python's own lock
-is held.
+Code that takes the address to read, as Inductor's and Triton's do, removes the mark, too: the caller of such code watches the tensor again.
+Two threads must not remove it at once, which PyTorch does not guard against. So it is removed before such code runs, while Python's own
+lock is held.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
-#: devices whose memory is watched. No GPU has run code beside a mark.
+#: devices whose memory is watched. Not tried on a GPU.
 _WATCHED = frozenset({"cpu"})
 
 
 def is_watchable(tensor: torch.Tensor) -> bool:
-    """Whether memory of its device is watched at all."""
+    """Return True if memory of its device is watched at all."""
     return tensor.device.type in _WATCHED
 
 
 def watch(tensor: torch.Tensor) -> bool:
-    """Watch the memory of a tensor from now on; False if that can't be done, such as for memory that PyTorch did not allocate."""
+    """Watch the memory of a tensor; False if that is impossible, such as for memory that PyTorch did not allocate."""
     if not is_watchable(tensor):
         return False
     _prepare()
     try:
-        # The clone is gone at once, and with it the only one that a write would make a copy for.
+        # The clone is freed at once, so a write makes no copy.
         if torch._C._len_torch_dispatch_stack():
             with torch._C._DisableTorchDispatch():
                 torch._lazy_clone(tensor)
@@ -44,7 +44,7 @@ def watch(tensor: torch.Tensor) -> bool:
 
 
 def watch_again(tensor: torch.Tensor) -> None:
-    """Watch the memory of a tensor that could be watched before."""
+    """Watch the memory of a tensor that was watched before."""
     if torch._C._len_torch_dispatch_stack():
         watch(tensor)
     else:
@@ -52,20 +52,20 @@ def watch_again(tensor: torch.Tensor) -> None:
 
 
 def unwatch(tensor: torch.Tensor) -> None:
-    """Watch the memory of a tensor no longer."""
+    """Stop watching the memory of a tensor."""
     if is_unwritten(tensor):
         tensor.data_ptr()
 
 
-#: whether the memory of a tensor is watched, and nobody could write to it since
+#: True if the memory of a tensor is watched, and was not exposed for writing since
 is_unwritten: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
-#: where a tensor begins, without access to what is there
+#: the address of a tensor, without access to its memory
 address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
 
 
 def around_backward(outs: object, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Have these called around each backward of compiled code. outs: what its forward gave."""
+    """Call these before and after each backward of compiled code. outs: the outputs of its forward."""
     given: Iterable[object] = outs if isinstance(outs, (tuple, list)) else (outs,)
     nodes = {x.grad_fn for x in given if isinstance(x, torch.Tensor) and x.grad_fn is not None}
     for node in nodes:
@@ -76,10 +76,10 @@ def around_backward(outs: object, before: Callable[[], None], after: Callable[[]
 
 @functools.cache
 def _prepare() -> torch.library.Library:
-    """What PyTorch does to memory without a look at the mark ends the watch first. Gives what keeps this so.
+    """Stop watching before ops of PyTorch that ignore the mark. Return the registration, which has to be kept.
 
-    `record_stream` asks whether memory is the CUDA allocator's own by what frees it, which is another function while it is watched. A
-    storage that grows gets other memory, and from PyTorch 2.13 on its mark stays, and fails at the first write.
+    `record_stream` recognises the CUDA allocator's memory by its deleter, which differs while memory is watched. A storage that grows gets
+    other memory, and from PyTorch 2.13 on its mark stays, and fails at the first write.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     every = {"record_stream": torch.ops.aten.record_stream.default, "resize_": torch.ops.aten.resize_.default}

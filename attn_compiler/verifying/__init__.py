@@ -1,22 +1,21 @@
-"""`options={"verify": True}`: on the first call of a compiled graph, what was made of it is held against the model's own graph.
+"""`options={"verify": True}`: on the first call of a compiled graph, compare the rewritten attention with the model's own graph.
 
-The model's own graph runs once more, op by op, on copies of the real inputs. At each site three things are compared at every (b, h, q, k).
-They are the recovered mask with the tensors that the model masks with (masks.py), what was proved to be added with those that it adds
-(scores.py), and what the rewritten graph computes there with the model's output (outputs.py). All are made of the model's own values, so
-that one wrong site is one mismatch.
+The model's own graph runs once more, op by op, on copies of the real inputs. At each site it compares three things at every (b, h, q, k).
+They are the recovered mask with the model's masking tensors (masks.py), the proved biases with the tensors that the model adds (scores.py),
+and the rewritten graph's result with the model's output (outputs.py). All use the model's own values, so that one wrong site is one
+mismatch.
 
-The first mismatch raises VerificationMismatch before the compiled function runs. Then what that gives, and what it leaves in its inputs, is
-compared too (first.py): whatever the graph writes to later, the values in the end are the model's. The first backward is compared likewise
-(watching.py, gradients.py, site_gradients.py). Later calls run the compiled function alone.
+The first mismatch raises VerificationMismatch before the compiled function runs. Then the compiled function's outputs, and its writes to
+its inputs, are compared too (first.py): whatever the graph writes to later, the values in the end are the model's. The first backward is
+compared likewise (watching.py, gradients.py, site_gradients.py). Later calls run the compiled function alone.
 
-plan.py, checks.py: what to check, made ready before the graph is given away. running.py: the run. pairs.py: the model's tensors, query by
-key. numbers.py: how exact a number is. values.py: values of nodes, and which are needed. copies.py: of graphs and inputs.
-shared.py, ranks.py, as_read.py: attention over a sequence that ranks share.
-whole.py, interpreting.py: runs of a whole graph, in several arithmetics. recomputing.py: the model's operations at one site again.
-comparing.py: the rule that all results are compared by.
+plan.py, checks.py: the checks, prepared before the graph is given away. running.py: the run. pairs.py: the model's tensors, query by key.
+numbers.py: noise as large as a rounding. values.py: values of nodes, and the needed ones. copies.py: of graphs and inputs. shared.py,
+ranks.py, as_read.py: attention over a sequence that ranks share. whole.py, interpreting.py: runs of a whole graph, in several arithmetics.
+recomputing.py: the model's operations at one site again. comparing.py: the rule that compares all results.
 
-The run holds a copy of the inputs (of trained parameters only where the graph may write to them) and, for one site at a time, its
-attention in a wider dtype. Where gradients are needed the copy is held until the first backward, or until there can be none.
+The run holds a copy of the inputs (of trained parameters only if the graph may write to them) and, for one site at a time, its attention in
+a wider dtype. If gradients are needed, the copy is held until the first backward, or until there can be none.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ __all__ = ["Verification", "checked", "verifications"]
 
 
 def checked(compiled: Callable[..., Any], plan: CheckPlan | None) -> Callable[..., Any]:
-    """The compiled function, which verifies on its first call. plan: from `plan.prepare`; with None there is nothing to check.
+    """Return the compiled function, which verifies on its first call. plan: from `plan.prepare`; None: nothing to check.
 
-    A call on fake tensors, by which PyTorch learns shapes, is not the first call. One that raises VerificationMismatch does not
-    count either: the next call verifies again. A check that itself fails (out of memory ...) is one warning, and is not tried again;
-    with `strict` it raises.
+    A call on fake tensors, by which PyTorch infers shapes, is not the first call. One that raises VerificationMismatch does not count
+    either: the next call verifies again. A check that itself fails (out of memory ...) is one warning, and is not tried again; with
+    `strict` it raises.
     """
     if plan is None:
         return compiled
-    # Few processes verify, and all of them start.
+    # Imported late: most processes never verify.
     from attn_compiler.verifying.first import First
 
     first = First(plan)

@@ -1,4 +1,4 @@
-"""An attention as it was read off the model, computed pair by pair: products and a softmax, in whatever dtype is asked for."""
+"""An attention as it was recovered from the model, computed pair by pair in any dtype: products and a softmax."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from attn_compiler.verifying.values import NoValueError, Values
 
 
 def allowed(site: Site, spec: AttentionSpec) -> Expr:
-    """When a pair takes part."""
+    """Return the condition that allows a pair."""
     causal = ix.compare("<=", Index("k"), Index("q")) if spec.mask.is_causal else ix.TRUE
     return ix.apply("and", site.condition or ix.TRUE, causal)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AsRead:
-    """q (B, H, Q, D), k and v (B, Hkv, N, ·), sinks (H,). positions: of the queries, (Q,). loads, score_loads: what the mask and the biases
-    read."""
+    """q (B, H, Q, D), k and v (B, Hkv, N, ·), sinks (H,). positions: of the queries, (Q,). loads, score_loads: tensors read by the mask and
+    the biases."""
 
     site: Site
     spec: AttentionSpec
@@ -41,7 +41,7 @@ class AsRead:
     score_loads: Mapping[str, torch.Tensor]
 
     def run(self, dtype: torch.dtype | None = None, noise: Noise | None = None) -> torch.Tensor:
-        """(B, H, Q, Dv). dtype: of every step; None: those of the model. noise: on every step."""
+        """Return (B, H, Q, Dv). dtype: of every step; None: the model's own. noise: on every step."""
         batch, heads, queries, _ = self.q.shape
         wide = dtype or torch.promote_types(self.q.dtype, self.v.dtype)
         out = self.q.new_empty((batch, heads, queries, self.v.shape[3]), dtype=wide)
@@ -51,7 +51,7 @@ class AsRead:
         return out
 
     def rows(self) -> torch.Tensor:
-        """Which rows have any key: (B, H, Q, 1)."""
+        """Return the rows that have any key: (B, H, Q, 1)."""
         found = self.q.new_ones((*self.q.shape[:3], 1), dtype=torch.bool)
         if allowed(self.site, self.spec) != ix.TRUE:
             for at in self._slices():

@@ -1,4 +1,4 @@
-"""One thing to compare for one site: what it reads of the model's own run, and what it says of that."""
+"""One comparison for one site."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
 @dataclass(kw_only=True, eq=False)
 class Check:
-    """subject: as in Verification. new_out: what gives the site's output in the rewritten graph, if it was rewritten. shared: the site, if
-    its keys are on several ranks. needs: what has to be recorded first; skipped: why it can't be compared, if so."""
+    """subject: as in Verification. new_out: the node of the site's output in the rewritten graph, if it was rewritten. shared: the site, if
+    its keys are on several ranks. needs: values to record first. skipped: why it can't be compared, if so."""
 
     subject: str
     site: Site
@@ -28,18 +28,18 @@ class Check:
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether the site was left as the model made it."""
+        """True if the site was left as the model made it."""
         return self.shared is None and (self.site.spec is None or self.site.decision is None or self.new_out is None)
 
     @property
     def formula(self) -> str | None:
-        """What was read, for people."""
+        """The recovered mask or bias, for people."""
         if self.subject == "mask" and self.site.condition is not None:
             return masks.formula(self.site)
         return scores.words(self.site) if self.subject == "bias" else None
 
     def find_needs(self, values: Values) -> None:
-        """Rehearse what it reads."""
+        """Find the values to record by a rehearsal."""
         try:
             self.needs = values.needs(self._read)
         except NoValueError as error:
@@ -58,7 +58,7 @@ class Check:
             outputs.read(self.site, self.body, self.new_out, values)
 
     def compared(self, values: Values) -> Compared:
-        """Compare what a site has in one process, but for gradients. Raises VerificationMismatch, or NoValueError."""
+        """Compare a site in one process, but for gradients. Raises VerificationMismatch, or NoValueError."""
         if self.subject == "mask":
             return masks.check_mask(self.site, values)
         if self.subject == "bias":

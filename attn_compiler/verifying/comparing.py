@@ -1,9 +1,8 @@
-"""Results against the model's own: FlashAttention's rule, with as many runs of the model's own math as it takes.
+"""Comparison of results with the model's own by FlashAttention's rule, with as many runs of the model's own math as it takes.
 
-Most results are within the rounding of their dtype, and the model's own run decides. Else the exact ones are made, and the result
-may be off from them by twice what the model's own is off by (three times with a softcap). Else it is asked how far other roundings of the
-same math come, times the same factor (interpreting.py). Only that tells of sums in which everything cancels out, and of what is
-decided on the way.
+Most results are within the rounding of their dtype, and the model's own run decides. Otherwise the exact results are computed. A result may
+have twice the error of the model's own (three times with a softcap). Otherwise runs with noise show the spread of other roundings of the
+same math, times the same factor (interpreting.py). Only noise detects sums that cancel, and branches that a rounding decides.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.spec.numerics import FACTOR, FLOOR_ULPS, difference, exact_dtype, largest
 from attn_compiler.verifying.numbers import Noise
 
-#: runs with noise before a difference is taken to be one
+#: runs with noise before a difference counts as a mismatch
 NOISY_RUNS = 4
-#: so many where roundings move a result by a twentieth of it, as those of a steep softmax do: few runs come near to the largest error
+#: the runs if roundings move a result by a twentieth of it, as in a steep softmax: few runs come near the largest error
 NOISY_RUNS_OF_STEEP = 16
 STEEP = 0.05
-#: the share of a rounding below which an exact result is zero, but for its own rounding
+#: the share of a rounding below which an exact result counts as zero
 _NOTHING = 1e-6
 
 #: The model's own results in wider numbers: exact ones without noise, else with noise on each step
@@ -32,8 +31,8 @@ Run = Callable[[Noise | None], Sequence[torch.Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """elements: how many. error: the largest difference, allowed: its limit, if there may be one. left_out: there are others, which differ
-    and may."""
+    """elements: their number. error: the largest difference. allowed: its limit, if there is one. left_out: further elements may rightly
+    differ, and do."""
 
     elements: int
     error: float | None = None
@@ -42,7 +41,7 @@ class Compared:
 
     @staticmethod
     def together(parts: Iterable[Compared]) -> Compared:
-        """All elements, and the numbers of the part that came nearest to its limit."""
+        """Sum the elements, and keep the numbers of the part nearest to its limit."""
         elements, nearest, error, allowed = 0, 0.0, 0.0, 0.0
         for part in parts:
             elements += part.elements
@@ -53,9 +52,11 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What is allowed. rounded: the coarsest dtype on the way to the results. beside: other numbers that they are computed from, as
-    large as what may cancel out. weighted: the largest number that a result is a mean of, if it is one. A mean is always held against the
-    exact one. kept: the elements that count, None: all."""
+    """The allowed difference. rounded: the coarsest dtype on the way to the results.
+
+    beside: other operands, as large as values that may cancel. weighted: the largest operand of a weighted mean, if the result is one. A
+    mean is always compared with the exact one. kept: the elements that count, None: all.
+    """
 
     factor: float = FACTOR
     rounded: torch.dtype | None = None
@@ -66,7 +67,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """For people. names: of all results. site, formula: as in VerificationMismatch."""
+    """Names for people. names: of all results. site, formula: as in VerificationMismatch."""
 
     names: Callable[[], Sequence[str]]
     site: str
@@ -75,7 +76,7 @@ class Words:
     def mismatch(
         self, index: int, place: Sequence[int], expected: str, observed: str, **more: str
     ) -> VerificationMismatch:
-        """Of one result. place: its worst element; expected, observed: there."""
+        """Make the error of one result. place: its worst element; expected, observed: there."""
         return VerificationMismatch(
             site=self.site,
             what=self.names()[index],
@@ -88,7 +89,7 @@ class Words:
 
 
 def raise_first(found: Sequence[VerificationMismatch]) -> None:
-    """Raise the first of what was found, if anything was. Notes on it name the others."""
+    """Raise the first mismatch, if there is one. Notes on it name the others."""
     for other in found[1:]:
         found[0].add_note(
             f"also: the {other.what} at {other.site}, {other.index}: {other.observed} for {other.expected}"
@@ -98,7 +99,7 @@ def raise_first(found: Sequence[VerificationMismatch]) -> None:
 
 
 class _Numbers:
-    """One result of floating numbers: ours, the model's own, and the exact one, which is taken to be the model's own until it is known."""
+    """One floating-point result: ours, the model's own, and the exact one, which is the model's own until it is known."""
 
     def __init__(self, index: int, new: torch.Tensor, own: torch.Tensor, rule: Rule) -> None:
         self.index, self.new, self.own, self._rule = index, new, own, rule
@@ -110,7 +111,7 @@ class _Numbers:
         self.is_open |= rule.weighted is not None
 
     def _look(self, exact: torch.Tensor, counts: torch.Tensor, off: float, rounded: torch.dtype | None = None) -> None:
-        """Whether it holds, if the model's own result may be off by so much."""
+        """Compare with a model's result that may itself be off by `off`."""
         self._beside, self._counts = exact, counts
         floor = floor_of(self.own.dtype, exact, counts, rounded, self._rule.weighted or 0.0)
         self._limit(self._rule.factor * off + floor)
@@ -125,17 +126,17 @@ class _Numbers:
 
     @property
     def is_steep(self) -> bool:
-        """Whether few runs with noise don't tell how far roundings move it."""
+        """True if few runs with noise do not show how far roundings move it."""
         return self._rule.weighted is not None and self._moved > STEEP * largest(self._beside, self._counts)
 
     def beside(self, run: torch.Tensor | None) -> None:
-        """Look again, beside the exact result, or beside one with noise once that is known. A few runs with noise don't come as far as any
-        may: hence the same factor."""
+        """Compare again, with the exact result, or with one with noise once that is known. A few runs with noise do not reach the largest
+        possible error: hence the same factor."""
         made = _like(run, self.own).to(exact_dtype(self.own.dtype))
         if self._exact is None:
             self._exact = made
             own = difference(self.own, made)
-            # Where the model's own result overflows and the exact one does not, there is nothing to compare with.
+            # If the model's own result overflows and the exact one does not, there is nothing to compare with.
             counts = ~own.isinf() if self._rule.kept is None else self._rule.kept & ~own.isinf()
             self._look(made, counts, largest(own, counts))
             return
@@ -145,8 +146,8 @@ class _Numbers:
         self._limit(max(known, self.allowed))
 
     def settle(self, rounding: float) -> None:
-        """The last look: whether nothing is left of it but what the exact results' own dtype rounds, and what is found is less than the
-        rounding of what cancelled out."""
+        """Compare a last time: accept if the exact results are zero but for rounding, and the difference is below `rounding`. rounding:
+        that of the numbers that cancelled."""
         if largest(self._beside, self._beside.isfinite()) <= rounding * _NOTHING:
             self._counts = torch.ones_like(self._counts)
             self._limit(rounding)
@@ -159,7 +160,7 @@ class _Numbers:
 
 
 class _Others:
-    """One result of whole numbers or truth values: those that a rounding decides may be others."""
+    """One integer or bool result: elements that a rounding decides may differ."""
 
     found = allowed = 0.0
     is_steep = False
@@ -192,23 +193,21 @@ def _mismatch(
 def floor_of(
     dtype: torch.dtype, exact: torch.Tensor, counts: torch.Tensor, rounded: torch.dtype | None, at_least: float = 0.0
 ) -> float:
-    """The rounding of a result in its own dtype, or in the one that it was rounded to before, where that is coarser."""
+    """Return the rounding of a result in its own dtype, or in a coarser one that it was rounded to before."""
     units = max(FLOOR_ULPS[each] * torch.finfo(each).eps for each in (dtype, rounded or dtype))
     return units * max(largest(exact, counts & exact.isfinite()), at_least)
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The one with the fewest digits among those that have a rule."""
+    """Return the dtype with the fewest digits among those that have a rule."""
     return max(
         (dtype for dtype in dtypes if dtype in FLOOR_ULPS), key=lambda dtype: torch.finfo(dtype).eps, default=None
     )
 
 
 def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule, words: Words) -> Compared:
-    """Compare results one by one. None counts as a gradient of zeros. A pair is left out unless each side is a plain tensor or None.
-
-    Raises VerificationMismatch for the first that is not right.
-    """
+    """Compare results one by one. None counts as a gradient of zeros. A pair is left out unless each side is a plain tensor or None. Raises
+    VerificationMismatch for the first wrong one."""
     wrong: list[VerificationMismatch] = []
     every: list[_Numbers | _Others] = []
     for i, (x, y) in enumerate(zip(new, own, strict=True)):
@@ -222,8 +221,8 @@ def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule, words:
         x, y = _like(x, known), _like(y, known)
         every.append(_Numbers(i, x, y, rule) if y.is_floating_point() else _Others(i, x, y))
     _run_again(every, run)
-    # No noise shows in a gradient that is zero in every run, as that of the scores of a single key. What cancels out there is about as
-    # large as the other results.
+    # Noise does not show in a gradient that is zero in every run, as that of the scores of a single key. The cancelling terms are about
+    # as large as the other results.
     if any(one.is_open for one in every):
         rounding = max(_roundings([*(one.own for one in every), *rule.beside], rule.rounded), default=0.0)
         for one in every:
@@ -234,7 +233,7 @@ def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule, words:
 
 
 def _run_again(every: Sequence[_Numbers | _Others], run: Run) -> None:
-    """Make the runs that it takes."""
+    """Run the model's math until all results are settled, or the runs are used up."""
     for noise in (None, *(Noise(seed=seed) for seed in range(NOISY_RUNS_OF_STEEP))):
         left = [one for one in every if one.is_open]
         if not left or (noise is not None and noise.seed >= NOISY_RUNS and not any(one.is_steep for one in left)):
@@ -252,7 +251,7 @@ def _roundings(results: Iterable[torch.Tensor], rounded: torch.dtype | None) -> 
 
 
 def is_plain(x: Any) -> bool:
-    """Whether its elements can be compared."""
+    """Return True if its elements can be compared."""
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_quantized:
         return False
     return x.dtype in FLOOR_ULPS or x.is_complex() or not x.is_floating_point()
@@ -263,5 +262,5 @@ def _real(x: torch.Tensor) -> torch.Tensor:
 
 
 def _like(x: torch.Tensor | None, known: torch.Tensor) -> torch.Tensor:
-    """A result as real numbers; None: zeros."""
+    """Return a result as real numbers; zeros for None."""
     return torch.zeros_like(known) if x is None else _real(x.detach())

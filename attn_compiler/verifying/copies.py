@@ -1,4 +1,4 @@
-"""What a run that must leave no trace is done on: copies of graphs, which the compiler is given, and of inputs, which graphs write to."""
+"""Copies for a run without side effects: of graphs, which the compiler owns, and of inputs, which graphs write to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_compiler.torch_private import compat as torch_compat
 
 
 def copied_module(module: fx.GraphModule, graphs: Mapping[fx.GraphModule, fx.Graph]) -> fx.GraphModule:
-    """A graph module with the graph that `graphs` has for it, else a copy of its own; bodies nested in it likewise."""
+    """Copy a graph module with its graph in `graphs`, else with a copy of its own; nested bodies likewise."""
     graph = graphs.get(module)
     copy = fx.GraphModule(module, graph if graph is not None else torch_compat.copied_graph(module.graph))
     copy.meta.update(module.meta)
@@ -26,9 +26,10 @@ def copied_module(module: fx.GraphModule, graphs: Mapping[fx.GraphModule, fx.Gra
 
 
 def isolated(args: Sequence[Any], shared: Sequence[bool]) -> list[Any]:
-    """Tensors with the same elements, strides and aliasing as those of `args`, in memory of their own; the rest as it is.
+    """Copy tensors with the same elements, strides and aliasing as those of `args`, in separate memory.
 
-    shared: which to leave in their memory, because nothing writes to it. No tensor of the result requires grad.
+    shared: True for an input to leave in its memory, because nothing writes to it. Other values stay. No tensor of the result requires
+    grad.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     return [
@@ -41,7 +42,7 @@ def _isolated(x: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> tor
     if x.layout != torch.strided or torch_compat.is_wrapper_subclass(x) or x.is_conj() or x.is_neg():
         return x.clone()
     old = x.untyped_storage()
-    # Two tensors are aliases of each other when their storages start at one address, whoever holds them.
+    # Two tensors alias each other if their storages start at one address, even as separate objects.
     key = old.data_ptr() if old.nbytes() else id(x)
     if key not in storages:
         storages[key] = old.clone()  # type: ignore[no-untyped-call]
@@ -50,12 +51,12 @@ def _isolated(x: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> tor
 
 
 def is_trained_parameter(x: object) -> bool:
-    """Whether autograd itself would refuse most writes to the tensor."""
+    """Return True if autograd itself would refuse most writes to the tensor."""
     return isinstance(x, nn.Parameter) and x.requires_grad
 
 
 def share_memory(args: Sequence[Any], written: Sequence[bool]) -> bool:
-    """Whether a floating tensor that may be written to is in the memory of another one: in a wider dtype it would not be."""
+    """Return True if a floating tensor that may be written to aliases another one: in a wider dtype it would not."""
     seen: dict[int, bool] = {}
     for x, is_written in zip(args, written, strict=True):
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or torch_compat.is_wrapper_subclass(x):
@@ -72,14 +73,14 @@ def share_memory(args: Sequence[Any], written: Sequence[bool]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The generators of a run that leaves no trace, with their states before it."""
+    """The generators of a run without side effects, with their states before it."""
 
     states: Callable[[], list[torch.Tensor]]
     before: list[torch.Tensor]
 
     @property
     def any(self) -> bool:
-        """Whether random numbers were drawn so far."""
+        """True if random numbers were drawn so far."""
         return not all(map(torch.equal, self.before, self.states()))
 
 
@@ -87,10 +88,8 @@ class Drawn:
 def leaving_no_trace(
     args: Sequence[Any], devices: Sequence[torch.device], *, gradients: bool = False
 ) -> Iterator[Drawn]:
-    """With or without gradients, and so that random numbers are drawn afterwards as if nothing had been run.
-
-    That holds for the default generators of the CPU and of `devices`, and for the generators among `args`.
-    """
+    """Run with or without gradients, and restore the random state afterwards. That covers the default generators of the CPU and of
+    `devices`, and the generators among `args`."""
     generators = [x for x in args if isinstance(x, torch.Generator)]
     states = [generator.get_state() for generator in generators]
     others = [device for device in devices if device.type not in ("cpu", "meta")]

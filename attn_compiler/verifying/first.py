@@ -1,4 +1,4 @@
-"""The first call of a graph, and the first that a backward follows: what they give is compared with what the model's own graph gives."""
+"""The first call of a graph, and the first with a backward: comparison of their results with the model's own graph."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from attn_compiler.verifying.running import Run
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
 from attn_compiler.verifying.whole import Called, Fingerprint, fingerprint
 
-#: calls that could have been followed by a backward, but were not, until no more is waited for
+#: calls without the expected backward, after which none is expected any more
 CALLS_WITHOUT_BACKWARD = 8
 
 SUBJECT_OUTPUTS = "graph outputs"
 
 
 class First:
-    """What is left to check of one graph. Several threads may make the first call at once, and one of them verifies."""
+    """The remaining checks of one graph. Several threads may make the first call at once, and one of them verifies."""
 
     def __init__(self, plan: CheckPlan) -> None:
         self._plan: CheckPlan | None = plan
@@ -42,7 +42,7 @@ class First:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything was compared."""
+        """True if everything was compared."""
         return self._plan is None
 
     def call(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -60,7 +60,7 @@ class First:
         return outs
 
     def _begun(self, args: Sequence[Any]) -> tuple[Run | None, _Backward | None]:
-        """What is to be done once the function has run."""
+        """Run the checks before the call, and return those to finish after it."""
         with self._lock:
             plan, run = self._plan, None
             if plan is None:
@@ -70,7 +70,7 @@ class First:
                     run = running.run_checks(plan, args)
                     results.keep(run.found)
                     self._apart = run.apart
-                # Should the check itself have failed, it would fail again.
+                # A check that failed itself would fail again.
                 self._forward = False
                 self._backward = self._backward and run is not None
             return run, self._armed(plan, args, run)
@@ -79,7 +79,7 @@ class First:
         if not self._backward or self._is_watching:
             return None
         if plan.communicates:
-            # The sites' own gradients would need a run of the graph in the middle of this process's backward.
+            # Gradients of sites would need a run of the graph in the middle of this process's backward.
             self._backward = False
             results.keep([gradients.skipped(plan, "the graph communicates with other processes")])
             return None
@@ -128,14 +128,14 @@ class First:
         return found
 
     def _close(self) -> None:
-        """Let go of the plan once there is nothing to wait for."""
+        """Release the plan once nothing is left to wait for."""
         if not self._forward and not self._backward and not self._is_watching:
             self._plan = None
 
     def compare_gradients(
         self, called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor], *, moved: bool
     ) -> None:
-        """The end of the first backward. Raises VerificationMismatch, and the next call's is looked at again then."""
+        """Finish the first backward. Raises VerificationMismatch; the next call's backward is then checked again."""
         self._watched = None
         apart = self._apart or ("the caller wrote to an output in place that is a view" if moved else None)
         with _unhindered(called.plan, "the check of the gradients"):
@@ -145,7 +145,7 @@ class First:
 
 
 class _Backward:
-    """What the backward of one call is compared with. It is held by what watches that backward, and goes with it."""
+    """The data to compare one call's backward with. Its hooks hold it, and release it with the backward."""
 
     def __init__(self, *, first: First, called: Called, edges: dict[int, watching.Edge]) -> None:
         self.edges = edges
@@ -154,7 +154,7 @@ class _Backward:
         self._results: dict[int, _Held] = {}
 
     def remember(self, found: Sequence[Any]) -> None:
-        """Take note of what the results of the call hold, to see whether the caller writes to them."""
+        """Note the contents of the call's results, to detect writes by the caller."""
         for place, x in enumerate(found):
             if comparing.is_plain(x):
                 self._results[place] = _Held.now(x)
@@ -170,7 +170,7 @@ class _Backward:
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """What a tensor held at one time. alias: its memory, outside of autograd's graph."""
+    """The contents of a tensor at one time. alias: its memory, outside of autograd's graph."""
 
     alias: torch.Tensor
     held: Fingerprint
@@ -188,12 +188,12 @@ class _Held:
 
     @property
     def is_written(self) -> bool:
-        """Whether it holds something else since."""
+        """True if its contents changed since."""
         return fingerprint(self.alias) != self.held
 
     @property
     def is_moved(self) -> bool:
-        """Whether it is a view that autograd has given another place in its graph: hooks on the old one are not run."""
+        """True if it is a view that autograd moved to another node of its graph: hooks on the old one do not run."""
         return self.is_view and torch_compat.writes_counted(self.alias) != self.writes
 
 
@@ -218,13 +218,13 @@ def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification
 
 @contextlib.contextmanager
 def _unhindered(plan: CheckPlan, what: str) -> Iterator[None]:
-    """What fails in a check is no fault of the model: it runs on, with a warning. With strict=True it raises."""
+    """Turn a failure of a check into a warning: it is no fault of the model, which runs on. With strict=True it raises."""
     try:
         yield
     except VerificationMismatch:
         raise
     except Exception as error:
-        # Whatever breaks in a check, the user's model still runs.
+        # The user's model runs on if a check breaks.
         said = CompileFailed(
             step=f"run {what} of options={{'verify': True}}",
             graph=plan.graph,

@@ -1,8 +1,8 @@
-"""The first step's backward, against that of the model's own graph.
+"""Comparison of the first backward with that of the model's own graph.
 
-From what arrives at the compiled graph's outputs the model's own graph computes the gradients of its inputs, on copies of the
-inputs as they were at the call. Each site's are looked at where they are (site_gradients.py), then those that the compiled backward
-sent to the inputs, which also tells of what the backward read and somebody had written to since.
+From the gradients at the compiled graph's outputs the model's own graph computes the gradients of its inputs, on copies of the inputs as
+they were at the call. Each site's gradients are compared at the site (site_gradients.py), then those of the inputs. The latter also detect
+a tensor that the backward read after somebody had written to it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check_gradients(
 ) -> list[Verification]:
     """Compare the gradients of one backward. Raises VerificationMismatch.
 
-    written: results of the call that the caller has written to since, by place, with what they hold now. apart: why those of the whole
-    graph may rightly be others, if they may.
+    written: results of the call that the caller has written to since, by place, with their current contents. apart: why the whole graph's
+    gradients may rightly differ, if they may.
     """
     plan = called.plan
     if called.changed:
@@ -80,12 +80,12 @@ def _check_whole(called: Called, arrived: Arrived, backward: SeenBackward, ran: 
 
 
 def skipped(plan: CheckPlan, why: str) -> Verification:
-    """Of the whole graph's gradients."""
+    """Return a skipped check of the whole graph's gradients."""
     return whole.verification(plan, SUBJECT_WHOLE, skipped=why)
 
 
 class _GradientSession(Session):
-    """Keeps what each site's check needs until the backward has brought the gradient of its output."""
+    """Keep the values of each site's check until the backward has computed the gradient of its output."""
 
     def __init__(self, plan: CheckPlan) -> None:
         super().__init__(plan, plan.gradient_checks())
@@ -117,12 +117,12 @@ class _GradientSession(Session):
         given.values = dataclasses.replace(self._values, recorded=frozen, symbols=dict(self._values.symbols))
 
     def compare(self) -> None:
-        """Make the checks; the backward is done."""
+        """Run the checks, once the backward is done."""
         for check in [check for check, given in self._given.items() if given.values is not None]:
             try:
                 super()._guarded(check)
             except Exception as error:
-                # One site that can't be checked does not cost the others.
+                # A failed check of one site does not stop the others.
                 if self._plan.strict:
                     raise
                 self._skip(check, f"the check failed itself: {type(error).__name__}: {error}")
@@ -139,7 +139,7 @@ class _GradientSession(Session):
 
 
 def _frozen(plan: CheckPlan, key: Key, value: Any) -> Any:
-    """What a tensor holds now, whoever writes to it later."""
+    """Return a tensor's current contents, protected from later writes."""
     if not isinstance(value, torch.Tensor):
         return value
     body = next(body for body in plan.mirrors.values() if body.index == key.body)

@@ -1,9 +1,8 @@
-"""The model's own graph, run op by op: in its own numbers, in wider ones, or with noise where it rounds.
+"""Run of the model's own graph, op by op: in its own numbers, in wider ones, or with noise at each rounding.
 
-Wider: every floating dtype that the graph asks for is replaced and no autocast applies, so that the result is exact. Noise: each
-result is multiplied by 1 + e, |e| at most the rounding that its dtype allows for. What that does to the results shows how far
-other roundings of the same math may be off, through whatever cancels out or is decided on the way; autograd multiplies the
-gradients by the same.
+Wider: every floating dtype of the graph is replaced and no autocast applies, so that the result is exact. Noise: each result is multiplied
+by 1 + e, |e| at most the rounding of its dtype. Its effect on the results shows the possible error of other roundings of the same math,
+through cancellations and branches on the way. Autograd multiplies the gradients by the same factor.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """dtype: takes the place of every floating one; None: the model's own. noise: on every result, if any; needs a dtype."""
+    """dtype: replaces every floating one; None: the model's own. noise: on every result, if any; needs a dtype."""
 
     dtype: torch.dtype | None = None
     noise: Noise | None = None
 
     def number(self, x: Any) -> Any:
-        """An argument of a call, or a tensor that the graph holds."""
+        """Convert an argument of a call, or a tensor attribute of the graph."""
         if self.dtype is None:
             return x
         if isinstance(x, torch.dtype):
@@ -49,7 +48,7 @@ class Arithmetic:
         return x
 
     def result(self, node: fx.Node, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
-        """What a node gives. A tensor that others share memory with is what it is."""
+        """Convert a node's result. A tensor that shares memory with an input stays."""
         if self.dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         if any(shares_memory(value, x) for x in inputs):
@@ -63,7 +62,7 @@ AS_IT_IS = Arithmetic()
 
 @dataclass(frozen=True, kw_only=True)
 class Autocast:
-    """The autocast that a graph is called in, for each device type of it."""
+    """The autocast state of a graph's call, by device type."""
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
 
@@ -74,7 +73,7 @@ class Autocast:
 
     @contextlib.contextmanager
     def again(self, *, none: bool = False) -> Iterator[None]:
-        """In the same autocast; none: in none at all."""
+        """Enter the same autocast; none: disable autocast."""
         with contextlib.ExitStack() as stack:
             for device_type, enabled, dtype in self.states:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled and not none))
@@ -84,10 +83,7 @@ class Autocast:
 def interpret(
     module: fx.GraphModule, args: Sequence[Any], arithmetic: Arithmetic = AS_IT_IS, record: Record | None = None
 ) -> Any:
-    """Run a graph; the bodies of its higher-order calls run in the same way.
-
-    record: is told each node with its value, and says what takes its place.
-    """
+    """Run a graph and the bodies of its higher-order calls. record: called with each node and its value; its result replaces the value."""
     bodies = [body for body in torch_compat.graph_modules(module) if body is not module]
 
     def runner(body: fx.GraphModule) -> Callable[..., Any]:
@@ -99,7 +95,7 @@ def interpret(
         return runner(module)(*map(arithmetic.number, args))
     finally:
         for body in bodies:
-            # What was set above hides the method of the class.
+            # The attribute set above hides the class's method.
             body.__dict__.pop("forward", None)
 
 
@@ -118,7 +114,7 @@ class _Interpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ == _CHECKPOINT:
-            # A checkpoint gives what its body gives, which PyTorch would run with an interpreter of its own.
+            # A checkpoint returns its body's results, and PyTorch would run that with another interpreter.
             body, *inputs = args
             return body(*inputs)
         if self._arithmetic.dtype is not None and getattr(target, "__name__", None) == _ENTER_AUTOCAST:
@@ -143,21 +139,19 @@ class _Interpreter(fx.Interpreter):
         )
 
 
-# ---- SDPA called again on real tensors, which need no gradients ------------------------------------------------------
+# ---- SDPA called again on real tensors without gradients ------------------------------------------------------------
 
 
 def _exactly(target: Callable[..., Any] | str, *, wider: bool) -> AbstractContextManager[Any]:
-    """Inside, a call of SDPA in a wider dtype is what SDPA is defined as. Its kernels have other limits there than in the model's dtype."""
+    """Use SDPA's definition for calls in a wider dtype, in which its kernels have other limits than in the model's dtype."""
     return sdpa_kernel(SDPBackend.MATH) if wider and target in _SDPA else contextlib.nullcontext()
 
 
 def with_rows(
     target: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; of SDPA with a mask of two axes or more.
-
-    PyTorch's kernels can't read a mask of one axis. The model's own call may have had gradients, for which SDPA took none of them.
-    """
+    """Return the arguments of a call, for SDPA with a mask of at least two axes. PyTorch's kernels can't read a mask of one axis. The
+    model's own call may have had gradients, for which SDPA uses none of these kernels."""
     if target not in _SDPA:
         return args, dict(kwargs)
     if "attn_mask" in kwargs:

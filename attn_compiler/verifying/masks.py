@@ -1,8 +1,8 @@
-"""The recovered mask against the model's own: the condition at every (b, h, q, k), and the tensors that the model masks with.
+"""Comparison of the recovered mask with the model's own: the condition at every (b, h, q, k), and the model's masking tensors.
 
-What is allowed: no difference at all. Where the condition holds, the model must let the pair through (True, or 0 added), and
-where it does not, the model must mask it (False, or at most float16's lowest number added). A number between is neither.
-Where a bias is added besides, such a number is what is added (scores.py), and a pair may also be masked by the bias itself.
+No difference is allowed. If the condition holds, the model must allow the pair (True, or 0 added); otherwise it must mask it (False, or at
+most float16's lowest number added). A number between is neither. With a bias, such a number belongs to the bias (scores.py), and the bias
+itself may mask a pair, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORDS = {MASKED: "masked out", ALLOWED: "allowed"}
 
 
 def read(site: Site, values: Values) -> None:
-    """Read what `check_mask` needs. Raises NoValueError."""
+    """Read the inputs of `check_mask`. Raises NoValueError."""
     if site.condition is None:
         mask = site.spec.mask if site.spec is not None else None
         raise NoValueError((mask.reason if mask is not None else None) or "the mask was not read")
@@ -33,12 +33,12 @@ def read(site: Site, values: Values) -> None:
 
 
 def check_mask(site: Site, values: Values) -> Compared:
-    """Compare, slice by slice. Raises VerificationMismatch, or NoValueError."""
+    """Compare slice by slice. Raises VerificationMismatch, or NoValueError."""
     condition = site.condition
     if condition is None:
         raise NoValueError("the mask was not read")
     words = {"what": "recovered mask", "formula": formula(site), "gives": "a mask", "allowed": "no difference"}
-    mask = Recovered.of(site, values, [condition], site.loads, **words)
+    mask = Recovered.from_site(site, values, [condition], site.loads, **words)
     mixed = bool(pairs.biases(site))
     for at in mask.slices():
         expected = _effects([one.at(at) for one in mask.own], mixed=mixed)
@@ -52,13 +52,13 @@ def check_mask(site: Site, values: Values) -> Compared:
 
 
 def _effects(own: list[Own], *, mixed: bool) -> torch.Tensor:
-    """What the model does with the pairs of a slice. mixed: something is added besides the mask, so any number lets through."""
+    """Return the model's effect on each pair of a slice. mixed: biases are added besides the mask, so any other number allows."""
     found = pairs.together([pairs.effects(one, BIASED_MASKED_BELOW if mixed else MASKED_BELOW) for one in own])
     return torch.where(found == NEITHER, ALLOWED, found).to(torch.int8) if mixed else found
 
 
 def _masked_by(bias: Recovered, at: Slice, expected: torch.Tensor) -> torch.Tensor:
-    """The pairs that the model masks, and a bias holds a number that does so: a ready-made one may be a mask too."""
+    """Return the pairs that the model masks and whose bias is as low as a mask: an unread bias may be a mask, too."""
     found = torch.zeros((), dtype=torch.bool, device=expected.device)
     for kind in pairs.biases(bias.site):
         found = found | (bias.on(kind.summand, at, expected.device) <= STILL_MASKED_BELOW)
@@ -66,7 +66,7 @@ def _masked_by(bias: Recovered, at: Slice, expected: torch.Tensor) -> torch.Tens
 
 
 def formula(site: Site) -> str:
-    """The recovered condition in words."""
+    """Return the recovered condition in words."""
     return "(not read)" if site.condition is None else ix.text(site.condition)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_compiler.spec.dtypes import HALVES
 from attn_compiler.spec.numerics import FLOOR_ULPS
 
-#: over a dtype's eps: beside numbers as low no score of 16 has digits left
+#: divided by a dtype's eps: added to numbers this low, a score of 16 loses all digits
 _MASKS = -64.0
 
 
@@ -32,11 +32,8 @@ class Noise:
         return drawn * 2 - 1
 
     def on_step(self, value: Any, own: Any, inputs: Iterable[Any]) -> Any:
-        """What a step of the model gives, as another rounding might have made it.
-
-        own: the step's value in the model, whose dtype it is rounded to. A value that is no number, and one that shares memory with an
-        input, is what it is.
-        """
+        """Return a step's result as another rounding might have made it. own: the step's value in the model, whose dtype it is rounded to.
+        Integers, and values that share memory with an input, stay."""
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         if not isinstance(own, torch.Tensor) or own.dtype not in FLOOR_ULPS:
@@ -46,25 +43,25 @@ class Noise:
         return self.on(value, own.dtype)
 
     def on(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor as another rounding to the dtype might have made it. Numbers that mask stay: each is the same for all keys, and noise
-        would give one key all the weight of a query that they leave no other."""
+        """Return a tensor as another rounding to the dtype might have made it. Masking numbers stay: each is the same for all keys. If they
+        mask all keys of a query, noise would give one key all the weight."""
         eps = torch.finfo(dtype).eps
         return torch.where(x <= _MASKS / eps, x, x * (1 + FLOOR_ULPS[dtype] * eps * self.like(x)))
 
 
 def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may have elements in common: those of one storage, and those that have none."""
+    """Return True if two tensors may have elements in common: of one storage, or without a storage."""
     if not x.layout == other.layout == torch.strided:
         return True
     return x.numel() > 0 and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-# ---- noise where a fused kernel rounds and the model's own operations do not -----------------------------------------
+# ---- noise for roundings of a fused kernel that the model's own operations do not have --------------------------------
 #
-# A softmax's backward is `w * (dw - sum(w * dw))`. The model takes the sum of its own weights. A fused kernel takes `sum(do * o)`, of an
-# output that is rounded. Where one key has all the weight, the model's difference is exactly zero, and the kernel's is that rounding.
+# A softmax's backward is `w * (dw - sum(w * dw))`. The model sums over its own weights. A fused kernel computes `sum(do * o)` from a
+# rounded output. If one key has all the weight, the model's difference is exactly zero, and the kernel's is that rounding.
 
-#: A half is rounded once, to the nearest. A wider output is off by what its own sum is off.
+#: A half is rounded once, to the nearest. A wider output has the error of its own sum.
 _ULPS = {**FLOOR_ULPS, **dict.fromkeys(HALVES, 0.5)}
 
 _BACKWARD = torch.ops.aten._softmax_backward_data.default
@@ -72,10 +69,8 @@ _BACKWARD = torch.ops.aten._softmax_backward_data.default
 
 @contextlib.contextmanager
 def fused_noise(noise: Noise | None, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, the sum of every softmax's backward is off by a rounding of its largest summand.
-
-    SDPA runs as two products and a softmax inside. dtype: that a kernel rounds its output to. Without noise or a dtype nothing changes.
-    """
+    """Disturb the sum of every softmax's backward in the block by a rounding of its largest summand. SDPA runs as two products and a
+    softmax in the block. dtype: of a kernel's rounded output. Without noise or a dtype nothing changes."""
     if noise is None or dtype not in _ULPS:
         yield
         return

@@ -1,11 +1,10 @@
-"""The output of a lowered site against the model's own, both computed from the model's own values on the first call.
+"""Comparison of a lowered site's output with the model's own, both computed from the model's own values on the first call.
 
-What is allowed is FlashAttention's rule: the lowered output may be off from the exact one by twice what the model's own is off
-by (three times with a softcap), plus the rounding of the result. Exact: the model's own operations on the same inputs of the
-site, in float32 for 16-bit outputs and in float64 for others. The site's inputs are the model's own, so errors of other
-sites do not add up, and the rule can be as tight for the last layer as for the first.
+FlashAttention's rule: the lowered output may have twice the error of the model's own (three times with a softcap), plus the rounding of the
+result. Exact: the model's own operations on the same inputs of the site, in float32 for 16-bit outputs and in float64 for others. The
+site's inputs are the model's own, so errors of other sites do not add up, and the rule is as tight for the last layer as for the first.
 
-Left out are rows without any key in which the model's own masking, by -inf, gives no number: a kernel gives 0 there.
+Rows without keys are left out if the model's own masking, by -inf, gives NaN: a kernel gives 0 there.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from attn_compiler.verifying.values import Body, NoValueError, Values
 
 
 def factor(site: Site) -> float:
-    """Of the rule."""
+    """Return the factor of the rule."""
     return FACTOR if site.spec is None or site.spec.score.softcap is None else FACTOR_SOFTCAP
 
 
 def read(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> None:
-    """Read what `check_output` needs. new_out: in the body's rewritten graph. Raises NoValueError."""
+    """Read the inputs of `check_output`. new_out: in the body's rewritten graph. Raises NoValueError."""
     if site.spec is None or site.decision is None or new_out is None:
         raise NoValueError("the site is as the model made it")
     if site.spec.score.dropout_p > 0:
@@ -44,7 +43,7 @@ def read(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> Non
 
 
 def read_own(site: Site, body: Body, values: Values) -> None:
-    """Read what `beside_own` needs. Raises NoValueError, also where the rule is not for the lowering."""
+    """Read the inputs of `beside_own`. Raises NoValueError, also if the rule does not cover the lowering."""
     if site.decision is not None and site.decision.lowering in FP8:
         raise NoValueError("FP8 rounds more than the rule allows for")
     values.mirror(site.match.out)
@@ -63,7 +62,7 @@ def check_output(site: Site, body: Body, new_out: fx.Node, values: Values) -> Co
 def beside_own(
     site: Site, body: Body, new: torch.Tensor, values: Values, kept: torch.Tensor | None, what: str
 ) -> Compared:
-    """Compare a tensor with what the model computes at a site. kept, what: as in `compared`. Raises as that does."""
+    """Compare a tensor with the model's result at a site. kept, what: as in `compared`. Raises as that does."""
     own, v = floating(values.mirror(site.match.out)), values.mirror(site.match.v.node)
     dtype = exact_dtype(own.dtype)
 
@@ -85,10 +84,10 @@ def compared(
     what: str,
     formula: str | None = None,
 ) -> Compared:
-    """Whether `new` is as near to the exact result as the rule asks. Raises VerificationMismatch, or NoValueError.
+    """Compare `new` with the exact result by the rule. Raises VerificationMismatch, or NoValueError.
 
-    own: the result in the model's own dtypes. run: gives the exact one, or one with noise on each step. v: what is weighted. kept: which
-    elements count, None: all. what: `new` is, for people. formula: of the mask, None: as it was read.
+    own: the result in the model's own dtypes. run: computes the exact one, or one with noise on each step. v: the weighted operand. kept:
+    the elements that count, None: all. what: the name of `new`, for people. formula: of the mask, None: the recovered one.
     """
     weighted = float(v.abs().max()) if v.numel() else 0.0
     rule = Rule(factor=factor(site), weighted=weighted, kept=kept)
@@ -104,14 +103,14 @@ def compared(
 
 
 def floating(x: Any) -> torch.Tensor:
-    """A value as a tensor that the rule is for. Raises NoValueError."""
+    """Return a value as a tensor of a dtype with a rule. Raises NoValueError."""
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOOR_ULPS:
         raise NoValueError("the output is no tensor of a floating dtype that has a rule")
     return x
 
 
 def kept_rows(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
-    """Which elements of the output belong to rows with keys, or are numbers, in the output's own dimensions; None if all are."""
+    """Return the elements of the output in rows with keys, or that are numbers, in its own dimensions; None if all are."""
     if not bool(own.isnan().any()):
         return None
     rows = pairs.rows_with_keys(site, values)
@@ -120,10 +119,8 @@ def kept_rows(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | N
 
 
 def spread(site: Site, rows: torch.Tensor | None, values: Values) -> torch.Tensor | None:
-    """The elements of the output that belong to rows, in the output's own dimensions; None if all do.
-
-    rows: broadcasts to (B, Hq, Sq, 1).
-    """
+    """Return the elements of the output that belong to rows, in the output's own dimensions; None if all do. rows: broadcasts to (B, Hq,
+    Sq, 1)."""
     if rows is None or bool(rows.all()):
         return None
     match = site.match
@@ -136,7 +133,7 @@ def spread(site: Site, rows: torch.Tensor | None, values: Values) -> torch.Tenso
 
 @dataclass(frozen=True)
 class RealBuilder:
-    """Runs calls on real tensors."""
+    """A builder that runs calls on real tensors."""
 
     values: Values
 
@@ -160,5 +157,5 @@ class RealBuilder:
 
 
 def lowered(site: Site) -> str:
-    """What is compared, for people."""
+    """Return the name of the compared tensor, for people."""
     return f"output of {site.decision.lowering}" if site.decision is not None else "output"

@@ -1,6 +1,6 @@
-"""What the model masks with and adds to its scores, pair by pair: its own tensors over (b, h, q, k), and expressions beside them.
+"""The model's own masks and biases over (b, h, q, k), and recovered expressions beside them.
 
-A pair is a query and a key of one batch row and head. Tensors and expressions are looked at in slices of bounded size.
+A pair is a query and a key of one batch row and head. Tensors and expressions are evaluated in slices of bounded size.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.verifying.values import NoValueError, Values
 
-#: pairs of one slice: what is evaluated at once, in int64 or float64
+#: pairs of one slice, evaluated at once in int64 or float64
 MOST_PAIRS = 2**24
 
-#: what the model does with a pair
+#: the model's effect on a pair
 MASKED, ALLOWED, NEITHER = 0, 1, 2
 
-#: A mask that a bias was added to may be above float16's lowest number by as much; no penalty is as low
+#: A mask plus a bias may be above float16's lowest number; no penalty is this low
 BIASED_MASKED_BELOW = MASKED_BELOW / 2
 
 NAMES = ("b", "h", "q", "k")
@@ -62,7 +62,7 @@ class Slice:
     end: int
 
     def place(self, query: int, key: int) -> tuple[int, int, int, int]:
-        """(b, h, q, k) of a pair, whose query is counted from the first of the slice."""
+        """Return (b, h, q, k) of a pair. query: counted from the slice's first."""
         return self.b, self.h, self.first + query, key
 
     def __str__(self) -> str:
@@ -74,12 +74,12 @@ def terms(site: Site) -> tuple[Term, ...]:
 
 
 def biases(site: Site) -> tuple[ProvedScore, ...]:
-    """What was proved to be added besides the mask; none if nothing is."""
+    """Return the proved biases besides the mask."""
     return site.spec.score.proved if site.spec is not None else ()
 
 
 def read(site: Site, loads: Iterable[tuple[Expr, Mapping[str, Version]]], values: Values) -> None:
-    """Read the site's own tensors, and what each expression loads. Raises NoValueError."""
+    """Read the site's own tensors, and the loads of each expression. Raises NoValueError."""
     for term in terms(site):
         held(term, values)
     for x, known in loads:
@@ -87,13 +87,13 @@ def read(site: Site, loads: Iterable[tuple[Expr, Mapping[str, Version]]], values
 
 
 def held(term: Term, values: Values) -> torch.Tensor:
-    """A term's tensor where the model uses it. Raises NoValueError."""
+    """Return a term's tensor at its use in the model. Raises NoValueError."""
     used = term.operand.used
     return values.tensor(term.operand.node, values.mirror_of(used).order(used))
 
 
 def loaded(expressions: Iterable[Expr], known: Mapping[str, Version], values: Values) -> dict[str, torch.Tensor]:
-    """The tensors that expressions load from. Raises NoValueError."""
+    """Return the tensors that expressions load from. Raises NoValueError."""
     names = {load.tensor for x in expressions for load in ix.loads(x)}
     for name in names - known.keys():
         raise NoValueError(f"where {name} is read from is not known")
@@ -101,7 +101,7 @@ def loaded(expressions: Iterable[Expr], known: Mapping[str, Version], values: Va
 
 
 def shape(match: Match, values: Values) -> tuple[int, ...]:
-    """(B, Hq, Sq, Skv) as numbers."""
+    """Return (B, Hq, Sq, Skv) as numbers."""
     return tuple(
         values.size(axes.dim_size(dim))
         for dim in (match.axes.batch, match.axes.heads, match.axes.query, match.axes.key)
@@ -109,7 +109,7 @@ def shape(match: Match, values: Values) -> tuple[int, ...]:
 
 
 def own(site: Site, values: Values) -> list[Own]:
-    """Everything that the model adds or masks with. Raises NoValueError."""
+    """Return every tensor that the model adds or masks with. Raises NoValueError."""
     adds = [True] * len(site.added) + [False] * len(site.allowed)
     return [
         Own(x=_arranged(site.match, term, values), term=term, adds=added)
@@ -118,7 +118,7 @@ def own(site: Site, values: Values) -> list[Own]:
 
 
 def _arranged(match: Match, term: Term, values: Values) -> torch.Tensor:
-    """A term's tensor, so that it broadcasts to (B, Hq, Sq, Skv)."""
+    """Arrange a term's tensor to broadcast to (B, Hq, Sq, Skv)."""
     operand = term.operand
     reads = {atom: atom for atom in axes.flat(operand.dims)}
     pair = (match.axes.batch, match.axes.heads, match.axes.query, match.axes.key)
@@ -130,11 +130,11 @@ def _arranged(match: Match, term: Term, values: Values) -> torch.Tensor:
     return found
 
 
-# ---- what the model does with a pair ------------------------------------------------------------------------------
+# ---- the model's effect on a pair ---------------------------------------------------------------------------------
 
 
 def effects(one: Own, lowest: float = MASKED_BELOW) -> torch.Tensor:
-    """What one tensor does with each pair: MASKED, ALLOWED or NEITHER, as int8. lowest: numbers up to here mask."""
+    """Return one tensor's effect on each pair: MASKED, ALLOWED or NEITHER, as int8. lowest: numbers up to here mask."""
     x, term = one.x, one.term
     if not one.adds:
         return ((x != 0) ^ term.inverted).to(torch.int8)
@@ -143,7 +143,7 @@ def effects(one: Own, lowest: float = MASKED_BELOW) -> torch.Tensor:
 
 
 def together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """What several do together: one that masks is enough."""
+    """Combine effects: one tensor that masks is enough."""
     result = parts[0]
     for part in parts[1:]:
         either = torch.maximum(result, part)
@@ -152,7 +152,7 @@ def together(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def rows_with_keys(site: Site, values: Values) -> torch.Tensor | None:
-    """Which rows have any key that is not masked: bool, broadcasts to (B, Hq, Sq, 1). None if the site has no mask."""
+    """Return the rows with any allowed key: bool, broadcasts to (B, Hq, Sq, 1). None if the site has no mask."""
     if not terms(site):
         return None
     rows = None
@@ -176,7 +176,7 @@ def slices(sizes: tuple[int, ...]) -> Iterator[Slice]:
 
 
 def sliced(x: torch.Tensor, at: Slice) -> torch.Tensor:
-    """(1, 1, queries or 1, keys or 1)"""
+    """Return (1, 1, queries or 1, keys or 1)."""
     for dim, (start, end) in enumerate(((at.b, at.b + 1), (at.h, at.h + 1), (at.first, at.end))):
         if x.shape[dim] != 1:
             x = x[(slice(None),) * dim + (slice(start, end),)]
@@ -184,7 +184,7 @@ def sliced(x: torch.Tensor, at: Slice) -> torch.Tensor:
 
 
 def varying(expressions: Sequence[Expr], found: list[Own], full: tuple[int, ...]) -> tuple[int, ...]:
-    """The part of (B, Hq, Sq, Skv) to look at: one index is enough along an axis that changes neither side."""
+    """Return the part of (B, Hq, Sq, Skv) to evaluate: one index is enough along an axis on which nothing depends."""
     return tuple(
         size
         if any(ix.mentions(x, Index(name)) for x in expressions) or any(one.x.shape[dim] != 1 for one in found)
@@ -204,10 +204,8 @@ def evaluated(
     nudge: float = 0.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """An expression on a slice, broadcasts to (queries, keys). Raises NoValueError, and what `evaluate_on` does of the indices.
-
-    positions: of all queries, if they are not 0, 1, 2, ...
-    """
+    """Evaluate an expression on a slice, broadcasting to (queries, keys). Raises NoValueError, and `evaluate_on`'s errors of indices.
+    positions: of all queries, if they are not 0, 1, 2, ..."""
     queries = torch.arange(at.first, at.end, device=device) if positions is None else positions[at.first : at.end]
     grid: dict[str, int | torch.Tensor] = {
         **values.symbols,
@@ -226,9 +224,10 @@ def evaluated(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recovered:
-    """Expressions that were recovered of a site, beside the model's own tensors, slice by slice.
+    """Recovered expressions of a site, beside the model's own tensors, slice by slice.
 
-    what, formula: they are, for people. gives: what they should. sizes: the part of (B, Hq, Sq, Skv) to look at. tensors: that they load.
+    what, formula: their name and text, for people. gives: their expected values. sizes: the part of (B, Hq, Sq, Skv) to evaluate. tensors:
+    read by their loads.
     """
 
     site: Site
@@ -242,10 +241,10 @@ class Recovered:
     tensors: Mapping[str, torch.Tensor]
 
     @staticmethod
-    def of(
+    def from_site(
         site: Site, values: Values, expressions: Sequence[Expr], known: Mapping[str, Version], **words: str
     ) -> Recovered:
-        """known: where the expressions' loads are read from. Raises NoValueError."""
+        """Read the inputs of a comparison. known: the versions that the expressions load from. Raises NoValueError."""
         found = own(site, values)
         sizes = varying(expressions, found, shape(site.match, values))
         tensors = loaded(expressions, known, values)
@@ -255,7 +254,7 @@ class Recovered:
         return slices(self.sizes)
 
     def on(self, x: Expr, at: Slice, device: torch.device, *, nudge: float = 0.0) -> torch.Tensor:
-        """One of the expressions on a slice, broadcasts to (queries, keys). Raises VerificationMismatch if it has no value."""
+        """Evaluate one expression on a slice, broadcasting to (queries, keys). Raises VerificationMismatch if it has no value."""
         try:
             return evaluated(x, at, self.sizes[3], self.values, self.tensors, device, nudge=nudge)
         except (IndexError, ZeroDivisionError) as error:
@@ -269,7 +268,7 @@ class Recovered:
     def mismatch(
         self, at: Slice, query: int, key: int, wrong: torch.Tensor, *, expected: str, observed: str, **more: str
     ) -> VerificationMismatch:
-        """query, key: of a pair that differs, in a slice. wrong: all of the slice that do."""
+        """Make the error. query, key: of a pair that differs, in a slice. wrong: True for all such pairs of the slice."""
         place = at.place(query, key)
         return self._mismatch(
             index=index(place),
@@ -285,10 +284,10 @@ class Recovered:
 
 
 def index(place: Sequence[int]) -> str:
-    """For people: "b=0, h=1, q=2, k=3"."""
+    """Return text for people: "b=0, h=1, q=2, k=3"."""
     return ", ".join(f"{name}={i}" for name, i in zip(NAMES, place, strict=True))
 
 
 def elements(found: list[Own], place: Sequence[int]) -> str:
-    """What the model's tensors hold at a pair."""
+    """Return the elements of the model's tensors at a pair, for people."""
     return ", ".join(f"{one.term.operand.node.name} holds {one.element(place)}" for one in found)

@@ -1,4 +1,4 @@
-"""What is to be checked on the first call, made ready before the graph is given away: copies, and what each check needs."""
+"""The checks of the first call, prepared before the graph is given away: copies, and the needs of each check."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from attn_compiler.verifying.values import Body, Key, Values
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Padded:
-    """What a graph gives at padding, which counts for nothing once padding is left out: it is 0 on both sides when results are compared.
+    """A graph without padding: outputs at padding are 0 on both sides of a comparison.
 
-    before: gives from the graph's inputs which tokens it computes, (B, S). places: of each output with padding the axes of rows and
-    positions, or twice the one that holds both."""
+    before: computes from the graph's inputs the tokens that it computes, (B, S). places: for each output with padding the axes of rows and
+    positions, or twice the one that holds both.
+    """
 
     before: fx.GraphModule
     places: Mapping[int, tuple[int, int]]
 
     def cleared(self, found: Mapping[int, Any], inputs: Sequence[Any]) -> dict[int, Any]:
-        """Tensors by the place of the output that they belong to, with 0 at padding."""
+        """Set tensors to 0 at padding, by the place of their output."""
         with torch.no_grad():
             real = self.before(*inputs)[0]
         return {
@@ -62,11 +63,10 @@ def _cleared(x: torch.Tensor, real: torch.Tensor, places: tuple[int, int]) -> to
 class CheckPlan:
     """graph: its name in the report. module: the model's own graph. bodies: by graph module of `module`. checks: in order.
 
-    symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number.
-    inputs: names for people. may_write: for each input of the graph, whether something in the graph may write to it. devices: that values
-    live on. communicates: with other processes. rounded: the coarsest dtype in it. strict: whether a check that fails itself raises.
-    padded: what counts for nothing, in a graph that padding was taken out of. ranks: those that share the sequence, if several do.
-    has_linear: lowerings stand in the place of functions of linear attention.
+    symbols: name of a symbolic size -> (body, node, dimension) of a value that has it; the dimension is None for a number. inputs: names
+    for people. may_write: for each input, True if something in the graph may write to it. devices: of the values. communicates: with other
+    processes. rounded: the coarsest dtype in it. strict: a check that fails itself raises. padded: the padding, if the graph leaves it out.
+    ranks: those that share the sequence, if several do. has_linear: lowerings replace functions of linear attention.
     """
 
     graph: str
@@ -86,7 +86,7 @@ class CheckPlan:
     has_linear: bool = False
 
     def gradient_checks(self) -> list[Check]:
-        """One for each site."""
+        """Return a gradient check for each site."""
         outs = [check for check in self.checks if check.subject == "output"]
         made = [Check(subject="gradient", site=c.site, body=c.body, new_out=c.new_out) for c in outs]
         for check in made:
@@ -95,17 +95,17 @@ class CheckPlan:
 
 
 def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
-    """The plan for one graph that was rewritten and is about to be given away; None if it holds no site, and no linear attention."""
+    """Plan the checks of a rewritten graph that is about to be given away; None if it has no site, and no linear attention."""
     if rewritten.failed or not (rewritten.report.linear or any(unit.found.sites for unit in rewritten.units)):
         return None
     if rewritten.packed is not None:
         return _of_packed(gm, rewritten, rewritten.packed)
     graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
     if rewritten.snapshot is not None and rewritten.report.linear:
-        # Graphs without attention have calls of linear attention, too.
+        # Graphs without softmax attention may call linear attention.
         graphs = {module: rewritten.snapshot.graph(module) for module in torch_compat.graph_modules(gm)} | graphs
     graphs |= {u.graph_module: look.original for u in rewritten.units if (look := _look(u)) is not None}
-    # A graph without attention is as it was; masks of the bodies that it calls may have been read in it.
+    # A graph without attention is unchanged; masks of bodies that it calls may have been read in it.
     units = _with_callers(rewritten.units)
     for unit in units:
         if unit.graph_module not in graphs:
@@ -117,7 +117,7 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
         body.given |= _given(unit, made)
     bodies = {graphs[unit.graph_module]: body for unit, body in made.items()}
     mirrors = {body.mirror.graph: body for body in made.values()}
-    ranks = next((Ranks.of(look) for unit in units if (look := _look(unit)) is not None), None)
+    ranks = next((Ranks.from_look(look) for unit in units if (look := _look(unit)) is not None), None)
     checks = [check for unit, body in made.items() for check in _checks(unit, body, ranks)]
     for check in checks:
         check.find_needs(Values(bodies=mirrors))
@@ -128,7 +128,7 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
 
 
 def _of_packed(gm: fx.GraphModule, rewritten: Rewritten, packed: Packed) -> CheckPlan:
-    """For a graph without padding: nothing but what it gives, and gradients, since no value of the model's is in it."""
+    """Plan a graph without padding: outputs and gradients alone, since it has no values of the model."""
     module = torch_packed.copied(packed.original)
     may_write = [packed.writes] * len(_inputs(module))
     padded = Padded(before=packed.before, places=packed.places)
@@ -143,7 +143,7 @@ def _plan(
     *,
     communicates: bool = False,
 ) -> CheckPlan:
-    """Without anything to check at sites. communicates: whatever stands in the graph."""
+    """Make a plan without checks of sites. communicates: True regardless of the nodes."""
     return CheckPlan(
         graph=rewritten.report.graph,
         module=module,
@@ -162,13 +162,12 @@ def _inputs(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _values(module: fx.GraphModule) -> Iterator[Any]:
-    """Of every node, in every graph."""
     for inside in torch_compat.graph_modules(module):
         yield from map(torch_compat.fake_value, inside.graph.nodes)
 
 
 def _with_callers(units: Sequence[Unit]) -> list[Unit]:
-    """The units, and those whose graphs call them, and so on."""
+    """Return the units, and their direct and indirect callers."""
     found: dict[Unit, None] = {}
     waiting = list(units)
     while waiting:
@@ -180,7 +179,7 @@ def _with_callers(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _look(unit: Unit) -> FirstLook | None:
-    """Of a graph that was rewritten for ranks, what was found before."""
+    """Return the findings of a graph before it was rewritten for ranks."""
     return unit.outcome.first_look if isinstance(unit.outcome, SharedGraph) else None
 
 
@@ -202,7 +201,7 @@ def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
 
 
 def _given(unit: Unit, bodies: Mapping[Unit, Body]) -> dict[str, Key]:
-    """Nothing writes to what is passed on once its body is called: it holds the same whenever it is read."""
+    """Return the keys of inputs from the caller: nothing writes to them once the body is called, so the time of reading is free."""
     above = bodies.get(unit.place.calls[0].unit) if unit.written.given else None
     if above is None:
         return {}
@@ -212,10 +211,10 @@ def _given(unit: Unit, bodies: Mapping[Unit, Body]) -> dict[str, Key]:
 
 
 def _kept(original: fx.Graph, rewritten: fx.Graph) -> frozenset[str]:
-    """The names of the model's own nodes, but for those that mean something else after the rewriting.
+    """Return the names of the model's own nodes that mean the same after the rewriting.
 
-    Nodes that read others than before are still the same: the rewriting puts equal values in their places. Other numbers among
-    the arguments (another softmax axis) are not.
+    Nodes with other inputs than before are still the same: the rewriting inserts equal values. Other numbers among the arguments (another
+    softmax axis) are not.
     """
     after = {node.name: node for node in rewritten.nodes}
     return frozenset(n.name for n in original.nodes if n.name not in after or _says(n) == _says(after[n.name]))
@@ -226,7 +225,7 @@ def _says(node: fx.Node) -> tuple[object, ...]:
 
 
 def _checks(unit: Unit, body: Body, ranks: Ranks | None) -> Iterator[Check]:
-    """Of one unit's sites; of those of a sequence that ranks share, as they were read before they were rewritten."""
+    """Yield the checks of one unit's sites; for a shared sequence, of the sites as they were before the rewriting."""
     look = _look(unit)
     by_name = {node.name: node for node in body.rewritten.nodes}
     new_outs = {old: by_name.get(new) for new, old in body.outs.items()}
@@ -251,14 +250,13 @@ def _checks(unit: Unit, body: Body, ranks: Ranks | None) -> Iterator[Check]:
 
 
 def _input_name(target: str) -> str:
-    """What Dynamo calls an input, with the path of the module that a parameter belongs to: L_self_modules_a_parameters_weight_ is
-    a.weight."""
+    """Return Dynamo's name of an input, with the module path of a parameter: L_self_modules_a_parameters_weight_ is a.weight."""
     owner, *path = re.split(r"_(?:modules|parameters|buffers)_", target.removesuffix("_"))
     return ".".join(part.strip("_") for part in path) if path else owner.removeprefix("L_").strip("_")
 
 
 def _communicates(module: fx.GraphModule) -> bool:
-    """Whether something in the graph waits for other processes. Ops on DTensors may, and don't say so."""
+    """Return True if something in the graph waits for other processes. Ops on DTensors may, without a mark."""
     nodes = [node for inside in torch_compat.graph_modules(module) for node in inside.graph.nodes]
     if any("c10d" in str(node.target) for node in nodes if node.op == "call_function"):
         return True
@@ -267,7 +265,7 @@ def _communicates(module: fx.GraphModule) -> bool:
 
 
 def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]:
-    """Where each symbolic size can be seen: the first value that has it, in every graph."""
+    """Return the first value with each symbolic size, in every graph."""
     found: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]] = {}
     for inside in torch_compat.graph_modules(module):
         seen: set[str] = set()
@@ -285,7 +283,7 @@ def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[st
 
 
 def _may_write(module: fx.GraphModule, bodies: dict[fx.Graph, Body]) -> list[bool]:
-    """A graph without a mirror, or a body that writes to its inputs, may write to any input."""
+    """Return True for inputs that may be written: all, for a graph without a mirror, or with a body that writes to its inputs."""
     nested = [inside.graph for inside in torch_compat.graph_modules(module) if inside is not module]
     known = module.graph in bodies and all(graph in bodies and not _written(bodies[graph]) for graph in nested)
     written = _written(bodies[module.graph]) if known else set()
@@ -293,7 +291,7 @@ def _may_write(module: fx.GraphModule, bodies: dict[fx.Graph, Body]) -> list[boo
 
 
 def _written(body: Body) -> set[str]:
-    """The names of the inputs that something in the mirror writes to."""
+    """Return the names of the inputs that something in the mirror writes to."""
     written = set().union(*(memory for _, memory in body.mirror.writers))
     inputs: Sequence[fx.Node] = [node for node in body.mirror.graph.nodes if node.op == "placeholder"]
     return {body.names.get(node, node.name) for node in inputs if mutation.storages(node) & written}

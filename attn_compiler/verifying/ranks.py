@@ -1,7 +1,6 @@
-"""Ranks that share a sequence, while they verify: what each has of a tensor, put together, and what each found, told to all.
+"""Verification on ranks that share a sequence: gathering of tensors, and exchange of findings.
 
-`Layout` says which position of the sequence each rank has. `ContextParallel.positions` tells users the same. The nodes that are checked are
-not asked.
+`Layout` gives the positions of each rank, as `ContextParallel.positions` does for users. The checked nodes themselves are not used.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _PATIENCE = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """layout: of the sequence. rank: of this process. group: the name of their process group. beside: those of the groups that share heads
-    with this rank. has_whole: each rank runs the model's own graph by itself."""
+    """layout: of the sequence. rank: of this process. group: the name of their process group. beside: the groups that share heads with this
+    rank. has_whole: each rank runs the model's own graph by itself."""
 
     layout: Layout
     rank: int
@@ -39,18 +38,18 @@ class Ranks:
     has_whole: bool = False
 
     @staticmethod
-    def of(look: FirstLook) -> Ranks:
-        """The ranks that share a graph's sequence."""
+    def from_look(look: FirstLook) -> Ranks:
+        """Return the ranks that share a graph's sequence."""
         cp = look.cp
         layout = Layout(size=cp.size, balanced=cp.is_balanced)
         return Ranks(layout=layout, rank=cp.rank, group=cp.group_name, beside=look.beside, has_whole=look.has_whole)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Where in the whole sequence this rank's positions are. length: of its part."""
+        """Return this rank's positions in the whole sequence. length: of its part."""
         return self.layout.positions(length, self.rank, device)
 
     def whole(self, x: torch.Tensor, axis: int) -> torch.Tensor:
-        """The whole of what each rank has a part of, in the order of the sequence along the axis. Every rank has to call it."""
+        """Gather the parts of all ranks, in the order of the sequence along the axis. Every rank has to call it."""
         by_rank = torch_collectives.parts(x, self.layout.size, self.group)
         length = x.shape[axis]
         shape = list(x.shape)
@@ -61,21 +60,19 @@ class Ranks:
         return found
 
     def meet(self, subject: str) -> None:
-        """Wait for all ranks before something that all of them have to do. Raises RanksDisagree where one has failed."""
+        """Wait for all ranks before a step of all of them. Raises RanksDisagree if one has failed."""
         rank_sync.agree(self.group, subject, f"at {subject}", seconds=_PATIENCE)
 
     def failed(self, error: Exception) -> None:
-        """Tell those that wait for this rank that it will not come."""
+        """Tell the waiting ranks that this one will not come."""
         groups = self.beside if isinstance(error, rank_sync.RanksDisagree) else (self.group, *self.beside)
         for group in groups:
             rank_sync.say(group, f"failed: {described(error)}")
 
     def raise_first(self, found: Sequence[tuple[int, VerificationMismatch]]) -> None:
-        """Raise on every rank the first mismatch that one of them found, with a note that names the others.
-
-        found: this rank's, each with the place of its check in the plan.
-        """
-        every = [_Found(place=place, rank=self.rank, fields=_fields(mismatch)) for place, mismatch in found]
+        """Raise on every rank the first mismatch of any rank, with a note that names the others. found: this rank's, each with the place of
+        its check in the plan."""
+        every = [_Found(place=place, rank=self.rank, fields=mismatch.fields()) for place, mismatch in found]
         for group in (self.group, *self.beside):
             every = _of_all(group, every)
         if not every:
@@ -91,9 +88,8 @@ class Ranks:
 
 @dataclass(kw_only=True, eq=False)
 class WholeLoads:
-    """What masks and biases load, for the whole sequence: made by the model's own nodes of the inputs of all ranks.
-
-    nodes: of the model's own graph, by name. axes: of each input with a part of the sequence, that of positions."""
+    """Loads of masks and biases for the whole sequence, computed by the model's own nodes from the inputs of all ranks. nodes: of the
+    model's own graph, by name. axes: for each input with a part of the sequence, the axis of positions."""
 
     body: Body
     nodes: Mapping[str, fx.Node]
@@ -101,7 +97,7 @@ class WholeLoads:
     _shared: dict[fx.Node, bool] = field(default_factory=dict)
 
     def value(self, version: Version, values: Values, ranks: Ranks) -> torch.Tensor:
-        """The whole tensor. Every rank has to call it. Raises NoValueError."""
+        """Return the whole tensor. Every rank has to call it. Raises NoValueError."""
         node = self._node(version)
         if not self._is_shared(node):
             return values.at(version)
@@ -131,7 +127,7 @@ class WholeLoads:
         return self.nodes[dynamo.name]
 
     def _is_shared(self, node: fx.Node) -> bool:
-        """Whether a node is made of what ranks have parts of."""
+        """Return True if a node depends on an input that ranks have parts of."""
         if node not in self._shared:
             self._shared[node] = node.name in self.axes or any(map(self._is_shared, node.all_input_nodes))
         return self._shared[node]
@@ -139,7 +135,7 @@ class WholeLoads:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """A mismatch. place: of its check in the plan. rank: that found it, among those that share the sequence."""
+    """A mismatch. place: of its check in the plan. rank: its finder, among those that share the sequence."""
 
     place: int
     rank: int
@@ -147,14 +143,10 @@ class _Found:
 
 
 def _of_all(group: str, found: list[_Found]) -> list[_Found]:
-    """What every rank of a group has found. Raises RanksDisagree where the check of one failed."""
+    """Return the findings of every rank of a group. Raises RanksDisagree if the check of one failed."""
     said = json.dumps([dataclasses.asdict(one) for one in found])
     by_rank = rank_sync.answers(group, "what was found", said, seconds=_PATIENCE)
     lost = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if not text.startswith("[")]
     if lost:
         raise rank_sync.RanksDisagree("; ".join(lost))
     return [_Found(**fields) for text in by_rank for fields in json.loads(text)]
-
-
-def _fields(mismatch: VerificationMismatch) -> dict[str, str]:
-    return {field.name: getattr(mismatch, field.name) for field in dataclasses.fields(mismatch)}

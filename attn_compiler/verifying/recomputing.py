@@ -17,7 +17,7 @@ from attn_compiler.verifying.values import Body, NoValueError, Values, require_c
 
 
 def projections(site: Site) -> tuple[fx.Node, ...]:
-    """What the model makes k and v by, if the lowering reads what they are made of: k and v are rounded on the way that it leaves out."""
+    """Return the nodes that make k and v, if the lowering reads their latent: it skips the roundings of k and v."""
     latent = site.match.reads.latent
     if site.decision is None or site.decision.lowering not in OF_LATENT or not isinstance(latent, Latent):
         return ()
@@ -25,10 +25,8 @@ def projections(site: Site) -> tuple[fx.Node, ...]:
 
 
 def dependents(mirror: Mirror, match: Match, starts: Iterable[fx.Node] = ()) -> list[fx.Node]:
-    """The mirror nodes that make the output from the first product, in order: those on the way, and what they write in place.
-
-    starts: from there, and not from the first product.
-    """
+    """Return the mirror nodes from the first product to the output, in order, with their writes in place. starts: begin there instead of at
+    the first product."""
     reached: set[fx.Node] = set(starts) or {match.first}
     first = min(map(mirror.order, reached))
     span = []
@@ -46,7 +44,7 @@ def dependents(mirror: Mirror, match: Match, starts: Iterable[fx.Node] = ()) -> 
 
 
 def made_of(leaves: Iterable[str], site: Site, body: Body) -> Set[fx.Node]:
-    """The mirror nodes, up to a site's output, that are computed from values recorded under these names."""
+    """Return the mirror nodes, up to a site's output, that are computed from values recorded under these names."""
     names = frozenset(leaves)
     found: set[fx.Node] = set()
     for node in body.mirror.graph.nodes:
@@ -68,11 +66,10 @@ def output(
     noise: Noise | None = None,
     leaves: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """What the model's own operations give at a site. Raises NoValueError.
+    """Compute the model's own operations at a site. Raises NoValueError.
 
-    dtype: of every floating step, None: the model's own. noise: on each step. leaves: by the names that they were recorded under.
-    A value that depends on a leaf which may need a gradient is computed again, too. Other values, such as a mask of positions, are taken as
-    they were recorded.
+    dtype: of every floating step, None: the model's own. noise: on each step. leaves: by their recorded names. A value that depends on a
+    leaf with a possible gradient is computed again, too. Other values, such as a mask of positions, are used as recorded.
     """
     given = leaves or {}
     inside = dependents(body.mirror, site.match, projections(site) if leaves is None else ())
@@ -95,7 +92,7 @@ def output(
                 raise NoValueError(f"{node.name} is written to in place before the site reads it")
             return call(node)
         x = values.mirror(node)
-        # A copy: what is written in place must not reach the model's own values.
+        # A copy: writes in place must not reach the model's own values.
         return in_dtype(x, dtype).clone() if isinstance(x, torch.Tensor) else x
 
     def call(node: fx.Node) -> Any:

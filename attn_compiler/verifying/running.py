@@ -1,4 +1,4 @@
-"""One run of the model's own graph on the real inputs, in which every check is made as soon as its values are there."""
+"""One run of the model's own graph on the real inputs, which makes each check as soon as its values are there."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from attn_compiler.verifying.values import Key, NoValueError, Values
 from attn_compiler.verifying.whole import Called, Ran
 
 _OF_PART = "no rank can run the model's own graph on the whole sequence"
-#: Sites are compared, and each mismatch is one on all ranks. What comes after them is not exchanged.
+#: Sites are compared, and each mismatch is one on all ranks. Later findings are not exchanged.
 _OF_CACHE = "ranks share a cache of keys, and an error of one rank alone would leave the others waiting"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run found. called: the inputs as they were. ran: what the model's own graph gave. found: every check's result, in the
-    order of the plan. apart: why the whole graph may rightly give something else, if it may."""
+    """Results of one run. called: the inputs as they were. ran: results of the model's own graph. found: every check's result, in the order
+    of the plan. apart: why the whole graph may rightly differ, if it may."""
 
     called: Called
     ran: Ran
@@ -37,10 +37,8 @@ class Run:
 
 
 def run_checks(plan: CheckPlan, args: Sequence[Any]) -> Run:
-    """Run the model's own graph and check. Raises VerificationMismatch for the first site that does not hold.
-
-    args: as the compiled function gets them; neither they nor the state of random number generators change.
-    """
+    """Run the model's own graph and check. Raises VerificationMismatch for the first wrong site. args: as the compiled function gets them;
+    neither they nor the state of random number generators change."""
     called = Called.now(plan, args)
     session = Session(plan, plan.checks)
     try:
@@ -58,7 +56,7 @@ def run_checks(plan: CheckPlan, args: Sequence[Any]) -> Run:
 
 
 class Session:
-    """What one run knows: the values that checks still wait for, and what the finished ones found."""
+    """State of one run: values of waiting checks, and results of finished ones."""
 
     def __init__(self, plan: CheckPlan, checks: Sequence[Check]) -> None:
         self._plan = plan
@@ -78,7 +76,7 @@ class Session:
 
     @property
     def apart(self) -> str | None:
-        """Why what follows the sites may differ from what the model gives, if it may."""
+        """Why values after the sites may differ from the model's, if they may."""
         if self._plan.ranks is not None:
             return _OF_CACHE if self._plan.ranks.has_whole else _OF_PART
         outs = [check for check in self._checks if check.subject == "output" and check not in self._not_run]
@@ -90,7 +88,7 @@ class Session:
         return f"{unknown[0].site.module}: {self._found[unknown[0]].skipped}" if unknown else None
 
     def record(self, node: fx.Node, value: Any) -> Any:
-        """Take note of a node's value, then make the checks that had been waiting for it. Returns what the run goes on with."""
+        """Note a node's value, then make the checks that waited for it. Return the value to continue with."""
         for symbol, dim in self._plan.symbols.get((node.graph, node.name), ()):
             self._values.symbols.setdefault(symbol, int(value if dim is None else value.shape[dim]))
         body = self._plan.bodies.get(node.graph)
@@ -140,7 +138,7 @@ class Session:
         found, out = shared.check_whole_rows(check.shared, self._values)
         name = check.body.names.get(check.site.match.out)
         if name is not None:
-            # What comes after a site gets the attention over the whole sequence, and not that over this rank's part.
+            # Later nodes get the attention over the whole sequence, and not that over this rank's part.
             own = outputs.floating(self._values.mirror(check.site.match.out))
             self._instead[check.body.index, name] = own.clone().copy_(out)
         return found
@@ -154,7 +152,7 @@ class Session:
         self._found[check] = dataclasses.replace(self._verification(check), skipped=why)
 
     def finish(self) -> list[Verification]:
-        """Every check's result, in order. Raises the first mismatch; a note on it names the others. Ranks all raise it."""
+        """Return every check's result, in order. Raises the first mismatch, with the others in a note, on all ranks."""
         if self._plan.ranks is not None:
             self._plan.ranks.raise_first(self._mismatches)
         raise_first([mismatch for _, mismatch in self._mismatches])
@@ -167,6 +165,6 @@ class Session:
         return [self._found[check] for check in self._checks]
 
     def close(self) -> None:
-        """Let go of all values."""
+        """Release all values."""
         self._values.recorded.clear()
         self._held.clear()

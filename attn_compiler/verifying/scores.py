@@ -1,8 +1,8 @@
-"""What is added to the scores, as it was proved, against what the model adds: their sum at every (b, h, q, k) that is not masked.
+"""Comparison of the proved biases with the model's own: their sum at every (b, h, q, k) that is not masked.
 
-What is allowed is rounding, in each batch row and head: the model rounds after each of its operations, and the kinds' expressions
-are evaluated in float64. Numbers that are cut off to whole ones (T5's buckets) may fall on the other side of a boundary that
-they are as near to. Elements that mask are the mask's (masks.py).
+Rounding is allowed, in each batch row and head: the model rounds after each of its operations, and the kinds' expressions are evaluated in
+float64. Numbers cut to integers (T5's buckets) may fall on either side of a near boundary. Masking elements are left to the mask
+(masks.py).
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.pairs import BIASED_MASKED_BELOW, MASKED, Recovered, Slice
 from attn_compiler.verifying.values import NoValueError, Values
 
-#: ops on floats whose results are rounded, without the underscore that they may end in -> units in the last place at most.
-#: That of a power or an exponential grows with the exponent's own error
+#: rounding ops on floats, without a final underscore -> the largest error in units in the last place.
+#: For a power or an exponential it grows with the exponent's own error
 _ROUNDED = dict.fromkeys(("add", "sub", "rsub", "mul", "div", "reciprocal", "to", "_to_copy", "type_as"), 1) | {
     "log": 2,
     "exp": 16,
     "exp2": 16,
     "pow": 16,
 }
-#: Of the number that an element is filled with, and of the sum with what else is added
+#: units for the fill value of an element, and for the sum with other biases
 _ALWAYS = 2
-#: in a graph that calls the body that a bias is handed to, where its operations are not looked for
+#: units for operations outside of the body that a bias is passed to, which are not searched
 _OUTSIDE = 8
 
 
 def read(site: Site, values: Values) -> None:
-    """Read what `check_biases` needs. Raises NoValueError."""
+    """Read the inputs of `check_biases`. Raises NoValueError."""
     pairs.read(site, [(kind.summand, site.score_loads) for kind in pairs.biases(site)], values)
 
 
 def words(site: Site) -> str | None:
-    """What was proved, for people."""
+    """Return the proved biases, for people."""
     return site.spec.score.added if site.spec is not None else None
 
 
 def recovered(site: Site, values: Values) -> Recovered:
-    """What was proved to be added. Raises NoValueError."""
+    """Return the proved biases. Raises NoValueError."""
     said = {"what": "recovered bias", "gives": "numbers that are added", "allowed": "rounding"}
     summands = [kind.summand for kind in pairs.biases(site)]
-    return Recovered.of(site, values, summands, site.score_loads, formula=str(words(site)), **said)
+    return Recovered.from_site(site, values, summands, site.score_loads, formula=str(words(site)), **said)
 
 
 def check_biases(site: Site, values: Values) -> Compared:
-    """Compare, slice by slice. Raises VerificationMismatch, or NoValueError."""
+    """Compare slice by slice. Raises VerificationMismatch, or NoValueError."""
     if not site.added:
         raise NoValueError("the model adds no tensor")
     added, relative = recovered(site, values), rounding(site, values)
@@ -70,7 +70,7 @@ def _compared(at: Slice, added: Recovered, relative: float) -> Compared:
     allowed = relative * max(largest(x, kept & x.isfinite()) for x in terms)
 
     def total(nudge: float) -> torch.Tensor:
-        """What the kinds add together, float64."""
+        """Return the sum of the kinds, float64."""
         found = [added.on(x, at, exact.device, nudge=nudge) for x in summands]
         return sum(found, exact.new_zeros(())).expand(exact.shape)
 
@@ -93,12 +93,12 @@ def _cuts_off(x: Expr) -> bool:
     return (isinstance(x, Apply) and x.op == "int") or any(map(_cuts_off, parts(x)))
 
 
-# ---- how far rounding takes the model's sum from what it is exactly --------------------------------------------------
+# ---- the rounding error of the model's sum ---------------------------------------------------------------------------
 
 
 def rounding(site: Site, values: Values) -> float:
-    """The largest error of what the model adds at a site, as a part of the largest number among it: by the operations between it and
-    the tensors that it is read from."""
+    """Return the largest error of the model's addition at a site, relative to its largest number. It sums the errors of the operations
+    between the addition and the tensors that it is read from."""
     loads = {version.node for version in site.score_loads.values()}
     total = 0.0
     for node in _between(site, loads):
@@ -111,7 +111,7 @@ def rounding(site: Site, values: Values) -> float:
 
 
 def _between(site: Site, loads: set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that make what is added, up to what is loaded."""
+    """Yield the nodes that compute the addition, up to the loads."""
     waiting = [term.operand.node for term in site.added]
     seen: set[fx.Node] = set()
     while waiting:
@@ -123,6 +123,6 @@ def _between(site: Site, loads: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _epsilon(node: fx.Node) -> float:
-    """Of the floating dtype that a node gives, else 0."""
+    """Return the eps of a node's floating dtype, else 0."""
     value = node.meta.get("val")
     return torch.finfo(value.dtype).eps if isinstance(value, torch.Tensor) and value.is_floating_point() else 0.0

@@ -1,8 +1,8 @@
-"""An attention over a sequence that ranks share: this rank's rows against those of the attention over all of it.
+"""Comparison for a sequence that ranks share: this rank's rows with those of the attention over the whole sequence.
 
-Two things have to hold. The attention as it was read (as_read.py) gives, on the rank's own part, what the model's own operations give
-there. And the rewritten graph gives this rank what the same attention gives with the keys of all ranks, which are put in the order of the
-sequence by ranks.py, at the positions that this rank has. Both by the rule of outputs.py.
+Two things have to hold. The recovered attention (as_read.py) gives, on the rank's own part, the same as the model's own operations. And the
+rewritten graph gives this rank the same as that attention with the keys of all ranks, which ranks.py puts in the order of the sequence, at
+this rank's positions. Both by the rule of outputs.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from attn_compiler.verifying.values import Body, Values
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedSite:
-    """A site whose keys are on several ranks. new_out: in the rewritten graph. whole: makes what its mask and biases load."""
+    """A site whose keys are on several ranks. new_out: in the rewritten graph. whole: makes the loads of its mask and biases."""
 
     site: Site
     spec: AttentionSpec
@@ -43,7 +43,7 @@ class SharedSite:
 
 
 def read(of: SharedSite, values: Values) -> None:
-    """Read what `check_whole_rows` needs. Raises NoValueError."""
+    """Read the inputs of `check_whole_rows`. Raises NoValueError."""
     outputs.read_own(of.site, of.body, values)
     values.rewritten(of.body, of.new_out)
     for node in (*program.sources(of.site.match), *(factor.node for factor in of.site.match.scores.factors)):
@@ -63,13 +63,11 @@ def _score_loads(of: SharedSite) -> dict[str, Version]:
 
 
 def check_whole_rows(of: SharedSite, values: Values) -> tuple[Compared, torch.Tensor]:
-    """Compare with the attention over the whole sequence, and what that gives this rank. Every rank has to call it.
-
-    Raises VerificationMismatch, or NoValueError.
-    """
+    """Compare with the attention over the whole sequence, and return this rank's part of it. Every rank has to call it. Raises
+    VerificationMismatch, or NoValueError."""
     site, ranks = of.site, of.ranks
     ranks.meet(f"the attention of {site.module}")
-    # Whatever waits for other ranks comes first: what a rank finds after that is its own.
+    # Steps that wait for other ranks come first: later findings are this rank's own.
     new = outputs.floating(values.rewritten(of.body, of.new_out))
     own = _of_part(of, values)
     k, v = (ranks.whole(x, 2) for x in (own.k, own.v))
@@ -100,7 +98,7 @@ def check_whole_rows(of: SharedSite, values: Values) -> tuple[Compared, torch.Te
 
 
 def _of_part(of: SharedSite, values: Values) -> AsRead:
-    """The attention on this rank's part alone, which is what the model's own graph computes."""
+    """Return the attention on this rank's part alone, as the model's own graph computes it."""
     match = of.site.match
     tensors = program.build(of.body.mirror, match, RealBuilder(values), recover.compute_dtype(of.body.mirror, match))
     return AsRead(
@@ -122,6 +120,6 @@ def _local(known: Mapping[str, Version], values: Values) -> dict[str, torch.Tens
 
 
 def _restored(of: SharedSite, out: torch.Tensor, values: Values, *, in_dtype: bool = True) -> torch.Tensor:
-    """(B, H, Q, Dv) with the dimensions that the model expects. in_dtype: and in the dtype."""
+    """Return (B, H, Q, Dv) in the model's dimensions. in_dtype: and in its dtype."""
     found: torch.Tensor = program.restore(of.site.match, RealBuilder(values), out)
     return found.to(outputs.floating(values.mirror(of.site.match.out)).dtype) if in_dtype else found

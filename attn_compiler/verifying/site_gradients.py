@@ -1,8 +1,8 @@
-"""The gradients of one lowered site against the model's own, by the rule for outputs: from the values that the model's own graph had there,
-and from the gradient that came to the site's output in its own backward.
+"""Comparison of one lowered site's gradients with the model's own, by the rule for outputs.
 
-They are taken with respect to the tensors that the rewritten graph reads in their own places, such as k above `repeat_kv`. Exact, and
-the model's own: the model's operations from those tensors to the output, in a wider dtype and in their own.
+Inputs are the model's own values at the site, and the gradient of the site's output in its own backward. Gradients are taken with respect
+to the tensors that the rewritten graph reads directly, such as k above `repeat_kv`. Exact, and the model's own: the model's operations from
+those tensors to the output, in a wider dtype and in their own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 
 @dataclass(kw_only=True)
 class Given:
-    """What a site's check is made of. autocast: that the site ran in. values: with all that it needs, as it was when the model's site had
-    run; none is part of a graph of autograd. trained: what of it needed a gradient. gradient: of the site's output, once it came."""
+    """Inputs of a site's check. autocast: of the site. gradient: of the site's output, once it came. values: the check's needs, as they
+    were when the model's site had run, outside of autograd's graph. trained: those that need a gradient."""
 
     autocast: Autocast
     values: Values | None = None
@@ -36,7 +36,7 @@ class Given:
 
 
 def read(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> None:
-    """Read what `check_site_gradients` needs. Raises NoValueError."""
+    """Read the inputs of `check_site_gradients`. Raises NoValueError."""
     outputs.read(site, body, new_out, values)
     if new_out is None or body.mirror.dynamo_node(site.match.out) is None or values.leaf(site.match.out) is None:
         raise NoValueError("the site's output exists only inside one call of the graph")
@@ -45,7 +45,7 @@ def read(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> Non
 
 
 def operands(body: Body, new_out: fx.Node, values: Values) -> list[Key]:
-    """The values that the rewritten graph reads at the site, and that the model's own mirror knows too. Raises NoValueError."""
+    """Return the values that the rewritten graph reads at the site, and the model's own mirror has too. Raises NoValueError."""
     wanted = values.needs(lambda rehearsed: rehearsed.rewritten(body, new_out))
     found = [key for key in sorted(wanted, key=str) if key.body == body.index and key.name in body.named]
     if len({key.name for key in found}) < len(found):
@@ -101,10 +101,8 @@ def _through(
     gradient: torch.Tensor,
     dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor | None]:
-    """The gradients of what is made of the known values, with respect to those of `keys`.
-
-    dtype: of all that are floating, None: their own.
-    """
+    """Return the gradients of `make` of the known values, with respect to those of `keys`. dtype: of all floating values, None: their
+    own."""
     made = {key: recomputing.in_dtype(values.recorded[key], dtype) for key in known}
     leaves = {key: made[key].detach().requires_grad_() for key in keys}
     with torch.enable_grad():
@@ -115,7 +113,7 @@ def _through(
 
 
 def _named(key: Key, site: Site, body: Body) -> str:
-    """What a value is to the site, and what the model's own graph calls it."""
+    """Return a value's role at the site, and its name in the model's own graph."""
     inside = recomputing.made_of({key.name}, site, body)
     match = site.match
     roles = {"q": match.q.node, "k": match.k.node, "v": match.v.node}

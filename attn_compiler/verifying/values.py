@@ -1,4 +1,4 @@
-"""Real values for the nodes of a mirror and of a rewritten graph, from what a run of the model's own graph recorded.
+"""Real values for the nodes of a mirror and of a rewritten graph, from values recorded in a run of the model's own graph.
 
 A node that the model's own graph has too is a leaf: its value was recorded. Any other is computed from its inputs.
 """
@@ -24,11 +24,8 @@ from attn_compiler.verifying.interpreting import with_rows
 
 
 class Key(NamedTuple):
-    """A value to record: of the node `name` of the model's own graph, in the body of that index.
-
-    after: the node of that graph after which the tensor holds it, None: from when it is made. copied: something writes to the tensor
-    later.
-    """
+    """A value to record: of the node `name` of the model's own graph, in the body of that index. after: the node of that graph after which
+    the tensor holds it, None: from its creation. copied: something writes to the tensor later."""
 
     body: int
     name: str
@@ -38,23 +35,23 @@ class Key(NamedTuple):
 
 _Seen = tuple[fx.Node, int | None]
 
-#: what stands for every value while it is only asked which are needed
+#: the placeholder of every value in a rehearsal
 _REHEARSED = torch.empty(0)
 
 
 class NoValueError(Exception):
-    """A value that can't be had outside of the compiled graph; the text says why. Internal: the check is skipped."""
+    """A value is unavailable outside of the compiled graph, with the reason. Internal: the check is skipped."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Body:
-    """One unit, made ready: what is left of it once the graph is given away to the compiler.
+    """One prepared unit: the data kept once the graph is given away to the compiler.
 
-    index: its place among the bodies. original: the names of the nodes that mean in the model's own graph what they mean to the
-    mirror and to the rewritten graph. rewritten: a copy of the rewritten graph. outs: name of a site's new output -> name of the
-    old one. names: mirror node -> the name that its value was recorded under. made: mirror node -> the node of the rewritten
-    graph that has its value, where only that graph has one. named: the first mirror node that was recorded under a name. given: the
-    name of a further input of the rewritten graph (body_inputs.py) -> what the graph that calls it gives for it.
+    index: its place among the bodies. original: the names of the nodes that mean the same in the model's own graph, in the mirror and in
+    the rewritten graph. rewritten: a copy of the rewritten graph. outs: name of a site's new output -> name of the old one. names: mirror
+    node -> the name of its recorded value. made: mirror node -> the node of the rewritten graph with its value, if only that graph has one.
+    named: the first mirror node recorded under a name. given: the name of a further input of the rewritten graph (body_inputs.py) -> the
+    caller's value for it.
     """
 
     index: int
@@ -85,7 +82,7 @@ class Body:
                 self.made[node] = rewritten[dynamo.name]
 
     def place(self, made: fx.Node) -> int:
-        """The place in the mirror of a node that only the rewritten graph has: right before what the model computes next."""
+        """Return the mirror's place for a node that only the rewritten graph has: right before the model's next computation."""
         following = made.next
         while following.op != "output":
             places = self._places.get(following.name)
@@ -96,7 +93,7 @@ class Body:
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        """Where in the mirror what a node of the model's graph computes begins."""
+        """Places in the mirror where the computation of each of the model's nodes begins."""
         found: dict[str, int] = {}
         for place, node in enumerate(self.mirror.graph.nodes):
             owner = self.mirror.owner(node)
@@ -106,16 +103,14 @@ class Body:
 
 
 def _is_plain(value: object) -> bool:
-    """A tensor inside a transform of torch.func has no value once the transform is over."""
+    """Return False for a tensor inside a transform of torch.func, which has no value once the transform is over."""
     return not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor)
 
 
 @dataclass(kw_only=True, eq=False)
 class Values:
-    """bodies: by the graph of their mirrors. recorded: values of the model's own nodes. symbols: of the symbolic sizes.
-
-    asked: in a rehearsal, the keys that were read so far. Nothing is known then and nothing is run: every value is an empty tensor.
-    """
+    """bodies: by the graph of their mirrors. recorded: values of the model's own nodes. symbols: of the symbolic sizes. asked: in a
+    rehearsal, the keys read so far. Then no value is known and no node is run: every value is an empty tensor."""
 
     bodies: Mapping[fx.Graph, Body]
     recorded: dict[Key, Any] = field(default_factory=dict)
@@ -123,25 +118,25 @@ class Values:
     asked: set[Key] | None = None
 
     def needs(self, read: Callable[[Values], object]) -> set[Key]:
-        """What has to be recorded for a reading, which is rehearsed. Raises NoValueError where it can't be."""
+        """Return the keys that a reading needs, by a rehearsal. Raises NoValueError if it is impossible."""
         asked: set[Key] = set()
         read(Values(bodies=self.bodies, asked=asked))
         return asked
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether it is only asked what is needed."""
+        """True in a rehearsal, which only collects the needed keys."""
         return self.asked is not None
 
     def read(self, key: Key) -> Any:
-        """What was recorded."""
+        """Return a recorded value."""
         if self.asked is None:
             return self.recorded[key]
         self.asked.add(key)
         return _REHEARSED
 
     def size(self, expr: sympy.Expr) -> int:
-        """A size as a number. Raises NoValueError."""
+        """Return a size as a number. Raises NoValueError."""
         if self.asked is not None:
             return 0
         missing = {str(s) for s in expr.free_symbols} - self.symbols.keys()
@@ -155,7 +150,7 @@ class Values:
     # ---- the mirror -----------------------------------------------------------------------------------------------
 
     def leaf(self, node: fx.Node, when: int | None = None) -> Key | None:
-        """Where the value of a mirror node was recorded, if it was. when: as in `mirror`. Raises NoValueError."""
+        """Return the key of a mirror node's recorded value, if it has one. when: as in `mirror`. Raises NoValueError."""
         body = self._body(node)
         if node not in body.names:
             return None
@@ -170,29 +165,27 @@ class Values:
         return body
 
     def mirror(self, node: fx.Node, when: int | None = None) -> Any:
-        """The real value of a mirror node, or the number that it stands for. Raises NoValueError.
-
-        when: right before that place in the order of its mirror; None: as it is now, in the run of the model's own graph.
-        """
+        """Return the real value of a mirror node, or its number. Raises NoValueError. when: right before that place in the order of its
+        mirror; None: as it is now, in the run of the model's own graph."""
         return self._mirror(node, when, {})
 
     def tensor(self, node: fx.Node, when: int | None = None) -> torch.Tensor:
-        """`mirror` of a node that has to be a tensor."""
+        """Return `mirror` of a node that has to be a tensor."""
         found = self.mirror(node, when)
         if not isinstance(found, torch.Tensor):
             raise NoValueError(f"{node.name} is no tensor")
         return found
 
     def at(self, version: Version) -> torch.Tensor:
-        """What a tensor holds at that version. Raises NoValueError."""
+        """Return a tensor at that version. Raises NoValueError."""
         return self.tensor(version.node, self.when(version))
 
     def mirror_of(self, node: fx.Node) -> Mirror:
-        """The mirror that a node belongs to. Raises NoValueError."""
+        """Return the mirror of a node. Raises NoValueError."""
         return self._body(node).mirror
 
     def when(self, version: Version) -> int:
-        """A place in its mirror where a tensor holds what the version says. Raises NoValueError."""
+        """Return a place in its mirror where a tensor has that version. Raises NoValueError."""
         mirror = self.mirror_of(version.node)
         return len(mirror.graph.nodes) if version.until is None else mirror.order(version.until)
 
@@ -215,14 +208,14 @@ class Values:
         require_computable(node)
         if node.op == "get_attr":
             return node.meta["constant"]
-        # A node that nothing writes to reads its inputs where it stands: an older name of their memory is not written either.
+        # An unwritten node reads its inputs at its own place: older aliases of their memory are unwritten, too.
         before = None if when is None else body.mirror.order(node)
         return self.call(node, lambda n: self._mirror(n, before, known))
 
     # ---- the rewritten graph --------------------------------------------------------------------------------------
 
     def rewritten(self, body: Body, node: fx.Node) -> Any:
-        """What the rewritten graph computes at `node` from the model's own values. Raises NoValueError."""
+        """Compute the rewritten graph at `node` from the model's own values. Raises NoValueError."""
         known: dict[fx.Node, Any] = {}
 
         def made(one: fx.Node) -> Any:
@@ -239,7 +232,7 @@ class Values:
         return made(node)
 
     def call(self, node: fx.Node, value: Callable[[fx.Node], Any], *, dtype: torch.dtype | None = None) -> Any:
-        """Run one node on the values of its inputs. dtype: takes the place of every floating dtype that it asks for."""
+        """Run one node on the values of its inputs. dtype: replaces every floating dtype among its arguments."""
 
         def real(x: Any) -> Any:
             if isinstance(x, fx.Node):
@@ -258,7 +251,7 @@ class Values:
 
 
 def _recorded_at(body: Body, version: Version) -> Key:
-    """Where what a tensor holds between two writes was recorded. Raises NoValueError where that is inside of one call of the graph."""
+    """Return the key of a tensor's contents between two writes. Raises NoValueError if that is inside of one call of the graph."""
     node, since, until = version.node, version.since, version.until
     mirror, name = body.mirror, body.names[node]
     written = since is not None and mirror.order(since) >= mirror.order(node)
@@ -270,8 +263,8 @@ def _recorded_at(body: Body, version: Version) -> Key:
 
 
 def _own(body: Body, node: fx.Node, reader: fx.Node) -> Key | None:
-    """Where the value of a node of the rewritten graph was recorded, if the model has it too: as `reader`, which only the rewritten
-    graph has, reads it. Raises NoValueError where that was not recorded."""
+    """Return the key of a rewritten graph's node that the model has too, as `reader`, a node of that graph alone, reads it. Raises
+    NoValueError if it was not recorded."""
     if node.name in body.given:
         return body.given[node.name]
     name = body.outs.get(node.name, node.name)
@@ -298,7 +291,7 @@ def require_computable(node: fx.Node) -> None:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Whether a result differs from call to call. SDPA and dropout say so of themselves even where they drop nothing."""
+    """Return True if a result differs from call to call. SDPA and dropout are tagged so even if they drop nothing."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     rate = views.argument(node, "dropout_p", views.argument(node, "p"))

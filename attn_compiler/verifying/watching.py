@@ -1,8 +1,8 @@
-"""What the first backward through one call gives: the gradients that arrive at its outputs, and those that it sends to its inputs.
+"""Gradients of the first backward through one call: those that arrive at its outputs, and those that it sends to its inputs.
 
-A call is a region of autograd's graph: what lies between its outputs and the edges that its inputs had before it. Hooks on the outputs
-see what arrives. Hooks on the nodes that have an edge to an input see what this call adds to that input's gradient, whatever else does: the
-same parameter in another graph, a residual around it. Both hang on the region alone and go when it goes, with all that they hold.
+A call is a region of autograd's graph: from its outputs to the edges that its inputs had before it. Hooks on the outputs see the arriving
+gradients. Hooks on the nodes with an edge to an input see this call's addition to that input's gradient, apart from other additions: the
+same parameter in another graph, a residual around it. Both belong to the region alone and are freed with it, with all that they hold.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
-    """outputs: gradients of the results, by place: those that the call gave, then the inputs as it left them. inputs: what it adds to
-    the gradient of each input, None for nothing; without those that the backward was not asked for."""
+    """outputs: gradients of the results, by place: the call's outputs, then its inputs as it left them. inputs: the addition to the
+    gradient of each input, None for nothing; without inputs that the backward was not asked for."""
 
     outputs: Mapping[int, torch.Tensor]
     inputs: Mapping[int, torch.Tensor | None]
 
 
 class CannotWatchError(Exception):
-    """Why the gradients of a call can't be told from those of others. Internal: the check is skipped."""
+    """A call's gradients can't be told from those of others, with the reason. Internal: the check is skipped."""
 
 
 def edges(args: Sequence[Any]) -> dict[int, Edge]:
-    """Where the gradient of each input goes. Has to be asked for before the call, which may write to an input."""
+    """Return the edge of each input's gradient. Has to be called before the call, which may write to an input."""
     return {i: _edge(x) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.requires_grad}
 
 
@@ -49,10 +49,10 @@ def _edge(x: torch.Tensor) -> Edge:
 def watch(
     outs: Sequence[Any], args: Sequence[Any], before: Mapping[int, Edge], done: Callable[[Arrived], None]
 ) -> list[Any]:
-    """Call `done` once, at the end of the first backward through the call. Returns the outputs to use in place of `outs`.
+    """Call `done` once, at the end of the first backward through the call. Return the outputs to use instead of `outs`.
 
-    Raises CannotWatchError. An output that another one is made from is returned as a view of itself: what arrives at the tensor itself is
-    the gradient of both.
+    Raises CannotWatchError. An output that another one depends on is returned as a view of itself: the tensor itself gets the gradients of
+    both.
     """
     outs = list(outs)
     written = {i: x for i, x in enumerate(args) if i in before and _edge(x) != before[i]}
@@ -68,7 +68,7 @@ def watch(
     watcher = _Watcher(done=done, wanted=tuple(before))
     inputs = {edge: i for i, edge in before.items()}
     try:
-        # A tensor that is given back twice is listened to once.
+        # A tensor returned twice gets one hook.
         for i in {edge: i for i, edge in {**made, **left}.items()}.values():
             watcher.listen_to_output(i, outs[i] if i < len(outs) else args[i - len(outs)])
         for node in region.exits:
@@ -134,8 +134,8 @@ class _Watcher:
         self._handles.append(out.register_hook(arrived))  # type: ignore[no-untyped-call]
 
     def listen_to_node(self, node: Node, inputs: Mapping[int, int]) -> None:
-        """inputs: place among the node's edges -> which input that edge leads to."""
-        # A node in Python gives nothing where there is no gradient. One in C++ also where nobody asked for it.
+        """inputs: place among the node's edges -> the input of that edge."""
+        # A node in Python returns None without a gradient. One in C++ also for a gradient that was not asked for.
         says_all = isinstance(node, torch.autograd.function.BackwardCFunction)
         for index in inputs.values():
             self._expected[index] += 1
@@ -159,7 +159,7 @@ class _Watcher:
             self._inputs[index] = known + gradient.detach()
 
     def _started(self) -> bool:
-        """Take note of which backward this is. One that is being traced is none."""
+        """Note the current backward. A traced one does not count."""
         if torch.compiler.is_compiling():
             return False
         run = torch_compat.backward_run()
@@ -170,7 +170,7 @@ class _Watcher:
         return True
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

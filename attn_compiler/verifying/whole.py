@@ -1,4 +1,4 @@
-"""A whole graph of the model's own, run on copies of the real inputs: what it gives, what it leaves in its inputs, and its gradients."""
+"""A run of the model's whole own graph on copies of the real inputs: outputs, writes to inputs, and gradients."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from attn_compiler.verifying.plan import CheckPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Called:
-    """The inputs of one call as they were. args: copies, but for trained parameters that the graph does not write to, which have
-    versions. trained: which of them need a gradient. autocast: that the call was made in."""
+    """The inputs of one call as they were. args: copies, but for trained parameters that the graph does not write to. versions: of those
+    parameters. trained: True for inputs that need a gradient. autocast: of the call."""
 
     plan: CheckPlan
     args: Sequence[Any]
@@ -34,7 +34,7 @@ class Called:
 
     @staticmethod
     def now(plan: CheckPlan, args: Sequence[Any]) -> Called:
-        """Take copies."""
+        """Copy the inputs."""
         shared = [is_trained_parameter(x) and not may_write for x, may_write in zip(args, plan.may_write, strict=True)]
         with torch.no_grad():
             copies = isolated(args, shared)
@@ -47,7 +47,7 @@ class Called:
         )
 
     def apart(self, ran: Ran) -> str | None:
-        """Why the compiled graph may rightly give something else, if it may."""
+        """Return why the compiled graph may rightly differ, if it may."""
         if self.plan.communicates:
             return "the graph communicates, and other processes may not run it as often"
         if ran.random:
@@ -58,7 +58,7 @@ class Called:
 
     @property
     def changed(self) -> list[int]:
-        """Parameters that hold something else since."""
+        """Parameters whose contents changed since."""
         pairs = enumerate(zip(self.args, self.versions, strict=True))
         return [i for i, (x, version) in pairs if version is not None and fingerprint(x) != version]
 
@@ -67,9 +67,9 @@ Fingerprint = tuple[str, ...]
 
 
 def fingerprint(x: torch.Tensor) -> Fingerprint:
-    """What tells whether somebody wrote to a tensor, through whatever name of its memory."""
+    """Return a fingerprint that changes with writes to a tensor, through any alias."""
     if torch_compat.is_wrapper_subclass(x):
-        # What is written to a tensor that wraps others is in those.
+        # Writes to a wrapper change its inner tensors.
         return tuple(number for part in torch_tracing.plain_tensors(x) for number in fingerprint(part))
     if x.layout != torch.strided or not x.numel():
         return ()
@@ -81,7 +81,7 @@ def fingerprint(x: torch.Tensor) -> Fingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """outs: what the graph gave. inputs: as it left them. random: whether it drew random numbers. gradients: of the inputs."""
+    """outs: the graph's outputs. inputs: as it left them. random: it drew random numbers. gradients: of the inputs."""
 
     outs: Sequence[Any]
     inputs: Sequence[Any]
@@ -91,8 +91,8 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenBackward:
-    """What came after a call, of the results by place: those that the graph gave, then its inputs as it left them. arrived: their
-    gradients. written: what they held when the backward began, if the caller had written to them."""
+    """The backward of a call, for results by place: the graph's outputs, then its inputs as it left them. arrived: their gradients.
+    written: their contents at the beginning of the backward, if the caller had written to them."""
 
     arrived: Mapping[int, torch.Tensor]
     written: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -105,10 +105,10 @@ def run_model(
     backward: SeenBackward | None = None,
     record: Record | None = None,
 ) -> Ran:
-    """Run the model's own graph. backward: what came after it, if its gradients are wanted."""
+    """Run the model's own graph. backward: of the call, if its gradients are wanted."""
     plan = called.plan
     with leaving_no_trace(called.args, plan.devices, gradients=backward is not None) as drawn:
-        # What the caller wrote is written again below: into copies, since the inputs are those of every run.
+        # The caller's writes are repeated below: into copies, since all runs share the inputs.
         is_written = backward is not None and bool(backward.written)
         copies = isolated(called.args, [not (may_write or is_written) for may_write in plan.may_write])
         values = [arithmetic.number(x) for x in copies]
@@ -125,9 +125,10 @@ def run_model(
 
 
 def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
-    """Whether the model's own backward reads a tensor that was written to since autograd saved it, through `.data` or `detach()`.
+    """Return True if the model's own backward reads a tensor written since autograd saved it, through `.data` or `detach()`.
 
-    Autograd does not see such a write. The gradients are then those of no function, and differ from kernel to kernel, by what each saves.
+    Autograd does not see such a write. The gradients are then those of no function, and differ from kernel to kernel, by the tensors each
+    saves.
     """
     found: list[bool] = []
 
@@ -150,7 +151,7 @@ def _entered(leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 class _Written(torch.autograd.Function):
-    """A leaf that may be written to in place: gradients are with respect to what it held before."""
+    """A leaf that may be written to in place: gradients are with respect to its earlier contents."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, value: list[torch.Tensor]) -> torch.Tensor:
@@ -165,7 +166,7 @@ def _gradients(
     results: Sequence[Any], backward: SeenBackward, leaves: Mapping[int, torch.Tensor], count: int
 ) -> list[torch.Tensor | None]:
     for i, x in backward.written.items():
-        # As the caller did, behind autograd's back: what it saved is written to as well.
+        # Like the caller, unseen by autograd: saved tensors are written, too.
         results[i].data.copy_(x)
     known = [(results[i], gradient) for i, gradient in backward.arrived.items() if results[i].requires_grad]
     found: list[torch.Tensor | None] = [None] * count
@@ -179,13 +180,13 @@ def _gradients(
 
 
 def again(called: Called, noise: Noise | None, backward: SeenBackward | None = None) -> Sequence[Any]:
-    """What a run of the model's own graph gives in wider numbers, with noise on each step if any. backward: its gradients, if given."""
+    """Return results of the model's own graph in wider numbers, with noise on each step if any; its gradients, given `backward`."""
     ran = run_model(called, Arithmetic(dtype=_wide(called), noise=noise), backward=backward)
     return ran.gradients if backward is not None else results(called.plan, ran.outs, ran.inputs)
 
 
 def _wide(called: Called) -> torch.dtype:
-    """Twice as wide as what is compared: float32 only where all that is differentiated is in half precision."""
+    """Return a dtype twice as wide as the results': float32 only if all differentiated tensors are in half precision."""
     floats = [x for x in called.args if isinstance(x, torch.Tensor) and x.dtype in FLOOR_ULPS]
     trained = [x for x, is_trained in zip(called.args, called.trained, strict=True) if is_trained]
     return torch.float32 if all(x.dtype in HALVES for x in trained or floats) else torch.float64
@@ -194,7 +195,7 @@ def _wide(called: Called) -> torch.dtype:
 def verification(
     plan: CheckPlan, subject: str, compared: Compared | None = None, *, skipped: str | None = None
 ) -> Verification:
-    """Of the whole graph."""
+    """Return a result of the whole graph."""
     found = Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=subject, skipped=skipped)
     if compared is None:
         return found
@@ -202,20 +203,20 @@ def verification(
 
 
 def words(plan: CheckPlan, names: Callable[[], Sequence[str]]) -> Words:
-    """Of the whole graph. names: of all results."""
+    """Return the words of the whole graph. names: of all results."""
     sites = ", ".join(check.site.module for check in plan.checks if check.subject == "output")
     formula = (f"attention at {sites}" if sites else "linear attention") if plan.padded is None else "real tokens alone"
     return Words(names=names, site=f"graph {plan.graph}", formula=formula)
 
 
 def rule(plan: CheckPlan, beside: Sequence[torch.Tensor] = ()) -> Rule:
-    """That of the site that allows for most."""
+    """Return the rule of the site that allows for most."""
     factor = max((outputs.factor(check.site) for check in plan.checks), default=FACTOR)
     return Rule(factor=factor, rounded=plan.rounded, beside=beside)
 
 
 def results(plan: CheckPlan, outs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """What a graph gave, then what it left in the inputs that it may write to."""
+    """Return a graph's outputs, then the inputs that it may write to."""
     if plan.padded is not None:
         outs = list(plan.padded.cleared(dict(enumerate(outs)), inputs).values())
     return [*outs, *(x for x, may_write in zip(inputs, plan.may_write, strict=True) if may_write)]

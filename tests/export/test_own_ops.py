@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from attn_compiler.export.own_ops import compiled_ahead
+from attn_compiler.export.rewriting import compiled_ahead
 from tests import fresh
 
 OWN = torch.ops.attn_compiler

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.export.plain_ops import spelled_out
+from attn_compiler.export.rewriting import spelled_out
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.export import models
 from tests.export.models import batch, exported, made

@@ -104,7 +104,7 @@ class Recorder:
         rewritten = rewrite(gm, OPTIONS)
         self.reports.append(rewritten.report)
         gm.recompile()
-        return known_masks.telling(gm.forward, rewritten.known)
+        return known_masks.wrap(gm.forward, rewritten.known)
 
 
 def reads_a_dense_mask(spec: AttentionSpec, lowering: str, target: Target) -> bool:

@@ -118,4 +118,4 @@ def test_patterns_are_those_of_files() -> None:
     assert recipe.excluding("model.layers.0.self_attn") == "model.layers.0.*"
     assert recipe.excluding("decoder.cross_attn") == "*.cross_attn"
     assert recipe.excluding("model.layers.10.self_attn") is None
-    assert recipe.of_a_site() == Fp8Recipe()
+    assert recipe.for_site() == Fp8Recipe()

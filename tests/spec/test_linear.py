@@ -22,7 +22,7 @@ STATE_SPACE = LinearForm(
 
 def test_a_text_is_read_back_as_it_was() -> None:
     for form in (FORM, STATE_SPACE):
-        assert LinearForm.of_text(form.text) == form
+        assert LinearForm.from_text(form.text) == form
     assert FORM.text != dataclasses.replace(FORM, eps=None).text
 
 

@@ -19,7 +19,7 @@ from attn_compiler.spec import dtypes
 from attn_compiler.spec.dtypes import ALL
 from attn_compiler.spec.numerics import FLOOR_ULPS, difference, exact_dtype, largest
 from attn_compiler.spec.target import Target, cudnn_words
-from attn_compiler.spec.tried import NEWEST, not_tried, on
+from attn_compiler.spec.tried import NEWEST, not_tried, notices
 from tests import fresh, imports
 
 
@@ -142,9 +142,9 @@ def test_the_newest_triton_that_was_tried_is_the_newest_that_kernels_were_compil
 
 def test_of_a_machine_both_are_said() -> None:
     target = Target.fake(torch="2.16.0", triton="3.10.0")
-    assert [said.split(" was")[0] for said in on(target)] == ["torch 2.16", "triton 3.10"]
-    assert len(on(Target.fake(device="cpu", torch="2.16.0", triton="3.10.0"))) == 1
-    assert on(Target.fake()) == ()
+    assert [said.split(" was")[0] for said in notices(target)] == ["torch 2.16", "triton 3.10"]
+    assert len(notices(Target.fake(device="cpu", torch="2.16.0", triton="3.10.0"))) == 1
+    assert notices(Target.fake()) == ()
 
 
 # The numeric rule.

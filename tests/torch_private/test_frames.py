@@ -192,14 +192,14 @@ def test_what_is_kept_for_a_compilation_is_new_in_the_next_and_outside() -> None
     found: list[list[int]] = []
 
     def ask(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        found.append(torch_frames.of_compilation(list))
-        assert torch_frames.of_compilation(list) is found[-1]
+        found.append(torch_frames.once_per_compilation(list))
+        assert torch_frames.once_per_compilation(list) is found[-1]
         return gm.forward
 
     torch.compile(lambda x: x + 1, backend=ask)(X)
     torch.compile(lambda x: x + 2, backend=ask)(X)
     assert found[0] is not found[1]
-    assert torch_frames.of_compilation(list) is not torch_frames.of_compilation(list)
+    assert torch_frames.once_per_compilation(list) is not torch_frames.once_per_compilation(list)
 
 
 def test_a_guard_on_what_is_known_lets_no_other_tensor_through() -> None:

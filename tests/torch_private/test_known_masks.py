@@ -122,21 +122,21 @@ def _takes_address(x: Tensor) -> Tensor:
 
 
 def test_code_that_reads_a_mask_leaves_it_known(mask: Tensor) -> None:
-    read = known_masks.telling(_takes_address, (), (0,))
+    read = known_masks.wrap(_takes_address, (), (0,))
     for _ in range(2):
         read(mask)
         assert known_masks.recall(mask) == KNOWN
 
 
 def test_other_code_that_takes_the_address_ends_what_is_known(mask: Tensor) -> None:
-    for read in (_takes_address, known_masks.telling(_takes_address, (), ())):
+    for read in (_takes_address, known_masks.wrap(_takes_address, (), ())):
         read(mask)
         assert known_masks.recall(mask) is None
 
 
 def test_code_that_reads_a_written_mask_does_not_make_it_known_again(mask: Tensor) -> None:
     mask.data[0, 0] = False
-    known_masks.telling(_takes_address, (), (0,))(mask)
+    known_masks.wrap(_takes_address, (), (0,))(mask)
     assert known_masks.recall(mask) is None
 
 
@@ -145,13 +145,13 @@ def test_code_that_fails_leaves_a_mask_known(mask: Tensor) -> None:
         raise ValueError(f"at {x.data_ptr()}")
 
     with pytest.raises(ValueError, match="at "):
-        known_masks.telling(fails, (), (0,))(mask)
+        known_masks.wrap(fails, (), (0,))(mask)
     assert known_masks.recall(mask) == KNOWN
 
 
 def test_while_one_call_reads_a_mask_another_one_that_ends_leaves_it_unwatched(mask: Tensor) -> None:
     """PyTorch does not bear that two threads end the watch at once."""
-    inner = known_masks.telling(_takes_address, (), (0,))
+    inner = known_masks.wrap(_takes_address, (), (0,))
 
     def outer(x: Tensor) -> Tensor:
         assert known_masks.recall(x) is None
@@ -159,7 +159,7 @@ def test_while_one_call_reads_a_mask_another_one_that_ends_leaves_it_unwatched(m
         assert not torch_writes.is_unwritten(x)
         return _takes_address(x)
 
-    known_masks.telling(outer, (), (0,))(mask)
+    known_masks.wrap(outer, (), (0,))(mask)
     assert known_masks.recall(mask) == KNOWN
 
 
@@ -168,7 +168,7 @@ def test_threads_may_share_a_mask_that_they_read() -> None:
     known_masks.remember(mask, KNOWN)
     q = torch.ones(1, 1, 64, 8)
     # On a CPU this kernel takes the address of numbers that are added, and Python's lock is not held.
-    read = known_masks.telling(lambda m: F.scaled_dot_product_attention(q, q, q, attn_mask=m), (), (0,))
+    read = known_masks.wrap(lambda m: F.scaled_dot_product_attention(q, q, q, attn_mask=m), (), (0,))
     raised: list[BaseException] = []
 
     def many() -> None:

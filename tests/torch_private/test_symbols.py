@@ -152,14 +152,14 @@ def test_floats_are_told_apart_by_value_and_guards_and_not_by_name() -> None:
         a, b, c, *_ = [value for value in values if isinstance(value, torch.SymFloat)]
         env = torch_symbols.env_of(a)
         asked = len(env.guards)
-        found.append([torch_symbols.of_float(number) for number in (a, b, c, a * b)])
+        found.append([torch_symbols.float_key(number) for number in (a, b, c, a * b)])
         assert len(env.guards) == asked
         assert bool(a > 0.25)
-        found.append([torch_symbols.of_float(number) for number in (a, b)])
+        found.append([torch_symbols.float_key(number) for number in (a, b)])
         assert bool(b > 0.25)
-        found.append([torch_symbols.of_float(number) for number in (a, b)])
+        found.append([torch_symbols.float_key(number) for number in (a, b)])
         assert torch_symbols.fixed(a) == 0.5
-        found.append([torch_symbols.of_float(a)])
+        found.append([torch_symbols.float_key(a)])
         return gm.forward
 
     x = torch.randn(4)

@@ -40,7 +40,7 @@ def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True) -> 
         return code(number)
 
     def before(real: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.stack((real.sum(), torch.tensor(int(fact)))), *Batch.of(real).inputs
+        return torch.stack((real.sum(), torch.tensor(int(fact)))), *Batch.from_mask(real).inputs
 
     return Unpadded(
         first=code(most),
@@ -53,7 +53,7 @@ def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True) -> 
 
 
 def test_where_the_real_tokens_are() -> None:
-    found = Batch.of(REAL).first(5)
+    found = Batch.from_mask(REAL).first(5)
     assert found.tokens.tolist() == [0, 2, 6, 7, 8]
     assert found.rows.tolist() == [0, 0, 2, 2, 2]
     assert found.positions.tolist() == [0, 2, 0, 1, 2]
@@ -66,7 +66,7 @@ def test_where_the_real_tokens_are() -> None:
 
 def test_padding_stands_behind_the_tokens() -> None:
     """In order, each position once, and it sees nothing."""
-    found = Batch.of(REAL)
+    found = Batch.from_mask(REAL)
     assert found.tokens.tolist() == [0, 2, 6, 7, 8, 1, 3, 4, 5]
     assert found.rows.tolist() == [0, 0, 2, 2, 2, 0, 1, 1, 1]
     assert found.begins.tolist() == [0, 0, 2, 2, 2, 5, 5, 5, 5]
@@ -77,7 +77,7 @@ def test_any_mask_is_ordered_as_by_a_stable_sort() -> None:
     generator = torch.Generator().manual_seed(3)
     for batch, length in ((1, 2), (5, 1), (7, 33), (64, 19)):
         real = torch.rand(batch, length, generator=generator) < 0.4
-        found, flat = Batch.of(real), real.flatten()
+        found, flat = Batch.from_mask(real), real.flatten()
         assert torch.equal(found.tokens, torch.argsort(~flat, stable=True))
         assert torch.equal(found.starts, torch.cat((torch.zeros(1).long(), real.sum(1).cumsum(0))))
         assert torch.equal(found.rows * length + found.positions, found.tokens)
@@ -85,7 +85,7 @@ def test_any_mask_is_ordered_as_by_a_stable_sort() -> None:
 
 
 def test_no_view_of_the_mask_is_asked_for() -> None:
-    found = Batch.of(torch.stack((REAL, REAL), 2)[..., 0].t().contiguous().t())
+    found = Batch.from_mask(torch.stack((REAL, REAL), 2)[..., 0].t().contiguous().t())
     assert found.tokens[:5].tolist() == [0, 2, 6, 7, 8]
 
 
@@ -105,7 +105,7 @@ def test_the_original_runs_where_a_fact_fails_or_nothing_is_left() -> None:
 def test_padding_that_is_packed_is_no_key() -> None:
     packed = torch.tensor([[False, True, True, True], [True, True, True, True]])
     real = torch.tensor([[False, False, True, True], [True, True, True, True]])
-    found = Batch.of(packed, real).first(7)
+    found = Batch.from_mask(packed, real).first(7)
     assert found.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert found.starts.tolist() == [0, 3, 7]
     assert found.begins.tolist() == [1, 1, 1, 3, 3, 3, 3]

@@ -21,7 +21,7 @@ from attn_compiler.reporting import doctor, publishing
 from attn_compiler.reporting.report import Reports
 from attn_compiler.torch_private import inductor as torch_inductor, observe as torch_observe
 
-#: what is imported before anything is timed, so that no side pays for it: the first is what our backend imports at its first graph
+#: imported before anything is timed, so that no side pays for it; the first is what our backend imports at its first graph
 _IMPORTED = (
     "attn_compiler.compiling.backend",
     "attn_compiler.lowerings",
@@ -31,17 +31,19 @@ _IMPORTED = (
 
 
 def compare(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Comparison:
-    """Time `model(*args, **kwargs)` compiled by this backend, compiled by Inductor, and uncompiled; say how far the results are apart.
+    """Time `model(*args, **kwargs)` compiled by this backend, by Inductor, and uncompiled, and measure how far the results are apart.
 
-    The result prints as a table and has `to_json()`: it is what a report of a bug about speed should have with it. It is a forward without
-    gradients; `comparer(training=True)(model, ...)` makes it a training step.
+    The result prints as a table and has `to_json()`: attach it to a report about speed. It measures a forward without gradients;
+    `comparer(training=True)(model, ...)` makes it a training step.
+
     model: a module or function, compiled already or not; the arguments go to it.
     options: as for `explain`.
 
-    All are run in this process, step by step in turn. The first step is the one that compiles, and it finds nothing on disk. Afterwards the
-    model is as it was, with its parameters, buffers, attributes and gradients. So are random number generators and Dynamo's code.
-    Inputs are copied first. A copy of the parameters is held in the host's memory meanwhile.
-    A side that fails is a row with the reason. Raises CannotCompare for what can't be run at all.
+    All run in this process, step by step in turn. The first step compiles, and it finds nothing on disk. Afterwards the model is as it was,
+    with its parameters, buffers, attributes and gradients. So are random number generators and Dynamo's code. Inputs are copied first. A
+    copy of the parameters is held in the host's memory meanwhile.
+
+    A side that fails is a row with the reason. Raises CannotCompare for a model that can't be run at all.
     """
     settings, kwargs = settings_and_inputs(model, kwargs)
     return comparer(**settings)(model, *args, **kwargs)
@@ -83,7 +85,9 @@ def comparer(
                 kept=kept,
                 names=_names(original, kept.tensors),
                 training=training,
-                devices=_devices([*kept.tensors, *inputs.tensors]),
+                devices=list(
+                    dict.fromkeys([*(x.device for x in (*kept.tensors, *inputs.tensors)), torch.device("cpu")])
+                ),
             )
             _warm_up(task, folder)
             models = {
@@ -95,8 +99,8 @@ def comparer(
                 firsts = _firsts(models, task, folder)
                 timed = sides.in_turns(firsts, models, task, seconds=seconds)
         if all(first.side.failure is not None for first in timed):
-            # No compiler is to blame: it is what the model itself raises.
-            raise _own_error(timed)
+            # The model itself raises it; no compiler is to blame.
+            raise next(first.error for first in timed if first.error is not None)
         return Comparison(
             model=_name(original),
             inputs=tuple(inputs.words),
@@ -127,7 +131,7 @@ def _kept(modules: Sequence[nn.Module]) -> Iterator[HeldState]:
 
 
 def _firsts(models: Mapping[str, Callable[..., Any]], task: Task, folder: str) -> list[FirstStep]:
-    """Each side's first step, by itself: what one has compiled and seen of sizes, the next has not. folder: for what is compiled."""
+    """Run each side's first step by itself: a side does not profit from code or sizes of the one before. folder: for compiled code."""
     firsts = []
     for name, model in models.items():
         with torch_observe.sizes_forgotten(), torch_inductor.nothing_on_disk(folder):
@@ -137,10 +141,8 @@ def _firsts(models: Mapping[str, Callable[..., Any]], task: Task, folder: str) -
 
 
 def _warm_up(task: Task, folder: str) -> None:
-    """Compile an attention: what a process does once, such as importing and trying the C++ compiler, is on no side's account.
-
-    If that fails, the sides will, and will say so.
-    """
+    """Compile an attention, so that no side pays for work once a process, such as imports and finding the C++ compiler. Failures are left
+    to the sides, which report them."""
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sin()
@@ -151,12 +153,8 @@ def _warm_up(task: Task, folder: str) -> None:
         _firsts({OURS: torch_observe.compile_apart(attention, OURS, False)}, small, folder)
 
 
-def _own_error(firsts: Sequence[FirstStep]) -> Exception:
-    return next(first.error for first in firsts if first.error is not None)
-
-
 def _names(model: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> dict[int, str]:
-    """Of tensors, by identity: those that they have in the model, else a number."""
+    """Map tensors by identity to their names in the model, else to a number."""
     named = {id(x): name for name, x in model.named_parameters()} if isinstance(model, nn.Module) else {}
     return {id(x): named.get(id(x), f"tensor {i}") for i, x in enumerate(tensors)}
 

@@ -1,4 +1,4 @@
-"""What `compare` gives: as an object, as text, and as JSON."""
+"""The result of `compare`, as an object, as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Comparison(Measured):
     """This backend beside Inductor's own and the uncompiled model: the fields of Measured. print() shows a table."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested dicts and lists. A "version" keeps all its keys, and may get more. A value that is not known is null."""
+        """Return nested dicts and lists. A "version" keeps all its keys, and may get more. An unknown value is null."""
         return {
             "version": JSON_VERSION,
             "model": self.model,

@@ -1,4 +1,4 @@
-"""What a model and its inputs held before they were run, so that each run begins alike and the model is in the end as it was."""
+"""State of a model and its inputs, saved before a run, so that each run begins alike and the model is as it was in the end."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from attn_compiler.torch_private import tracing as torch_tracing
 from attn_compiler.verifying.comparing import is_plain
 from attn_compiler.verifying.copies import isolated
 
-#: what can hold other things, and be emptied and filled again; a class of its own may not let that happen
+#: containers that can be emptied and refilled; a subclass may not allow it
 _CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque)
 #: inputs that a call can't write to
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a call of `model` may run: its own, those that a method belongs to, and those that a function holds."""
+    """Return the modules that a call of `model` may run: itself, the object of a method, and those that a function holds."""
     if isinstance(model, nn.Module):
         return list(model.modules())
     if isinstance(model, partial):
@@ -45,11 +45,10 @@ def _of_all(values: Sequence[Any]) -> list[nn.Module]:
 
 
 class HeldState:
-    """Modules as they are now: attributes, and the contents of their parameters, buffers and other tensors. `give_back` undoes whatever a
-    run did to them, and `written` says whether it did anything. Contents are held in the memory of the host.
+    """Modules as they are now: attributes, and the contents of parameters, buffers and other tensors, copied to the host's memory.
 
-    Gradients are laid aside at once, so that runs begin without any. What an object of another class holds, such as a cache that is an
-    attribute, is not looked into.
+    `give_back` undoes all changes of a run, and `written` is True if there are any. Gradients are laid aside at once, so that runs begin
+    without any. Objects of other classes, such as a cache that is an attribute, are not inspected.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -63,7 +62,7 @@ class HeldState:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """Those that a backward gives a gradient."""
+        """The tensors that a backward gives a gradient."""
         return [x for x, _ in self._gradients]
 
     def clear_gradients(self) -> None:
@@ -72,11 +71,11 @@ class HeldState:
 
     @property
     def written(self) -> bool:
-        """Whether anything is another than it was, but for gradients."""
+        """True if anything but gradients changed."""
         return any(one.is_other for one in self._containers) or any(one.is_other for one in self._contents)
 
     def give_back(self) -> None:
-        """All but gradients."""
+        """Restore all but gradients."""
         for container in self._containers:
             container.give_back()
         for contents in self._contents:
@@ -88,7 +87,7 @@ class HeldState:
 
 
 def _containers(found: list[Any]) -> Iterator[Any]:
-    """Those that are given, and whatever of their kind they hold, each once."""
+    """Yield the given containers, and those inside of them, each once."""
     seen: set[int] = set()
     while found:
         one = found.pop()
@@ -107,7 +106,7 @@ def _values(container: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Container:
-    """What a container held. The copy holds the same objects."""
+    """The contents of a container. The copy holds the same objects."""
 
     one: Any
     held: Any
@@ -131,7 +130,7 @@ class _Container:
 
 
 def _identities(container: Any) -> list[tuple[int, int]]:
-    """Of keys and values. A key counts by what it is, so that an equal one that is another object is no change."""
+    """Return hashes of keys and identities of values: an equal key that is another object is no change."""
     if isinstance(container, dict):
         return [(hash(key), id(value)) for key, value in container.items()]
     return [(0, id(value)) for value in container]
@@ -139,8 +138,8 @@ def _identities(container: Any) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """What a tensor held. memory: the same memory under a name of its own. saved: a copy in the host's memory; None of a tensor that is
-    not laid out by strides, or has no memory."""
+    """The contents of a tensor. memory: its memory under a separate name. saved: a copy in the host's memory; None for a tensor without
+    strides or memory."""
 
     x: torch.Tensor
     memory: torch.Tensor
@@ -179,14 +178,14 @@ class _Contents:
 
 
 def _same_bits(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Numbers that are no numbers are alike."""
+    """Return True if two tensors are equal, a NaN equal to a NaN."""
     if x.is_floating_point() or x.is_complex():
         return bool(((x == other) | ((x != x) & (other != other))).all())
     return torch.equal(x, other)
 
 
 class Inputs:
-    """The inputs of one call: copies of the user's, which no run writes to. `of_a_call` gives a call those that it may write to."""
+    """The inputs of one call: copies of the user's, which no run writes to. `for_call` gives those that a call may write to."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._leaves, self._form = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -199,8 +198,8 @@ class Inputs:
     def tensors(self) -> list[torch.Tensor]:
         return [x for x in self._leaves if isinstance(x, torch.Tensor)]
 
-    def of_a_call(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """New copies where a call was seen to write to them, or where nobody can say."""
+    def for_call(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the inputs of the next call, copied anew if a call wrote to them or may have."""
         if self._given is None or self._may_write:
             self._given = _copied(self._leaves)
         args, kwargs = pytree.tree_unflatten(self._given, self._form)
@@ -208,7 +207,7 @@ class Inputs:
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
-        """Of the call that was given inputs last: those that a backward gives a gradient, by their names."""
+        """The latest call's inputs that a backward gives a gradient, by name."""
         given = self._given or []
         return {
             name: x
@@ -218,7 +217,7 @@ class Inputs:
 
     @property
     def names(self) -> list[str]:
-        """ "input 0" of an argument without a name, "input_ids" of one with a name, and the path in what holds others."""
+        """Names of inputs: "input 0" for a positional argument, "input_ids" for a named one, and the path inside containers."""
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(self._leaves, self._form))
         return [_name(path) for path, _ in paths]
 
@@ -229,7 +228,7 @@ class Inputs:
 
     @cached_property
     def padding(self) -> torch.Tensor | None:
-        """Where tokens are padding: bool (batch, tokens), of an input `attention_mask` that has 0 there. None: there is no such input."""
+        """Padding positions: bool (batch, tokens), True where an input `attention_mask` is 0. None without such an input."""
         mask = dict(zip(self.names, self._leaves, strict=True)).get("attention_mask")
         if (
             not isinstance(mask, torch.Tensor)
@@ -243,7 +242,7 @@ class Inputs:
         return found if found.any() else None
 
     def look(self) -> None:
-        """After a call: whether it wrote to its inputs, so that the next ones need inputs of their own."""
+        """Check after a call if it wrote to its inputs, so that later calls get copies."""
         given = self._given or []
         pairs = [(x, y) for x, y in zip(self._leaves, given, strict=True) if isinstance(x, torch.Tensor)]
         self._may_write |= any(
@@ -270,7 +269,7 @@ def _described(x: Any) -> str:
 
 
 def _copied(leaves: Sequence[Any]) -> list[Any]:
-    """Tensors are leaves of autograd with the same elements and strides; other objects are copies."""
+    """Copy inputs: tensors as leaves of autograd with the same elements and strides, other objects by copy."""
     tensors = isolated(leaves, [False] * len(leaves))
     others = [None if isinstance(x, (torch.Tensor, torch.Generator)) else x for x in leaves]
     try:

@@ -1,4 +1,4 @@
-"""What a comparison says, as data. comparison.py makes text and JSON of it."""
+"""The result of a comparison as data. comparison.py makes text and JSON of it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from attn_compiler.reporting.report import Reports
 class Measured:
     """This backend beside Inductor's own and the uncompiled model.
 
-    model: its class, or the name of a function. inputs: each by name, with dtype and shape. training: whether a step was forward, loss and
-    backward. modes: whether the model's modules were in train() or in eval(). settings: of torch.compile, each option as Python writes it.
-    facts: about the machine, as `doctor` has them. sides: "eager", "inductor", "attn_compiler". drew_random_numbers: dropout, say;
-    differences then tell nothing. reports: of what was compiled by this backend.
+    model: its class, or the name of a function. inputs: each by name, with dtype and shape. training: a step was forward, loss and
+    backward. modes: train() or eval() of the model's modules. settings: of torch.compile, each option as Python writes it. facts: about the
+    machine, as `doctor` has them. sides: "eager", "inductor", "attn_compiler". drew_random_numbers: by dropout, for example; differences
+    then mean nothing. reports: one for each graph compiled by this backend.
     """
 
     model: str
@@ -33,9 +33,9 @@ class Measured:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as Inductor this backend is, the median of the rounds' own; None where one of the two failed."""
+        """The speed-up over Inductor, the median of the rounds' own; None if one of the two failed."""
         return self.side("attn_compiler").ratio
 
     def side(self, name: str) -> Side:
-        """Of "eager", "inductor" or "attn_compiler"."""
+        """Return the side named "eager", "inductor" or "attn_compiler"."""
         return next(side for side in self.sides if side.name == name)

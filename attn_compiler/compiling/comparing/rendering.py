@@ -1,4 +1,4 @@
-"""A comparison as text: what ran and where, a table of the sides, and what was done to each attention."""
+"""Text of a comparison: the run and its machine, a table of the sides, and the decision for each attention."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from attn_compiler.compiling.comparing.results import Distance
     from attn_compiler.compiling.comparing.sides import Side
 
-#: p80 over p20 from which times say little
+#: p80 over p20 above which times are unreliable
 _SPREAD = 1.5
-#: facts that stand in the head: the others are in the JSON, and in `doctor`
+#: facts shown in the head; the others are in the JSON, and in `doctor`
 _VERSIONS = ("attn_compiler", "torch", "triton", "transformers")
 
 
 def view(found: Measured) -> RenderableType:
-    """At most as wide as a report."""
+    """Return the comparison as text, at most as wide as a report."""
     step = "a training step" if found.training else "a forward without gradients"
     head = ", ".join(part for part in (f"{found.model}: {step}", found.modes) if part)
     parts: list[RenderableType] = [
@@ -75,15 +75,12 @@ def _table(found: Measured) -> RenderableType:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for side in found.sides:
-        cells = [_first(side), *_times(side), _gain(side)]
-        cells += [_memory(side)] if has_memory else []
+        first = "-" if side.first_seconds is None else wording.duration(side.first_seconds)
+        cells = [first, *_times(side), "-" if side.ratio is None else f"{side.ratio:.2f}x"]
+        cells += ["-" if side.peak_bytes is None else decimal(side.peak_bytes)] if has_memory else []
         cells += [_off(side.outputs), *([_off(side.gradients)] if found.training else [])]
         table.add_row(side.name, *cells)
     return table
-
-
-def _first(side: Side) -> str:
-    return "-" if side.first_seconds is None else wording.duration(side.first_seconds)
 
 
 def _times(side: Side) -> tuple[str, str]:
@@ -95,14 +92,6 @@ def _times(side: Side) -> tuple[str, str]:
 
 def _is_spread(side: Side) -> bool:
     return side.milliseconds is not None and side.milliseconds[2] > _SPREAD * side.milliseconds[0]
-
-
-def _gain(side: Side) -> str:
-    return "-" if side.ratio is None else f"{side.ratio:.2f}x"
-
-
-def _memory(side: Side) -> str:
-    return "-" if side.peak_bytes is None else decimal(side.peak_bytes)
 
 
 def _off(difference: Distance | None) -> str:

@@ -1,4 +1,4 @@
-"""What one call of a model gives: its outputs by name, its loss, its gradients, and how far two of them are apart."""
+"""Results of one call of a model: outputs by name, loss, gradients, and the distance between two of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from attn_compiler.spec.numerics import difference, exact_dtype
 from attn_compiler.verifying.comparing import is_plain
 
-#: axes of an output with numbers for each token, and how outputs of an encoder beside a decoder are named
+#: the rank of an output with numbers for each token, and the prefix of an encoder's outputs beside a decoder's
 _RANK, _ENCODERS = 3, "encoder_"
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """In the memory of the host. gradients: None where nobody asked for any."""
+    """Outputs and gradients in the host's memory. gradients: None if nobody asked for any."""
 
     outputs: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor | None] | None = None
@@ -27,9 +27,12 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distance:
-    """largest: the largest absolute difference of any element; infinite where one of the two is not finite. where: the tensor that has it.
-    beside: the largest magnitude of any element of the uncompiled model's. others: names of what only one of the two has, or has in
-    another shape. at_padding: the largest difference at positions that are padding, which is not in `largest`; None where nothing is."""
+    """Distance of results from the uncompiled model's.
+
+    largest: the largest absolute difference of any element; infinite if one of the two is not finite. where: the tensor that has it.
+    beside: the largest magnitude of any element of the uncompiled model's. others: names that only one of the two has, or has in another
+    shape. at_padding: the largest difference at padding positions, which `largest` leaves out; None without padding.
+    """
 
     largest: float
     where: str
@@ -39,7 +42,7 @@ class Distance:
 
 
 def outputs_of(value: Any) -> dict[str, torch.Tensor]:
-    """Every tensor in what a model gave, by its place: in lists, dicts, dataclasses, and objects such as caches."""
+    """Return every tensor in a model's output, by its path through lists, dicts, dataclasses, and objects such as caches."""
     return dict(_tensors(value, "", set()))
 
 
@@ -69,9 +72,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def loss_of(
     outputs: Mapping[str, torch.Tensor], noise: dict[str, torch.Tensor], padding: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """What a training step goes back from: the model's own loss, if it gives one; else the outputs' product with fixed noise, which counts
-    every element alike, and padding not at all. None where no output needs a gradient. noise: what was drawn so far, by output.
-    padding: as for `apart`."""
+    """Return the loss of a training step: the model's own, else the outputs' product with fixed noise.
+
+    The noise weighs every element alike, and padding not at all. None if no output needs a gradient. noise: drawn so far, by output.
+    padding: as for `apart`.
+    """
     trained = {name: x for name, x in outputs.items() if x.requires_grad}
     own = trained.get("loss")
     if own is not None and own.numel() == 1:
@@ -90,7 +95,7 @@ def loss_of(
 
 
 def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in the host's memory of those whose elements can be compared."""
+    """Copy tensors with comparable elements to the host's memory."""
     return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items() if is_plain(x)}
 
 
@@ -99,10 +104,10 @@ def apart(
     own: Mapping[str, torch.Tensor | None],
     padding: torch.Tensor | None = None,
 ) -> Distance:
-    """How far results are from the uncompiled model's. A gradient that is None is one of zeros.
+    """Measure how far results are from the uncompiled model's. A gradient that is None counts as zeros.
 
-    padding: bool (batch, tokens), in the host's memory, where a token is padding: no model says what an output (batch, tokens, numbers) is
-    there. None: nothing is.
+    padding: bool (batch, tokens) in the host's memory, True at padding, where an output (batch, tokens, numbers) is undefined. None: no
+    padding.
     """
     others = [name for name in dict.fromkeys((*new, *own)) if name not in new or name not in own]
     largest, where, beside = 0.0, "", 0.0
@@ -129,10 +134,8 @@ def apart(
 
 
 def _is_padded(name: str, x: torch.Tensor, padding: torch.Tensor, all_of_them: Mapping[str, Any]) -> bool:
-    """Whether an output of that name holds numbers for each token that `padding` tells of: (batch, tokens, numbers).
-
-    Of two axes, the second may be classes, of four, heads. Beside an encoder's outputs, those of a decoder are of other tokens.
-    """
+    """Return True if the output `name` holds numbers for each token of `padding`: (batch, tokens, numbers). In an output of rank 2, the
+    second axis may be classes; of rank 4, heads. Beside an encoder's outputs, a decoder's are of other tokens."""
     has_encoder = any(one.startswith(_ENCODERS) for one in all_of_them)
     return x.dim() == _RANK and x.shape[:2] == padding.shape and (name.startswith(_ENCODERS) or not has_encoder)
 

@@ -1,4 +1,4 @@
-"""What is run of each side: its first step, its memory, and steps in turn with the others. A side that fails is a side with a reason."""
+"""One side of a comparison: its first step, its memory, and steps in turn with the others. A failed side keeps the reason."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EAGER, INDUCTOR, OURS = "eager", "inductor", "attn_compiler"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """What was measured of one side.
+    """Measurements of one side.
 
     first_seconds: of the first step, which compiles and finds nothing on disk.
-    milliseconds: p20, p50 and p80 of a later step. ratio: how many times as fast as Inductor, the median of the rounds' own.
-    held_bytes, peak_bytes: on GPUs, what was allocated before a step, and at most during it; None without CUDA.
-    outputs, gradients: how far they are from the uncompiled model's; None where that is not known, or nobody asked.
-    failure: what this side failed of. Its other fields then say what was known until then.
+    milliseconds: p20, p50 and p80 of a later step. ratio: the speed-up over Inductor, the median of the rounds' own.
+    held_bytes, peak_bytes: on GPUs, allocated memory before a step, and its peak during the step; None without CUDA.
+    outputs, gradients: distance from the uncompiled model's; None if unknown or not asked for.
+    failure: why this side failed. Its other fields then hold what was measured before.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every side does. names: of the tensors of `kept`. noise: of the loss, by output."""
+    """The work of every side. names: of the tensors of `kept`. noise: of the loss, by output."""
 
     inputs: Inputs
     kept: HeldState
@@ -62,12 +62,12 @@ class Task:
         return str(self.gpus[0]) if self.gpus else "cpu"
 
     def prepare(self) -> None:
-        """What comes before a step, and is no part of it."""
+        """Clear gradients before a step, outside of its time."""
         self.inputs.clear_gradients()
         self.kept.clear_gradients()
 
     def step(self, model: Callable[..., Any], given: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
-        """A forward without gradients, or forward, loss and backward."""
+        """Run a forward without gradients, or forward, loss and backward."""
         args, kwargs = given
         if not self.training:
             return model(*args, **kwargs)
@@ -84,7 +84,7 @@ class Task:
         return found
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Of parameters and inputs, after a step."""
+        """Return the gradients of parameters and inputs after a step."""
         inputs = {f"gradient of {name}": x.grad for name, x in self.inputs.trained.items()}
         return {f"gradient of {self.names[id(x)]}": x.grad for x in self.kept.trained} | inputs
 
@@ -95,8 +95,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStep:
-    """A side after its first step. found: what that gave; None where it failed. error: why, then. drew: whether it drew random numbers.
-    writes: whether the model writes to what it holds."""
+    """A side after its first step. found: its results; None if it failed. error: the failure. drew: it drew random numbers. writes: the
+    model writes to its own state."""
 
     side: Side
     found: Results | None = None
@@ -106,11 +106,11 @@ class FirstStep:
 
 
 def first_step(name: str, model: Callable[..., Any], task: Task) -> FirstStep:
-    """Compile by a first step, and take what it gives. The model, its inputs and generators are as they were afterwards."""
+    """Compile by a first step, and keep its results. Afterwards the model, its inputs and generators are as they were."""
     side = Side(name=name)
     try:
         with leaving_no_trace(task.inputs.generators, task.devices, gradients=task.training) as drawn:
-            given = task.inputs.of_a_call()
+            given = task.inputs.for_call()
             task.prepare()
             task.synchronize()
             begin = time.perf_counter()
@@ -128,7 +128,7 @@ def first_step(name: str, model: Callable[..., Any], task: Task) -> FirstStep:
             side=dataclasses.replace(side, first_seconds=seconds), found=found, drew=drew, writes=task.kept.written
         )
     except CannotCompare:
-        # What was asked for can't be had, of any side.
+        # No side can do what was asked for.
         raise
     except Exception as error:  # noqa: BLE001 (whatever a side fails of is its row)
         return FirstStep(side=dataclasses.replace(side, failure=_said(error)), error=error)
@@ -139,12 +139,12 @@ def first_step(name: str, model: Callable[..., Any], task: Task) -> FirstStep:
 
 
 def with_memory(first: FirstStep, model: Callable[..., Any], task: Task) -> FirstStep:
-    """One more step, and on GPUs the memory that it takes."""
+    """Run one more step, and on GPUs measure its memory."""
     if first.side.failure is not None:
         return first
     try:
         with leaving_no_trace(task.inputs.generators, task.devices, gradients=task.training):
-            given = task.inputs.of_a_call()
+            given = task.inputs.for_call()
             task.prepare()
             task.synchronize()
             held = sum(torch.cuda.memory_allocated(device) for device in task.gpus)
@@ -173,13 +173,13 @@ class _SideFailed(Exception):
 def in_turns(
     firsts: Sequence[FirstStep], models: Mapping[str, Callable[..., Any]], task: Task, *, seconds: float
 ) -> list[FirstStep]:
-    """Every side that has not failed, timed step by step in turn with the others."""
+    """Time every side that has not failed, step by step in turn."""
     known = {first.side.name: first for first in firsts}
     writes = any(first.writes for first in firsts)
     given: list[tuple[Sequence[Any], Mapping[str, Any]]] = []
 
     def before() -> None:
-        given[:] = [task.inputs.of_a_call()]
+        given[:] = [task.inputs.for_call()]
         task.prepare()
         if writes:
             task.kept.give_back()
@@ -220,7 +220,7 @@ def _timed(first: FirstStep, times: Mapping[str, Sequence[float]]) -> FirstStep:
 
 
 def compared(firsts: Sequence[FirstStep], padding: torch.Tensor | None = None) -> list[Side]:
-    """Every side, with how far it is from the uncompiled model if that ran. padding: where tokens are (`Inputs.padding`)."""
+    """Return every side with its distance from the uncompiled model if that ran. padding: `Inputs.padding`."""
     eager = next((first.found for first in firsts if first.side.name == EAGER), None)
     sides = []
     for first in firsts:
@@ -239,7 +239,7 @@ def _held(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tenso
 
 
 def _said(error: Exception) -> str:
-    """The class and the first lines of what it says: PyTorch's advice and traces come after."""
+    """Return the class and the first lines of an error's message: PyTorch's advice and traces come after."""
     first = str(error).strip().split("\n\n")[0]
     return " ".join(f"{type(error).__name__}: {first}".split())
 

@@ -1,8 +1,8 @@
-"""Steps that are timed in turn, in one process.
+"""Interleaved timing of steps in one process.
 
-Times are milliseconds: of the wall clock on a CPU (or the process's own processor time, which other programs on the machine disturb
-less: `CpuClock`), of CUDA events on a GPU. Steps take turns, call by call and in alternating order, so that a drift of the machine falls on
-all; a ratio is the median of the rounds' own.
+Times are milliseconds: wall clock or the process's own processor time on a CPU (`CpuClock`; other programs disturb the latter less), CUDA
+events on a GPU. Steps take turns, call by call and in alternating order, so that a drift of the machine falls on all. A ratio is the median
+of the rounds' own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ def interleave(
     clock: CpuClock = "wall",
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call of each step, round by round, until `seconds` are over (but at least `min_rounds`).
-
-    before: called ahead of each step, and not timed.
-    """
+    """Return milliseconds of every call of each step, round by round, until `seconds` are over (but at least `min_rounds`). before: called
+    ahead of each step, and not timed."""
     for _ in range(warmup):
         for step in steps.values():
             before()
@@ -52,7 +50,7 @@ def interleave(
 
 
 def milliseconds(step: Callable[[], Any], device: str, clock: CpuClock = "wall") -> float:
-    """Of one call: wall clock or processor time on a CPU, CUDA events on a GPU."""
+    """Time one call: wall clock or processor time on a CPU, CUDA events on a GPU."""
     if device == "cpu":
         now = _CLOCKS[clock]
         start = now()
@@ -72,11 +70,11 @@ def synchronize(device: str) -> None:
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """p20, p50 and p80."""
+    """Return p20, p50 and p80."""
     fifths = statistics.quantiles(times, n=5, method="inclusive")
     return fifths[0], statistics.median(times), fifths[3]
 
 
 def ratio(baseline: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as fast we are: the median over rounds of baseline / ours. Above 1 is faster."""
+    """Return our speed-up: the median over rounds of baseline / ours. Above 1 is faster."""
     return statistics.median(b / o for b, o in zip(baseline, ours, strict=True))

@@ -31,7 +31,7 @@ FUNCTIONS: dict[str, Own] = {}
 
 def own(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """Run the model's function. Raises KeyError in a process where no model has called the function."""
-    form = LinearForm.of_text(text)
+    form = LinearForm.from_text(text)
     if form.function not in FUNCTIONS:
         raise KeyError(f"no model of this process has the function {form.function}")
     return FUNCTIONS[form.function](form, operands)
@@ -39,7 +39,7 @@ def own(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
 
 def fake(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """Return outputs without memory."""
-    form = LinearForm.of_text(text)
+    form = LinearForm.from_text(text)
     given = dict(zip(form.roles, operands, strict=True))
     v, k = (given["x"], given["B"]) if form.recurrence == "ssd" else (given["v"], given["k"])
     batch, _, heads, dim_v = v.shape

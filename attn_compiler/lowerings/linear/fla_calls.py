@@ -22,7 +22,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
     """As `fla_chunks`: q and k are normalised. skip: always None."""
-    function = _function(LinearForm.of_text(text), is_one=v.shape[1] == 1)
+    function = _function(LinearForm.from_text(text), is_one=v.shape[1] == 1)
     with on(v.device), torch.no_grad():
         return _called(function, q, k, v, g, beta, state)
 
@@ -30,7 +30,7 @@ def forward(
 def backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, g, beta, skip and state; empty where there is none."""
     *operands, text = given
-    function = _function(LinearForm.of_text(text), is_one=False)
+    function = _function(LinearForm.from_text(text), is_one=False)
 
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, _: Any, state: Any) -> tuple[Tensor, Tensor]:
         return _called(function, q, k, v, g, beta, state)

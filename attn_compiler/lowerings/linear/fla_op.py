@@ -116,7 +116,7 @@ def _triple(version: str) -> tuple[int, ...]:
 
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """What the function computes. q and k are normalised in float32, and then rounded to the dtype that products have."""
-    form = LinearForm.of_text(text)
+    form = LinearForm.from_text(text)
     given = dict(zip(form.roles, operands, strict=True))
     dtype = given["q"].dtype
     q, k = (normalised(given[x].to(torch.float32), form.eps).to(dtype) for x in ("q", "k"))

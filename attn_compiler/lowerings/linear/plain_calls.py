@@ -53,7 +53,7 @@ def gradients(
 def _computed(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    form, heads = LinearForm.of_text(text), v.shape[2]
+    form, heads = LinearForm.from_text(text), v.shape[2]
     is_delta = form.recurrence == "delta"
     q, k, wide, g, beta = (x.to(torch.float32) for x in (q, k, v, g, beta))
     q, k = (normalised(x, form.eps).repeat_interleave(heads // x.shape[2], 2) for x in (q, k))

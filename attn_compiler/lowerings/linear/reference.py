@@ -46,7 +46,7 @@ class LinearReference:
 
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """What the function computes."""
-    form = LinearForm.of_text(text)
+    form = LinearForm.from_text(text)
     return finished(form, operands, *by_chunks(prepared(form, operands)))
 
 

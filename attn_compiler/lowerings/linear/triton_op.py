@@ -102,7 +102,7 @@ def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:
 
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     """What the function computes."""
-    form = LinearForm.of_text(text)
+    form = LinearForm.from_text(text)
     given = dict(zip(form.roles, operands, strict=True))
     state = given.get("state")
     if state is not None and torch.is_grad_enabled():
@@ -114,7 +114,7 @@ def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
 
 def run_step(operands: Sequence[Tensor], state: Tensor, text: str) -> Tensor:
     """The result of one token. state: as `linear_one_token` has it; operands: the others, in order."""
-    form = LinearForm.of_text(text)
+    form = LinearForm.from_text(text)
     given = dict(zip((role for role in form.roles if role != "state"), operands, strict=True))
     found: Tensor = _OPS.linear_one_token.default(*_recurrence(form, given), state, text)
     return found

@@ -35,7 +35,7 @@ _ROOM = "attn_compiler.lowerings.linear"
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    form = LinearForm.of_text(text)
+    form = LinearForm.from_text(text)
     batch, _, heads, dim_v = v.shape
     sizes = (dim_v, k.shape[3]) if form.recurrence == "ssd" else (k.shape[3], dim_v)
     out = v.new_empty(v.shape, dtype=getattr(torch, form.out_dtype))
@@ -49,7 +49,7 @@ def _fake_backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Te
 def _fake_one(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
 ) -> Tensor:
-    return v.new_empty(v.shape, dtype=getattr(torch, LinearForm.of_text(text).out_dtype))
+    return v.new_empty(v.shape, dtype=getattr(torch, LinearForm.from_text(text).out_dtype))
 
 
 def _setup(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:

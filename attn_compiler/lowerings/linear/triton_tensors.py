@@ -55,7 +55,7 @@ class LinearTensors:
     @staticmethod
     def of(op: str, given: dict[str, Tensor | None], text: str, *more: Tensor) -> LinearTensors:
         """more: further tensors that tell calls apart."""
-        form = LinearForm.of_text(text)
+        form = LinearForm.from_text(text)
         named = {
             name: readable(x, last=name in ("q", "k", "v") or (name == "g" and form.channel))
             for name, x in given.items()

@@ -118,7 +118,7 @@ def _input_key(given: fx.Node, value: Any, inputs: NodeInputs, stands: Stands) -
 
 def _float_key(given: fx.Node, value: torch.SymFloat, inputs: NodeInputs, stands: Stands) -> Hashable:
     """Layers have each a float of their own, such as the probability of their dropout: what counts is which of a call's floats are one."""
-    told, node = torch_symbols.of_float(value), stands(given, value)
+    told, node = torch_symbols.float_key(value), stands(given, value)
     if told is None or node is None:
         raise Unknown
     if node not in inputs.floats:
@@ -155,7 +155,7 @@ def number(size: int | torch.SymInt) -> Hashable:
     input: what tracing makes of those goes by when it meets them."""
     if not isinstance(size, torch.SymInt):
         return size
-    found = torch_symbols.of_inputs(size)
+    found = torch_symbols.expr_of_inputs(size)
     if found is None:
         raise Unknown
     return torch.SymInt, *found

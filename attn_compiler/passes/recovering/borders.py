@@ -45,7 +45,7 @@ class Border:
 
 def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options, readers: Readers) -> Border:
     """To be called before anything of the graph is rewritten. What the graph's modules hold is looked at here (buffers.py)."""
-    row = torch_frames.of_compilation(GraphRow)
+    row = torch_frames.once_per_compilation(GraphRow)
     root = next((unit for unit in _with_callers(units) if unit.graph_module is gm), None)
     reach = Aliases(graph=gm.graph)
     if root is not None:

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from attn_compiler.passes.rewrites import arguments
 from attn_compiler.passes.rewrites.refusing import Unkeyed
 from attn_compiler.passes.rewrites.sizes import SymbolSizes
-from attn_compiler.torch_private import tracing as torch_tracing
+from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 
 #: numbers of a known tensor that are put into a key
 _MOST_NUMBERS = 4096
@@ -66,7 +66,7 @@ class GraphValues:
             _is_leaf(value),
             value.is_inference(),
             isinstance(value, torch.nn.Parameter),
-            torch_tracing.is_view(value),
+            torch_compat.is_view(value),
             value.is_conj(),
             value.is_neg(),
             None if value.constant is None else numbers_of(value.constant),

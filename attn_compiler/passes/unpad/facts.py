@@ -92,7 +92,7 @@ def with_places(asked: fx.GraphModule) -> tuple[fx.GraphModule, tuple[int, ...]]
 
 
 def _places_of(packed: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return Batch.of(packed, real).inputs
+    return Batch.from_mask(packed, real).inputs
 
 
 def _dynamo(mirror: Mirror, node: fx.Node) -> fx.Node:

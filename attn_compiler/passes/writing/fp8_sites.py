@@ -32,7 +32,7 @@ def ask_for_fp8(unit: Unit, found: FoundSites) -> None:
         elif no_buffers is not None:
             site.notes.append(f"fp8_recipe: ignored, no history can be kept: {no_buffers}; use CurrentScaling")
         elif site.spec is not None:
-            site.spec = dataclasses.replace(site.spec, fp8=recipe.of_a_site())
+            site.spec = dataclasses.replace(site.spec, fp8=recipe.for_site())
             if asked is not None and not set(asked) & set(FP8):
                 site.notes.append(f"fp8_recipe: ignored, the lowerings asked for ({', '.join(asked)}) run in no FP8")
 

@@ -56,7 +56,7 @@ def lower(gm: fx.GraphModule, options: Options) -> tuple[LinearSite, ...]:
 def _spec(node: fx.Node) -> LinearSpec:
     operands, text = node.args
     tensors = [x.meta["example_value"] for x in operands]  # type: ignore[union-attr]
-    return deciding.call_of(LinearForm.of_text(str(text)), tensors)
+    return deciding.call_of(LinearForm.from_text(str(text)), tensors)
 
 
 def _lowering(decision: Decision) -> lowerings.linear_table.LinearLowering | None:
@@ -74,7 +74,7 @@ def _replace(node: fx.Node, op: torch._ops.OpOverload) -> None:
     reads = [user for user in node.users if user.target is not operator.getitem or (user.args[1] == 0 and user.users)]
     with node.graph.inserting_before(node):
         if not reads:
-            roles = LinearForm.of_text(str(text)).roles
+            roles = LinearForm.from_text(str(text)).roles
             pairs = zip(roles, operands, strict=True)  # type: ignore[arg-type]
             operands = [_detached(x) if role in _OF_OUT else x for role, x in pairs]
         new = node.graph.call_function(op, (operands, text))

@@ -33,7 +33,7 @@ def write_over(node: fx.Node, spec: LinearSpec, op: torch._ops.OpOverload, share
 
     shared: `shared_memory` of the graph.
     """
-    form = LinearForm.of_text(str(node.args[1]))
+    form = LinearForm.from_text(str(node.args[1]))
     if spec.length != 1 or spec.needs_grad or "state" not in form.roles:
         return False
     operands = list(node.args[0])  # type: ignore[arg-type]

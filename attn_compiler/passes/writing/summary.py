@@ -48,7 +48,7 @@ def report(
     return Report(
         graph=torch_compat.graph_name(),
         target=_target(gm, targets),
-        untried=tuple(sorted({said for target in _targets(gm, targets) for said in tried.on(target)})),
+        untried=tuple(sorted({said for target in _targets(gm, targets) for said in tried.notices(target)})),
         sites=tuple(_site_rows(units)),
         misses=(*_miss_rows(units), *_chosen_rows(gm, units), *unseen),
         seconds=tuple(seconds.items()),

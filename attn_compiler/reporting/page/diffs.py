@@ -1,4 +1,4 @@
-"""What each pass did to the graph, as the dump has it: a diff for each pass that changed something."""
+"""Changes of the graph by each pass, from the dump: a diff for each pass that changed something."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attn_compiler.reporting.page.markup import Markup, code, element, folded, joined
 
-#: lines of one diff in the page; the file has all
+#: the most lines of one diff in the page; the file has all
 _LINES = 1500
 
 _NAME = re.compile(r"(\d+)_(.+)\.diff\.txt")
@@ -18,7 +18,7 @@ _TAGS = {"+": "ins", "-": "del", "@": "b"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassDiff:
-    """step: the pass, with its number. counts: how many of each op came and went. lines: the unified diff; none if the text is the same."""
+    """step: the pass, with its number. counts: changes of op counts. lines: the unified diff; none if the text is the same."""
 
     step: str
     counts: tuple[str, ...]
@@ -27,7 +27,7 @@ class PassDiff:
 
 
 def read(directory: Path) -> Iterator[PassDiff]:
-    """In the order in which passes ran. Raises OSError."""
+    """Yield the diffs in the order of the passes. Raises OSError."""
     for path in sorted(directory.iterdir()):
         named = _NAME.fullmatch(path.name)
         if named is None:
@@ -38,7 +38,7 @@ def read(directory: Path) -> Iterator[PassDiff]:
 
 
 def section(directory: str | None) -> Markup:
-    """Folded diffs. directory: where the graph's dump is; None if there is none."""
+    """Return folded diffs. directory: of the graph's dump; None if there is none."""
     if directory is None:
         return element(
             "p", "Not known: compile with ", code("options={'dump_dir': ...}"), " and the page has it.", class_="aside"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attn_compiler.reporting.facts import GraphReport, SiteReport
 
 _STYLE = Path(__file__).with_name("page.css")
-#: Browsers load nothing and run nothing, whatever a name from a model holds.
+#: Browsers load nothing and run nothing, even if a model's name holds markup.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _TITLE = "attn_compiler report"
 _NO_GRAPH = (
@@ -27,7 +27,7 @@ _NO_GRAPH = (
 
 
 def page(reports: Sequence[GraphReport]) -> str:
-    """One HTML document, in UTF-8."""
+    """Return one HTML document, in UTF-8."""
     shown = {f"graph-{number}": report for number, report in enumerate(reports, 1) if wording.has_content(report)}
     empty = [report for report in reports if not wording.has_content(report)]
     first: dict[SiteReport, str] = {}
@@ -64,7 +64,7 @@ def _version() -> str:
     try:
         return metadata.version("attn_compiler")
     except metadata.PackageNotFoundError:
-        # It runs from its sources.
+        # The package runs from its sources.
         return "of unknown version"
 
 
@@ -107,7 +107,6 @@ def _contents(shown: dict[str, GraphReport]) -> Markup | None:
 
 
 def _overview(shown: dict[str, GraphReport]) -> Markup | None:
-    """Which attention got what, one row each: what to look at first."""
     rows: list[tuple[Content, ...]] = [
         (
             element(

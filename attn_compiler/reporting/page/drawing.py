@@ -7,27 +7,27 @@ from collections.abc import Iterator, Sequence
 from attn_compiler.reporting.page.grid import FULLY, PARTLY, SKIPPED, Grid
 from attn_compiler.reporting.page.markup import Markup, element, joined
 
-#: units of the longer side, and of the shorter one at least
+#: units of the longer side, and the least units of the shorter one
 _LONG, _SHORT = 256.0, 24.0
 #: room for the axes
 _LEFT, _TOP, _REST = 46.0, 34.0, 6.0
-#: tiles of a side, beyond which their borders would fill the picture
+#: the most tiles of a side whose borders are drawn
 _BORDERS = 64
 
-#: what tiles are called, by their kind
+#: names of tiles, by their kind
 NAMES = {SKIPPED: "skipped", PARTLY: "computed in part", FULLY: "computed in full"}
 _CLASSES = {SKIPPED: "skipped", PARTLY: "partly", FULLY: "fully"}
 
 
 def hatching() -> Markup:
-    """What tiles that are computed in part are filled with: once in a page."""
+    """Return the fill pattern of partly computed tiles: once in a page."""
     line = element("path", d="M-1 1L1 -1M0 6L6 0M5 7L7 5", class_="hatch")
     pattern = element("pattern", line, id="hatch", width="6", height="6", patternUnits="userSpaceOnUse")
     return element("svg", element("defs", pattern), width="0", height="0", aria_hidden="true", class_="defs")
 
 
 def drawing(grid: Grid, title: str, identity: str) -> Markup:
-    """identity: of this drawing in its page."""
+    """Return the SVG. identity: of this drawing in its page."""
     width, height = _sizes(grid)
     parts = [
         element("title", title, id=f"{identity}-title"),
@@ -40,7 +40,7 @@ def drawing(grid: Grid, title: str, identity: str) -> Markup:
         _rect(0, 0, width, height, "frame"),
         *_axes(grid, width, height),
     ]
-    # As wide for every mask, so that letters are of one size.
+    # The same width for every mask, so that letters have one size.
     box = (-_LEFT, -_TOP, _LONG + _LEFT + _REST, height + _TOP + _REST)
     return element(
         "svg",
@@ -53,7 +53,7 @@ def drawing(grid: Grid, title: str, identity: str) -> Markup:
 
 
 def description(grid: Grid) -> str:
-    """The drawing in words, for who does not see it."""
+    """Return the drawing in words, as its text alternative."""
     counts = ", ".join(f"{grid.count(kind)} {NAMES[kind]}" for kind in (SKIPPED, PARTLY, FULLY))
     return (
         f"Queries 0 to {grid.seqlen_q - 1} from top to bottom, keys 0 to {grid.seqlen_kv - 1} from left to right. "
@@ -62,7 +62,7 @@ def description(grid: Grid) -> str:
 
 
 def share(grid: Grid) -> str:
-    """Of pairs that take part: "100 %", "49.9 %"; never 0 or 100 where it is not."""
+    """Return the share of allowed pairs: "100 %", "49.9 %"; never 0 or 100 by rounding."""
     if grid.share in (0.0, 1.0):
         return f"{grid.share:.0%}".replace("%", " %")
     percent = min(max(100 * grid.share, 0.01), 99.99)
@@ -70,7 +70,7 @@ def share(grid: Grid) -> str:
 
 
 def legend(grid: Grid) -> Markup:
-    """How many tiles there are of each kind."""
+    """Return the number of tiles of each kind."""
     items = [
         element("li", _swatch(kind), f"{grid.count(kind)} {'tile' if grid.count(kind) == 1 else 'tiles'} {NAMES[kind]}")
         for kind in (SKIPPED, PARTLY, FULLY)
@@ -90,13 +90,13 @@ def _swatch(kind: int) -> Markup:
 
 
 def _sizes(grid: Grid) -> tuple[float, float]:
-    """Width and height, as keys and queries are to each other, as far as that can be seen."""
+    """Return width and height in proportion to keys and queries, as far as that is visible."""
     longest = max(grid.seqlen_q, grid.seqlen_kv)
     return tuple(max(_LONG * length / longest, _SHORT) for length in (grid.seqlen_kv, grid.seqlen_q))  # type: ignore[return-value]
 
 
 def _tiles(grid: Grid, kind: int, width: float, height: float) -> Iterator[str]:
-    """The last tiles of a row and of a column may be smaller."""
+    """Yield the boxes of tiles of a kind. The last tiles of a row and of a column may be smaller."""
     across, down = width * grid.tile / grid.seqlen_kv, height * grid.tile / grid.seqlen_q
     for row, tiles in enumerate(grid.tiles):
         top, bottom = row * down, min((row + 1) * down, height)
@@ -105,7 +105,7 @@ def _tiles(grid: Grid, kind: int, width: float, height: float) -> Iterator[str]:
 
 
 def _boxes(cells: Sequence[Sequence[bool]], wanted: bool, width: float, height: float) -> Iterator[str]:
-    """Rows that are alike are one box."""
+    """Yield the boxes of wanted cells, one for equal rows."""
     down = height / len(cells)
     begin = 0
     for row in range(1, len(cells) + 1):
@@ -138,7 +138,6 @@ def _borders(grid: Grid, width: float, height: float) -> Markup | None:
 
 
 def _axes(grid: Grid, width: float, height: float) -> list[Markup]:
-    """The first and the last position of each axis, and its name."""
     last_key, last_query = f"{grid.seqlen_kv - 1:,}", f"{grid.seqlen_q - 1:,}"
     texts = [
         _text(0, -6, "0", "start"),

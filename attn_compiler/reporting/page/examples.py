@@ -1,7 +1,7 @@
-"""What tensors and symbolic sizes may hold at run time, made up so that a mask that reads them can be drawn. A drawing says so.
+"""Made-up values of tensors and symbolic sizes, to draw a mask that reads them at run time. A drawing says so.
 
-The expression of a tensor's element is replaced by one of positions alone: padding is in the first keys, there are four
-documents, and so on.
+The expression of a tensor's element is replaced by one of positions alone: padding is in the first keys, there are four documents, and so
+on.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q, MaskKind, MaskSpec
 
 _Q, _K = Index("q"), Index("k")
 
-#: of a sequence whose length is symbolic
+#: assumed length of a sequence with a symbolic length
 _LENGTH = 1024
-#: where documents begin, in hundredths of the keys
+#: beginnings of documents, in hundredths of the keys
 _DOCUMENTS = (30, 55, 80)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawable:
-    """A mask as numbers can be had of it.
+    """A mask that can be evaluated to numbers.
 
-    condition: over (b, h, q, k) and the sizes that are given, without tensors.
+    condition: over (b, h, q, k) and the given sizes, without tensors.
     sizes: of symbols.
-    made_up: what was made up, in words.
+    made_up: the made-up values, in words.
     """
 
     condition: Expr
@@ -41,19 +41,17 @@ class Drawable:
 
 
 class NotDrawn(Exception):
-    """There is no drawing of a mask, and why. Internal: the page says it."""
+    """A mask has no drawing, with the reason. Internal: the page says it."""
 
 
-#: what an element of a tensor is replaced by, and the words for it; None if nothing is known that it may be
+#: the replacement of a tensor's element, and its words; None if no plausible value is known
 _Found = tuple[Expr, str] | None
 _Example = Callable[[Load], _Found]
 
 
 def drawable(mask: MaskSpec, query_dim: Dim, key_dim: Dim, *, is_added: bool = False) -> Drawable:
-    """Raises NotDrawn where the mask was not read, or is of what nothing can be made up for.
-
-    query_dim, key_dim: how many queries and keys there are. is_added: the mask tensor was read, and adds something to scores.
-    """
+    """Return the mask with made-up values. Raises NotDrawn if it was not read, or there are no plausible values. query_dim, key_dim: the
+    numbers of queries and keys. is_added: the mask tensor was read, and adds something to scores."""
     if mask.reason is not None:
         raise NotDrawn(
             f"the mask was not proved, so which pairs it leaves out is known at run time only: {mask.reason}"
@@ -65,14 +63,14 @@ def drawable(mask: MaskSpec, query_dim: Dim, key_dim: Dim, *, is_added: bool = F
     made_up = [f"the size {name} is {size}" for name, size in sizes.items()]
     conditions = []
     for kind in mask.kinds:
-        condition, words = _of(kind, seqlen_q, seqlen_kv)
+        condition, words = _without_tensors(kind, seqlen_q, seqlen_kv)
         conditions.append(condition)
         made_up += words
     whole = ix.apply("and", *conditions) if conditions else ix.TRUE
     sizes |= {str(SEQLEN_Q.name): seqlen_q, str(SEQLEN_KV.name): seqlen_kv}
     unknown = ix.sizes(whole) - sizes.keys()
     if len(unknown) == 1:
-        # One is how far a cache is filled. Of several it is not known how they go together.
+        # One number is the filled length of a cache. The relation of several is unknown.
         (name,) = unknown
         sizes[name] = 3 * seqlen_kv // 4
         made_up.append(f"the size {name} is {sizes[name]}")
@@ -92,10 +90,10 @@ def _length(dim: Dim) -> int:
     return dim if isinstance(dim, int) else _LENGTH
 
 
-def _of(kind: MaskKind, seqlen_q: int, seqlen_kv: int) -> tuple[Expr, list[str]]:
-    """A kind without tensors, and what was made up for that."""
+def _without_tensors(kind: MaskKind, seqlen_q: int, seqlen_kv: int) -> tuple[Expr, list[str]]:
+    """Return a kind's condition without tensors, and the words of its made-up values."""
     if isinstance(kind, masks.AnyOf):
-        parts = [[_of(each, seqlen_q, seqlen_kv) for each in kinds] for kinds in kind.alternatives]
+        parts = [[_without_tensors(each, seqlen_q, seqlen_kv) for each in kinds] for kinds in kind.alternatives]
         alternatives = [ix.apply("and", *(condition for condition, _ in part)) for part in parts]
         return ix.apply("or", *alternatives), [words for part in parts for _, told in part for words in told]
     condition = kind.condition
@@ -107,7 +105,7 @@ def _of(kind: MaskKind, seqlen_q: int, seqlen_kv: int) -> tuple[Expr, list[str]]
 
 
 def _padded(condition: Expr, seqlen_kv: int) -> tuple[Expr, list[str]]:
-    """The first keys are padding, whichever value says so."""
+    """Replace elements so that the first keys are padding, for either polarity."""
     first = 3 * seqlen_kv // 10
 
     def example(real: Expr) -> _Example:
@@ -131,17 +129,13 @@ def _replaced(condition: Expr, example: _Example) -> tuple[Expr, list[str]]:
             raise NotDrawn(f"what {x.tensor} holds is known at run time only")
         value, words = found
         told.append(words)
-        return _as(x.kind, value)
+        return {"bool": ix.as_bool, "int": ix.as_int, "float": ix.as_float}[x.kind](value)
 
     return throughout(condition, change), told
 
 
-def _as(kind: str, value: Expr) -> Expr:
-    return {"bool": ix.as_bool, "int": ix.as_int, "float": ix.as_float}[kind](value)
-
-
 def _example(kind: MaskKind, condition: Expr, seqlen_q: int, seqlen_kv: int) -> _Example:
-    """What tensors may hold that a kind reads."""
+    """Return made-up values of the tensors that a kind reads."""
     filled = seqlen_kv - seqlen_q if seqlen_q > 1 else min(3 * seqlen_kv // 5, seqlen_kv - 1)
 
     def number(value: int, what: str) -> _Example:
@@ -177,11 +171,11 @@ def _example(kind: MaskKind, condition: Expr, seqlen_q: int, seqlen_kv: int) -> 
     read: dict[str, set[str]] = {}
     for load in ix.loads(condition):
         read.setdefault(load.tensor, set()).update(_positions(load))
-    # What is read for the query and for the key alike tells what belongs together.
+    # A tensor read at the query and at the key groups positions.
     together = any(positions == {"q", "k"} for positions in read.values())
     return lambda load: document(load) if together and read[load.tensor] == {"q", "k"} else any_other(load)
 
 
 def _positions(load: Load) -> set[str]:
-    """Which of the query's and the key's position an element depends on."""
+    """Return "q", "k" or both: the positions that an element depends on."""
     return {name for at in load.at for name in at.facts.indices} & {"q", "k"}

@@ -1,4 +1,4 @@
-"""The section of one graph: its attentions, what was missed, its padding, how long compiling took, and what each pass did."""
+"""The section of one graph: its attentions, misses, padding, compile time, and the diff of each pass."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def site_identities(report: GraphReport, identity: str) -> dict[str, SiteReport]:
-    """What the cards of a graph's sites are called in the page."""
+    """Return the identities of a graph's site cards in the page."""
     return {f"{identity}-site-{number}": site for number, site in enumerate(report.sites, 1)}
 
 
 def likeness(site: SiteReport) -> SiteReport:
-    """Equal for sites that differ in their place alone."""
+    """Return a key that is equal for sites that differ in their place alone."""
     return dataclasses.replace(site, modules=())
 
 
 def section(report: GraphReport, identity: str, first: Mapping[SiteReport, str]) -> Markup:
-    """identity: of this graph in its page; what is in it has identities that begin so. first: where each likeness is told in full."""
+    """Return the section. identity: of this graph in its page, a prefix of identities inside. first: the full card of each likeness."""
     cards = [
         site_card(site, own) if first[likeness(site)] == own else again_card(site, own, first[likeness(site)])
         for own, site in site_identities(report, identity).items()
@@ -53,7 +53,6 @@ _MISSES = "What follows has a softmax or calls attention, and is left as the mod
 
 
 def _failures(report: GraphReport) -> list[Markup]:
-    """What failed, in words: nothing of it may be overlooked."""
     boxes = []
     if report.failure:
         message, _, details = report.failure.partition("\n")

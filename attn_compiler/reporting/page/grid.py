@@ -1,4 +1,4 @@
-"""A mask as a picture's data: which pairs take part, seen at some queries and keys, and which tiles a kernel may leave out."""
+"""Data of a mask's drawing: the allowed pairs at some queries and keys, and the tiles that a kernel may skip."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from attn_compiler.index_expr.on_tensors import evaluate_on
 from attn_compiler.reporting.page.examples import Drawable
 
-#: queries, and keys, of a tile; of long sequences a multiple, so that there are no more than _MOST_TILES a side
+#: queries, and keys, of a tile; a multiple for long sequences, so that there are no more than _MOST_TILES a side
 TILE = 128
 _MOST_TILES = 256
-#: queries, and keys, that are looked at for the picture
+#: sampled queries, and keys, of the picture
 _CELLS = 128
-#: pairs times parts of the expression, evaluated in all (a second or so), and pairs at once
+#: the most pairs times parts of the expression in all (a second or so), and the most pairs at once
 _WORK, _AT_ONCE = 2**29, 2**20
 
 SKIPPED, PARTLY, FULLY = range(3)
@@ -23,13 +23,13 @@ SKIPPED, PARTLY, FULLY = range(3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """What is drawn of one batch row and head.
+    """Drawing data of one batch row and head.
 
-    cells: for some queries, whether each of some keys takes part; both are spread evenly.
+    cells: for some queries, True for each allowed key of some keys; both are spread evenly.
     tile: queries, and keys, of a tile.
     tiles: for each row of tiles SKIPPED, PARTLY or FULLY.
-    share: of the pairs that take part.
-    exact: every pair was looked at; else some of each tile, its corners among them.
+    share: of allowed pairs.
+    exact: every pair was evaluated; else some of each tile, its corners among them.
     """
 
     seqlen_q: int
@@ -41,7 +41,7 @@ class Grid:
     exact: bool
 
     def count(self, which: int) -> int:
-        """How many tiles are SKIPPED, PARTLY or FULLY computed."""
+        """Return the number of tiles that are SKIPPED, PARTLY or FULLY computed."""
         return sum(row.count(which) for row in self.tiles)
 
     @property
@@ -80,12 +80,12 @@ def _cells(mask: Drawable) -> tuple[tuple[bool, ...], ...]:
 
 
 def _spread(length: int, count: int) -> torch.Tensor:
-    """The middles of so many equal parts of 0 .. length - 1."""
+    """Return the middles of so many equal parts of 0 .. length - 1."""
     return (2 * torch.arange(count, device="cpu") + 1) * length // (2 * count)
 
 
 def _tile_rows(mask: Drawable, tile: int, points: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """For some rows of tiles after the other: where any pair takes part, where each does, and how many pairs do in all."""
+    """Yield, for batches of tile rows, the tiles with any allowed pair, those with all allowed, and the number of allowed pairs."""
     keys, key_weights = _points(mask.seqlen_kv, tile, points)
     queries, query_weights = _points(mask.seqlen_q, tile, points)
     at_once = max(1, _AT_ONCE // (keys.numel() * points))
@@ -98,7 +98,7 @@ def _tile_rows(mask: Drawable, tile: int, points: int) -> Iterator[tuple[torch.T
 
 
 def _points(length: int, tile: int, points: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions to look at in each tile, the first and the last one among them, and how many positions each of them stands for."""
+    """Return the sampled positions of each tile, with the first and the last one, and the weight of each position."""
     first = torch.arange(0, length, tile, device="cpu")[:, None]
     sizes = (length - first).clamp(max=tile)
     places = torch.arange(points, device="cpu")[None, :]

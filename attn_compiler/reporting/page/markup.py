@@ -1,7 +1,7 @@
-"""HTML that can't be broken out of: `element` escapes all that is not `Markup` already. Nothing else makes Markup.
+"""HTML without injection: `element` escapes everything that is not `Markup` already. Nothing else makes Markup.
 
-It stands in the place of a template engine. Names of modules, ops and files come from models, and whoever forgets to escape one here gets
-text, and no markup. Types are checked, too, which they are not in templates.
+It replaces a template engine. Names of modules, ops and files come from models, and a forgotten escape here gives text, and no markup.
+Types are checked, too, which they are not in templates.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable
 #: elements without an end
 _VOID = frozenset({"meta"})
 
-#: what no document may hold, escaped or not: control characters, lone surrogates, and what is no character
+#: forbidden in documents, escaped or not: control characters, lone surrogates, and noncharacters
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-#: direction marks make a line read as what it is not
+#: direction marks, which can disguise a line
 _DIRECTIONS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -30,7 +30,7 @@ Content = str | None
 
 
 def escaped(text: str) -> Markup:
-    """Text as it is read. What a document can't hold, or what would turn the reading direction, is shown by its number."""
+    """Escape text. Forbidden characters and direction marks are shown by their number."""
     if isinstance(text, Markup):
         return text
     shown = _DIRECTIONS.sub(_number, _FORBIDDEN.sub(_number, text))
@@ -42,12 +42,13 @@ def _number(found: re.Match[str]) -> str:
 
 
 def joined(parts: Iterable[Content], between: str = "") -> Markup:
-    """All parts that are not empty, escaped, one after the other."""
+    """Join all parts that are not empty, escaped."""
     return Markup(escaped(between).join(escaped(part) for part in parts if part))
 
 
 def element(tag: str, *content: Content, **attributes: str | bool | None) -> Markup:
-    """<tag attribute="...">content</tag>. Attributes: "_" is written "-", and one at the end is left out; None and False are left out."""
+    """Return <tag attribute="...">content</tag>. Attributes: "_" is written "-", and one at the end is left out; None and False are left
+    out."""
     written = "".join(_attribute(name, value) for name, value in attributes.items())
     if tag in _VOID:
         return Markup(f"<{tag}{written}>")
@@ -62,19 +63,19 @@ def _attribute(name: str, value: str | bool | None) -> str:
 
 
 def code(text: str) -> Markup:
-    """A name, a path or a formula."""
+    """Mark up a name, a path or a formula."""
     return element("code", text)
 
 
 def folded(summary: Content, *content: Content, open_: bool = False, class_: str | None = None) -> Markup:
-    """What is shown when it is asked for."""
+    """Fold content under a summary."""
     return element("details", element("summary", summary), *content, open_=open_, class_=class_)
 
 
 def table(
     caption: str, columns: Iterable[str], rows: Iterable[Iterable[Content]], *, numbers: frozenset[int] = frozenset()
 ) -> Markup:
-    """A table with a header for each column and, in its first cell, each row. numbers: columns that are aligned as such."""
+    """Return a table with a header for each column and, in its first cell, each row. numbers: columns aligned as numbers."""
     names = tuple(columns)
 
     def kind(place: int) -> str | None:
@@ -87,11 +88,11 @@ def table(
         cells = [element("th", first, scope="row"), *(element("td", c, class_=kind(i)) for i, c in enumerate(rest, 1))]
         body.append(element("tr", *cells))
     inside = (element("caption", caption), element("thead", element("tr", *head)), element("tbody", *body))
-    # What is wider than the page scrolls by itself, by keys too.
+    # A table wider than the page scrolls separately, also by keys.
     return element("div", element("table", *inside), class_="wide", tabindex="0", role="group", aria_label=caption)
 
 
 def facts(rows: Iterable[tuple[str, Content]]) -> Markup:
-    """Names and what they are."""
+    """Return a list of names with their values."""
     pairs = [element("div", element("dt", name), element("dd", value)) for name, value in rows if value]
     return element("dl", *pairs) if pairs else Markup("")

@@ -1,4 +1,4 @@
-"""A card for each distinct attention: what was chosen and why, what it reads and copies, its mask as a drawing; and one for each miss."""
+"""A card for each distinct attention: the lowering and the reasons, operands and copies, a drawing of the mask; one for each miss."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
     from attn_compiler.spec.masks import MaskSpec
 
-#: the lowering that is none
+#: the name of no lowering
 _UNTOUCHED = "untouched"
-#: characters of a mask that are shown unasked
+#: characters of a mask shown unfolded
 _LONGEST = 400
 
 
 def site_card(site: SiteReport, identity: str) -> Markup:
-    """identity: of this site in its page."""
+    """Return a site's card. identity: of this site in its page."""
     head = element("h3", _names(site.modules), " ", _badge(site), id=identity)
     rows = element("div", _facts(site), _operands(site.spec), _copies(site.copies), class_="facts")
     body = element("div", rows, _mask(site, identity), class_="columns")
@@ -41,7 +41,7 @@ def site_card(site: SiteReport, identity: str) -> Markup:
 
 
 def again_card(site: SiteReport, identity: str, first: str) -> Markup:
-    """A site that is told in full elsewhere in the page. first: the identity of its card there."""
+    """Return a short card of a site that has a full one elsewhere. first: the identity of the full card."""
     head = element("h3", _names(site.modules), " ", _badge(site), id=identity)
     link = element("p", "All is as for ", element("a", "the same attention of another graph", href=f"#{first}"), ".")
     return element("article", head, link, _places(site.modules), aria_labelledby=identity, class_="card")
@@ -53,7 +53,7 @@ def _badge(site: SiteReport) -> Markup:
 
 
 def linear_card(one: LinearReport, identity: str) -> Markup:
-    """What a layer of linear attention computes, and what was chosen for it."""
+    """Return the card of a layer of linear attention."""
     badge = element("span", one.decision.lowering, class_="badge")
     rows = facts(
         (
@@ -69,7 +69,7 @@ def linear_card(one: LinearReport, identity: str) -> Markup:
 
 
 def miss_card(miss: MissReport, identity: str) -> Markup:
-    """Where something stopped being attention, why, and what to do."""
+    """Return the card of a miss: the place where matching stopped, the reason, and the remedy."""
     head = element("h3", _names(miss.modules), " ", element("span", "miss", class_="badge miss"), id=identity)
     rows = facts(
         (
@@ -84,7 +84,7 @@ def miss_card(miss: MissReport, identity: str) -> Markup:
 
 
 def reason_rows(reason: Reason) -> tuple[tuple[str, Markup | str | None], ...]:
-    """A refusal, a line for each of its parts."""
+    """Return a refusal, a line for each of its parts."""
     remedy = element("strong", reason.remedy) if reason.remedy else None
     return (
         ("What has to hold", reason.rule),
@@ -175,7 +175,7 @@ _TENSOR = (
 
 
 def _is_read_diagonal(mask: MaskSpec) -> bool:
-    """Whether the model gives a tensor that says no more than a diagonal."""
+    """Return True if the model's tensor holds only a diagonal."""
     return bool(mask.read) and mask.reason is None and all(isinstance(kind, Causal) for kind in mask.kinds)
 
 
@@ -290,7 +290,7 @@ def _mask(site: SiteReport, identity: str) -> Markup:
 
 @functools.lru_cache(maxsize=64)
 def _drawn(mask: MaskSpec, seqlen_q: Dim, seqlen_kv: Dim, is_added: bool) -> tuple[Drawable, Grid] | str:
-    """What is drawn of a mask, or why nothing is. Layers share masks."""
+    """Return the drawing of a mask, or why there is none. Layers share masks."""
     try:
         found = drawable(mask, seqlen_q, seqlen_kv, is_added=is_added)
         return found, grid_of(found)

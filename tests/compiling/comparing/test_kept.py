@@ -134,15 +134,15 @@ class Cache:
 def test_a_call_that_writes_to_its_inputs_gets_new_ones_each_time() -> None:
     x = torch.zeros(2, requires_grad=True)
     inputs = Inputs([x, 3], {"mask": None, "scale": torch.ones(1)})
-    first, _ = inputs.of_a_call()
+    first, _ = inputs.for_call()
     assert first[0] is not x
     assert first[0].requires_grad
     inputs.look()
-    again, kwargs = inputs.of_a_call()
+    again, kwargs = inputs.for_call()
     assert again[0] is first[0]
     kwargs["scale"].add_(1)
     inputs.look()
-    third, kwargs = inputs.of_a_call()
+    third, kwargs = inputs.for_call()
     assert third[0] is not first[0]
     assert kwargs["scale"].tolist() == [1]
 
@@ -151,7 +151,7 @@ def test_an_object_is_copied_for_each_call() -> None:
     cache = Cache()
     inputs = Inputs([], {"cache": cache})
     for _ in range(2):
-        _, kwargs = inputs.of_a_call()
+        _, kwargs = inputs.for_call()
         assert kwargs["cache"].keys == []
         kwargs["cache"].keys.append(torch.ones(1))
     assert cache.keys == []
@@ -160,7 +160,7 @@ def test_an_object_is_copied_for_each_call() -> None:
 def test_inputs_keep_their_strides_and_their_aliases() -> None:
     whole = torch.arange(8.0)
     inputs = Inputs([whole[::2], whole.expand(3, 8)], {})
-    (even, expanded), _ = inputs.of_a_call()
+    (even, expanded), _ = inputs.for_call()
     assert even.stride() == (2,)
     assert expanded.stride() == (0, 1)
     even.zero_()

@@ -92,7 +92,7 @@ class Watching:
             with self.counter:
                 return gm.forward(*args)
 
-        return known_masks.telling(counted, rewritten.known, rewritten.read)
+        return known_masks.wrap(counted, rewritten.known, rewritten.read)
 
     def left(self, found: torch_observe.Break) -> None:
         told = left_to_python.report(found)

@@ -25,7 +25,7 @@ ROWS, LENGTH = REAL.shape
 TOKENS = int(REAL.sum())
 #: with padding that fills up the last step
 FILLED = TOKENS + 3
-BATCH = Batch.of(REAL).first(FILLED)
+BATCH = Batch.from_mask(REAL).first(FILLED)
 
 
 class Making:

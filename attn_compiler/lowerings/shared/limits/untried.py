@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def note(lowering: str, target: Target, cause: str) -> None:
     """Store that a kernel of a lowering did not compile, if that machine has a release that was not tried."""
-    if tried.on(target):
+    if tried.notices(target):
         known = {**_known(target), lowering: cause}
         store = _store()
         if store is not None:
@@ -32,7 +32,7 @@ def note(lowering: str, target: Target, cause: str) -> None:
 
 def reasons(lowering: str, target: Target) -> list[Reason]:
     """Return why a lowering is not chosen on a machine."""
-    said = tried.on(target)
+    said = tried.notices(target)
     cause = _known(target).get(lowering) if said else None
     if cause is None:
         return []

@@ -85,7 +85,7 @@ class BorderInputs:
     def _looked_up(self, reader: Reader, dynamo: fx.Node, node: fx.Node) -> Expr | None:
         """What is known of an input, in loads of itself and of other inputs (by their names), or None."""
         value = fake(node)
-        row, example = torch_frames.of_compilation(GraphRow), dynamo.meta.get("example_value")
+        row, example = torch_frames.once_per_compilation(GraphRow), dynamo.meta.get("example_value")
         made = row.find(example)
         if made is not None:
             given = {name: _input_like(self._unit, example) for name, example in made.loads.items()}
