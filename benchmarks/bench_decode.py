@@ -82,7 +82,7 @@ def ours(problem: Problem, schedule: Schedule) -> Calls:
     call = DecodeCall(spec=problem.spec, schedule=schedule)
     tiles = problem.case.batch * problem.case.heads_kv * plan.rows_of(problem.spec)[1]
     named = {**problem.named, "count": torch.zeros(tiles, dtype=torch.int32, device=problem.q.device)}
-    operands = [named[name] for name in plan.of(call).operands]
+    operands = [named[name] for name in plan.plan_of(call).operands]
     text, q = call.to_text(), problem.q
 
     def of(k: Tensor, v: Tensor) -> Callable[[], Tensor]:

@@ -261,7 +261,7 @@ class Problem:
 
         def of(latent: Tensor, rope: Tensor) -> harness.Step:
             latent, rope = latent[:, :, :filled], rope[:, :, :filled]
-            operands = [{"rope": rope}[name] for name in plan.of(call).operands]
+            operands = [{"rope": rope}[name] for name in plan.plan_of(call).operands]
 
             def run() -> Tensor:
                 out: Tensor = torch.ops.attn_compiler.decode_latent.default(self.q, latent, latent, operands, text)[0]

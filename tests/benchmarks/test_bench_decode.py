@@ -35,7 +35,7 @@ def test_our_side_computes_what_is_expected(changes: dict[str, int]) -> None:
 @pytest.mark.parametrize("case", decode_cases.CASES, ids=lambda case: case.name)
 def test_operands_are_those_that_the_lowering_would_make(case: Case) -> None:
     problem = decode_cases.build(case, "meta")
-    plan = decode_plan.of(DecodeCall(spec=problem.spec, schedule=decode_schedule.schedule(problem.spec, H200)))
+    plan = decode_plan.plan_of(DecodeCall(spec=problem.spec, schedule=decode_schedule.schedule(problem.spec, H200)))
     assert set(plan.operands) - {"count"} == set(problem.named)
     assert problem.named["bounds"].shape == (2, case.batch, case.seqlen_q)
 

@@ -1,11 +1,11 @@
-"""cuDNN's attention with a forward in FP8, for sites that a recipe with scales per tensor was given for. Hopper (sm90) alone.
+"""cuDNN's attention with a forward in FP8, for sites with a recipe of scales per tensor. Hopper (sm90) alone.
 
-q, k and v are rounded as fp8/quantise.py does; v lies as it did. On sm90 cuDNN writes the output in FP8 too, so nodes
-of the graph cast it. Its scale has to be known before: an output is a mean of rows of v, so none is larger than the largest of those.
+q, k and v are rounded as in fp8/quantise.py; v keeps its strides. On sm90 cuDNN writes the output in FP8 too, and graph nodes cast it. The
+output's scale has to be known before: an output is a mean of rows of v, so it is at most v's largest element.
 
-The backward is that of `cudnn`, from q, k and v as they were rounded, and the output and lse that the forward gave; or, if the recipe
-says so, in FP8 too (fp8_gradients.py), for heads of 128. As the output passes through nodes, its gradient is attached by
-an op that compiled code is without (shared/ops/given_ops.py): `cudnn_rounded_given` or `cudnn_fp8_given`.
+The backward is that of `cudnn`, from the rounded q, k and v and the forward's output and lse. If the recipe asks for it, it is in FP8 too
+(fp8_gradients.py), for heads of 128. As the output passes through nodes, its gradient is attached by an op that compiled code does not
+contain (shared/ops/given_ops.py): `cudnn_rounded_given` or `cudnn_fp8_given`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
 from attn_compiler.spec.target import Target
 
 _SM = 90
-#: what weights are rounded at, of 448: the softmax's are at most 1
+#: factor of the rounded weights, up to 448: the softmax's are at most 1
 _WEIGHT_SCALE = 448.0
-#: of the largest number of the format: rounded weights may add up to a little more than 1
+#: share of the format's largest number: rounded weights may add up to a little more than 1
 _OUT_MARGIN = 0.5
 _BACKWARD_HEAD_DIM = 128
-#: of lengths, for a backward in FP8
+#: lengths are a multiple of this for a backward in FP8
 _LENGTH_MULTIPLE = 16
-#: Beyond, the bounds that dK's scale comes from are so far above it that numbers get lost (fp8_gradients.py).
+#: Above this, the bound that gives dK's scale is so loose that small numbers become 0 (fp8_gradients.py).
 _MOST_QUERIES_OF_A_KEY = 32 * 1024
 
 
 class CudnnFp8(Lowering):
-    """`attn_compiler::cudnn_fp8`, and what attaches a gradient (cudnn/ops.py, fp8_gradients.py)."""
+    """`attn_compiler::cudnn_fp8`, with the gradient attached by cudnn/ops.py or fp8_gradients.py."""
 
     name = "cudnn_fp8"
 
@@ -73,11 +73,12 @@ class CudnnFp8(Lowering):
         return reasons or _check_call(cudnn.call_of(spec, target), spec, target)
 
     def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        """cuDNN's own refusal of a plan."""
-        return _check_plans(cudnn.call_of(spec, target), _as_rounded(spec), self.demand(spec), target)
+        call, rounded, demand = cudnn.call_of(spec, target), _as_rounded(spec), self.demand(spec)
+        forward = cudnn_plans.refusals(_forward(call), rounded, demand, target, kinds=("forward",))
+        return forward or cudnn_plans.refusals(_backward(call, rounded), rounded, demand, target, kinds=("backward",))
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        """Rounded tensors are new ones, and lie as q, k and v do."""
+        """Demand nothing: rounding makes new tensors with the strides of q, k and v."""
         return LayoutDemand()
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
@@ -111,7 +112,7 @@ def _check_scaling(spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_backward(spec: AttentionSpec) -> list[Reason]:
-    """What its backward in FP8 can't do."""
+    """Refuse sites that its backward in FP8 can't take."""
     recipe, reasons = quantise.recipe_of(spec), []
     if not (recipe.backward and spec.needs_grad):
         return []
@@ -146,7 +147,7 @@ def _check_backward(spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_call(call: CudnnCall, spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What cuDNN's forward in FP8 can't say, or would not come back from."""
+    """Refuse calls that cuDNN's forward in FP8 can't express, or hangs on."""
     has = {
         "a bias": call.bias,
         "sinks": call.sinks,
@@ -167,18 +168,13 @@ def _check_call(call: CudnnCall, spec: AttentionSpec, target: Target) -> list[Re
 
 
 def _backward(call: CudnnCall, spec: AttentionSpec) -> CudnnCall:
-    """The backward's, if there is one: in FP8 if the recipe says so."""
+    """Return the call of the backward, if there is one: in FP8 if the recipe asks for it."""
     in_fp8 = quantise.recipe_of(spec).backward and call.needs_grad
     return dataclasses.replace(call, fp8="backward") if in_fp8 else call
 
 
-def _check_plans(call: CudnnCall, rounded: AttentionSpec, demand: LayoutDemand, target: Target) -> list[Reason]:
-    forward = cudnn_plans.refusals(_forward(call), rounded, demand, target, kinds=("forward",))
-    return forward or cudnn_plans.refusals(_backward(call, rounded), rounded, demand, target, kinds=("backward",))
-
-
 def _as_rounded(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of what the kernels read: q, k and v lie without gaps, and otherwise as they did."""
+    """Return the spec of the rounded tensors: q, k and v without gaps, in their own order of axes."""
 
     def packed(tensor: TensorSpec) -> TensorSpec:
         there = torch.empty_strided(_numbers(tensor.shape), _numbers(tensor.strides), device="meta")
@@ -198,7 +194,7 @@ class _Emission:
     call: CudnnCall
 
     def all_of(self, operands: Operands) -> fx.Node:
-        """The node of the output."""
+        """Return the node of the output."""
         emitter, spec, call = self.emitter, self.spec, self.call
         rounded = quantise.emit(
             emitter, spec, operands, positions_last=False, seen=visible_keys.emit(emitter, spec, operands)
@@ -208,14 +204,17 @@ class _Emission:
         given = read | dict(zip(call.operands, lengths, strict=True)) | self._scales(read["descale_v"])
         self._note({name: emitter.value(read[f"{name}8"]) for name in "qkv"})
         if call.may_be_empty:
-            given["lengths"] = self._at_least_one(given["lengths"])
+            # cuDNN's forward in FP8 hangs on a row without keys (known_bad, "fp8_hang").
+            keys = given["lengths"]
+            given["lengths"] = emitter.once(("cudnn fp8 lengths", keys), lambda: emitter.call(torch.clamp, keys, min=1))
         forward = _forward(call)
         inputs = (read["q8"], read["k8"], read["v8"])
         leaf = torch.ops.attn_compiler.cudnn_fp8.default
         outputs = emitter.call(leaf, *inputs, [given[name] for name in forward.operands], forward.to_text())
         out = self._cast(emitter.call(operator.getitem, outputs, 0), given["descale_v"])
         if call.may_be_empty:
-            given["used"] = self._used(lengths[call.operands.index("lengths")])
+            has_keys = emitter.call(torch.gt, lengths[call.operands.index("lengths")], 0)
+            given["used"] = emitter.call(torch.reshape, has_keys, (-1, 1, 1, 1))
             out = emitter.call(torch.where, given["used"], out, 0.0)
         if not call.needs_grad:
             return out
@@ -238,7 +237,7 @@ class _Emission:
         )
 
     def _attached_in_fp8(self, of: Operands, out: fx.Node, given: dict[str, fx.Node]) -> fx.Node:
-        """The output with a gradient that is computed in FP8."""
+        """Return the output with a gradient that is computed in FP8."""
         backward = _backward(self.call, self.spec)
         given["descale_out"] = self.emitter.call(torch.reciprocal, given["scale_out"])
         names = fp8_gradients.names(backward, may_be_empty=self.call.may_be_empty)
@@ -246,14 +245,14 @@ class _Emission:
         operands = [out, given["lse"], *(given[name] for name in names)]
         q, k = of.q, of.k
         if quantise.recipe_of(self.spec).hadamard:
-            # The gradients are those of turned ones.
+            # The gradients are those of rotated q and k.
             stand_in = torch.ops.attn_compiler.stand_in_fp8.default
             q, k = self.emitter.call(stand_in, q), self.emitter.call(stand_in, k)
         attached = self.emitter.call(attach, q, k, of.v, operands, backward.to_text())
         return self.emitter.call(operator.getitem, attached, 0)
 
     def _scales(self, descale_v: fx.Node) -> dict[str, fx.Node]:
-        """Of what is not read: the weights, and the output."""
+        """Return the scales of the weights and of the output, which are known before the kernel runs."""
         largest_fits = self.emitter.call(torch.reciprocal, descale_v)
         return {
             "scale_s": self._constant(_WEIGHT_SCALE, descale_v),
@@ -268,22 +267,14 @@ class _Emission:
         )
 
     def _cast(self, out: fx.Node, descale_v: fx.Node) -> fx.Node:
-        """The output in the model's dtype."""
+        """Cast the output to the model's dtype."""
         wide = self.emitter.call(torch.Tensor.to, out, torch.float32)
         descale = self.emitter.call(torch.mul, descale_v, 1 / _OUT_MARGIN)
         exact = self.emitter.call(torch.mul, wide, self.emitter.call(torch.unsqueeze, descale, 3))
         return self.emitter.call(torch.Tensor.to, exact, getattr(torch, self.spec.dtype))
 
-    def _at_least_one(self, lengths: fx.Node) -> fx.Node:
-        """cuDNN's forward in FP8 does not come back from a row without keys (known_bad, "fp8_hang")."""
-        return self.emitter.once(("cudnn fp8 lengths", lengths), lambda: self.emitter.call(torch.clamp, lengths, min=1))
-
-    def _used(self, lengths: fx.Node) -> fx.Node:
-        """bool (B, 1, 1, 1): whether a batch row has keys."""
-        return self.emitter.call(torch.reshape, self.emitter.call(torch.gt, lengths, 0), (-1, 1, 1, 1))
-
     def _note(self, read: dict[str, torch.Tensor]) -> None:
-        """read: fake q8, k8 and v8, by the first letter."""
+        """Note the recipe and the plans. read: fake q8, k8 and v8, by the first letter."""
         emitter, spec, target = self.emitter, self.spec, self.emitter.target
         recipe = quantise.recipe_of(spec)
         backward = _backward(self.call, spec)

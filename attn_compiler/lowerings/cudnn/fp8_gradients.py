@@ -1,4 +1,4 @@
-"""The backward in FP8, as nodes of the traced graph around cuDNN's: the gradient of the output is rounded, those of q, k and v are cast.
+"""The backward in FP8, as graph nodes around cuDNN's: the output's gradient is rounded, those of q, k and v are cast.
 
 cuDNN writes its gradients in FP8 on sm90, so their scales have to be known before. They come from bounds that hold for any input. With P
 the weights, whose rows add up to at most 1, and g, o, v rows of the output's gradient, the output and v:
@@ -22,13 +22,13 @@ from attn_compiler.lowerings.shared.ops.leaf_ops import like_output
 from attn_compiler.spec.fp8_recipe import LARGEST
 
 _FORMAT = getattr(torch, FP8_GRADIENT_DTYPE)
-#: half of the largest number: what is rounded may be a little above its bound
+#: half of the largest number: a rounded number may be a little above its bound
 _FITS = LARGEST["e5m2"] / 2
 _LARGEST_READ = LARGEST["e4m3"]
 
 
 def names(call: CudnnCall, *, may_be_empty: bool) -> tuple[str, ...]:
-    """Of the operands after out and lse. used: bool (B, 1, 1, 1), whether a batch row has keys; lengths are at least 1. The others are
+    """Return the names of the operands. used: bool (B, 1, 1, 1), whether a batch row has keys; lengths are at least 1 then. The rest are
     the forward's, and `out` is in FP8."""
     lengths = ("lengths_q", "lengths", *(("used",) if may_be_empty else ())) if call.lengths else ()
     scales = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "descale_out")
@@ -36,14 +36,14 @@ def names(call: CudnnCall, *, may_be_empty: bool) -> tuple[str, ...]:
 
 
 def gradients(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], text: str) -> Gradients:
-    """Of q, k and v, in grad_out's dtype."""
+    """Return the gradients of q, k and v, in grad_out's dtype."""
     call = CudnnCall.from_text(text)
     plain, may_be_empty = names(call, may_be_empty=False), names(call, may_be_empty=True)
     given = dict(zip(may_be_empty if len(operands) > len(plain) else plain, operands, strict=True))
     upstream = grad_out.float()
     if "used" in given:
         upstream = torch.where(given["used"], upstream, 0.0)
-    # What is not finite stays so, in what it reaches, and leaves everything else its scale.
+    # Scales come from finite elements alone. Others stay NaN or infinite in every gradient that they reach.
     finite = _finite(upstream)
     scale_out = _scale(_FITS, finite.abs().amax(-1).amax())
     rounded = like_output((upstream * scale_out).to(_FORMAT))
@@ -53,7 +53,7 @@ def gradients(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], text: st
     leaf = torch.ops.attn_compiler.cudnn_fp8_backward.default
     tensors = (given["q"], given["k"], given["v"], [read[n] for n in call.operands], given["out"], given["lse"])
     *grads, _ = leaf(rounded, given["lse"], *tensors, text)
-    # Held: else Inductor would compute them anew for each number, and keep casts apart from what reads them.
+    # Held: else Inductor would compute them anew for each element, and not fuse casts with their readers.
     descales = torch.ops.attn_compiler.held(torch.cat([scales[f"scale_grad_{n}"] for n in "qkv"]).reciprocal())
     wide = (g.float() * descales[i] for i, g in enumerate(grads))
     grad_q, grad_k, grad_v = (g.to(grad_out.dtype) for g in wide)
@@ -61,7 +61,7 @@ def gradients(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], text: st
 
 
 def _scales(call: CudnnCall, given: dict[str, torch.Tensor], upstream: torch.Tensor) -> dict[str, torch.Tensor]:
-    """float32 (1,) each. upstream: finite."""
+    """Return the scales, float32 (1,) each. upstream: finite."""
     rows = upstream.square().sum(-1).sqrt()
     batch, heads_kv = given["k"].shape[:2]
     of_a_key = rows.sum(-1).reshape(batch, heads_kv, -1).sum(-1).amax()

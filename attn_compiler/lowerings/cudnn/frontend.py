@@ -1,7 +1,7 @@
-"""NVIDIA's cuDNN frontend, and what needs the device: handles, streams, addresses. Everything else about cuDNN is tested without.
+"""NVIDIA's cuDNN frontend and its device state: handles, streams, addresses. Everything else about cuDNN is tested without a device.
 
-`nvidia-cudnn-frontend` opens whichever libcudnn it finds. Two copies of cuDNN in one process would be two states, so it is only
-used if what it opened reports the version that torch runs with; torch's own is in memory by then, and is what dlopen gives back.
+`nvidia-cudnn-frontend` opens whichever libcudnn it finds. Two copies of cuDNN in one process would be two states, so it is used only if it
+opened the version that torch runs with: torch's own is loaded by then, and dlopen returns it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ log = logging.getLogger(__name__)
 _handles = threading.local()
 
 
-#: what graphs are told and handles are made with, under one name in all releases
+#: names of graphs' arguments and of handles, the same in all releases
 _IN_EACH = ("data_type", "diagonal_alignment", "heur_mode", "cudnnGraphNotSupportedError", "create_handle")
 
 
 @functools.cache
 def load() -> Any:
-    """The frontend's names. Raises CudnnRefused, saying why, where it can't be imported or opened another cuDNN than torch's."""
+    """Return the frontend's names. Raises CudnnRefused with the reason where it can't be imported or opened another cuDNN than torch's."""
     torch_version = cudnn_version()
     try:
         module = importlib.import_module("cudnn")
         opened = int(module.backend_version())
-    # Whatever a broken installation raises (OSError of a missing library, RuntimeError of the loader), the site falls back.
+    # The site falls back on any error of a broken installation (OSError of a missing library, RuntimeError of the loader).
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise CudnnRefused(said=f"import cudnn: {graphs.in_one_line(str(error))}") from error
     if opened != torch_version:
@@ -53,7 +53,7 @@ def load() -> Any:
 
 
 def _names(module: Any) -> Any:
-    """Graphs and handles of C++, under the names of 1.26. From 1.27 on the module's own are written in Python, around these."""
+    """Return graphs and handles of C++, under the names of 1.26. From 1.27 on the module's own are Python wrappers of these."""
     inner: Any = getattr(module, "_pybind_module", None)
     if not hasattr(inner, "backend_graph"):
         return module
@@ -64,7 +64,7 @@ def _names(module: Any) -> Any:
 
 
 def build(key: PlanKey) -> BuiltPlan:
-    """A plan for the key's device, which becomes the current one while it is built. Raises CudnnRefused."""
+    """Build a plan on the key's device, which is the current one meanwhile. Raises CudnnRefused."""
     fe = load()
     with torch.cuda.device(key.device):
         return graphs.build(fe, key, time.perf_counter, handle=handle(key.device))
@@ -87,7 +87,7 @@ PLANS = Plans(build, tell)
 
 
 def handle(device: int) -> int:
-    """cuDNN's handle of this thread and device, set to the stream that is current there. Raises CudnnRefused where none can be made."""
+    """Return cuDNN's handle of this thread and device, set to the device's current stream. Raises CudnnRefused where none can be made."""
     stream = torch_compat.current_raw_stream(device)
     try:
         held = _handles.by_device
@@ -102,7 +102,7 @@ def handle(device: int) -> int:
 
 
 class _Handle:
-    """A cuDNN handle, and the stream that it was last set to: setting it takes microseconds, so it is done when it changed."""
+    """A cuDNN handle, and the stream that it was last set to: setting it takes microseconds, so it is set only when the stream changes."""
 
     __slots__ = ("number", "stream", "_fe")
 
@@ -124,9 +124,9 @@ class _Handle:
 
 
 def launcher(plan: BuiltPlan, device: torch.device, pick: Callable[[list[int]], Sequence[int]]) -> Start:
-    """Launches the plan on the current stream. The caller has made `device` the current one.
+    """Return a function that launches the plan on the current stream. The caller has made `device` the current one.
 
-    pick: of a call's addresses those that the plan takes, in the plan's order.
+    pick: selects the plan's addresses from a call's, in the plan's order.
     The workspace is the caching allocator's, so it is safe to free at once and to capture.
     """
     execute, index = _executor(plan.graph), device.index
@@ -140,7 +140,8 @@ def launcher(plan: BuiltPlan, device: torch.device, pick: Callable[[list[int]], 
 
 
 def _executor(graph: Any) -> Callable[[Sequence[int], int, int], None]:
-    """Of addresses, a workspace and a handle. Up to 1.27 graphs take a list of addresses, from 1.28 on where an array of them begins."""
+    """Return a function of addresses, a workspace and a handle. Up to 1.27 graphs take a list of addresses, from 1.28 on an array's
+    address."""
     if hasattr(graph, "_execute_with_ptrs"):
         of_list: Callable[[Sequence[int], int, int], None] = graph._execute_with_ptrs
         return of_list

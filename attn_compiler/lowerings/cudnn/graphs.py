@@ -1,7 +1,7 @@
 """cuDNN graphs and plans from a `CudnnCall` and the tensors' shapes and strides: built once for each distinct key, and counted.
 
-Which frontend builds them is given: a test gives one that only records. Tensors are known by name and have one uid each, so that a
-plan is executed with a list of addresses. dims are always logical (B, H, S, D); strides say how they lie in memory.
+The frontend that builds them is an argument: a test gives one that only records. Tensors are known by name and have one uid each, so that
+a plan is executed with a list of addresses. dims are always logical (B, H, S, D); strides tell their order in memory.
 
 cuDNN's left bound is exclusive: a window that reaches `left` keys back is left + 1. Its right bound is inclusive.
 """
@@ -42,7 +42,7 @@ _OTHER_DTYPES = {
     "offset": "INT64",
 } | {name: "FLOAT" for names in SCALES.values() for name in names}
 _ONE = (1, 1, 1, 1)
-#: the frontend's names of scales, where they are others
+#: the frontend's names of scales, where they differ
 _SCALE_NAMES = {
     "scale_out": "scale_o",
     "descale_out": "descale_o",
@@ -57,7 +57,7 @@ _SCALE_NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laid:
-    """Shape and strides of one tensor, in elements. Of an axis of size one the stride says nothing, and is given a fixed value."""
+    """Shape and strides of one tensor, in elements. The stride of an axis of size one means nothing, and gets a fixed value."""
 
     shape: Shape
     strides: Shape
@@ -68,7 +68,7 @@ class Laid:
 
     @staticmethod
     def of(shape: Shape, strides: Shape) -> Laid:
-        """With the strides of all axes of size one as if these were the outermost ones; a last axis of size one has stride 1."""
+        """Set the strides of all axes of size one as if these were the outermost ones; a last axis of size one gets stride 1."""
         sizes = list(zip(shape, strides, strict=True))
         span = max((size * stride for size, stride in sizes if size > 1), default=1)
         first = [stride if size > 1 else span for size, stride in sizes[:-1]]
@@ -106,7 +106,7 @@ class PlanKey:
 class BuiltPlan:
     """A built plan. order: names of the tensors in the order in which `graph` takes their addresses. workspace: bytes.
 
-    engine: cuDNN's name of what runs. milliseconds: that building it took.
+    engine: cuDNN's name of the kernel. milliseconds: spent on building it.
     """
 
     graph: Any
@@ -118,7 +118,7 @@ class BuiltPlan:
 
 @dataclass
 class Counts:
-    """Plans that were built. late: of those, by the call of an op and not while a graph was compiled."""
+    """Numbers of built plans. late: those built by an op's call, and not while a graph was compiled."""
 
     forward: int = 0
     backward: int = 0
@@ -130,7 +130,8 @@ class Counts:
 
 
 class Plans:
-    """The plans of a process, by key. Refusals are kept too: a graph is tried once. tell(key, plan, is_late): of each that is built."""
+    """The plans of a process, by key. Refusals are kept too: a graph is tried once. tell(key, plan, is_late) is called for each built
+    plan."""
 
     def __init__(
         self, build: Callable[[PlanKey], BuiltPlan], tell: Callable[[PlanKey, BuiltPlan, bool], None] | None = None
@@ -143,7 +144,7 @@ class Plans:
         self.counts = Counts()
 
     def get(self, key: PlanKey) -> BuiltPlan:
-        """The plan, built if there is none yet. Raises CudnnRefused."""
+        """Return the plan, built if there is none yet. Raises CudnnRefused."""
         with self._lock:
             found = self._known.get(key)
             if found is None:
@@ -154,7 +155,7 @@ class Plans:
 
     @contextmanager
     def at_compile_time(self) -> Iterator[None]:
-        """What is built inside is not late."""
+        """Count plans built inside as not late."""
         before = getattr(self._compiling, "on", False)
         self._compiling.on = True
         try:
@@ -180,7 +181,7 @@ class Plans:
 
 
 def forward_key(call: CudnnCall, *, dtype: str, inputs: Mapping[str, Laid], device: int, cudnn: int) -> PlanKey:
-    """inputs: q, k, v and, if the call has one, bias."""
+    """Return the key of a forward plan. inputs: q, k, v and, if the call has one, bias."""
     tensors = {**inputs, **_outputs(inputs)}
     return PlanKey(call=call, backward=False, dtype=dtype, tensors=tuple(tensors.items()), device=device, cudnn=cudnn)
 
@@ -188,7 +189,8 @@ def forward_key(call: CudnnCall, *, dtype: str, inputs: Mapping[str, Laid], devi
 def backward_key(
     call: CudnnCall, *, dtype: str, inputs: Mapping[str, Laid], gradients: Mapping[str, Laid], device: int, cudnn: int
 ) -> PlanKey:
-    """inputs: as for the forward. gradients: grad_q, grad_k, grad_v. The gradient of the output lies in memory as the output does."""
+    """Return the key of a backward plan. inputs: as for the forward. gradients: grad_q, grad_k, grad_v. The output's gradient has the
+    output's strides."""
     outputs = _outputs(inputs)
     grad_bias = {"grad_bias": Laid.contiguous(inputs["bias"].shape)} if call.bias_grad else {}
     tensors = {**inputs, **outputs, "grad_out": outputs["out"], **gradients, **grad_bias}
@@ -196,7 +198,8 @@ def backward_key(
 
 
 def _outputs(inputs: Mapping[str, Laid]) -> dict[str, Laid]:
-    """As `ops.empty_outputs` makes them: BSHD in memory, and lse (B, Hq, Sq) with a last axis of one, which cuDNN counts."""
+    """Return the outputs as `ops.empty_outputs` makes them: BSHD in memory, and lse (B, Hq, Sq) with a last axis of one, which cuDNN
+    counts."""
     batch, heads, seqlen_q, _ = inputs["q"].shape
     head_dim = inputs["v"].shape[3]
     return {
@@ -210,7 +213,7 @@ def _outputs(inputs: Mapping[str, Laid]) -> dict[str, Laid]:
 
 @dataclass
 class _Graph:
-    """One graph while it is built, in the frontend's words. fe: the frontend's module."""
+    """One graph while it is built, with the frontend's names. fe: the frontend's module."""
 
     fe: Any
     graph: Any
@@ -276,7 +279,7 @@ class _Graph:
 
     def _backward(self) -> None:
         call = self.call
-        # lse has the sinks in it, and with them every weight.
+        # lse includes the sinks, and so does every weight.
         grad_bias = {"dBias": self.input("grad_bias")} if call.bias_grad else {}
         gradients = self.graph.sdpa_backward(
             name="attention_backward",
@@ -294,7 +297,7 @@ class _Graph:
             self.output(tensor, name)
 
     def _fp8(self) -> None:
-        """The largest of the weights, of out and of the gradients are not asked for: they are no outputs then."""
+        """Add an FP8 node. The largest weight, output and gradients are not requested: they are no outputs then."""
         told = {_SCALE_NAMES.get(name, name): self.input(name) for name in SCALES[self.call.fp8]}
         told |= {name: self.input(name) for name in "qkv"} | self._shared(band="")
         if self.key.backward:
@@ -311,7 +314,7 @@ class _Graph:
             tensor.set_dim(list(_ONE)).set_stride(list(_ONE)).set_data_type(self.fe.data_type.FLOAT)
 
     def _shared(self, band: str = "diagonal_band_") -> dict[str, Any]:
-        """What forward and backward are told alike. band: how the names of its two bounds begin."""
+        """Return arguments that forward and backward share. band: prefix of the names of its two bounds."""
         call, alignment = self.call, self.fe.diagonal_alignment
         told: dict[str, Any] = {
             "attn_scale": call.scale,
@@ -334,9 +337,9 @@ class _Graph:
 
 
 def make_graph(fe: Any, key: PlanKey, **machine: Any) -> tuple[Any, tuple[str, ...]]:
-    """The frontend's graph, with everything in it, not built yet; and the names of its tensors in the order of their uids.
+    """Return the frontend's complete graph, not built yet, and the names of its tensors in the order of their uids.
 
-    machine: what the frontend is told of where it will run (a handle, or an architecture).
+    machine: the frontend's description of the machine (a handle, or an architecture).
     """
     graph = fe.pygraph(
         io_data_type=getattr(fe.data_type, _DTYPES[key.dtype]),
@@ -350,7 +353,7 @@ def make_graph(fe: Any, key: PlanKey, **machine: Any) -> tuple[Any, tuple[str, .
 
 
 def build(fe: Any, key: PlanKey, clock: Callable[[], float], **machine: Any) -> BuiltPlan:
-    """A plan that can be executed. clock: seconds. Raises CudnnRefused with cuDNN's message."""
+    """Build a plan that can be executed. clock: seconds. Raises CudnnRefused with cuDNN's message."""
     begin = clock()
     try:
         graph, names = make_graph(fe, key, **machine)
@@ -361,7 +364,7 @@ def build(fe: Any, key: PlanKey, clock: Callable[[], float], **machine: Any) -> 
         graph.build_plans()
         order = _order(graph, names)
         engine, workspace = graph.get_plan_name_at_index(0), graph.get_workspace_size()
-    # The frontend raises its own class for what is not supported, and RuntimeError for what it could not do.
+    # The frontend raises its own class for unsupported graphs, and RuntimeError for other failures.
     except (fe.cudnnGraphNotSupportedError, RuntimeError) as error:
         raise CudnnRefused(said=in_one_line(str(error))) from error
     milliseconds = 1000 * (clock() - begin)
@@ -369,15 +372,15 @@ def build(fe: Any, key: PlanKey, clock: Callable[[], float], **machine: Any) -> 
 
 
 def _order(graph: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names in the order in which the built graph takes addresses. It leaves out what it found that it does not need."""
-    # From 1.27 on the order is not known before a graph is executed, or asked for this.
+    """Return the names in the order in which the built graph takes addresses. It leaves out tensors that it does not need."""
+    # From 1.27 on the order is not known before a graph is executed, or this is called.
     graph._prepare_variant_pack_template()
     by_uid = {UIDS[name]: name for name in names}
     return tuple(by_uid[uid] for uid in graph._get_variant_pack_uids_sorted())
 
 
 def in_one_line(message: str) -> str:
-    """cuDNN's message without its list of engines: that says of each what the first one says."""
+    """Return cuDNN's message without its list of engines, each of which repeats the first one's reason."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     reasons = [line.partition("Reason: ")[2] for line in lines if "Reason: " in line]
     first = lines[0].removeprefix("[cudnn_frontend] Error: ") if lines else "no message"

@@ -1,7 +1,7 @@
-"""What the leaf op `attn_compiler::cudnn` does on the device: find the plan for the tensors, and execute it.
+"""The leaf op `attn_compiler::cudnn` on the device: it finds the plan for the tensors, and executes it.
 
-A plan goes by the tensors' real shapes and strides. Those of a compiled graph were built with it; another one is built at first
-sight, and counted as late. Calls whose tensors lie alike share what follows from that, and only fill in addresses.
+A plan's key holds the tensors' real shapes and strides. Plans of a compiled graph were built with it; for other strides one is built at
+the first call, and counted as late. Calls with the same layouts share all that follows from them, and only fill in addresses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BACKWARD = ("grad_out", "grad_lse", "q", "k", "v", "out", "lse")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyPlan:
-    """A plan, which takes addresses in an order of its own."""
+    """A plan with its own order of addresses."""
 
     plan: BuiltPlan
     device: torch.device
@@ -57,7 +57,7 @@ class ReadyPlan:
 
 
 def _definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str) -> Attention:
-    """What a call computes. q, k and v in FP8 are multiplied by their descales."""
+    """Return the attention of a call. q, k and v in FP8 are multiplied by their descales."""
     call = CudnnCall.from_text(text)
     named = dict(zip(call.operands, operands, strict=True))
     if call.fp8:
@@ -78,12 +78,12 @@ def _definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ten
 
 
 class PlanForward(ForwardBody):
-    """Every call is replayed. lse is only written if the call needs gradients, and for batch rows with keys."""
+    """The forward, replayed in every call. lse is only written if the call needs gradients, and for batch rows with keys."""
 
     __slots__ = ()
 
     def first(self, given: ForwardArguments, same: Alike) -> Outputs:
-        """Raises CudnnRefused where cuDNN has no plan, which compilation has ruled out for its own strides."""
+        """Find the plan. Raises CudnnRefused where cuDNN has none, which compilation has ruled out for its own strides."""
         q, k, v, operands, text = given
         if not _all_aligned((q, k, v)):
             return self(_aligned(q), _aligned(k), _aligned(v), operands, text)
@@ -113,12 +113,12 @@ class PlanForward(ForwardBody):
 
 
 class PlanBackward(BackwardBody):
-    """grad_lse is not read: nothing that is lowered differentiates lse."""
+    """The backward. grad_lse is not read: nothing that is lowered differentiates lse."""
 
     __slots__ = ()
 
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
-        """As `PlanForward.first`."""
+        """Find the plan, as `PlanForward.first`."""
         readable = given._replace(
             q=_aligned(given.q),
             k=_aligned(given.k),
@@ -138,7 +138,7 @@ class PlanBackward(BackwardBody):
         with on(q.device):
             key = graphs.backward_key(call, gradients=laid, **_shared(call, q, k, v, given.operands))
             plan = frontend.PLANS.get(key)
-        # What is reduced over batch and queries is added up in place.
+        # Gradients that are reduced over batch and queries are added up in place.
         further = {f"grad_{name}": Empty.zeros_like(torch.empty_like(named[name])) for name in call.by_kernel}
         allocate = Empty.zeros_like if call.may_be_empty else Empty.like
         empties = {name: allocate(grad) for name, grad in grads.items()} | further
@@ -157,7 +157,7 @@ class PlanBackward(BackwardBody):
         return gradient_like(tensor)
 
     def instead(self, given: BackwardArguments) -> Gradients:
-        """Raises CudnnRefused where the forward dropped weights as cuDNN draws them: nobody else draws the same."""
+        """Compute gradients by the definition. Raises CudnnRefused where cuDNN's forward dropped weights: nothing else draws the same."""
         call = CudnnCall.from_text(given.text)
         if call.dropout_p and given.text not in FAILURES.causes:
             raise CudnnRefused(said="it drew what its forward dropped")
@@ -209,13 +209,9 @@ def _laid(tensor: torch.Tensor) -> Laid:
 
 
 def _as_output(tensor: torch.Tensor) -> torch.Tensor:
-    """The output or its gradient as the plan reads it: as it is, in every graph that was compiled."""
-    return tensor if _lies_as_output(tensor) else like_output(tensor)
-
-
-def _lies_as_output(tensor: torch.Tensor) -> bool:
-    """Strides of axes of one element may be any: `like_output` leaves those as they are."""
-    return tensor.transpose(1, 2).is_contiguous()
+    """Return the output or its gradient in the plan's strides: unchanged, in every graph that was compiled."""
+    # is_contiguous ignores the strides of axes of one element, and `like_output` would keep them.
+    return tensor if tensor.transpose(1, 2).is_contiguous() else like_output(tensor)
 
 
 def _all_aligned(tensors: Iterable[torch.Tensor]) -> bool:
@@ -223,6 +219,5 @@ def _all_aligned(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it if it begins between two vectors. The layout pass sees to strides; where a tensor begins in its
-    memory none of them says."""
+    """Return the tensor, or a copy if it begins between two vectors. The layout pass ensures strides, but knows no addresses."""
     return tensor if _all_aligned([tensor]) else torch.empty_like(tensor).copy_(tensor)

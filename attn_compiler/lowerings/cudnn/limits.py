@@ -1,4 +1,4 @@
-"""What cuDNN's own graphs can't do or get wrong, by what they are told. What all of cuDNN can't do is in shared/limits/cudnn_limits.py."""
+"""Limits and bugs of cuDNN's own graphs, by call and version. shared/limits/cudnn_limits.py has those of all of cuDNN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OLDEST_GRAPHS = 91_300
 
 
 def check_machine(target: Target) -> list[Reason]:
-    """A GPU that cuDNN's graphs run on, the library and its frontend."""
+    """Require a GPU that cuDNN's graphs run on, the library and its frontend."""
     gpu = check_gpu(TAKES, target)
     return gpu or [
         *cudnn_limits.check_version(target),
@@ -35,7 +35,7 @@ def check_machine(target: Target) -> list[Reason]:
 
 
 def check_graph(call: CudnnCall, spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Lengths, windows and biases that cuDNN takes wrong."""
+    """Refuse lengths, windows and biases that cuDNN gets wrong."""
     reasons = cudnn_limits.check_few(spec, target)
     lengths = f"seqlen_q {spec.seqlen_q}, seqlen_kv {spec.seqlen_kv}"
     if not dims.is_multiple(spec.seqlen_kv, 128):
@@ -47,10 +47,10 @@ def check_graph(call: CudnnCall, spec: AttentionSpec, target: Target) -> list[Re
 
 
 def counted(call: CudnnCall, spec: AttentionSpec, target: Target) -> CudnnCall:
-    """The call as it has to be said where cuDNN forgets what lies behind the last key (nan_dq): with the number of keys.
+    """Return the call with the number of keys where cuDNN otherwise reads behind the last key (nan_dq).
 
-    On an H200 with cuDNN 9.19, scores far below 0 and 192 keys gave NaN without any mask, with a bias and with dropout; and none with
-    a band, or with lengths beside any of these (tests/lowerings/cudnn/test_on_gpu.py).
+    On an H200 with cuDNN 9.19, scores far below 0 and 192 keys gave NaN without any mask, with a bias and with dropout; and none with a
+    band, or with lengths beside any of these (tests/lowerings/cudnn/test_on_gpu.py).
     """
     if call.lengths or _has_band(call) or not cudnn_limits.check_nan_backward(spec, target, with_queries=call.bias):
         return call
@@ -62,7 +62,7 @@ def _has_band(call: CudnnCall) -> bool:
 
 
 def check_graph_version(target: Target) -> list[Reason]:
-    """The first cuDNN that graphs are made for."""
+    """Require the first cuDNN that graphs are made for."""
     rule = f"cuDNN {cudnn_words(OLDEST_GRAPHS)} or newer for graphs of our own"
     too_old = cudnn_limits.OLDEST <= target.cudnn < OLDEST_GRAPHS
     return (

@@ -1,8 +1,9 @@
-"""cuDNN's attention by its own graph API: what `sdpa_cudnn` can't say to it (windows, sinks, bottom-right, lengths, other head dims).
+"""cuDNN's attention by its own graph API, for sites that `sdpa_cudnn` can't express: windows, sinks, bottom-right, lengths, other head
+dims.
 
-Needs the optional package nvidia-cudnn-frontend (`pip install nvidia-cudnn-frontend`). Plans are built when a graph is compiled,
-for the backward too: a shape that cuDNN refuses is refused here, with cuDNN's own message. A plan serves one shape, so symbolic
-sizes are refused: a plan for each new length would be built in the middle of a step.
+Needs the optional package nvidia-cudnn-frontend (`pip install nvidia-cudnn-frontend`). Plans are built when a graph is compiled, for the
+backward too: a shape that cuDNN refuses is refused here, with cuDNN's own message. A plan serves one shape, so symbolic sizes are refused:
+a plan for each new length would be built in the middle of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-#: bytes of workspace that a backward may take for all scores at once
+#: most bytes of workspace of a backward for all scores at once
 WORKSPACE_LIMIT = 2 * 2**30
 
 
@@ -40,7 +41,6 @@ class CudnnAttention(Lowering):
         return self.unavailable(target) or rules(spec, target)
 
     def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        """cuDNN's own refusal of a plan."""
         return cudnn_plans.refusals(call_of(spec, target), spec, self.demand(spec), target)
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
@@ -60,7 +60,7 @@ class CudnnAttention(Lowering):
 
 
 def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What this lowering refuses on a machine that has it, before cuDNN is asked."""
+    """Return the refusals on a machine that has cuDNN, before cuDNN is asked."""
     machine = limits.check_device(spec, "cuda")
     if machine:
         return machine
@@ -76,12 +76,12 @@ def rules(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def call_of(spec: AttentionSpec, target: Target) -> CudnnCall:
-    """The call for a spec that `plan.reasons` has nothing against."""
-    return graph_limits.counted(plan.of(spec, deterministic=target.deterministic), spec, target)
+    """Return the call for a spec that `plan.reasons` does not refuse."""
+    return graph_limits.counted(plan.call_of(spec, deterministic=target.deterministic), spec, target)
 
 
 def _check_call(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
-    """What cuDNN's graph can't say together."""
+    """Refuse combinations that cuDNN's graph can't express."""
     reasons = mask_limits.check_no_keyless_rows(spec)
     if call.right is not None and call.right < 0:
         reasons.append(
@@ -112,7 +112,7 @@ def _check_call(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_workspace(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
-    """A backward that adds up in a fixed order, or makes a bias's gradient, keeps all of dP, in half precision."""
+    """Bound the workspace: a backward that adds up in a fixed order, or makes a bias's gradient, keeps all of dP, in half precision."""
     if not (call.deterministic or call.bias_grad):
         return []
     sizes = (spec.batch, spec.num_heads_q, _padded(spec.seqlen_q), _padded(spec.seqlen_kv))

@@ -1,4 +1,4 @@
-"""The run-time tensors that cuDNN reads besides q, k and v, as graph nodes; what several sites need is made once."""
+"""The run-time tensors that cuDNN reads besides q, k and v, as graph nodes. Sites that need the same tensor share one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q
 
 aten = torch.ops.aten
 
-#: Seeds are drawn below this: all that int64 holds
+#: Seeds are drawn below this: the largest number of int64
 _SEEDS = 2**63 - 1
 
 
 def emit(emitter: Emitter, call: CudnnCall, spec: AttentionSpec, operands: Operands) -> list[fx.Node]:
-    """In the order of `CudnnCall.operands`."""
+    """Emit the operands in the order of `CudnnCall.operands`."""
     made = _Made(emitter, call, spec, operands)
     makers: dict[str, Callable[[], fx.Node]] = {
         "bias": made.bias,
@@ -48,10 +48,10 @@ class _Made:
     given: Operands
 
     def bias(self) -> fx.Node:
-        """(B|1, Hq|1, Sq|1, Skv) in q's dtype, contiguous, from where cuDNN can read it."""
+        """Emit the bias, (B|1, Hq|1, Sq|1, Skv) in q's dtype, contiguous, at an address that cuDNN can read."""
         if self.given.mask is None:
             raise ValueError("the call needs a tensor to add, and the site has none")
-        added = mask_nodes.additive(self.emitter, self.given.mask, self._dtype)
+        added = mask_nodes.additive(self.emitter, self.given.mask, self._q.dtype)
         added = mask_nodes.with_adjacent_keys(self.emitter, added, self.given.k)
         value = self.emitter.value(added)
         if value.is_contiguous() and value.storage_offset() * value.element_size() % plan.ALIGNMENT == 0:
@@ -60,19 +60,19 @@ class _Made:
         return self.emitter.once(("packed", added), packed)
 
     def sinks(self) -> fx.Node:
-        """float32 (Hq,), contiguous."""
+        """Emit the sinks, float32 (Hq,), contiguous."""
         if self.given.sinks is None:
             raise ValueError("the call needs sinks, and the site has none")
         sinks = self.emitter.call(torch.Tensor.to, self.given.sinks, torch.float32)
         return self.emitter.call(torch.Tensor.contiguous, sinks)
 
     def lengths_q(self) -> fx.Node:
-        """int32 (B,): all queries."""
+        """Emit int32 (B,): all queries."""
         batch, queries = self._q.shape[0], self._q.shape[2]
         return self._once("all queries", lambda: self._full([batch], queries, torch.int32))
 
     def lengths(self) -> fx.Node:
-        """int32 (B,): the keys of each batch row, from none to all."""
+        """Emit int32 (B,): the keys of each batch row, from none to all."""
         if self.call.counted:
             keys = self.emitter.value(self.given.k).shape[2]
             return self._once("all keys", lambda: self._full([self._q.shape[0]], keys, torch.int32))
@@ -90,11 +90,11 @@ class _Made:
         return self._once("lengths", make, length, *tensors)
 
     def seed(self) -> fx.Node:
-        """int64 (1,), of the graph's own random numbers: the backward is given the same."""
+        """Emit int64 (1,), of the graph's own random numbers. The backward gets the same."""
         return self.emitter.call(torch.randint, 0, _SEEDS, (1,), dtype=torch.int64, device=self._q.device)
 
     def offset(self) -> fx.Node:
-        """int64 (1,), zero: each call has a seed of its own, and draws from the beginning of it."""
+        """Emit int64 (1,), zero: each call has a seed of its own, and draws from its beginning."""
         return self._once("offset", lambda: self._full([1], 0, torch.int64))
 
     # ---- helpers --------------------------------------------------------------------------------------------------
@@ -127,7 +127,3 @@ class _Made:
     @property
     def _q(self) -> torch.Tensor:
         return self.emitter.value(self.given.q)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self._q.dtype

@@ -1,9 +1,9 @@
-"""The leaf op of cuDNN's own attention, `attn_compiler::cudnn`: its text is a `plan.CudnnCall`, its operands are those that it names.
+"""The leaf op of cuDNN's own attention, `attn_compiler::cudnn`. Its text is a `plan.CudnnCall`, which names its operands.
 
-Gradients of q, k and v lie in memory as those do. The gradient of the output is brought into the output's own strides by a node of
-the traced backward, which is none where it lies so already: one plan serves every backward.
+Gradients of q, k and v have the same strides as those. A node of the traced backward copies the output's gradient into the output's own
+strides where they differ: one plan serves every backward.
 
-What it does on the device is imported by the first call, not before: a dump or a fake needs neither the frontend nor Inductor.
+The first call imports the code for the device: a dump or a fake needs neither the frontend nor Inductor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def differentiable(operands: Tensors, text: str) -> list[bool]:
-    """For each operand whether the backward gives its gradient. Raises ValueError if their number is not the call's."""
+    """Return for each operand whether the backward gives its gradient. Raises ValueError if their number is not the call's."""
     call = CudnnCall.from_text(text)
     if len(call.operands) != len(operands):
         raise ValueError(f"the call has the operands {', '.join(call.operands) or 'none'}; got {len(operands)}")
@@ -35,10 +35,10 @@ def differentiable(operands: Tensors, text: str) -> list[bool]:
 def in_graph(
     grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, operands: Tensors, text: str
 ) -> list[torch.Tensor | None]:
-    """The gradient of the sinks: -exp(sink - lse) · Σ grad_out · out, over batch and queries.
+    """Return the gradient of the sinks: -exp(sink - lse) · Σ grad_out · out, over batch and queries.
 
-    One reduction when it is fused. cuDNN 9.19 can compute it too, and takes as long for that as for all other gradients: 1792 µs
-    instead of 915 for 8 x 32 heads of 64, 2048 queries, window 1024.
+    One reduction when it is fused. cuDNN 9.19 can compute it too, and takes as long for that as for all other gradients: 1792 µs instead
+    of 915 for 8 x 32 heads of 64, 2048 queries, window 1024.
     """
     call = CudnnCall.from_text(text)
     if not call.sinks_grad:
@@ -51,12 +51,12 @@ def in_graph(
 
 
 def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of q, k or v, unfilled: in the tensor's own strides, without its gaps."""
+    """Allocate a gradient of q, k or v, unfilled: in the tensor's own strides, without its gaps."""
     return torch.empty_like(tensor)
 
 
 def gradient_in_fp8(tensor: torch.Tensor) -> torch.Tensor:
-    """The same in the format of gradients."""
+    """Allocate the same in the format of gradients."""
     return torch.empty_like(tensor, dtype=torch.float8_e5m2)
 
 
@@ -71,7 +71,7 @@ register_family(
     dispatch_key="CUDA",
 )
 
-# q, k, v and out in FP8: their texts are Calls with fp8="forward" and "backward", and no gradient comes by the former.
+# q, k, v and out in FP8: the texts are calls with fp8="forward" and "backward". The forward has no gradient of its own.
 register_forward("cudnn_fp8", forward=late("cudnn.launch", "forward", site="ForwardSite"), dispatch_key="CUDA")
 register_backward(
     "cudnn_fp8",

@@ -1,7 +1,7 @@
-"""What a cuDNN plan is made of, besides the tensors' shapes and strides: pure data, made from a spec that cuDNN can serve.
+"""The attributes of a cuDNN plan besides its tensors' shapes and strides: pure data, made from a spec that cuDNN can serve.
 
-cuDNN applies a band around one diagonal, a number of keys for each batch row, an additive tensor, sinks and dropout. Which of
-the mask's proved kinds are such parts is what `site_parts.parts` says of every kernel of ours; the rest is refused here.
+cuDNN applies a band around one diagonal, a number of keys for each batch row, an additive tensor, sinks and dropout. `site_parts.parts`
+finds these parts among the mask's proved kinds, as for all our kernels; the rest is refused here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.codec import Codec
 from attn_compiler.spec.masks import Causal
 
-#: cuDNN needs every tensor to begin at a multiple of so many bytes, which are a power of two
+#: cuDNN needs every tensor to begin at a multiple of this many bytes, a power of two
 ALIGNMENT = 16
-#: in FP8, of q, k, v and out; and of their gradients
+#: dtypes in FP8 of q, k, v and out, and of their gradients
 FP8_DTYPE, FP8_GRADIENT_DTYPE = "float8_e4m3fn", "float8_e5m2"
 _READ_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s")
-#: every part that a graph can't be told of, what it is called in a refusal, and what to do about it
+#: every part that a graph can't express, its name in a refusal, and the remedy
 _UNSERVED: tuple[tuple[tuple[PartKind, ...], str, str | None], ...] = (
     (
         ("keys",),
@@ -51,14 +51,14 @@ SCALES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudnnCall:
-    """Everything that is decided of a call at compile time. Equal calls on equal tensors share one plan.
+    """Everything decided on a call at compile time. Equal calls on equal tensors share one plan.
 
     scale: the factor on q kᵀ.
     left: a query at position q uses keys from q - left on; None: from the first.
     right: a query at position q uses keys up to q + right; None: to the last.
     from_end: positions are counted so that the last query meets the last key.
     lengths: the keys of each batch row end at a length that is read at run time.
-    counted: the lengths count all keys. They are given only so that cuDNN looks at them.
+    counted: the lengths count all keys. They are given only so that cuDNN masks by them.
     bias: a tensor is added to the scores.
     bias_grad: the bias wants a gradient.
     sinks: one logit a head joins the scores.
@@ -89,9 +89,9 @@ class CudnnCall:
     def operands(self) -> tuple[str, ...]:
         """Names of the run-time tensors in the order in which the leaf op takes them.
 
-        bias: (B|1, Hq|1, Sq|1, Skv) in q's dtype. sinks: float32 (Hq,). lengths_q, lengths: int32 (B,), how many queries and keys of a
-        batch row there are. seed, offset: int64 (1,), of dropout. Scales, each float32 and one number: what is read was multiplied by
-        1 / descale, what is written is multiplied by scale; s are the softmax's weights, ds the gradients of the scores.
+        bias: (B|1, Hq|1, Sq|1, Skv) in q's dtype. sinks: float32 (Hq,). lengths_q, lengths: int32 (B,), the numbers of queries and keys of
+        a batch row. seed, offset: int64 (1,), of dropout. Scales: float32, one number each. Inputs were multiplied by 1 / descale, outputs
+        are multiplied by scale; s are the softmax's weights, ds the gradients of the scores.
         """
         has = {
             "bias": self.bias,
@@ -111,16 +111,16 @@ class CudnnCall:
 
     @property
     def by_kernel(self) -> tuple[str, ...]:
-        """Those whose gradient cuDNN computes; that of the sinks is left to the graph (cudnn_ops.in_graph)."""
+        """Operands whose gradient cuDNN computes; the sinks' is left to the graph (cudnn_ops.in_graph)."""
         return tuple(name for name in self.differentiable if name != "sinks")
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether a batch row may be without keys."""
+        """True if a batch row may be without keys."""
         return self.lengths and not self.counted and not self.fp8
 
     def to_text(self) -> str:
-        """Canonical JSON of what is not at its default."""
+        """Canonical JSON of the fields that are not at their default."""
         return _CODEC.text(self)
 
     @staticmethod
@@ -132,8 +132,8 @@ class CudnnCall:
 _CODEC = Codec((CudnnCall,), brief=True)
 
 
-def of(spec: AttentionSpec, *, deterministic: bool) -> CudnnCall:
-    """The call for a spec that `reasons` has nothing against."""
+def call_of(spec: AttentionSpec, *, deterministic: bool) -> CudnnCall:
+    """Return the call for a spec that `reasons` does not refuse."""
     found, band = parts(spec), band_of(spec)
     bias, sinks, dropout_p = spec.score.bias, spec.score.sinks, spec.score.dropout_p
     return CudnnCall(
@@ -154,22 +154,22 @@ def of(spec: AttentionSpec, *, deterministic: bool) -> CudnnCall:
 
 @functools.lru_cache(maxsize=1024)
 def parts(spec: AttentionSpec) -> Parts:
-    """What cuDNN applies: the proved parts, or the model's own additive tensor where that adds more than a mask.
+    """Return the parts that cuDNN applies: the proved ones, or the model's own additive tensor where that adds more than a mask.
 
-    A tensor that only masks is not added: cuDNN computes the whole square then, and kernels that know what it means leave work out.
+    A tensor that only masks is not added: cuDNN would compute the whole square then, and kernels that know the mask leave work out.
     """
     found = site_parts.parts(spec)
     tensor = spec.added_tensor
     if not TAKES.beyond(spec) or not found.kinds & site_parts.ADDED or tensor is None or tensor.dtype == "bool":
         return found
-    # What the tensor says may be known and still be no part for cuDNN. It says everything but what a flag says.
+    # The tensor's mask may be proved and still be no part for cuDNN. The tensor holds the whole mask except the causal flag's.
     flagged = spec.mask.flagged
     right = None if flagged is None else Band(right=0, from_end=_from_end(flagged, spec))
     return Parts(band=right, bias=True)
 
 
 def reasons(spec: AttentionSpec) -> list[Reason]:
-    """Why the mask and what is added to the scores can't be said to cuDNN."""
+    """Return the reasons against the mask and the tensors that are added to the scores."""
     rule = "the mask is a band, a number of keys for each row, or a tensor that is added"
     beyond = parts(spec).kinds - TAKES.parts
     return [
@@ -180,13 +180,13 @@ def reasons(spec: AttentionSpec) -> list[Reason]:
 
 
 def length(spec: AttentionSpec) -> Expr | None:
-    """How many keys there are, over b, sizes and run-time tensors; None: all of them."""
+    """Return the number of keys, over b, sizes and run-time tensors; None: all of them."""
     rows = parts(spec).rows
     return None if rows is None else rows.upper
 
 
 def band_of(spec: AttentionSpec) -> Band:
-    """The band without bounds that exclude no pair. `from_end` is False where both corners are the same, or no bound is left."""
+    """Return the band without bounds that exclude no pair. `from_end` is False where both corners are the same, or no bound is left."""
     found = parts(spec).band or Band()
     left, right = found.left, found.right
     if not (isinstance(spec.seqlen_q, int) and isinstance(spec.seqlen_kv, int)):

@@ -1,6 +1,6 @@
-"""The plans that a site will ask for, built while its graph is compiled: what cuDNN refuses, it refuses there.
+"""Plans of a site, built while its graph is compiled, so that cuDNN refuses then and not in a step.
 
-Only on the machine that the target describes; a made-up one is decided by the rules alone.
+Built only on the machine that the target describes; a made-up target is decided by the rules alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOTH: tuple[Kind, ...] = ("forward", "backward")
 def refusals(
     call: CudnnCall, spec: AttentionSpec, demand: LayoutDemand, target: Target, *, kinds: tuple[Kind, ...] = BOTH
 ) -> list[Reason]:
-    """cuDNN's own refusal of the forward or, if the site needs gradients, of the backward."""
+    """Return cuDNN's own refusal of the forward or, if the site needs gradients, of the backward."""
     if not _is_here(target):
         return []
     tensors = {name: _demanded(tensor, demand) for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v))}
@@ -48,8 +48,8 @@ def refusals(
 def built(
     call: CudnnCall, values: Mapping[str, torch.Tensor], target: Target, *, kinds: tuple[Kind, ...] = BOTH
 ) -> tuple[BuiltPlan, ...]:
-    """The plans for a site's tensors as they are in its graph: forward, and backward if it needs gradients. None for a made-up
-    machine. Raises CudnnRefused if the GPU that they are on is not the one that was asked, and has no plan: nothing is rewritten then.
+    """Return the plans for a site's tensors as they are in its graph: forward, and backward if it needs gradients. Empty for a made-up
+    machine. Raises CudnnRefused if the tensors' GPU is not the target and has no plan: nothing is rewritten then.
 
     values: fake ones, by name: q, k, v and the call's operands.
     """
@@ -66,7 +66,7 @@ def built(
 
 
 def words(plans: tuple[BuiltPlan, ...]) -> str:
-    """For the report: what cuDNN runs, and the memory that it takes while it runs."""
+    """Describe the plans for the report: cuDNN's engines, and the memory that they take while they run."""
     told = [
         f"{kind} {plan.engine}, {_bytes(plan.workspace)} of workspace"
         for kind, plan in zip(("forward", "backward"), plans, strict=False)
@@ -81,7 +81,7 @@ def _bytes(count: int) -> str:
 def _plans(
     call: CudnnCall, tensors: Mapping[str, Laid], dtype: str, device: int, kinds: tuple[Kind, ...]
 ) -> tuple[BuiltPlan, ...]:
-    # By way of torch_observe it imports Inductor, which is not needed to be asked for reasons.
+    # Imported late: by way of torch_observe it imports Inductor, which reasons don't need.
     from attn_compiler.lowerings.cudnn import frontend
 
     shared: dict[str, Any] = {"dtype": dtype, "inputs": tensors, "device": device, "cudnn": cudnn_version()}
@@ -101,7 +101,7 @@ def _gradient(laid: Laid) -> Laid:
 
 
 def _demanded(tensor: TensorSpec, demand: LayoutDemand) -> Laid:
-    """The tensor as the kernel gets it: as it is, or as the copy that the layout pass puts in its place."""
+    """Return the layout that the kernel gets: the tensor's own, or that of the layout pass's copy."""
     shape = _numbers(tensor.shape)
     if demand.broken_by(tensor) is not None:
         return Laid.contiguous(shape)

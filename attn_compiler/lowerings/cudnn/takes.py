@@ -1,11 +1,11 @@
-"""What cuDNN's own graphs take, whatever the version of cuDNN."""
+"""Sites that cuDNN's own graphs take, whatever the version of cuDNN."""
 
 from __future__ import annotations
 
 from attn_compiler.lowerings.shared.limits.takes import OWN, HeadDims, Takes, since
 from attn_compiler.spec.scores import Sinks
 
-#: a dtype -> what cuDNN calls it
+#: a dtype -> cuDNN's name of it
 NAMES = {"float16": "HALF", "bfloat16": "BFLOAT16"}
 
 TAKES = Takes(

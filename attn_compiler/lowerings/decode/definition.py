@@ -1,4 +1,4 @@
-"""What the leaf ops for decoding compute, spelled out: what runs in place of a kernel that fails. Imports no Triton."""
+"""The decode leaf ops in plain PyTorch, which run in place of a kernel that fails. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ _READ |= {"sinks": "sinks"}
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Sequence[torch.Tensor], text: str
 ) -> Attention:
-    """Of a call of `attn_compiler::decode`, or of `decode_latent`, whose k and v are the latent.
-
-    Raises ValueError if the number of operands is not the text's.
-    """
+    """Return the attention of a call of `attn_compiler::decode`, or of `decode_latent`, whose k and v are the latent. Raises ValueError if
+    the number of operands is not the text's."""
     call = DecodeCall.from_text(text)
-    plan = decode_plan.of(call)
+    plan = decode_plan.plan_of(call)
     given = dict(zip(plan.operands, operands, strict=True))
     if "rope" in given:
         k = torch.cat((k, given["rope"]), 3)
@@ -49,13 +47,13 @@ def attention(
 
 
 def _all_where_none(bounds: torch.Tensor, seqlen_kv: int) -> torch.Tensor:
-    """Bounds, which are those of all keys where they were empty."""
+    """Return the bounds with empty ones replaced by those of all keys."""
     first, end = bounds
     none = first >= end
     return torch.stack([torch.where(none, 0, first), torch.where(none, seqlen_kv, end)])
 
 
 def _within(bounds: torch.Tensor, seqlen_kv: int) -> torch.Tensor:
-    """(2, ...) bounds as truth values of keys, (..., Skv)."""
+    """Return (2, ...) bounds as a mask of keys, bool (..., Skv)."""
     at = torch.arange(seqlen_kv, device=bounds.device)
     return (at >= bounds[0, ..., None]) & (at < bounds[1, ..., None])

@@ -1,9 +1,9 @@
-"""The chosen keys alone, where a model names a query's keys by their indices: the kernel then reads a short sequence in the cache's place.
-Of several queries each is a batch row of its own.
+"""The chosen keys alone, where a model names a query's keys by their indices: the kernel then reads a short gathered sequence, not the
+cache. Each of several queries becomes a batch row of its own.
 
-Time follows the chosen keys and not the cache. Which of them count, the other parts of the mask say, each asked at the key's own place.
-A gather reads and writes each chosen key, and the kernel reads it again. So it is taken where the cache has `_TIMES` as many keys, and
-where it is as long as it comes: of a short one there is little to read, whichever way.
+Time grows with the chosen keys and not with the cache. The mask's other parts are evaluated at each chosen key's position. A gather reads
+and writes each chosen key, and the kernel reads it again. So keys are gathered where the cache has `_TIMES` as many, or where its length
+has no bound: a short cache is quick to read either way.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ aten = torch.ops.aten
 
 B, H, Q, K, J = map(Index, ("b", "h", "q", "k", "j"))
 
-#: keys of the cache for each chosen one, from which on the chosen ones are gathered. benchmarks/results/chosen_keys_h200.csv: of 8 times
-#: as many a step takes 29 us gathered and 34 with cuDNN over the whole cache, of 4 times as many 32 and 23
+#: keys of the cache for each chosen one, from which on keys are gathered. benchmarks/results/chosen_keys_h200.csv: at 8 times as many,
+#: a step takes 29 us gathered and 34 with cuDNN over the whole cache, at 4 times 32 and 23
 _TIMES = 8
-#: parts of a mask that can be asked of a key by itself
+#: parts of a mask that can be evaluated at a single key
 _OF_A_KEY = frozenset({"rows", "lengths", "keys"})
 
 
 def chosen_of(spec: AttentionSpec) -> Chosen | None:
-    """What each query's keys are gathered by; None where they are not."""
+    """Return the choice by which each query's keys are gathered; None where they are not."""
     chosen, score = spec.mask.chosen, spec.score
     if chosen is None or spec.stored is not None or not _are_few(spec, chosen) or not _says_all(spec.mask):
         return None
@@ -59,14 +59,14 @@ def chosen_of(spec: AttentionSpec) -> Chosen | None:
 
 @dataclass(frozen=True, kw_only=True)
 class OverChosen:
-    """What the kernel reads. queries: of the site, where each is a batch row; None: they are as they were."""
+    """The kernel's spec and operands. queries: of the site, where each is a batch row; None: nothing was gathered."""
 
     spec: AttentionSpec
     operands: Operands
     queries: int | None = None
 
     def restored(self, emitter: Emitter, x: fx.Node) -> fx.Node:
-        """The kernel's (B · Sq, H, 1, …) as (B, H, Sq, …)."""
+        """Return the kernel's (B · Sq, H, 1, …) as (B, H, Sq, …)."""
         if self.queries is None:
             return x
         by_query = emitter.call(torch.squeeze, emitter.call(torch.unflatten, x, 0, (-1, self.queries)), 3)
@@ -74,7 +74,7 @@ class OverChosen:
 
 
 def read(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool = False) -> OverChosen:
-    """The attention over the chosen keys, where they are gathered; else the very same. of_latent: in place of k and v, their latent is."""
+    """Return the attention over the chosen keys, where they are gathered; else unchanged. of_latent: gather the latent, not k and v."""
     chosen = chosen_of(spec)
     if chosen is None:
         return OverChosen(spec=spec, operands=operands)
@@ -88,7 +88,7 @@ def read(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent
 
 
 def _are_few(spec: AttentionSpec, chosen: Chosen) -> bool:
-    """Beside the keys of the cache, in some call at least."""
+    """Return whether the chosen keys are few beside those of the cache, in some call at least."""
     if chosen.keys is None or not isinstance(spec.seqlen_q, int):
         return False
     _, most = dims.range_of(spec, spec.seqlen_kv)
@@ -96,19 +96,19 @@ def _are_few(spec: AttentionSpec, chosen: Chosen) -> bool:
 
 
 def _says_all(mask: MaskSpec) -> bool:
-    """Whether the kinds say all that the mask does, but for the choice."""
+    """Return whether the mask's kinds describe all of it except the choice."""
     return mask.reason is None or (mask.rest is not None and chosen_keys.say_all_of(mask.rest.condition, mask.chosen))
 
 
 def _is_by_group(spec: AttentionSpec, chosen: Chosen) -> bool:
-    """Whether all heads that share a key have one row."""
+    """Return whether all heads that share a key have the same indices."""
     if any(mentions_any(x, K) for x in chosen.at):
         return False
     return all(x.facts.indices.isdisjoint({"h"}) or _is_of_groups(x, spec) for x in chosen.at)
 
 
 def _is_of_groups(x: Expr, spec: AttentionSpec) -> bool:
-    """Whether an expression is h, or h over a number of heads, and no other for two heads of a group."""
+    """Return whether an expression is h, or h over a number of heads, with one value for all heads of a group."""
     group = _group(spec)
     match x:
         case Index(name="h"):
@@ -124,7 +124,7 @@ def _group(spec: AttentionSpec) -> int | None:
 
 
 def _others(spec: AttentionSpec, chosen: Chosen) -> Parts:
-    """The parts of the mask, but for the choice itself."""
+    """Return the mask's parts without the choice itself."""
     kinds = tuple(
         kind
         for kind in spec.mask.kinds
@@ -137,7 +137,8 @@ def _others(spec: AttentionSpec, chosen: Chosen) -> Parts:
 
 
 class _Gathering:
-    """Indices are (R, L), or (R, Hkv, L) where heads differ in their keys; a row R is one of the batch, and one of its queries."""
+    """Nodes of the gathering. Indices are (R, L), or (R, Hkv, L) where heads differ in their keys; a row R is a pair of a batch row and a
+    query."""
 
     def __init__(self, emitter: Emitter, spec: AttentionSpec, operands: Operands, chosen: Chosen) -> None:
         self._emitter = emitter
@@ -161,14 +162,14 @@ class _Gathering:
         self._keys = self._named if chosen.is_within else self._once("chosen keys", self._within)
 
     def by_query(self, q: fx.Node) -> fx.Node:
-        """(B, Hq, Sq, D) as (R, Hq, 1, D)."""
+        """Return (B, Hq, Sq, D) as (R, Hq, 1, D)."""
         if self.queries == 1:
             return q
         rows = self._call(torch.flatten, self._call(torch.transpose, q, 1, 2), 0, 1)
         return self._call(torch.unsqueeze, rows, 2)
 
     def mask(self) -> fx.Node | None:
-        """bool (R, 1 or Hq, 1, L): which of the chosen keys count; None if all do."""
+        """Return bool (R, 1 or Hq, 1, L), the chosen keys that count; None if all do."""
         conditions = [*_conditions(_others(self._spec, self._chosen))]
         if not self._chosen.is_within:
             conditions.append(ix.compare("<", K, SEQLEN_KV))
@@ -177,25 +178,25 @@ class _Gathering:
         return self._once("chosen keys that count", lambda: self._counting(conditions), *conditions)
 
     def of_keys(self) -> Operands:
-        """k and v at the chosen keys."""
+        """Gather k and v at the chosen keys."""
         k = self._at_keys(self._given.k)
         v = k if self._given.v is self._given.k else self._at_keys(self._given.v)
         return dataclasses.replace(self._given, k=k, v=v)
 
     def of_latent(self) -> Operands:
-        """What k and v are made of."""
+        """Gather the latent and the rope part at the chosen keys."""
         nodes = latents.given(self._given)
         rope = None if nodes.rope is None else self._at_keys(nodes.rope)
         moved = dataclasses.replace(nodes, latent=self._at_keys(nodes.latent), rope=rope)
         return dataclasses.replace(self._given, latent=moved)
 
     def _at_keys(self, x: fx.Node) -> fx.Node:
-        """(B, heads, Skv, dims) at the chosen keys: (R, heads, L, dims)."""
+        """Gather (B, heads, Skv, dims) at the chosen keys: (R, heads, L, dims)."""
         found = self._call(aten.index.Tensor, x, [self._row, self._head, self._keys])
         return found if self.by_head else self._call(torch.transpose, found, 1, 2)
 
     def _chosen_numbers(self) -> fx.Node:
-        """int64 (R, count) or (R, Hkv, count)."""
+        """Return the indices as int64 (R, count) or (R, Hkv, count)."""
         count = on_nodes.size_of(self._emitter, self._given.loads[self._chosen.tensor], -1)
         places = self._call(torch.arange, count, device=self._device)
         for _ in range(2 if self.by_head else 1):
@@ -208,7 +209,7 @@ class _Gathering:
         return self._call(torch.Tensor.expand, found, *shape)
 
     def _named_keys(self) -> fx.Node:
-        """int64 (…, L)"""
+        """Return the keys of the chosen blocks, int64 (…, L)."""
         if self._chosen.block == 1:
             return self._numbers
         first = self._call(torch.unsqueeze, self._call(torch.mul, self._numbers, self._chosen.block), -1)
@@ -216,7 +217,7 @@ class _Gathering:
         return self._call(torch.flatten, self._call(torch.add, first, inner), -2)
 
     def _within(self) -> fx.Node:
-        """The last key in the place of those behind it."""
+        """Clamp keys beyond the end to the last key."""
         _, keys = part_tensors.lengths(self._emitter, self._spec, self._given)
         last = keys - 1 if isinstance(keys, int) else self._call(operator.sub, keys, 1)
         return self._call(torch.clamp, self._named, max=last)
@@ -233,7 +234,7 @@ class _Gathering:
         return self._call(torch.repeat_interleave, whole, _group(self._spec) or 1, 1)
 
     def _first_of_each(self) -> fx.Node:
-        """bool (…, L): a number that a row has twice counts once."""
+        """Return bool (…, L): True at the first of equal indices of a row, so that a key counts once."""
         ours, others = (self._call(torch.unsqueeze, self._numbers, axis) for axis in (-1, -2))
         same = self._call(torch.tril, self._call(torch.eq, ours, others), -1)
         first = self._call(torch.logical_not, self._call(torch.any, same, -1))
@@ -243,7 +244,7 @@ class _Gathering:
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
     def _of_row(self, x: Expr) -> Expr:
-        """Of the one query there is."""
+        """Set the query index to 0 where there is a single query."""
         return ix.substitute(x, Q, ix.ZERO) if self._query is None else x
 
     @property
@@ -255,7 +256,7 @@ class _Gathering:
 
     @property
     def _heads(self) -> int:
-        """Of keys."""
+        """Number of key heads."""
         return decode_plan.known(self._spec.num_heads_kv)
 
     @property
@@ -272,12 +273,12 @@ class _Gathering:
         return Names(device=self._device, indices=indices, sizes=sizes, tensors=self._given.loads)
 
     def _count(self, size: int | fx.Node, following: int) -> fx.Node:
-        """int64 0, 1, … below a size, with axes of size one after it."""
+        """Return int64 0, 1, … below a size, with `following` axes of size one after it."""
         indices = self._call(torch.arange, size, device=self._device)
         return reduce(lambda x, _: self._call(torch.unsqueeze, x, -1), range(following), indices)
 
     def _once(self, name: str, make: Callable[[], fx.Node], *made_from: Expr) -> fx.Node:
-        """One node for all layers that have the choice."""
+        """Make one node for all layers that have the choice."""
         loads = tuple(sorted((name, node.name) for name, node in self._given.loads.items()))
         spec = self._spec
         sizes = (spec.batch, spec.num_heads_q, spec.num_heads_kv, spec.seqlen_q, spec.seqlen_kv, self._device)
@@ -288,7 +289,7 @@ class _Gathering:
 
 
 def _conditions(found: Parts) -> Iterator[Expr]:
-    """What a key has to hold, but for being chosen."""
+    """Yield the conditions of a key besides being chosen."""
     if found.rows is not None and found.rows.lower is not None:
         yield ix.compare(">=", K, found.rows.lower)
     if found.rows is not None and found.rows.upper is not None:
@@ -298,7 +299,7 @@ def _conditions(found: Parts) -> Iterator[Expr]:
 
 
 def _of_chosen(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool) -> AttentionSpec:
-    """The spec of the chosen keys, as they lie when they are gathered."""
+    """Return the spec of the chosen keys, with the layout of the gathered tensors."""
 
     def moved(node: fx.Node) -> TensorSpec:
         value = emitter.value(node)

@@ -1,7 +1,7 @@
-"""Our own kernel over the latent that k and v are made of: the filled part of the cache alone is read, and once for both products.
+"""Our own kernel over the latent that k and v are made of: it reads only the filled part of the cache, and once for both products.
 
-q is multiplied by what makes k of the latent, in the model's dtype. The kernel's result is float32, and is multiplied by what makes v of
-it as two numbers of the model's dtype, which together are that: rounding it once would be most of the error. Imports no Triton.
+q is multiplied by k's weight in the model's dtype. The kernel's result is float32. It is multiplied by v's weight as the sum of two
+numbers of the model's dtype: rounding it to one would be most of the error. Imports no Triton.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attn_compiler.spec.attention import AttentionSpec, LatentSpec
 from attn_compiler.spec.dtypes import HALVES
 from attn_compiler.spec.target import Target
 
-#: the widest latent, and part beside it, that shared memory has room for; bytes of a vector
+#: the widest latent and rope part that shared memory has room for; bytes of a vector
 _MOST_RANK, _MOST_ROPE, _VECTOR = 512, 128, 16
 
 
@@ -41,11 +41,11 @@ class DecodeLatent(Lowering):
         if spec.latent is None:
             return refused
         refused += kernel_limits.check_site(spec, target, OF_LATENT)
-        # What the parts are is only known of a spec that is understood.
+        # Only a spec that is not refused has known parts.
         return refused or [*_check_parts(spec), *_check_sizes(spec, spec.latent), *_check_layouts(spec.latent)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        """Neither k nor v is read, and q is made anew."""
+        """Demand nothing of k and v, which are not read, nor of q, which is made anew."""
         return LayoutDemand(last_stride_one=False)
 
     def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
@@ -75,7 +75,8 @@ class DecodeLatent(Lowering):
 
 
 def _times(emitter: Emitter, out: fx.Node, weight: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """float32 (B, H, Sq, rank) by heads, with products in `dtype`: of what it is rounded to, and of what that leaves."""
+    """Multiply float32 (B, H, Sq, rank) by each head's weight, with products in `dtype`: of the rounded numbers, and of their rounding
+    errors."""
     if dtype not in HALVES:
         return latents.by_heads(emitter, out, weight)
     queries = emitter.value(out).shape[2]
@@ -104,7 +105,7 @@ def _check_sizes(spec: AttentionSpec, latent: LatentSpec) -> list[Reason]:
 
 
 def _check_layouts(latent: LatentSpec) -> list[Reason]:
-    """What would have to be copied is a whole cache."""
+    """Refuse layouts that would need a copy of the whole cache."""
     parts = (("latent", latent.latent), ("part beside it", latent.rope))
     dtype_bytes = 1 if latent.latent.dtype == "float32" else _VECTOR
     demand = LayoutDemand(alignment=dtype_bytes)

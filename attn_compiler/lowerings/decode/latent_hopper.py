@@ -1,7 +1,5 @@
-"""Which attention over a latent our kernel for Hopper takes (kernels/latent_sm90.py), as reasons. The Triton kernel takes what it leaves.
-
-On an H200 it was 1.3 to 2.2 times as fast as that from 64 heads on, and slower with 16 (docs/mla.md). Imports no Triton.
-"""
+"""Limits of our Hopper kernel over a latent (kernels/latent_sm90.py), as reasons. The Triton kernel takes the rest: on an H200 the Hopper
+kernel was 1.3 to 2.2 times as fast from 64 heads on, and slower with 16 (docs/mla.md). Imports no Triton."""
 
 from __future__ import annotations
 
@@ -12,16 +10,16 @@ from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec
 from attn_compiler.spec.target import Target
 
-#: dims of the latent and beside it, which registers and shared memory are shared out for
+#: dims of the latent and of the rope part, for which registers and shared memory are laid out
 _RANK, _ROPE = 512, 64
-#: fewer leave more than half of a tile's 64 rows empty, and the Triton kernel has tiles of their size
+#: with fewer heads at least half of a tile's 64 rows are empty, and the Triton kernel has smaller tiles
 _FEWEST_HEADS = 33
-#: what float32 holds in full, with room for a factor of a few units: a score of -inf times 0 is NaN
+#: normal float32 numbers, with room for a factor of a few units: a score of -inf times 0 is NaN
 _LEAST_SCALE = 1e-30
 
 
 def refused(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Every reason against the kernel, for a spec that `decode_latent` takes. None: it is launched."""
+    """Return every reason against the kernel, for a spec that `decode_latent` takes. An empty list: it is launched."""
     if spec.latent is None:
         raise ValueError("the site has no latent")
     return (
@@ -63,7 +61,7 @@ def _check_least_scale(spec: AttentionSpec) -> list[Reason]:
 
 
 def note(reasons: list[Reason]) -> str:
-    """What people are told of the choice."""
+    """Return the report's note on the chosen kernel."""
     if not reasons:
         return "the kernel for Hopper: 64 heads a program, and what it reads comes through the copy engine"
     return f"not by the kernel for Hopper: {'; '.join(map(str, reasons))}"

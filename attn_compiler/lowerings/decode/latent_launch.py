@@ -1,6 +1,6 @@
-"""How the kernels over a latent are launched, and the one that adds up what their splits leave. Imports triton, so it comes late.
+"""Launches of the kernels over a latent, and of the one that adds up their splits. Imports triton, so it is imported late.
 
-As launch.py: compiled for what the text says, a device and alignment, and never for a length, a stride or an address.
+As in launch.py, kernels are compiled for the text, a device and alignment, and never for a length, a stride or an address.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from attn_compiler.torch_private.compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
 
-#: of the kernel that adds up
+#: warps of the kernel that adds up
 _WARPS = 4
-#: of the kernel for Hopper: registers of a thread of its second warpgroup, and the operands that it takes
+#: the kernel for Hopper: registers of a thread of its second warpgroup, and its operands
 _REGISTERS = 240
 _ON_HOPPER = frozenset({"bounds", "rope"})
-#: of what the Triton kernel takes after the partial results, the operand that each is, or either of two
+#: for each parameter of the Triton kernel after the partial results, its operand, or either of two
 _PARAMETERS = (("bounds",), ("keys",), ("mask", "bias"), ("sinks",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLatent:
-    """A Call as the kernels take it.
+    """A call in the kernels' terms.
 
-    constants: what the Triton kernel is compiled for, without the alignment.
+    constants: compile-time arguments of the Triton kernel, without the alignment.
     blocks: tiles of rows of a batch row.
     rows: of all blocks together that are stored.
     given: for each parameter from Bounds on, its place among the operands, or None.
     rope: the place of the rope part.
-    typed: the places of operands whose dtype the text does not say.
-    compiled: a kernel and its constants, by what else it was compiled for.
+    typed: the places of operands whose dtype the text does not hold.
+    compiled: a kernel and its constants, by everything else that it was compiled for.
     """
 
     schedule: Schedule
@@ -71,9 +71,9 @@ class PreparedLatent:
 
 @functools.lru_cache(maxsize=1024)
 def prepare(text: str) -> PreparedLatent:
-    """Everything that follows from the leaf op's text."""
+    """Derive everything that follows from the leaf op's text."""
     call = DecodeCall.from_text(text)
-    spec, plan, latent = call.spec, decode_plan.of(call), call.spec.latent
+    spec, plan, latent = call.spec, decode_plan.plan_of(call), call.spec.latent
     if latent is None or call.schedule.rows is None:
         raise ValueError("the text of a call over a latent names the latent, and the rows of a tile")
     rank, heads, seqlen_q = map(decode_plan.known, (latent.rank, spec.num_heads_q, spec.seqlen_q))
@@ -128,7 +128,7 @@ def forward(
     text: str,
     launched: list[Launched] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out, float32, and lse. k and v: the latent. launched: see `DecodeSite`."""
+    """Return out, float32, and lse. k and v: the latent. launched: see `DecodeSite`."""
     return or_else(
         "decode_latent",
         text,
@@ -151,7 +151,7 @@ def _by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     prepared = prepare(text)
     if noter() is not None:
-        # Nothing is kept of stand-ins.
+        # Stand-in tensors leave nothing in the caches.
         prepared = dataclasses.replace(prepared, compiled={})
     if not q.is_cuda or q.get_device() == driver.active.get_current_device():
         return _forward(prepared, q, k, operands, launched)
@@ -160,7 +160,6 @@ def _by_kernel(
 
 
 def _read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    """Of the tensors of a call. v is k."""
     return (q, k, *operands)
 
 
@@ -175,7 +174,7 @@ def _forward(
     operands: Tensors,
     launched: list[Launched] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """On the current device."""
+    """Run the kernels on the current device."""
     rope = None if prepared.rope is None else operands[prepared.rope]
     align = _alignment(q, latent, rope)
     if align == 1:
@@ -235,8 +234,8 @@ def _early(early: bool) -> dict[str, bool]:
 
 
 def _lie_apart(q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> bool:
-    """Whether the copy engine reads them: rows of their own, one after the other, of at least one key. Strides of one head or of one
-    key may lie, and those of an expanded tensor are 0."""
+    """Return whether the copy engine can read the tensors: at least one key, and rows that do not overlap. Strides of a single head or a
+    single key may have any value, and those of an expanded tensor are 0."""
     rows = ((q.stride(1), q.shape[3]), *((x.stride(2), x.shape[3]) for x in (latent, rope)))
     return latent.shape[2] > 0 and all(stride >= width for stride, width in rows)
 
@@ -249,7 +248,7 @@ def _launch_on_hopper(
     numbers: tuple[int | float, ...],
     launched: list[Launched] | None,
 ) -> None:
-    # Releases of Triton without Gluon's instructions of Hopper have the other kernels.
+    # Imported late: releases of Triton without Gluon's instructions for Hopper run the other kernels.
     from attn_compiler.lowerings.decode.kernels.latent_sm90 import attention_latent_sm90
 
     constants = prepared.constants
@@ -267,7 +266,7 @@ def _launch_on_hopper(
 
 
 def _merge(prepared: PreparedLatent, batch: int, *, splits: int) -> MergeSwitches:
-    """splits: at most, so that a cache that grows needs no further kernel."""
+    """Return the switches of the kernel that adds up. splits: at most, so that a cache that grows needs no further kernel."""
     constants = prepared.constants
     parts, columns = latent_schedule.merging(
         prepared.schedule, rows=prepared.rows * batch, splits=splits, width=constants["V_0"]
@@ -280,19 +279,19 @@ def _merge(prepared: PreparedLatent, batch: int, *, splits: int) -> MergeSwitche
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """float32; without memory where launches are noted."""
+    """Allocate float32; without memory where launches are noted."""
     if noter() is not None:
         return torch.empty_strided(size, stride, dtype=torch.float32, device=like.device)
     return empty_strided(size, stride, torch.float32, like.device.type)
 
 
 def _positions(x: torch.Tensor) -> tuple[int, int]:
-    """The strides of the batch and of positions."""
+    """Return the strides of the batch and of positions."""
     return x.stride(0), x.stride(2)
 
 
 def _alignment(q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor | None) -> int:
-    """A vector's elements if every vector is aligned, else 1. An axis of size one counts like any other."""
+    """Return a vector's elements if every vector is aligned, else 1. Strides of axes of size one count, too."""
     size, together = q.element_size(), q.stride(0) | q.stride(1) | q.stride(2)
     for x in (latent, *(() if rope is None else (rope,))):
         together |= x.stride(0) | x.stride(2)
@@ -313,7 +312,8 @@ def _launch(
     options: dict[str, Any],
     launched: list[Launched] | None,
 ) -> None:
-    """key: what the kernel is compiled for besides the text; its first entry is the device. tensors, numbers: its parameters."""
+    """Launch a kernel. key: everything besides the text that it is compiled for; its first entry is the device. tensors, numbers: its
+    parameters."""
     found = prepared.compiled.get((id(kernel), key))
     if found is None:
         compiled = first_launch(kernel, grid, *tensors, *numbers, HOW=how, **options)

@@ -1,4 +1,4 @@
-"""How the kernel over a latent shares out its work, by machine, dtype, rank and rows: data, which `schedule` looks up.
+"""Schedules of the kernel over a latent by machine, dtype, rank and rows: data, which `schedule` looks up.
 
 Compiled offline for sm90 with Triton 3.7.1 (rank 512 and 64 dims beside it, bfloat16), not measured: rows x keys, warps, stages: registers
 of a thread, bytes spilled, shared memory.
@@ -8,7 +8,7 @@ of a thread, bytes spilled, shared memory.
     64 x 64, 8, 2:  253, 0, 216 KiB (wgmma; on sm100 345 KiB, which it has not)
     16 x 32, 4, 2:  128, 0,  55 KiB (sm80 and sm120)
 
-A program's partial result is rows times 2 KiB, and what it reads of each key 1152 bytes: hence least_keys.
+A program's partial result is rows times 2 KiB, and it reads 1152 bytes a key: hence least_keys.
 
 The kernel for Hopper has one program a multiprocessor. Measured on an H200 with so many splits (sequences x keys, heads: µs, and the Triton
 kernel's; splits that are half and twice as many were slower each time, where there are such):
@@ -36,10 +36,8 @@ _EARLY_SINCE = 90
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentRow:
-    """Of elements of at most `bytes` and ranks up to `rank`, with tiles of up to `rows` rows, on GPUs from `first_sm` to `last_sm`.
-
-    keys, warps, stages, least_keys: as in Schedule.
-    """
+    """A row for elements of at most `bytes` and ranks up to `rank`, with tiles of up to `rows` rows, on GPUs from `first_sm` to `last_sm`.
+    The other fields: as in Schedule."""
 
     bytes: int
     rank: int
@@ -52,7 +50,7 @@ class LatentRow:
     least_keys: int = 128
 
 
-# The last row for a machine has as many rows as a tile may have there.
+# The last entry for a machine has the most rows of a tile there.
 ROWS: tuple[LatentRow, ...] = (
     LatentRow(bytes=2, rank=512, rows=16, first_sm=90, last_sm=99, keys=64, warps=8, stages=3),
     LatentRow(bytes=2, rank=512, rows=32, first_sm=90, last_sm=99, keys=64, warps=8, stages=3),
@@ -61,17 +59,18 @@ ROWS: tuple[LatentRow, ...] = (
     LatentRow(bytes=4, rank=512, rows=16, keys=16, warps=8, stages=1),
 )
 
-#: of the kernel for Hopper. warps: of the Triton kernel, to which calls are left whose tensors the copy engine can't read.
+#: The kernel for Hopper. warps: of the Triton kernel, which takes calls whose tensors the copy engine can't read.
 ON_HOPPER = LatentRow(bytes=2, rank=512, rows=64, first_sm=90, last_sm=90, keys=64, warps=8, stages=2)
 
 #: numbers of a tile of partial results, and partial results that are added up at a time, at most
 _MERGED, _MOST_PARTS = 4096, 64
-#: dims that a program adds up, the widest first; programs that each multiprocessor should have
+#: dims that a program adds up, the widest first; wanted programs of each multiprocessor
 _COLUMNS, _BUSY = (512, 128, 32), 4
 
 
 def schedule(spec: AttentionSpec, target: Target) -> Schedule:
-    """Of a spec with a latent, with its number of splits where sizes are known. Raises LookupError where there is no row for it."""
+    """Return the schedule of a spec with a latent, with its number of splits where sizes are known. Raises LookupError without a row for
+    it."""
     if spec.latent is None:
         raise LookupError("the site has no latent")
     if latent_hopper.refused(spec, target):
@@ -80,7 +79,7 @@ def schedule(spec: AttentionSpec, target: Target) -> Schedule:
 
 
 def of_triton(spec: AttentionSpec, target: Target) -> Schedule:
-    """The same of the Triton kernel, whether or not the kernel for Hopper takes the spec."""
+    """Return the Triton kernel's schedule, also where the kernel for Hopper takes the spec."""
     if spec.latent is None:
         raise LookupError("the site has no latent")
     fitting = [row for row in ROWS if _fits(row, spec, plan.known(spec.latent.rank), target)]
@@ -92,7 +91,7 @@ def of_triton(spec: AttentionSpec, target: Target) -> Schedule:
 
 
 def _scheduled(spec: AttentionSpec, target: Target, row: LatentRow, most: int) -> Schedule:
-    """most: rows of a tile."""
+    """Build the schedule of a row. most: rows of a tile."""
     rows, blocks = plan.rows_of_latent(spec, most)
     found = Schedule(
         keys=row.keys,
@@ -110,11 +109,11 @@ def _scheduled(spec: AttentionSpec, target: Target, row: LatentRow, most: int) -
 
 
 def merging(schedule: Schedule, *, rows: int, splits: int, width: int) -> tuple[int, int]:
-    """How the second kernel adds up what splits leave: partial results at a time, and dims of a program. rows: of all sequences.
-    splits: at most. width: of the latent's tile, a power of two.
+    """Return the second kernel's partial results at a time, and the dims of a program. rows: of all sequences. splits: at most. width: of
+    the latent's tile, a power of two.
 
-    A program waits for its loads, one after the other, and does little else: few programs of many dims, if those keep the machine busy.
-    With 2048 rows, four programs a row and tiles of 16 splits took 19 µs to add up 2, 4 or 8 splits, on an H200.
+    A program mostly waits for its loads, one after the other: few programs of many dims are best, if those keep the machine busy. With
+    2048 rows, four programs a row and tiles of 16 splits took 19 µs to add up 2, 4 or 8 splits, on an H200.
     """
     fitting = [columns for columns in _COLUMNS if rows * -(-width // columns) >= _BUSY * schedule.programs]
     columns = min(fitting[0] if fitting else _COLUMNS[-1], width)

@@ -1,8 +1,8 @@
-"""How the decode kernel is launched: its arguments and its grid. Imports triton, so it comes late.
+"""Launch of the decode kernel: its arguments and its grid. Imports triton, so it is imported late.
 
-A kernel is compiled for what its text says, for a device and for whether vectors of q, k and v are aligned; never for a length, a
-stride or an address. A cache that grows has another shape each time: so nothing is kept by shapes, as launching.py does, and a call
-costs the host little more than the launch itself.
+A kernel is compiled for its text, for a device and for whether vectors of q, k and v are aligned; never for a length, a stride or an
+address. A cache that grows has another shape each time: so nothing is cached by shapes, unlike launching.py, and a call costs the host
+little more than the launch itself.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from attn_compiler.torch_private.compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
 
-#: elements of partial results that a program holds at a time while it adds them up, and how many of those at most
+#: elements of partial results that a program holds at a time while it adds them up, and the most partial results
 _HELD, _MOST_PARTS = 8192, 64
 
-#: of the parameters from Bounds on, the operand that each is, or either of two
+#: for each parameter from Bounds on, its operand, or either of two
 _PARAMETERS = (
     ("bounds",),
     ("keys",),
@@ -54,7 +54,7 @@ _PARAMETERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sized:
-    """What follows from the number of sequences: most_splits, and how the outputs are allocated."""
+    """Values that follow from the number of sequences: most_splits, and allocators of the outputs."""
 
     most_splits: int
     make_out: Callable[[], torch.Tensor]
@@ -63,15 +63,15 @@ class Sized:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedDecode:
-    """A Call as the kernel takes it.
+    """A call in the kernel's terms.
 
-    constants: what the kernel is compiled for, without the alignment.
-    kept: rows that a split leaves behind.
+    constants: compile-time arguments, without the alignment.
+    kept: rows of a split's partial result.
     places: tiles of rows of a batch row.
     given: for each parameter from Bounds on, its place among the operands, or None.
-    typed: the places of those operands whose dtype the text does not say.
-    sized: what follows from the number of sequences and whether they are on a GPU.
-    compiled: a kernel and its constants, by what else it was compiled for.
+    typed: the places of those operands whose dtype the text does not hold.
+    sized: by the number of sequences and whether they are on a GPU.
+    compiled: a kernel and its constants, by everything else that it was compiled for.
     """
 
     schedule: Schedule
@@ -89,9 +89,9 @@ class PreparedDecode:
 
 @functools.lru_cache(maxsize=1024)
 def prepare(text: str) -> PreparedDecode:
-    """Everything that follows from the leaf op's text."""
+    """Derive everything that follows from the leaf op's text."""
     call = DecodeCall.from_text(text)
-    spec, plan = call.spec, decode_plan.of(call)
+    spec, plan = call.spec, decode_plan.plan_of(call)
     heads_kv, seqlen_q = decode_plan.known(spec.num_heads_kv), decode_plan.known(spec.seqlen_q)
     group = decode_plan.known(spec.num_heads_q) // heads_kv
     rows, blocks = decode_plan.rows_of(spec)
@@ -141,7 +141,7 @@ def forward(
     text: str,
     launched: list[Launched] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as `ops.LEAF_SCHEMA` says. launched: see `DecodeSite`."""
+    """Return out and lse, as `ops.LEAF_SCHEMA` describes. launched: see `DecodeSite`."""
     return or_else(
         "decode",
         text,
@@ -174,7 +174,7 @@ def _by_kernel(
         strides, _ = _strides(q, k, v)
         align = alignment(q, k, v) if k.dtype == q.dtype else 1
     if noter() is not None:
-        # Nothing is kept of stand-ins.
+        # Stand-in tensors leave nothing in the caches.
         prepared = dataclasses.replace(prepared, sized={}, compiled={})
     if not q.is_cuda or q.get_device() == driver.active.get_current_device():
         return _forward(prepared, q, k, v, operands, strides, align, launched)
@@ -200,7 +200,7 @@ def _forward(
     align: int,
     launched: list[Launched] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """On the current device."""
+    """Run the kernel on the current device."""
     batch, seqlen_kv = q.shape[0], k.shape[2]
     sized = prepared.sized.get((batch, q.is_cuda)) or _size(prepared, q, v)
     out, lse = sized.make_out(), sized.make_lse()
@@ -212,8 +212,10 @@ def _forward(
     if splits > 1:
         rows = batch * prepared.places * splits * prepared.kept
         lse_at = rows * v.shape[3]
-        allocate = empty_strided if noter() is None else _imagined
-        partial = allocate((lse_at + rows,), (1,), torch.float32, q.device.type)
+        if noter() is None:
+            partial = empty_strided((lse_at + rows,), (1,), torch.float32, q.device.type)
+        else:  # Without memory, where launches are noted.
+            partial = torch.empty_strided((lse_at + rows,), (1,), dtype=torch.float32, device=q.device.type)
         count = operands[0]
     given = [None if place is None else operands[place] for place in prepared.given]
     numbers = (*strides, *_operand_strides(*given[:4]), lse_at, seqlen_kv, prepared.scale, prepared.changed_by)
@@ -226,13 +228,8 @@ def _forward(
     return out, lse
 
 
-def _imagined(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """As `empty_strided`, without memory, where launches are noted."""
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
 def _size(prepared: PreparedDecode, q: torch.Tensor, v: torch.Tensor) -> Sized:
-    """Kept in `prepared`."""
+    """Compute the values of a number of sequences and keep them in `prepared`."""
     batch = q.shape[0]
     check_grid((1, prepared.places, batch))
     out, lse = (Empty.like(output) for output in new_outputs(q, v))
@@ -243,7 +240,7 @@ def _size(prepared: PreparedDecode, q: torch.Tensor, v: torch.Tensor) -> Sized:
 
 
 def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """The nine strides of BHS, and a vector's elements if every vector is aligned, else 1. An axis of size one counts like any other."""
+    """Return the nine strides of BHS, and a vector's elements if all vectors are aligned, else 1. Strides of axes of size one count."""
     qb, qh, qs, _ = q.stride()
     kb, kh, ks, _ = k.stride()
     vb, vh, vs, _ = v.stride()
@@ -257,7 +254,7 @@ def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[i
 def _operand_strides(
     bounds: torch.Tensor | None, keys: torch.Tensor | None, pairs: torch.Tensor | None, distances: torch.Tensor | None
 ) -> tuple[int, ...]:
-    """0 where an axis broadcasts, and where there is no tensor."""
+    """Return the strides of operands, 0 where an axis broadcasts and where there is no tensor."""
     return (
         *(_NO_BOUNDS if bounds is None else (bounds.stride(0), along(bounds, 1))),
         0 if keys is None else along(keys, 0),
@@ -276,9 +273,10 @@ def _launch(
     tensors: tuple[torch.Tensor | None, ...],
     numbers: tuple[int | float, ...],
 ) -> None:
-    """key: what the kernel is compiled for besides the text; its second entry is ALIGN. tensors, numbers: as the kernel's parameters.
+    """Launch the kernel. key: what it is compiled for besides the text; its second entry is ALIGN. tensors, numbers: in the kernel's
+    order.
 
-    A kernel that was compiled is launched without triton's own way there, which looks at every argument to find it again.
+    A compiled kernel is launched without triton's own dispatch, which inspects every argument to find it again.
     """
     found = prepared.compiled.get(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""Our own kernel for few queries over a cache: it reads the filled part alone, from an unmodified model. Forward only.
+"""Our own kernel for few queries over a cache: it reads only the filled part, from an unmodified model. Forward only.
 
 Imports no Triton: a site is described, decided and rewritten on machines that have none.
 """
@@ -22,7 +22,7 @@ from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-#: compute capability from which Triton converts both FP8 dtypes, and bytes that a vector of them has
+#: first compute capability where Triton converts both FP8 dtypes, and bytes of a vector of them
 _FP8_SINCE, _VECTOR = 89, 16
 
 
@@ -36,10 +36,10 @@ class Decode(Lowering):
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         refused = kernel_limits.check_site(spec, target)
-        # An lse that is read says so of a row whose numbers are all low. One query has its own key.
+        # An lse that is read shows rows whose scores are all very low numbers. A single query always has its own key.
         if spec.seqlen_q != 1 and spec.lse != "unread":
             refused += mask_limits.check_numbers_read(spec)
-        # What the parts are is only known of a spec that is understood.
+        # Only a spec that is not refused has known parts.
         return refused or [
             *takes.refused(TAKES, spec),
             *_check_queries(spec),
@@ -48,7 +48,7 @@ class Decode(Lowering):
         ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        """In float32 no strides are worth a copy of the cache: what is not aligned is loaded element by element."""
+        """Ask for no strides in float32, where a copy of the cache costs more than they gain: unaligned elements are loaded one by one."""
         return LayoutDemand(alignment=1 if spec.dtype == "float32" else _VECTOR)
 
     def gives_means(self, spec: AttentionSpec, target: Target) -> bool:
@@ -72,7 +72,8 @@ def _outputs(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.No
 
 
 def as_read(spec: AttentionSpec, operands: Operands, target: Target) -> tuple[AttentionSpec, fx.Node, fx.Node]:
-    """The spec of what the kernel reads, and k and v: as a cache in FP8 holds them where the machine can, and vectors are aligned."""
+    """Return the spec of the tensors that the kernel reads, with k and v: those of an FP8 cache where the machine converts them and
+    vectors are aligned."""
     kept = spec.stored
     if kept is not None and operands.stored is not None and (target.sm >= _FP8_SINCE or target.triton_interpreted):
         demand = LayoutDemand(alignment=_VECTOR)

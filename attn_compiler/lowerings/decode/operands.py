@@ -1,4 +1,4 @@
-"""The run-time tensors that the decode kernel reads, as graph nodes: each is made once for all sites that need the same."""
+"""Run-time tensors that the decode kernel reads, as graph nodes: each is made once for all sites that need the same."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ aten = torch.ops.aten
 
 
 def emit(emitter: Emitter, call: DecodeCall, operands: Operands) -> tuple[str, list[fx.Node]]:
-    """The text of the leaf op, and its operands in the order of `Plan.operands`."""
+    """Return the leaf op's text and its operands in the order of `Plan.operands`."""
     parts = decode_plan.parts(call.spec)
     made = part_tensors.emit_parts(emitter, call.spec, operands, parts)
     making = _Making(emitter, call, operands)
     has_keys = making.has_keys(made)
     if has_keys is not None:
         call = dataclasses.replace(call, by_head=emitter.value(has_keys).shape[1] != 1)
-    plan = decode_plan.of(call)
+    plan = decode_plan.plan_of(call)
     if plan.count:
         made["count"] = making.count()
     if plan.bounds:
@@ -50,7 +50,7 @@ class _Making:
     given: Operands
 
     def count(self) -> fx.Node:
-        """One for all sites of a graph: the kernel leaves it zero."""
+        """Emit the counters, one tensor for all sites of a graph: the kernel leaves it zero."""
         tiles = decode_plan.known(self.call.spec.num_heads_kv) * decode_plan.rows_of(self.call.spec)[1]
         batch = on_nodes.size_of(self.emitter, self.given.q, 0)
         length = batch * tiles if isinstance(batch, int) else self._call(operator.mul, batch, tiles)
@@ -59,7 +59,8 @@ class _Making:
         return self.emitter.once(key, lambda: self._call(leaf, self.given.q, length))
 
     def has_keys(self, made: Mapping[str, fx.Node]) -> fx.Node | None:
-        """bool (B|1, Hq|1, Sq|1, 1): which queries have keys; None where those without are 0, or have empty intervals by themselves."""
+        """Return bool (B|1, Hq|1, Sq|1, 1), the queries that have keys; None where rows without keys are 0, or their intervals are empty
+        anyway."""
         masks = {name: self.emitter.value(made[name]) for name in ("rows", "keys", "mask", "bias") if name in made}
         is_one = len(masks) == 1 and (self.given.has_keys is None or "bias" not in masks)
         differ = any(mask.dim() == 4 and mask.shape[1] != 1 for mask in masks.values())
@@ -71,8 +72,8 @@ class _Making:
         return self.emitter.once(key, lambda: self._call(torch.any, self._is_above(made["bias"]), -1, True))
 
     def bounds(self, made: Mapping[str, fx.Node], has_keys: fx.Node | None, *, only_masks: bool) -> fx.Node:
-        """int32 (2, B|1, Sq): the rows' intervals without what keys and masks leave out at both ends. has_keys: of other queries they are
-        empty; (2, B|1, Hq · Sq) where heads differ in those.
+        """Emit int32 (2, B|1, Sq): the rows' intervals, cut at both ends by keys and masks. Queries without has_keys get empty ones, then
+        (2, B|1, Hq · Sq) where heads differ in those.
 
         only_masks: no tensor that is added counts as a mask.
         """
@@ -108,27 +109,27 @@ class _Making:
         return self._call(torch.Tensor.to, stacked, torch.int32)
 
     def _or_none(self, x: fx.Node, has_keys: fx.Node) -> fx.Node:
-        """(B|1, Hq|1, Sq|1), of (B|1, Sq|1): one side of intervals that are empty where has_keys does not hold."""
+        """Return one side of the intervals, (B|1, Sq|1), as (B|1, Hq|1, Sq|1), empty where has_keys is False."""
         return self._call(torch.where, self._call(torch.squeeze, has_keys, -1), self._call(torch.unsqueeze, x, 1), 0)
 
     def of_keys(self, keys: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """(B|1, 1) twice, of bool (B|1, Skv)."""
+        """Return first and end, (B|1, 1) each, of bool (B|1, Skv)."""
         return self._extent(keys, [1])
 
     def of_mask(self, mask: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """(B|1, Sq|1) twice, of bool (B|1, Hq|1, Sq|1, Skv|1): of all heads together."""
+        """Return first and end, (B|1, Sq|1) each, over all heads of bool (B|1, Hq|1, Sq|1, Skv|1)."""
         return self._extent(mask, [1, 3])
 
     def of_bias(self, bias: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The same of what is added."""
+        """Return first and end of an added tensor, as `of_mask`."""
         return self._extent(self._is_above(bias), [1, 3])
 
     def _is_above(self, bias: fx.Node) -> fx.Node:
-        """The lowest number of its dtype masks, as everywhere (see patterns/score_steps.py)."""
+        """Return where the bias is above its dtype's lowest number, which masks, as everywhere (patterns/score_steps.py)."""
         return self._call(torch.gt, bias, torch.finfo(self.emitter.value(bias).dtype).min)
 
     def _extent(self, allowed: fx.Node, axes: list[int]) -> tuple[fx.Node, fx.Node]:
-        """The first key that is allowed and the one after the last, int64; the first is beyond the last where there is none."""
+        """Return the first allowed key and the one after the last, int64; first is beyond end where no key is allowed."""
         length = self._seqlen_kv
         at = self._call(torch.arange, length, device=self._device)
         first = self._call(torch.amin, self._call(torch.where, allowed, at, length), axes)

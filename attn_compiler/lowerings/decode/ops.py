@@ -1,9 +1,9 @@
-"""The leaf op of the decode kernel, `attn_compiler::decode`: its text is a `plan.DecodeCall`. It has no backward.
+"""The leaf op of the decode kernel, `attn_compiler::decode`, without a backward. Its text is a `plan.DecodeCall`.
 
-operands: those that the plan names, in its order. triton itself is imported by the first call, not before.
-`attn_compiler::decode_latent` is the same over a latent, which is its k and its v; its out is float32.
-`attn_compiler::decode_count` makes the counters: int32 zeros on a tensor's device, once for all sites of a graph. Bounds go through
-`attn_compiler::decode_bounds`, a copy, for the same reason: Inductor would compute them anew for every layer.
+operands: the plan's, in its order. The first call imports triton, not the import of this file. `attn_compiler::decode_latent` is the same
+over a latent, which is its k and its v; its out is float32. `attn_compiler::decode_count` makes the counters: int32 zeros on a tensor's
+device, once for all sites of a graph. Bounds go through `attn_compiler::decode_bounds`, a copy, for the same reason: Inductor would
+compute them anew for every layer.
 """
 
 from __future__ import annotations

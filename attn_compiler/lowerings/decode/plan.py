@@ -1,7 +1,7 @@
-"""What the decode kernel is told of one attention: pure data, made from the spec and the machine alone.
+"""The decode kernel's view of one attention: pure data, made from the spec and the machine alone.
 
-Masks and score changes become the parts that shared/parts/site_parts.py finds, with two differences. Every interval of keys, bands
-included, is a pair of bounds for each query, since a band over few queries is nothing more. And no lists of tiles are made.
+Masks and score changes become the parts of shared/parts/site_parts.py, with two differences. Every interval of keys, bands included, is a
+pair of bounds for each query, since a band over few queries is nothing more. And no lists of tiles are made.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec.attention import CODEC, AttentionSpec
 
-#: rows of a tile of queries: what a tensor core instruction has; what registers hold, and hold of wide heads
+#: rows of a tile of queries: a tensor core instruction's; the most that registers hold, and of wide heads; wide heads
 _FEWEST_ROWS, _MOST_ROWS, _MOST_ROWS_WIDE, _WIDE = 16, 64, 32, 128
 
-#: share of the machine that has to be busy, and how often it is filled at most to get there
+#: least busy share of the machine, and most rounds of programs to reach it
 _LITTLE_IDLE, _MOST_TIMES = 0.9, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How the work is shared out. keys: of a tile. warps, stages: how the kernel is compiled. slices: of a tile's keys, one for
-    each warp, or 1: warps share it.
+    """Division of the work. keys: of a tile. warps, stages: compile options. slices: of a tile's keys, one for each warp; 1: warps share
+    it.
 
-    programs: how many the machine runs at a time, as fast as it can. least_keys: a split has no fewer, or it would cost more than
-    it saves. early: the kernel is launched while the one before it ends, and waits for that.
-    rows: of a tile over a latent; None where the head dims say how many.
+    programs: number that the machine runs at once at full speed. least_keys: a split has no fewer: a shorter one costs more than it saves.
+    early: the kernel is launched while the one before it ends, and waits for that.
+    rows: of a tile over a latent; None where the head dims decide.
     hopper: the kernel for Hopper reads the latent (latent_hopper.py).
-    splits: of each kv head's keys, at most; None where sizes are only known at the launch, which then asks `splits` itself.
+    splits: of each kv head's keys, at most; None where sizes are only known at the launch, which then calls `splits` itself.
     """
 
     keys: int
@@ -48,22 +48,22 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodePlan:
-    """Which parts mask and change the scores. Those that read tensors name their operands, in this order:
+    """Parts that mask and change the scores. Those that read tensors name their operands, in this order:
 
-    count: int32, contiguous, zero, at least one element for each batch row, kv head and block of rows: how many splits have
-        arrived. The kernel leaves it as it finds it, so that all sites of a graph share one.
+    count: int32, contiguous, zero, at least one element for each batch row, kv head and block of rows: the number of splits that have
+        arrived. The kernel leaves it zero, so that all sites of a graph share one.
     bounds: int32 (2, B|1, Sq), contiguous: the first key that each query may use, and the one after the last. (2, B|1, Hq · Sq) where
         heads differ in that.
-    keys: bool (B|1, Skv), contiguous: which keys may be used at all.
-    mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: which pairs are allowed.
+    keys: bool (B|1, Skv), contiguous: keys that may be used at all.
+    mask: bool (B|1, Hq|1, Sq|1, Skv|1), any strides: allowed pairs.
     bias: a float tensor (B|1, Hq|1, Sq|1, Skv|1), any strides, is added to the scores. There is no mask then.
     distances, slopes, sinks: as in `kernel_plan.Plan`.
-    k_scale, v_scale: (), float32: what keys and values in FP8 are multiplied by.
-    rope: (B, 1, Skv, p): of keys that are a latent, the part beside it.
+    k_scale, v_scale: (), float32: factors of keys and values in FP8.
+    rope: (B, 1, Skv, p): the part of keys beside a latent.
 
-    bounds_of: what has bounds of its own: a batch row, a query of it, or a query of a head.
-    means: what counts in a row without keys, which is one whose bounds are empty: "all" keys, or those that "finite" numbers leave out
-        alone. None: such a row is 0.
+    bounds_of: the unit with its own bounds: a batch row, a query of it, or a query of a head.
+    means: keys that count in a row without keys, whose bounds are empty: "all", or "finite", those that only very low numbers
+        leave out. None: such a row is 0.
     """
 
     count: bool = False
@@ -86,14 +86,14 @@ class DecodePlan:
         return tuple(f.name for f in dataclasses.fields(self) if getattr(self, f.name) is True)
 
     def place(self, *names: str) -> int | None:
-        """Where the operand of one of these names is, if there is one."""
+        """Return the position of the operand with one of these names, if there is one."""
         return next((i for i, name in enumerate(self.operands) if name in names), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeCall:
-    """Everything that is decided of a call at compile time, which is what the leaf op's text says. of_latent: k and v are a latent.
-    one_kv: they are one tensor, which is read once. by_head: heads differ in which queries have keys."""
+    """A call's compile-time decisions, which the leaf op's text holds. of_latent: k and v are a latent. one_kv: they are one tensor, which
+    is read once. by_head: heads differ in which queries have keys."""
 
     spec: AttentionSpec
     schedule: Schedule
@@ -116,24 +116,24 @@ _CODEC = CODEC.beside(DecodeCall, Schedule, brief=True)
 
 @functools.lru_cache(maxsize=1024)
 def parts(spec: AttentionSpec) -> Parts:
-    """Where each kind goes: as for the other Triton kernels, the band as an interval of each query."""
+    """Return the mask's parts as for the other Triton kernels, with the band as an interval of each query."""
     found = site_parts.parts(spec)
     if found.band is None:
         return found
     band = found.band
-    # The one query stands on the last key, and sees them all.
+    # The single query is at the last key's position, and sees all keys.
     sees_all = spec.seqlen_q == 1 and band.from_end and band.left is None and (band.right or 0) >= 0
     return dataclasses.replace(found, band=None) if sees_all else site_parts.with_band_as_rows(found)
 
 
-def of(call: DecodeCall) -> DecodePlan:
-    """The plan of a call whose spec the decode lowering does not refuse."""
+def plan_of(call: DecodeCall) -> DecodePlan:
+    """Return the plan of a call whose spec the decode lowering does not refuse."""
     found = parts(call.spec)
     keys = found.keys is not None or found.keys_given
     means = call.spec.mask.means
     bounds = found.rows is not None or keys or found.mask or masks_by_bias(call.spec, found) or means
     return DecodePlan(
-        # Over a latent a kernel of its own adds up what splits leave.
+        # Over a latent a second kernel adds up the partial results of splits.
         count=call.schedule.splits != 1 and not call.of_latent,
         bounds=bounds,
         keys=keys,
@@ -151,13 +151,13 @@ def of(call: DecodeCall) -> DecodePlan:
 
 
 def masks_by_bias(spec: AttentionSpec, found: Parts) -> bool:
-    """Whether what is added may hold lowest numbers, which leave keys out: it is a mask of the model's, and not a learned bias; or
-    nothing else says which queries have keys."""
+    """Return whether an added tensor may mask keys by lowest numbers: it is the model's mask and no learned bias, or nothing else tells
+    which queries have keys."""
     return found.bias and (spec.mask.dense is not None or (spec.mask.means and spec.adds_unread))
 
 
 def rows_of(spec: AttentionSpec) -> tuple[int, int]:
-    """Rows of a tile, a power of two, and how many tiles take all queries of a group of heads."""
+    """Return the rows of a tile, a power of two, and the number of tiles for all queries of a group of heads."""
     total = known(spec.num_heads_q) // known(spec.num_heads_kv) * known(spec.seqlen_q)
     most = _MOST_ROWS_WIDE if max(known(spec.head_dim_qk), known(spec.head_dim_v)) > _WIDE else _MOST_ROWS
     # Products in float32 take no tensor core, and many more registers.
@@ -166,14 +166,14 @@ def rows_of(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def rows_of_latent(spec: AttentionSpec, most: int) -> tuple[int, int]:
-    """The same of all heads, which are one group. most: rows that a machine's registers and shared memory have room for."""
+    """Return the same for all heads, which are one group. most: rows that a machine's registers and shared memory have room for."""
     total = known(spec.num_heads_q) * known(spec.seqlen_q)
     rows = max(_FEWEST_ROWS, min(_power_of_two(total), most))
     return rows, -(-total // rows)
 
 
 def known(size: int | str) -> int:
-    """A size that why_not has checked. Raises TypeError for a symbolic one."""
+    """Return a size that why_not has checked. Raises TypeError for a symbolic one."""
     if isinstance(size, int):
         return size
     raise TypeError(f"why_not refuses unknown sizes here, got {size!r}")
@@ -184,20 +184,20 @@ def _power_of_two(least: int) -> int:
 
 
 def splits(schedule: Schedule, *, tiles: int, seqlen_kv: int) -> int:
-    """Into how many the keys of each of so many tiles of rows are split: `most_splits`, none of them too short."""
+    """Return the number of splits of each tile's keys: `most_splits`, none of them too short."""
     return none_too_short(schedule, most_splits(schedule, tiles=tiles), seqlen_kv=seqlen_kv)
 
 
 def none_too_short(schedule: Schedule, most: int, *, seqlen_kv: int) -> int:
-    """So many splits at most."""
+    """Reduce the number of splits until none is too short."""
     return max(min(most, -(-seqlen_kv // schedule.least_keys)), 1)
 
 
 def most_splits(schedule: Schedule, *, tiles: int) -> int:
-    """Of sequences that are long enough.
+    """Return the number of splits for sequences that are long enough.
 
-    As many as the machine runs at once. Where there are more tiles than that: one, if the last round of programs leaves little of the
-    machine idle; else as many as fill it twice, or a few times more often.
+    As many as the machine runs at once. With more tiles than that: one, if the last round of programs leaves little of the machine idle;
+    else as many as fill it twice, or a few times more often.
     """
     room, tiles = max(schedule.programs, 1), max(tiles, 1)
     if tiles <= room:

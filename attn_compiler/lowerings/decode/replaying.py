@@ -1,6 +1,6 @@
-"""One place in compiled code that calls a kernel for decoding with tensors that lie the same each time, as those of a static cache do.
+"""Replay of decode launches at one place in compiled code, for tensors with the same layout in each call, as those of a static cache.
 
-After its first call addresses are all that is asked. Imports triton, so it comes late.
+After the first call only addresses are checked. Imports triton, so it is imported late.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """What one kernel was launched with. tensors: its first parameters, None where one is absent. values: its other parameters."""
+    """Arguments of one launch. tensors: its first parameters, None where one is absent. values: its other parameters."""
 
     compiled: Any
     grid: Grid
@@ -29,10 +29,10 @@ class Launched:
 
 
 class DecodeSite:
-    """As `leaf_calls.ForwardSite`, of a body that finds calls which lie alike in its own way.
+    """Like `leaf_calls.ForwardSite`, for a body that recognises repeated calls in its own way.
 
-    body: the leaf op's; after its five arguments it takes a list, and adds what it launched if a further call launches the same.
-    read: of a call's tensors, those that the kernels read.
+    body: the leaf op's; after its five arguments it takes a list, and appends its launches if a further call launches the same.
+    read: returns the tensors of a call that the kernels read.
     """
 
     __slots__ = ("body", "read", "replay")
@@ -60,9 +60,9 @@ class DecodeSite:
 
 
 def replay(inputs: Tensors, outputs: tuple[torch.Tensor, torch.Tensor], launched: Sequence[Launched]) -> Replay | None:
-    """What runs such a call again; None where one tensor has two roles, or an address is no multiple of a vector.
+    """Build the replay of such a call; None where one tensor has two roles, or an address is no multiple of a vector.
 
-    Each call allocates the tensors that the kernels are launched with and that are no inputs.
+    Each call allocates those tensors of the launches that are no inputs.
     """
     names = {id(x): f"input {i}" for i, x in enumerate(inputs)}
     if len(names) < len(inputs) or any(x.data_ptr() & BETWEEN for x in inputs):

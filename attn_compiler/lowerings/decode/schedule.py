@@ -1,8 +1,7 @@
-"""How the decode kernel shares out its work, by machine, dtype and head dim: data, which `schedule` looks up.
+"""Schedules of the decode kernel by machine, dtype and head dim: data, which `schedule` looks up.
 
 sm90, half precision: an H200, torch 2.11, Triton 3.6, 2026-11-22, CUDA graphs, caches that are not in the L2 cache, microseconds
-(benchmarks/results/decode_h200.csv, which has the peers too). What the rule picks, and what it takes to read the keys in use and do
-nothing else:
+(benchmarks/results/decode_h200.csv, which has the peers too). The rule's choice, and the time of reading the keys in use alone:
 
     B, Hq/Hkv, keys, D        rule: tile, splits           reading
     1, 32/8, 1024, 128        64 w4 s4, 16      5.4        3.2
@@ -27,10 +26,10 @@ nothing else:
 
 Tiles and splits were tried with the kernel before (decode_tiles_h200.csv): the rule was within 5% of the best in all cases but one, head
 dim 256 with one sequence (5.4%). With the present one, for one sequence and head dim 128: 8 warps that share a tile, and tiles of 128 keys,
-are slower from 4096 keys on, and no faster at 1024. Of FP8 seven tiles were tried. At head dim 128, 64 w4 s6 takes 8.3, 26.5, 42.1 and 249
-us for the four sizes above, 128 w8 s4 9.3, 25.0, 37.9 and 281, 128 w4 s4 8.6, 27.6, 44.8 and 249.
+are slower from 4096 keys on, and no faster at 1024. For FP8 seven tiles were tried. At head dim 128, 64 w4 s6 takes 8.3, 26.5, 42.1 and
+249 us for the four sizes above, 128 w8 s4 9.3, 25.0, 37.9 and 281, 128 w4 s4 8.6, 27.6, 44.8 and 249.
 
-Warps go on alone (slices) where there are no more than 16 rows, up to head dim 128. FP8 caches of more rows or wider heads, other
+Each warp has its own keys (slices) where there are no more than 16 rows, up to head dim 128. FP8 caches of more rows or wider heads, other
 machines, float32, and more than 16 rows at other head dims than 128, were compiled, not measured.
 """
 
@@ -49,8 +48,8 @@ from attn_compiler.spec.target import Target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRow:
-    """Of every spec whose k and v have elements of at most `bytes`, with head dims up to `head_dim` and tiles of up to `rows` rows, on
-    a GPU from `first_sm` on.
+    """A row for specs whose k and v have elements of at most `bytes`, head dims up to `head_dim` and tiles of up to `rows` rows, on GPUs
+    from `first_sm` on.
 
     keys, warps, stages, slices, least_keys: as in Schedule. programs: of one multiprocessor.
     """
@@ -86,12 +85,12 @@ ROWS: tuple[ScheduleRow, ...] = (
 )
 #: programmatic dependent launch (CUDA programming guide)
 _EARLY_SINCE = 90
-#: of a machine that is not known: Triton's interpreter
+#: multiprocessors of an unknown machine: Triton's interpreter
 _PROCESSORS = 1
 
 
 def schedule(spec: AttentionSpec, target: Target) -> Schedule:
-    """The schedule of a spec that the decode lowering takes, with its number of splits where sizes are known."""
+    """Return the schedule of a spec that the decode lowering takes, with its number of splits where sizes are known."""
     found = table(spec, target)
     if not isinstance(spec.batch, int) or not isinstance(spec.seqlen_kv, int):
         return found
@@ -101,7 +100,7 @@ def schedule(spec: AttentionSpec, target: Target) -> Schedule:
 
 
 def table(spec: AttentionSpec, target: Target) -> Schedule:
-    """What the table says. Raises LookupError where there is no row for the spec."""
+    """Look up the schedule without splits. Raises LookupError where there is no row for the spec."""
     rows, _ = plan.rows_of(spec)
     head_dim = max(plan.known(spec.head_dim_qk), plan.known(spec.head_dim_v))
     size = BYTES.get(spec.dtype, 8) if spec.stored is None else 1

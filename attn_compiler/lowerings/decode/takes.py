@@ -1,4 +1,4 @@
-"""What the decode kernel takes, of what our kernels share."""
+"""Sites that the decode kernels take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ADDED_BY_DISTANCE = frozenset({"documents", "distances", "slopes"})
 TAKES = dataclasses.replace(
     kernel_limits.TAKES, parts=kernel_limits.TAKES.parts - {"documents"}, gradients=False, dropout=False, lse="read"
 )
-#: over a latent, of which each row is one head: nothing that is added by distance, and any head dims of the model's own
+#: over a latent, where each row of a tile is one head: nothing is added by distance, and the model's own head dims do not matter
 OF_LATENT = dataclasses.replace(
     kernel_limits.TAKES,
     parts=kernel_limits.TAKES.parts - _ADDED_BY_DISTANCE,
@@ -21,7 +21,7 @@ OF_LATENT = dataclasses.replace(
     dropout=False,
     lse="unread",
 )
-#: by the kernel for Hopper: bounds of keys alone, and nothing that changes a score but a positive scale
+#: by the kernel for Hopper: bounds of keys alone, and a positive scale as the scores' only change
 ON_HOPPER = dataclasses.replace(
     OF_LATENT,
     sms=((90, 90),),

@@ -1,11 +1,11 @@
-"""Calls FlashAttention-4's kernels, and compiles them ahead of the first call. The only file that imports flash_attn.
+"""Launches of FlashAttention-4's kernels, compiled ahead of the first call. The only file that imports flash_attn.
 
-flash_attn compiles a kernel the first time that its Python function meets a new combination of dtype, head dims, mask and so on;
-under a FakeTensorMode it compiles alone. Sizes and strides are no part of that combination.
+flash_attn compiles a kernel the first time that its Python function meets a new combination of dtype, head dims, mask and so on; under a
+FakeTensorMode it only compiles. Sizes and strides are no part of that combination.
 
-A forward through those functions takes the host 84 µs on an H200 machine (190 with a softcap, whose function they make and hash anew
-each time), a backward 106 or more, a launch 7. So a call that lies as one before launches the same kernels again
-(replay.py). What the functions would have to copy still goes through them.
+A forward through those functions takes the host 84 µs on an H200 machine (190 with a softcap, whose function they make and hash anew each
+time), a backward 106 or more, a launch 7. So a call with the layout of one before launches the same kernels again (replay.py). Calls that
+the functions make copies for still go through them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 Named = dict[str, Tensor]
 Shape = tuple[int, int, int, int]
 
-# In place of sizes that are not known: more than one block of queries and of keys.
+# Stand-ins for unknown sizes: more than one block of queries and of keys.
 _SOME_BATCH, _SOME_LENGTH = 2, 1024
-# Bytes that addresses and strides are multiples of.
+# Addresses and strides are multiples of this many bytes.
 _ALIGNMENT = 16
 _ALIGNED_ELEMENTS = _ALIGNMENT // 2  # in half precision
 
@@ -64,7 +64,7 @@ _lock = threading.RLock()
 
 
 def why_not_compiled(call: Fa4Call) -> list[Reason]:
-    """Compile what the call needs, once for each kind of kernel; the error, if there is one, as a reason.
+    """Compile the call's kernels, once for each kind of kernel; return the error, if there is one, as a reason.
 
     Does nothing for a machine that is not this one: kernels are compiled where they run.
     """
@@ -81,7 +81,7 @@ def _is_here(call: Fa4Call) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(call: Fa4Call, sinks_dtype: torch.dtype) -> Reason | None:
-    """None once everything that the call needs is compiled; or why that failed."""
+    """Return None once all kernels of the call are compiled, or the reason why that failed."""
     begin = time.perf_counter()
     try:
         with _lock, FakeTensorMode(), warnings.catch_warnings():
@@ -110,7 +110,7 @@ def _compile(call: Fa4Call, sinks_dtype: torch.dtype) -> None:
 
 
 def _fake(shape: Sequence[Dim], spec: AttentionSpec) -> Tensor:
-    """(B, S, H, D) for a logical BHSD shape, where a FakeTensorMode is on."""
+    """Return (B, S, H, D) for a logical BHSD shape, where a FakeTensorMode is on."""
     some = (_SOME_BATCH, 1, _SOME_LENGTH, 1)
     batch, heads, length, width = (
         size if isinstance(size, int) else other for size, other in zip(shape, some, strict=True)
@@ -120,7 +120,6 @@ def _fake(shape: Sequence[Dim], spec: AttentionSpec) -> Tensor:
 
 @functools.cache
 def _flash() -> Any:
-    """flash_attn's functions."""
     return importlib.import_module("flash_attn.cute.interface")
 
 
@@ -129,7 +128,7 @@ def _flash() -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
-    """What a call text comes to, looked up once: hashing a spec takes longer than a launch."""
+    """Values that follow from a call's text, looked up once: hashing a spec takes longer than a launch."""
 
     call: Fa4Call
     settings: Settings
@@ -144,7 +143,6 @@ def _prepared(text: str) -> _Prepared:
 
 
 def _definition(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], text: str) -> Attention:
-    """What a call computes."""
     prepared = _prepared(text)
     settings = prepared.settings
     return Attention(
@@ -159,7 +157,7 @@ def _definition(q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], tex
 
 
 class FlashForward(ForwardBody):
-    """Outputs are laid out as `ops` says. Sizes are those of the tensors, not the spec's."""
+    """The forward. Outputs have the layout that `ops` describes. Sizes are those of the tensors, not the spec's."""
 
     __slots__ = ()
 
@@ -177,14 +175,14 @@ class FlashForward(ForwardBody):
 
 
 class FlashBackward(BackwardBody):
-    """Gradients of q, k and v, and of the sinks if they are learned."""
+    """The backward: gradients of q, k and v, and of the sinks if they are learned."""
 
     __slots__ = ()
 
     def first(self, given: BackwardArguments, same: Alike) -> Gradients:
         grad_out, grad_lse, q, k, v, operands, out, lse, text = given
         if 0 in grad_out.stride():
-            # Such a stride has kernels of its own, which were not compiled ahead. contiguous() would leave one of an axis of one element.
+            # A stride of 0 has kernels of its own, which were not compiled ahead. contiguous() keeps it on an axis of one element.
             return self(*given._replace(grad_out=grad_out.clone(memory_format=torch.contiguous_format)))
         further = ["grad_sinks"] if _prepared(text).settings.sinks_grad else []
         with on(q.device):
@@ -223,14 +221,14 @@ def _first(
     returned: Returned | None,
     same: Alike,
 ) -> Named:
-    """Call a function that fills in the outputs, and keep what replays it. Gives the other tensors that the function returns.
+    """Call a function that fills in the outputs, and keep its replay. Returns the function's other tensors.
 
-    inputs: in the order of the leaf op's. returned: by the leaf op; None where kernels can't read the inputs as they are: what the
-    function copies could not be replayed.
+    inputs: in the order of the leaf op's. returned: by the leaf op; None where kernels can't read the inputs in place: the function's
+    copies could not be replayed.
     """
     prepared, given = _prepared(text), {name: replay.as_read(x) for name, x in (inputs | outputs).items()}
     is_captured = inputs["q"].is_cuda and torch.cuda.is_current_stream_capturing()
-    # A first call while a CUDA graph is captured can't be waited for.
+    # While a CUDA graph is captured, a first call's result can't be waited for.
     if returned is None or is_captured or "is_tried" in same.facts:
         return function(prepared, given)
     with replay.watching(_launching()) as watch:
@@ -247,13 +245,13 @@ def _first(
 
 
 def _launching() -> tuple[Any, ...]:
-    """The functions of flash_attn's that have kernels."""
+    """Return the functions of flash_attn that have kernels."""
     flash = _flash()
     return flash._flash_attn_fwd, flash._bwd_preprocess, flash._flash_attn_bwd, flash._bwd_postprocess_convert
 
 
 def _flash_forward(prepared: _Prepared, given: Named) -> Named:
-    """Fills in out and lse. q, k, v, out: (B, S, H, D)."""
+    """Fill in out and lse. q, k, v, out: (B, S, H, D)."""
     settings, (left, right) = prepared.settings, prepared.window
     _flash()._flash_attn_fwd(
         *(given[name] for name in ("q", "k", "v")),
@@ -271,7 +269,7 @@ def _flash_forward(prepared: _Prepared, given: Named) -> Named:
 
 
 def _flash_backward(prepared: _Prepared, given: Named) -> Named:
-    """Fills in the gradients of q, k and v; returns that of the sinks if they are learned."""
+    """Fill in the gradients of q, k and v; return that of the sinks if they are learned."""
     settings, (left, right) = prepared.settings, prepared.window
     found = _flash()._flash_attn_bwd(
         *(given[name] for name in ("q", "k", "v", "out", "grad_out", "lse")),
@@ -291,7 +289,7 @@ def _flash_backward(prepared: _Prepared, given: Named) -> Named:
 
 
 def _softcap(settings: Settings, *, backward: bool) -> dict[str, Any]:
-    """The softcap's own functions, which are the same objects in every call: flash_attn hashes the source of new ones."""
+    """Return the softcap's functions, the same objects in every call: flash_attn hashes the source of new ones."""
     if settings.softcap is None:
         return {}
     mods = {"score_mod": _softcap_mod(settings.softcap)}
@@ -309,7 +307,7 @@ def _softcap_mod_backward(cap: float) -> Any:
 
 
 def _empty(shape: Shape, like: Tensor) -> Tensor:
-    """Contiguous, on the current device."""
+    """Allocate a contiguous tensor on the current device."""
     batch, rows, columns, width = shape
     strides = (rows * columns * width, columns * width, width, 1)
     return torch_compat.empty_strided((batch, rows, columns, width), strides, like.dtype, like.device.type)
@@ -320,7 +318,8 @@ def _sinks(operands: Sequence[Tensor]) -> Named:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether kernels read it as it is: TMA wants addresses and strides of 16 bytes, and a stride of 0 has kernels of its own."""
+    """Return whether kernels read the tensor in place: TMA wants addresses and strides of 16 bytes, and a stride of 0 has kernels of its
+    own."""
     batch, heads, length, width = x.stride()
     return (
         width == 1

@@ -1,4 +1,4 @@
-"""What FlashAttention-4 can't do, as reasons. From flash_attn/cute/interface.py of 4.0.0b36, whose assertions these come before."""
+"""Limits of FlashAttention-4, as reasons. They precede the assertions of flash_attn/cute/interface.py of 4.0.0b36, from which they come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import FLASH_ATTN_4_DISTRIBUTION, INSTALL, Target
 
-# Betas whose functions take what launch.py gives them: b33 has another order of arguments, and a later one may.
+# Betas with the signatures that launch.py calls: b33 has another order of arguments, and a later one may.
 FIRST_BETA, LAST_BETA = 34, 36
 _VERSION = re.compile(r"4\.0\.0b(\d+)")
 
@@ -22,7 +22,7 @@ _GRADIENT_MULTIPLE = 32
 
 
 def check_fa4(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Every reason against the spec on that machine, but for what only a compiler can say."""
+    """Return every reason against the spec on that machine, except those that only a compiler finds."""
     machine = check_machine(target) or limits.check_device(spec, target.device)
     if machine:
         return machine
@@ -36,7 +36,7 @@ def check_fa4(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def check_machine(target: Target) -> list[Reason]:
-    """Hopper, or Blackwell of data centers, all of one kind: flash_attn asks the current device once, for all of them."""
+    """Require Hopper, or data center Blackwell, all of one kind: flash_attn asks the current device once, for all of them."""
     gpu = takes.check_gpu(TAKES, target)
     if gpu:
         return gpu
@@ -69,7 +69,7 @@ def _check_version(version: str) -> list[Reason]:
 
 
 def _check_mask(spec: AttentionSpec) -> list[Reason]:
-    """A diagonal, a window, or nothing; whatever else a mask is made of has no argument there."""
+    """Require a diagonal, a window, or no mask: FlashAttention-4 has no arguments for other kinds."""
     if TAKES.beyond(spec) & MASKING:
         return [
             Reason(code=Code.MASK_KIND, rule="the mask is a causal one, a window, or none", observed=spec.mask.words)
@@ -95,7 +95,7 @@ def _check_added(spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """What only some head dims that are taken are refused for."""
+    """Refuse combinations with head dims that are taken otherwise."""
     if takes.check_head_dims(TAKES, spec):
         return []
     head_dims = (spec.head_dim_qk, spec.head_dim_v)

@@ -20,7 +20,7 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALVES
 from attn_compiler.spec.target import Target
 
-# Bytes that TMA wants strides to be multiples of.
+# TMA wants strides that are multiples of this many bytes.
 _ALIGNMENT = 16
 _why_not_compiled = late("fa4.launch", "why_not_compiled")
 _SINK_DTYPES = (*HALVES, torch.float32)
@@ -38,7 +38,6 @@ class FlashAttention4(Lowering):
         return limits.check_fa4(spec, target)
 
     def cannot_build(self, spec: AttentionSpec, target: Target) -> list[Reason]:
-        """The compiler's own refusal of a kernel."""
         refused: list[Reason] = _why_not_compiled(self.plan(spec, target))
         return refused
 

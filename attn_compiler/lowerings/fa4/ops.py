@@ -1,6 +1,6 @@
 """The leaf op of FlashAttention-4, `attn_compiler::fa4`: its text is a `plan.Fa4Call`. operands: the sinks (Hq,), if the spec has some.
 
-flash_attn itself is imported by the first call, not before: a dump or a fake needs none.
+The first call imports flash_attn: a dump or a fake needs none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def differentiable(operands: Tensors, text: str) -> list[bool]:
-    """For each operand whether it gets a gradient. Raises ValueError if their number is not the spec's."""
+    """Return for each operand whether it gets a gradient. Raises ValueError if their number is not the spec's."""
     settings = Fa4Call.from_text(text).settings
     if len(operands) != settings.sinks:
         raise ValueError(f"the spec has {'sinks' if settings.sinks else 'no operands'}; got {len(operands)}")

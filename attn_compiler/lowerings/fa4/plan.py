@@ -1,4 +1,4 @@
-"""What FlashAttention-4's kernels are told of one attention: pure data, made from the spec alone.
+"""Arguments of FlashAttention-4's kernels for one attention: pure data, made from the spec alone.
 
 Its windows are counted from the end: key k is allowed for query q when q + Skv - Sq - left <= k <= q + Skv - Sq + right.
 """
@@ -14,9 +14,8 @@ from attn_compiler.spec.attention import CODEC, AttentionSpec, Dim
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """left, right: keys back from the query and ahead of it; None where a side is open. sinks, sinks_grad: there are some, and
-    they are learned. scale, softcap: as in ScoreSpec.
-    """
+    """Arguments by name. left, right: keys back from the query and ahead of it; None where a side is open. sinks, sinks_grad: there are
+    some, and they are learned. scale, softcap: as in ScoreSpec."""
 
     left: int | None
     right: int | None
@@ -27,18 +26,18 @@ class Settings:
 
     @property
     def causal(self) -> bool:
-        """Whether it is a plain causal mask, which has kernels of its own."""
+        """True for a plain causal mask, which has kernels of its own."""
         return self.left is None and self.right == 0
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """What the kernels take besides the causal flag."""
+        """Window that the kernels take besides the causal flag."""
         return (None, None) if self.causal else (self.left, self.right)
 
 
 @functools.lru_cache(maxsize=1024)
-def of(spec: AttentionSpec) -> Settings:
-    """The settings for a spec that the lowering does not refuse."""
+def settings_of(spec: AttentionSpec) -> Settings:
+    """Return the settings for a spec that the lowering does not refuse."""
     band, sinks = parts.parts(spec).band, spec.score.sinks
     return Settings(
         left=None if band is None else _bounding(band.left, spec.seqlen_kv),
@@ -51,14 +50,14 @@ def of(spec: AttentionSpec) -> Settings:
 
 
 def _bounding(side: int | None, seqlen_kv: Dim) -> int | None:
-    """None for a side that reaches beyond every key: Mistral's window of 4096 at 2048 tokens."""
+    """Return the side, or None if it reaches beyond every key: Mistral's window of 4096 at 2048 tokens."""
     is_open = side is not None and isinstance(seqlen_kv, int) and side >= seqlen_kv - 1
     return None if is_open else side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fa4Call:
-    """Everything that is decided of a call at compile time, which is what the leaf op's text says.
+    """Everything decided on a call at compile time, which the leaf op's text holds.
 
     version: of flash-attn-4. sm: the architecture that its kernels are compiled for. deterministic: gradients are added up in order.
     """
@@ -70,7 +69,7 @@ class Fa4Call:
 
     @property
     def settings(self) -> Settings:
-        return of(self.spec)
+        return settings_of(self.spec)
 
     def to_text(self) -> str:
         """Canonical JSON."""

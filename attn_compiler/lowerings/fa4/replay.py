@@ -1,9 +1,9 @@
-"""Launches again what a function of flash_attn's launched before, without the function: it takes the host ten times as long as a launch.
+"""Replay of the launches of a flash_attn function without the function, which takes the host ten times as long as a launch.
 
-A recording is a list of compiled kernels with their arguments: constants, names of the call's tensors, and what was allocated in
-between. It is replayed as the launches of every family are (shared/launching/replaying.py), but for its arguments: they are tensors, with
-sequences before heads. It is only made where the function did nothing but allocate, take views and launch; what it copied or computed
-itself could not be replayed. And it is only kept if it gives what the function gave.
+A recording is a list of compiled kernels with their arguments: constants, names of the call's tensors, and allocations between launches.
+It is replayed as the launches of every family are (shared/launching/replaying.py), except that its arguments are tensors, with sequences
+before heads. It is made only where the function did nothing but allocate, take views and launch: copies and other computations could not
+be replayed. It is kept only if it gives the function's results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default)
 _ZEROS = (_aten.zeros.default, _aten.zeros_like.default)
 _VIEWS = (_aten.detach.default, _aten.transpose.int, _aten.alias.default)
 
-#: of the largest element: what the order of sums in bfloat16 makes; anything else is another result altogether
+#: share of the largest element: errors from the order of sums in bfloat16. Any other error is far larger
 _NOISE = 0.02
 
 _lock = threading.Lock()
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """What was allocated."""
+    """One allocation."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -56,8 +56,8 @@ _Counted = tuple[Kernel, list[Any], list[tuple[int, int]], list[tuple[int, Calla
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launch:
-    """values: the arguments, None for tensors. where: position and name of each tensor. tuples: position, type and items of each tuple
-    that holds some; an item is a name, or None."""
+    """One launch. values: the arguments, None for tensors. where: position and name of each tensor. tuples: position, type and items of
+    each tuple that holds some; an item is a name, or None."""
 
     kernel: Kernel
     values: list[Any]
@@ -65,7 +65,7 @@ class _Launch:
     tuples: tuple[tuple[int, Callable[..., Any], tuple[str | None, ...]], ...]
 
     def counted(self, index: Mapping[str, int]) -> _Counted:
-        """With the counts of tensors in place of their names."""
+        """Return the launch with indices of tensors in place of their names."""
         where = [(position, index[name]) for position, name in self.where]
         tuples = [
             (position, kind, tuple(None if item is None else index[item] for item in items))
@@ -76,7 +76,7 @@ class _Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """made: what was allocated, by name. launches: in order. device: its type."""
+    """Allocations and launches of a call. made: the allocations, by name. launches: in order. device: its type."""
 
     made: Mapping[str, _Made]
     launches: tuple[_Launch, ...]
@@ -84,7 +84,7 @@ class Recording:
 
     @property
     def empties(self) -> dict[str, Empty]:
-        """What a replay allocates besides the outputs."""
+        """Allocations of a replay besides the outputs."""
         return {name: made.empty(self.device) for name, made in self.made.items()}
 
     def bound(self, index: Mapping[str, int], device: int) -> Start:
@@ -106,13 +106,13 @@ class Recording:
 
 
 def as_read(x: Tensor) -> Tensor:
-    """A tensor of a leaf op's as flash_attn takes it: sequences before heads. DLPack refuses a tensor that requires a gradient."""
+    """Return a leaf op's tensor in flash_attn's layout, sequences before heads. DLPack refuses a tensor that requires a gradient."""
     plain = x.detach() if x.requires_grad else x
     return plain.transpose(1, 2) if plain.dim() == 4 else plain
 
 
 def gives(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether a replay gave what the function gave, but for the order of sums. Waits for the GPU."""
+    """Return whether a replay gave the function's results, up to the order of sums. Waits for the GPU."""
     return all(_is_alike(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -124,15 +124,15 @@ def _is_alike(found: Tensor, expected: Tensor) -> bool:
 
 @dataclass(kw_only=True)
 class Watch:
-    """What happens while a function of flash_attn's runs."""
+    """Events while a function of flash_attn's runs."""
 
     launched: list[tuple[Kernel, tuple[Any, ...]]] = field(default_factory=list)
     made: dict[int, _Made] = field(default_factory=dict)
     computed: bool = False
 
     def recording(self, given: Tensors, results: Tensors) -> Recording | None:
-        """To be replayed with tensors of the same names as `given`; None if that can't be told. results: tensors that the function
-        allocated and returned, which get these names."""
+        """Return a recording to replay with tensors of the same names as `given`; None if names are ambiguous. results: tensors that the
+        function allocated and returned, which get these names."""
         names = {tensor.data_ptr(): name for name, tensor in given.items()}
         if self.computed or len(names) < len(given):
             return None
@@ -150,7 +150,7 @@ class Watch:
 
 
 def _template(kernel: Kernel, arguments: Sequence[Any], names: Mapping[int, str]) -> _Launch:
-    """Raises LookupError for a tensor that has no name."""
+    """Replace tensors by names. Raises LookupError for a tensor that has no name."""
     values, where, tuples = [], [], []
     for position, value in enumerate(arguments):
         if isinstance(value, Tensor):
@@ -173,7 +173,7 @@ def _names(launch: _Launch) -> Iterator[str]:
 
 @contextlib.contextmanager
 def watching(functions: Sequence[Any]) -> Iterator[Watch]:
-    """While it lasts, on this thread: what is allocated, and which kernels of the functions' caches are launched."""
+    """Record allocations on this thread, and launches of kernels from the functions' caches."""
     watch = Watch()
     with _lock, contextlib.ExitStack() as stack:
         for function in functions:
@@ -198,7 +198,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Cache:
-    """In place of a function's cache of compiled kernels: those that are taken out note their launches."""
+    """A stand-in for a function's cache of compiled kernels, whose kernels note their launches."""
 
     def __init__(self, kept: Any, watch: Watch) -> None:
         self._kept, self._watch, self._thread = kept, watch, threading.get_ident()

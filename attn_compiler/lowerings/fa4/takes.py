@@ -1,4 +1,4 @@
-"""What FlashAttention-4's functions have arguments for."""
+"""Sites that FlashAttention-4's functions have arguments for."""
 
 from __future__ import annotations
 

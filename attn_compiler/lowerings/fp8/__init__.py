@@ -1,1 +1,1 @@
-"""The floor of FP8: how q, k and v are rounded, and how a gradient comes to what is computed of them. The lowerings are their families'."""
+"""Rounding of q, k and v to FP8, and the gradient of attention on rounded tensors, for the lowerings of all families."""

@@ -1,4 +1,4 @@
-"""What shuts FP8 out of an attention, each with what to do about it; shared by all lowerings in FP8."""
+"""Limits of all lowerings in FP8, each with its remedy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 
-#: So few read k and v once, and rounding them before that is as much work again.
+#: So few queries read k and v once, and rounding these first costs as much again.
 _FEW_QUERIES = 32
 
 
 def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Reason]:
-    """There is one, and it is one that can be carried out. has_backward: in FP8."""
+    """Require a recipe that can be carried out. has_backward: in FP8."""
     recipe = spec.fp8
     if recipe is None:
         remedy = "compile with options={'fp8_recipe': attn_compiler.Fp8Recipe()}"
@@ -25,7 +25,7 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
                 remedy=remedy,
             )
         ]
-    # What is rounded to FP8 has another logsumexp.
+    # Rounding to FP8 changes the logsumexp.
     reasons = check_lse_unread(spec)
     if not recipe.forward:
         remedy = "give Fp8Recipe(forward=True)"
@@ -46,7 +46,7 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
 
 
 def check_shapes(spec: AttentionSpec) -> list[Reason]:
-    """Head dims and lengths that the recipe and the quantisation can do with."""
+    """Require head dims and lengths that the recipe and the rounding support."""
     recipe, reasons = spec.fp8, []
     for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
         if not isinstance(size, int) or size % VECTOR:

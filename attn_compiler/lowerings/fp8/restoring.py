@@ -1,10 +1,10 @@
-"""What the backward of an attention in FP8 reads, made in the backward from what was kept: no copies of q and k are written for it before.
+"""Restores q, k and v for the backward of an attention in FP8 from the rounded tensors, so the forward writes no copies of q and k for it.
 
-`<family>_rounded_given` (shared/ops/given_ops.py) hands on out and lse of a leaf op that knows nothing of gradients, and has the backward
-of a family. That gets q, k and v as they were rounded, again in the model's dtype: its weights come from their scores and the forward's
-lse. Those of the model's own q and k are others, and where scores are large, or a scale is too old, by factors without a bound. With its
-own v, the gradients of a row's scores would no longer add up to 0: where keys have a mean, that of q would be less exact. Gradients pass
-on as if nothing had been rounded, turned or moved.
+`<family>_rounded_given` (shared/ops/given_ops.py) passes on out and lse of a leaf op without a gradient, and has the backward of a family.
+That backward gets the rounded q, k and v in the model's dtype, since its weights come from their scores and the forward's lse. Scores of
+the model's own q and k differ, by unbounded factors where scores are large or a scale is too old. With the model's own v, the gradients of
+a row's scores would no longer add up to 0: where keys have a mean, q's gradient would be less exact. Gradients pass through as if nothing
+had been rounded, rotated or moved.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from attn_compiler.spec.codec import Codec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """How the operands after out and lse become q, k and v. They are those of `Rounded.kept`, by `names`; the family's follow.
+    """Layout of the operands after out and lse: those of `Rounded.kept`, by `names`, then the family's.
 
-    block: positions that share a scale; None: all. rotated: q and k were turned. has_mean, positions_last: as in
+    block: positions that share a scale; None: all. rotated: q and k were rotated. has_mean, positions_last: as in
     quantise.kept_names. dtype: the model's. call: the family's own text.
     """
 
@@ -58,7 +58,7 @@ _CODEC = Codec((Kept,))
 
 
 def kept_of(spec: AttentionSpec, text: str, *, positions_last: bool = True) -> Kept:
-    """What is kept at a site. text: the family's own. positions_last: as in `quantise.emit`."""
+    """Return the layout of a site. text: the family's own. positions_last: as in `quantise.emit`."""
     recipe = quantise.recipe_of(spec)
     return Kept(
         block=quantise.scales_of(spec).block,
@@ -71,12 +71,12 @@ def kept_of(spec: AttentionSpec, text: str, *, positions_last: bool = True) -> K
 
 
 def op_of(family: str) -> str:
-    """The name of the op with a family's backward."""
+    """Return the name of the op with a family's backward."""
     return f"{family}_rounded_given"
 
 
 def register(family: str, *, differentiable: Differentiable, prepare_grad_out: OfTensor = as_it_is) -> None:
-    """Define that op. The family's backward has to be registered; as `ops.register_family` otherwise."""
+    """Define the op of `op_of`. The family's backward has to be registered; as `ops.register_family` otherwise."""
     register_given(
         family,
         op_of(family),
@@ -98,7 +98,7 @@ def call_leaf(
     family: str,
     text: str,
 ) -> fx.Node:
-    """The output of a leaf op that reads rounded tensors, and has the backward of a family, if gradients are wanted.
+    """Return the output of a leaf op that reads rounded tensors, with the backward of a family if gradients are wanted.
 
     further: the family's own operands, which the leaf op takes after the rounded ones. text: of both.
     """
@@ -125,7 +125,7 @@ def attach(
     text: str,
     positions_last: bool = True,
 ) -> fx.Node:
-    """The output with a gradient. results: out and lse of the forward. further: the family's own operands. text: the family's.
+    """Return the output with a gradient. results: out and lse of the forward. further: the family's own operands. text: the family's.
     positions_last: as in `quantise.emit`."""
     op = getattr(torch.ops.attn_compiler, op_of(family)).default
     tensors = (operands.q, operands.k, operands.v, [*results, *rounded.kept, *further])
@@ -134,7 +134,7 @@ def attach(
 
 
 def _shape_of(emitter: Emitter, x: fx.Node) -> fx.Node:
-    """Anything of the shape and dtype, which is all that is read: nothing has to be written for it."""
+    """Return an unwritten tensor of x's shape and dtype, for ops that read only these."""
     value = emitter.value(x)
     empty = emitter.call(torch.empty, (1, 1, 1, 1), dtype=value.dtype, device=value.device)
     return emitter.call(torch.Tensor.expand_as, empty, x)
@@ -148,8 +148,8 @@ def _read(kept: Tensors, text: str) -> Read:
 
 
 def exact(spec: AttentionSpec, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in float32 as a kernel of the forward reads them. given: the operands of `quantise.names`, by name. A shift is one more
-    element of each head of q and k: so it is added where the kernel adds it, before scale and softcap."""
+    """Return q, k and v in float32 as the forward's kernel reads them. given: the operands of `quantise.names`, by name. A shift becomes
+    one more element of each head of q and k, so that it is added where the kernel adds it, before scale and softcap."""
     block = quantise.scales_of(spec).block
     q, k = (_descaled(given[f"{x}8"], given[f"descale_{x}"], block) for x in ("q", "k"))
     v = _descaled(rounding.in_order(given["v8"]).transpose(2, 3)[:, :, : k.shape[2]], given["descale_v"], block)

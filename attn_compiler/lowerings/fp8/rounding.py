@@ -1,13 +1,14 @@
-"""`attn_compiler::round_fp8`: tensors in FP8 or int8, their descales, and what the rounded numbers stand for; `attn_compiler::largest_fp8`:
-their largest finite magnitudes.
+"""`attn_compiler::round_fp8`: tensors in FP8 or int8, their descales, and the restored tensors; `attn_compiler::largest_fp8`: their
+largest finite magnitudes.
 
     x8 = cast(clamp((x · R - mean · R) · scale)), scale = fits / largest, descale = 1 / scale, restored = x8 · descale
 
-R is a rotation, H / √D with Sylvester's H of D rows, ±1, which is symmetric; or none. So is the mean: `attn_compiler::mean_fp8` finds it.
+R is a rotation, H / √D with Sylvester's H of D rows, ±1, which is symmetric; or none. The mean may be absent, too:
+`attn_compiler::mean_fp8` finds it.
 
-Ops, where Inductor would make more passes over memory and more launches of nodes: a block's scale together with its rounding, magnitudes of
-the numbers themselves, products with H, and v with positions last. Up to three tensors of one site at once. None has a gradient:
-restoring.py attaches one to what comes of it.
+These are ops because Inductor would make more passes over memory and more launches of nodes: a block's scale together with its rounding,
+magnitudes of the data, products with H, and v with positions last. Up to three tensors of one site at once. None has a gradient:
+restoring.py attaches one to the attention's output.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from attn_compiler.torch_private.op_library import register_helper
 #: Bytes: the vectors that kernels load, along a head dim and, of v, along the sequence.
 VECTOR = 16
 
-#: Of 16 positions, 2t, 2t + 1, 8 + 2t and 9 + 2t lie side by side, for t of 0 ... 3: a thread of Hopper's tensor cores gets the weights of
-#: those, and has to hand on four neighbours. So no weight has to change its thread (FlashAttention-3 permutes v in its kernel).
+#: Of 16 positions, 2t, 2t + 1, 8 + 2t and 9 + 2t are neighbours, for t of 0 ... 3: a thread of Hopper's tensor cores gets these weights
+#: from one product, and passes four neighbours to the next. So no weight changes its thread (FlashAttention-3 permutes v in its kernel).
 _GIVEN, _TAKEN = (2, 4, 2), (4, 2, 2)
 
-#: For each tensor rounded, descale, restored; then the newest magnitudes, and a shift where one is asked for.
+#: For each tensor rounded, descale, restored; then the newest magnitudes, and a shift where one is requested.
 ROUND_SCHEMA = "(Tensor[] tensors, Tensor? mean, Tensor[] largest, str how, Tensor? seen=None) -> Tensor[]"
 LARGEST_SCHEMA = "(Tensor[] tensors, Tensor? mean, str how, Tensor? seen=None) -> Tensor"
 MEAN_SCHEMA = "(Tensor k, bool rotated, Tensor? seen=None) -> Tensor"
@@ -41,23 +42,23 @@ STAND_IN_SCHEMA = "(Tensor x) -> Tensor"
 #: outputs for each tensor
 EACH = 3
 
-#: What shares a magnitude: a tensor, a head of all batch rows, or one of a batch row.
+#: The unit of a magnitude: a tensor, a head of all batch rows, or a head of one batch row.
 Per = Literal["tensor", "head", "row"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class How:
-    """How one tensor is rounded.
+    """Rounding of one tensor.
 
     format: of fp8_recipe.DTYPES.
     margin: as in CurrentScaling.
     magnitude: the largest magnitude, if it is known beforehand; then every tensor's is.
     rotated: the tensor is multiplied by R, for a D that is a power of two.
-    turned: the rounded tensor has positions last, as `turned` says.
+    turned: the rounded tensor has positions last, as `turned` makes it.
     as_given: the rounded tensor's strides are in the order of the given one's. Else it is contiguous.
-    restore: the dtype of what is restored, "" for none. It is rotated and without its mean, as the rounded tensor is.
-    has_mean: the tensor loses its mean.
-    has_shift: products of q with the mean of its kv head are asked for.
+    restore: the dtype of the restored tensor, "" for none. It is rotated and without its mean, as the rounded tensor is.
+    has_mean: the mean is subtracted.
+    has_shift: products of q with the mean of its kv head are requested.
     of_keys: the positions are keys. A key that no query sees counts as 0.
     """
 
@@ -84,14 +85,14 @@ class How:
 
     @property
     def fits(self) -> float:
-        """What the largest magnitude becomes."""
+        """The rounded value of the largest magnitude."""
         return self.largest * 2.0**-self.margin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rounding:
-    """Of all tensors. block: positions that share a scale, where no magnitudes are given. per: of the magnitudes that are asked for; None:
-    of none."""
+    """Rounding of all tensors. block: positions that share a scale, where no magnitudes are given. per: the unit of requested magnitudes,
+    if any."""
 
     each: tuple[How, ...]
     block: int
@@ -111,18 +112,19 @@ _CODEC = Codec((Rounding, How), brief=True)
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """(..., S, D) -> (..., D, S'), contiguous: positions last in the order that `in_order` undoes, S' a multiple of 16, 0 beyond S."""
+    """Return (..., S, D) as (..., D, S'), contiguous: positions last, in the order that `in_order` undoes; S' is a multiple of 16, 0
+    beyond S."""
     last = F.pad(x.transpose(-2, -1), (0, -x.shape[-2] % VECTOR))
     return torch.unflatten(last, -1, (-1, *_GIVEN)).transpose(-3, -2).flatten(-4).contiguous()
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
-    """What `turned` gave, with its positions in their order: (..., D, S')"""
+    """Return the result of `turned` with its positions in sequence order: (..., D, S')."""
     return torch.unflatten(x, -1, (-1, *_TAKEN)).transpose(-3, -2).flatten(-4)
 
 
 def signs(size: int, like: torch.Tensor) -> torch.Tensor:
-    """H: (size, size) of ±1, by the parity of the bits that row and column share."""
+    """Return H: (size, size) of ±1, by the parity of the bits that row and column share."""
     at = torch.arange(size, device=like.device)
     bits = at[:, None] & at
     for shift in (4, 2, 1):
@@ -131,33 +133,33 @@ def signs(size: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """x · R, in float32."""
+    """Return x · R, in float32."""
     wide, size = x.float(), x.shape[-1]
     return wide @ signs(size, wide) * math.sqrt(1 / size)
 
 
 def unrotated(x: torch.Tensor, dtype: torch.dtype, *, near: float) -> torch.Tensor:
-    """x · Rᵀ in float32, on tensor cores, which round it to `dtype`, of 16 bits: far below FP8's rounding. near: a power of two, which is
-    exact, in the place of 1 / √D until it is float32: 1 / D keeps sums of the largest numbers in float16's range."""
+    """Return x · Rᵀ in float32, on tensor cores, which round it to `dtype`, of 16 bits: far below FP8's rounding. near: a power of two,
+    which is exact, in place of 1 / √D until the product is float32: 1 / D keeps sums of the largest numbers in float16's range."""
     size = x.shape[-1]
     product = x.to(dtype) @ (signs(size, x.new_empty((), dtype=dtype)) * near)
     return product.float() * (math.sqrt(1 / size) / near)
 
 
 def spread(descale: torch.Tensor, block: int, length: int) -> torch.Tensor:
-    """(B, H, n), each of `block` positions -> (B, H, length)."""
+    """Repeat each of (B, H, n) for `block` positions: (B, H, length)."""
     of_positions: torch.Tensor = descale[..., None].expand(*descale.shape, block).flatten(2)
     return of_positions[:, :, :length]
 
 
 def count(x: torch.Tensor, per: Per) -> int:
-    """How many magnitudes of a tensor (B, H, S, D)."""
+    """Return the number of magnitudes of a tensor (B, H, S, D)."""
     return {"tensor": 1, "head": x.shape[1], "row": x.shape[0] * x.shape[1]}[per]
 
 
 def empty_outputs(x: torch.Tensor, largest: torch.Tensor | None, how: How, block: int) -> list[torch.Tensor]:
-    """Of one tensor, unfilled. rounded: (B, H, S, D), or turned; descale: float32 (B, H, n), as `largest`, or one; restored: as x lies.
-    Nothing of what was not asked for."""
+    """Allocate the outputs of one tensor. rounded: (B, H, S, D), or turned; descale: float32 (B, H, n), as `largest`, or one; restored: in
+    x's strides. Outputs that are not requested are empty."""
     batch, heads, length, head_dim = x.shape
     if how.as_given and not how.turned:
         rounded = torch.empty_like(x, dtype=how.dtype)
@@ -172,7 +174,7 @@ def empty_outputs(x: torch.Tensor, largest: torch.Tensor | None, how: How, block
 
 
 def empty_shift(tensors: Sequence[torch.Tensor], how: Rounding) -> list[torch.Tensor]:
-    """float32 (B, H, S), contiguous, unfilled, of the tensor that it is asked for; or nothing."""
+    """Allocate float32 (B, H, S), contiguous, for the tensor with a shift; or return nothing."""
     asked = [x for x, each in zip(tensors, how.each, strict=True) if each.has_shift]
     return [torch.empty(x.shape[:3], dtype=torch.float32, device=x.device) for x in asked]
 
@@ -184,13 +186,13 @@ def round_fp8(
     text: str,
     seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Of each tensor rounded, descale and restored, then the largest magnitudes of all as `largest_fp8` gives them, or nothing of those;
-    then the shift, if one is asked for: of the tensor as it was rounded, (B, H, S), float32.
+    """Return rounded, descale and restored of each tensor, then the largest magnitudes of all as `largest_fp8`, or an empty tensor; then
+    the shift of the rounded tensor, if requested: (B, H, S), float32.
 
-    tensors: up to three, (B, H, S, D), the last stride 1. mean: of `mean_fp8`. largest: float32 (B|1, H|1, 1) for each
-    tensor, contiguous, the magnitude that becomes what fits; or none: of each block its own. text: of a `Rounding`. seen: bool (B|1, S),
-    contiguous, which keys anybody may see, or None for all: the others become 0, and count for nothing. On a GPU one kernel
-    (kernels/round_fp8.py), elsewhere plain PyTorch."""
+    tensors: up to three, (B, H, S, D), the last stride 1. mean: of `mean_fp8`. largest: float32 (B|1, H|1, 1) for each tensor, contiguous,
+    the magnitude that becomes `fits`; or none: each block has its own. text: of a `Rounding`. seen: bool (B|1, S), contiguous, the visible
+    keys, or None for all: the others become 0, and count for nothing. On a GPU one kernel (kernels/round_fp8.py), elsewhere plain PyTorch.
+    """
 
     def in_pytorch() -> list[torch.Tensor]:
         return _round_in_pytorch(tensors, mean, largest, Rounding.from_text(text), seen)
@@ -203,7 +205,7 @@ def round_fp8(
 def largest_fp8(
     tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float32 (n,): the largest finite magnitudes of (x - mean) · R, tensor after tensor. As `round_fp8` otherwise."""
+    """Return float32 (n,): the largest finite magnitudes of (x - mean) · R, tensor after tensor. As `round_fp8` otherwise."""
 
     def in_pytorch() -> torch.Tensor:
         return _largest_in_pytorch(tensors, mean, Rounding.from_text(text), seen)
@@ -217,10 +219,10 @@ def largest_fp8(
 
 
 def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """The mean of k over positions: float32 (B, H, n, D), contiguous. With `rotated`, the mean times R follows it.
+    """Return the mean of k over positions: float32 (B, H, n, D), contiguous. With `rotated`, the mean times R follows it.
 
-    A position that is not finite, or not seen, counts as 0. A mean that overflows becomes 0: scores are given back whatever vector is
-    taken from k.
+    A position that is not finite, or not seen, counts as 0. A mean that overflows becomes 0: the shift restores scores for any subtracted
+    vector.
     """
 
     def in_pytorch() -> torch.Tensor:
@@ -233,7 +235,7 @@ def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -
 
 
 def stand_in_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Anything of x's shape and dtype, that nothing was written for: only gradients pass through, as those of x · R."""
+    """Return an unwritten tensor of x's shape and dtype: only gradients pass through, as those of x · R."""
     return x.new_empty((1, 1, 1, 1)).expand_as(x)
 
 
@@ -266,7 +268,7 @@ def _exact(x: torch.Tensor, mean: torch.Tensor | None, how: How, seen: torch.Ten
 
 
 def _of_positions(seen: torch.Tensor) -> torch.Tensor:
-    """(B|1, S) -> (B|1, 1, S, 1)"""
+    """Return (B|1, S) as (B|1, 1, S, 1)."""
     return seen[:, None, :, None]
 
 
@@ -278,7 +280,7 @@ def _one_in_pytorch(
     how: How,
     block: int,
 ) -> list[torch.Tensor]:
-    """exact: what x becomes before it is rounded."""
+    """Round one tensor. exact: its values before the rounding."""
     finite = exact.isfinite()
     amax = _amax_of_blocks(torch.where(finite, exact.abs(), 0.0), block) if given is None else given
     if how.magnitude is not None:

@@ -1,4 +1,4 @@
-"""Calls the kernels that round tensors, or find their largest magnitudes. Imports triton, so it comes late."""
+"""Launches of the kernels that round tensors, or find their largest magnitudes. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from attn_compiler.lowerings.shared.launching.replaying import alike
 #: positions that a program rounds at once
 PART = 128
 _WARPS = 8
-#: of a thread: so many that two programs share a multiprocessor; of head dims up to 64 four
+#: registers of a thread: two programs then share a multiprocessor; with head dims up to 64, four
 _REGISTERS, _NARROW = 128, 64
-#: of a program that looks for the largest magnitude: positions at once, and how often
+#: a program that looks for the largest magnitude: positions at once, rounds, warps
 _LOOK_PART, _LOOKS, _LOOK_WARPS = 128, 2, 8
-#: of a program that sums: positions at once, and how often; of one that adds up such sums: how many at once
+#: a program that sums: positions at once, rounds, warps; one that adds up such sums: sums at once
 _SUM_PART, _SUMS, _SUM_WARPS, _SUMS_AT_ONCE = 128, 4, 8, 16
-#: blocks of a program, where there is a rotation
+#: blocks of a program with a rotation
 _RUN = 8
-#: tensors of a launch
+#: most tensors of a launch
 _MOST = 3
 _USUAL_WIDTH = 128
 
@@ -50,7 +50,7 @@ def round_fp8(
     text: str,
     seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """As `fp8_rounding.round_fp8`."""
+    """Launch `fp8_rounding.round_fp8`."""
     how, named = Rounding.from_text(text), _named(tensors, mean, seen)
     same = alike("round_fp8", f"{text} {list(named)} {len(largest)}", [*named.values(), *largest])
     with on(tensors[0].device):
@@ -72,7 +72,7 @@ def round_fp8(
 def largest_fp8(
     tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As `fp8_rounding.largest_fp8`."""
+    """Launch `fp8_rounding.largest_fp8`."""
     how, named = Rounding.from_text(text), _named(tensors, mean, seen)
     same = alike("largest_fp8", f"{text} {list(named)}", list(named.values()))
     with on(tensors[0].device):
@@ -83,7 +83,7 @@ def largest_fp8(
 
 
 def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """As `fp8_rounding.mean_fp8`."""
+    """Launch `fp8_rounding.mean_fp8`."""
     given = {"x": k} if seen is None else {"x": k, "seen": seen}
     same = alike("mean_fp8", f"{rotated} {len(given)}", list(given.values()))
     batch, heads, length, head_dim = k.shape
@@ -97,7 +97,7 @@ def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -
 
 
 def _zeros(tensors: Sequence[torch.Tensor], per: Per | None) -> torch.Tensor:
-    """int32: bits of float32."""
+    """Allocate magnitudes as int32, the bits of float32."""
     size = 0 if per is None else sum(count(x, per) for x in tensors)
     return torch.zeros((size,), dtype=torch.int32, device=tensors[0].device)
 
@@ -199,7 +199,7 @@ def _adding(k: torch.Tensor, parts: int, rotated: bool) -> Arguments:
 
 
 def _warps(usual: int, named: Named) -> int:
-    """Twice as many where rows are wider, so that each thread holds as much."""
+    """Return twice as many warps for wider rows, so that each thread holds as much."""
     return usual if _is_narrow(named, _USUAL_WIDTH) else 2 * usual
 
 
@@ -208,7 +208,7 @@ def _is_narrow(named: Named, head_dim: int) -> bool:
 
 
 def _of_one(named: Named, i: int, block: int) -> dict[str, int]:
-    """What both kernels want to know of a tensor; of one that is not there, anything but programs."""
+    """Return the arguments of one tensor that both kernels take. A missing tensor has no programs, and any other values."""
     x = named.get(f"x{i}", named["x0"])
     batch, heads, length, _ = x.shape
     programs = triton.cdiv(length, block) * heads * batch if f"x{i}" in named else 0
@@ -216,7 +216,7 @@ def _of_one(named: Named, i: int, block: int) -> dict[str, int]:
 
 
 def _widths(named: Named, i: int) -> dict[str, int]:
-    """As `_of_one`, what a kernel is compiled for."""
+    """Return the compile-time arguments of one tensor, as `_of_one`."""
     head_dim = named.get(f"x{i}", named["x0"]).shape[3]
     return {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
 
@@ -244,7 +244,7 @@ def _shift_of(how: Rounding) -> int:
 
 
 def _group(named: Named, how: Rounding) -> int:
-    """Of the heads whose shift is asked for, how many share one of the mean's."""
+    """Return the number of heads with a shift that share one head of the mean."""
     i = _shift_of(how)
     return 1 if i < 0 else named[f"x{i}"].shape[1] // named["mean"].shape[1]
 

@@ -1,12 +1,11 @@
-"""Which keys anybody may see, as far as it costs nothing to say: what the others hold is not rounded, and counts for no scale.
+"""The keys that some query may see, as far as the mask tells them cheaply. Other keys are rounded to 0, and count for no scale.
 
 Kernels in FP8 multiply a tile of v by weights of 0 where pairs are not allowed, and 0 · NaN is NaN. The kernels that round read k and v
-anyway, so what nobody may see becomes 0 there, for every reader: the forward, and the backward that restores k and v. A magnitude of
-what nobody may see would also take bits from what is seen.
+anyway, so they write 0 for invisible keys, for every reader: the forward, and the backward that restores k and v. A magnitude of an
+invisible key would also cost visible ones bits.
 
-That is said by truth values of keys, by numbers of keys and by bands. Intervals that differ by query, documents and dense masks would have
-to be gone through by a pass of its own; triton_fp8, which alone takes them, asks in each tile that it masks
-(triton/kernels/forward_fp8.py).
+Vectors of keys, numbers of keys and bands give such keys. Intervals that differ by query, documents and dense masks would need a pass of
+their own; triton_fp8, which alone takes them, checks visibility in each tile that it masks (triton/kernels/forward_fp8.py).
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q
 
 
 def emit(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node | None:
-    """bool (B|1, Skv), contiguous: no key that it leaves out is seen by any query of its batch row. None: it would leave none out."""
+    """Return bool (B|1, Skv), contiguous: False only for keys that no query of the batch row sees. None: True for all keys."""
     known = keys(spec)
     if known is None:
         return None
-    # Sinks are no part of this.
+    # Sinks hide no keys.
     return part_tensors.emit_parts(emitter, spec, dataclasses.replace(operands, sinks=None), known)["keys"]
 
 
 def keys(spec: AttentionSpec) -> Parts | None:
-    """The same as a part of a mask, whose node it shares where the mask has that very part."""
+    """Return the same as a part of a mask. It shares the node of the mask's own part where they are equal."""
     found = parts.parts(spec)
     if found.keys_given:
         return Parts(keys_given=True)
@@ -49,7 +48,7 @@ def keys(spec: AttentionSpec) -> Parts | None:
 
 
 def _of_rows(found: Parts) -> Iterator[Expr]:
-    """Of an interval those sides that are one and the same for all queries."""
+    """Yield an interval's sides that are the same for all queries."""
     if found.rows is None:
         return
     lower, upper = found.rows.lower, found.rows.upper
@@ -60,7 +59,7 @@ def _of_rows(found: Parts) -> Iterator[Expr]:
 
 
 def _of_band(band: Band | None, spec: AttentionSpec) -> Iterator[Expr]:
-    """What lies before the first query's first key, or after the last query's last one."""
+    """Yield the bounds at the first query's first key and at the last query's last key."""
     if band is None:
         return
     queries, keys = spec.seqlen_q, spec.seqlen_kv
@@ -77,7 +76,7 @@ def _of_band(band: Band | None, spec: AttentionSpec) -> Iterator[Expr]:
 
 
 def _difference(a: Dim, b: Dim) -> int | None:
-    """a - b; None where that is not known."""
+    """Return a - b; None where that is not known."""
     if isinstance(a, int) and isinstance(b, int):
         return a - b
     return 0 if dims.same(a, b) else None

@@ -1,9 +1,9 @@
-"""What is added to the scores, as the copy engine reads it for the forward: a further operand of the leaf op, made from the plan's bias or
-numbers by distance. Imports no Triton.
+"""The forward's operand of tensors added to the scores, in the layout that the copy engine (TMA) reads: a bias, or biases by distance.
+Imports no Triton.
 
-Numbers by distance become (1, Hq|1, 64, columns): once for each query of a warpgroup, each time moved on by one. A tile of 64 queries and
-any keys then begins at the column of its first key's distance from its first query, which is a multiple of a vector, and is read like one
-of a dense bias. They take 64 · (Sq + Skv) elements a head.
+Biases by distance become (1, Hq|1, 64, columns): one copy for each query of a warpgroup, each shifted by one column. A tile of 64 queries
+then begins at the column of the distance between its first key and its first query. That column is a multiple of a vector, so the tile is
+read like one of a dense bias. The operand has 64 · (Sq + Skv) elements a head.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from attn_compiler.torch_private.symbols import statically_known
 
 aten = torch.ops.aten
 
-#: what the operand is called
+#: name of the operand
 NAME = "added"
-#: bytes that the strides of what the copy engine reads are multiples of
+#: the copy engine reads strides that are multiples of this many bytes
 VECTOR = 16
-#: elements that columns are a multiple of
+#: the number of columns is a multiple of this
 _WHOLE = 8
-#: queries of a block beyond the last one, at most, in units of 64
+#: the last block reaches beyond the last query by at most this many times 64 queries
 _BEYOND = 2
 
 Size = int | fx.Node
 
 
 def is_there(plan: Plan) -> bool:
-    """Whether the leaf op has the operand."""
+    """Return whether the leaf op has the operand."""
     return plan.bias or plan.distances
 
 
 def begins_between_vectors(plan: Plan, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether what is added, the last operand, begins where the copy engine can't read. Its strides don't tell."""
+    """Return whether the last operand, which is added, begins at an address that the copy engine can't read. Strides don't tell."""
     return is_there(plan) and operands[-1].data_ptr() % VECTOR != 0
 
 
 def with_copy(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands, of which the last one is a copy."""
+    """Return the operands with the last one replaced by a contiguous copy."""
     *others, last = operands
     return [*others, last.clone(memory_format=torch.contiguous_format)]
 
 
 def zero(seqlen_q: int) -> int:
-    """The column of distance 0, in the first of the 64 rows. No tile begins before column 0."""
+    """Return the column of distance 0 in the first of the 64 rows. No tile begins before column 0."""
     return (-(-seqlen_q // ROWS) + _BEYOND) * ROWS
 
 
 def emit(emitter: Emitter, plan: Plan, made: dict[str, fx.Node], lengths: tuple[Size, Size]) -> fx.Node:
-    """The operand. made: those of the plan, by name. lengths: of queries and of keys."""
+    """Emit the operand. made: the plan's operands, by name. lengths: of queries and of keys."""
     if plan.bias:
-        return of_bias(emitter, made["bias"])
+        return readable_bias(emitter, made["bias"])
     distances = made["distances"]
     key = ("hopper distances", distances, *lengths)
-    return emitter.once(key, lambda: of_distances(emitter, distances, *lengths))
+    return emitter.once(key, lambda: shifted_distances(emitter, distances, *lengths))
 
 
-def of_bias(emitter: Emitter, bias: fx.Node) -> fx.Node:
-    """bias, (B|1, Hq|1, Sq, Skv), or a copy where its elements are not where the copy engine reads them."""
+def readable_bias(emitter: Emitter, bias: fx.Node) -> fx.Node:
+    """Return the bias, (B|1, Hq|1, Sq, Skv), or a contiguous copy where the copy engine can't read its strides."""
     for axis in range(2):
         value = emitter.value(bias)
         if value.shape[axis] != 1 and statically_known(value.stride(axis) == 0):
@@ -79,7 +79,7 @@ def of_bias(emitter: Emitter, bias: fx.Node) -> fx.Node:
 
 
 def is_readable(bias: torch.Tensor) -> bool:
-    """Whether keys are neighbours, and everything else begins at a vector. Where the tensor itself does is not known here."""
+    """Return whether keys are contiguous and all other strides are whole vectors. The tensor's own address is not known here."""
     step = VECTOR // bias.element_size()
     *others, last = zip(bias.shape, bias.stride(), strict=True)
     apart = [stride for size, stride in others if not statically_known(size == 1)]
@@ -88,8 +88,8 @@ def is_readable(bias: torch.Tensor) -> bool:
     )
 
 
-def of_distances(emitter: Emitter, distances: fx.Node, seqlen_q: Size, seqlen_kv: Size) -> fx.Node:
-    """Element [0, h, r, x] is what is added where k - q is x - r - zero(Sq), if there is such a pair."""
+def shifted_distances(emitter: Emitter, distances: fx.Node, seqlen_q: Size, seqlen_kv: Size) -> fx.Node:
+    """Build the operand: element [0, h, r, x] is added where k - q equals x - r - zero(Sq), if such a pair exists."""
 
     def number(function: Callable[..., Any], a: Size, b: Size) -> Size:
         return function(a, b) if isinstance(a, int) and isinstance(b, int) else emitter.call(function, a, b)
@@ -102,7 +102,7 @@ def of_distances(emitter: Emitter, distances: fx.Node, seqlen_q: Size, seqlen_kv
     device = emitter.value(distances).device
     along = emitter.call(torch.arange, columns, device=device)
     rows = emitter.call(torch.unsqueeze, emitter.call(torch.arange, ROWS, device=device), 1)
-    # Of the plan's first copy, whose element 0 is the distance 1 - Sq.
+    # The plan's first copy begins with the distance 1 - Sq.
     first = number(operator.sub, number(operator.sub, seqlen_q, 1), origin)
     at = emitter.call(torch.add, emitter.call(torch.sub, along, rows), first)
     last = number(operator.sub, number(operator.add, seqlen_q, seqlen_kv), 2)

@@ -1,4 +1,4 @@
-"""Calls the backward kernel for Hopper on tensors, and those before and after it. Imports triton, so it comes late."""
+"""Launches of Hopper's backward kernel and of the kernels before and after it. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_tiles
 
-#: queries of a program of the kernels around it
+#: queries of a program of the kernels before and after the backward
 _AROUND, _AROUND_WIDE = 64, 16
-#: tiles of queries of a program of `attention_ranks`, and those that it looks at together
+#: tiles of queries of a program of `attention_ranks`, and how many it reads at once
 _RANKED, _LISTED = 16, 64
-#: blocks of a program, from which on their order matters less than what they share
+#: with at least this many blocks a program, shared reads matter more than the order of blocks
 _MANY = 8
 
 
 def _make_room(shared: Backward) -> None:
-    """For float32 sums of dq, for a flag and the counter of blocks. With grouped heads also for what each head of queries adds to dk and
-    dv."""
+    """Allocate float32 sums of dq, a flag and the counter of blocks. With grouped heads also the part of dk and dv that each query head
+    adds."""
     same, tensors = shared.same, shared.tensors
     q, k = tensors["Q"], tensors["K"]
     empty = functools.partial(torch.empty, device=q.device)
@@ -59,7 +59,7 @@ def _make_room(shared: Backward) -> None:
 
 
 def _rows_together(prepared: Prepared) -> int:
-    """The largest block of queries of all kernels that read or write row stats, each of which is a power of two."""
+    """Return the largest block of queries of all kernels that read or write row stats. Each block is a power of two."""
     tiles = prepared.call.tiles
     spec = prepared.call.spec
     own = wide_launch.LISTED if is_wide(spec) else grad_blocks_of(spec).queries
@@ -67,7 +67,7 @@ def _rows_together(prepared: Prepared) -> int:
 
 
 def _make_room_for_turns(shared: Backward) -> None:
-    """As `_make_room`, and for the counters of tiles of dq. With lists also for what `attention_ranks` makes of them."""
+    """Allocate as `_make_room`, plus counters of dq's tiles, plus ranks for `attention_ranks` where the mask has lists."""
     _make_room(shared)
     same, tensors = shared.same, shared.tensors
     batch, heads, _, rows = tensors["RowStats"].shape
@@ -95,12 +95,12 @@ def _run(shared: Backward) -> list[torch.Tensor]:
         shared.launch(backward.attention_grad_q, again_q)
         for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
             shared.launch(kv_backward.attention_grad_kv, functools.partial(again_kv, part=part), part)
-    # Of what gets a gradient, sinks are all that this family takes.
+    # Sinks are the only operands with a gradient that this family takes.
     return [gradient_launch.grad_sinks(shared) for _ in shared.prepared.plan.differentiable]
 
 
 def _run_narrow(shared: Backward) -> None:
-    """dq, dk and dv in one pass."""
+    """Compute dq, dk and dv in one pass."""
     if "Ranks" in shared.tensors:
         shared.launch(around_backward.attention_ranks, ranks)
     shared.launch(backward_sm90.attention_backward_sm90, main)
@@ -108,17 +108,17 @@ def _run_narrow(shared: Backward) -> None:
 
 
 def _around(shared: Backward) -> int:
-    """Rows of a program of the kernels around it: a thread has registers for as many numbers."""
+    """Return the rows of a program of the kernels before and after. Registers of a thread limit them."""
     return _AROUND_WIDE if is_wide(shared.prepared.call.spec) else _AROUND
 
 
 def leaks(shared: Backward) -> bool:
-    """Whether gradients may be NaN by keys or queries that nobody uses: `launch.may_leak`."""
+    """Return whether unused keys or queries may turn gradients into NaN (`launch.may_leak`)."""
     return shared.same.fact("leaks", lambda: may_leak(shared.prepared, shared.tensors["Q"], shared.tensors["K"]))
 
 
 def before(shared: Backward) -> Arguments:
-    """Row stats and zeros."""
+    """Arguments of the kernel that computes row stats and writes zeros."""
     out, grad_out, rows = shared.tensors["Out"], shared.tensors["GradOut"], shared.tensors["RowStats"].shape[3]
     batch, heads, seqlen_q, _ = out.shape
     numbers = {**strides("o", out), **strides("g", grad_out), "heads_q": heads, "seqlen_q": seqlen_q}
@@ -131,7 +131,7 @@ def before(shared: Backward) -> Arguments:
 
 
 def ranks(shared: Backward) -> Arguments:
-    """Which blocks come before which, of lists."""
+    """Arguments of the kernel that ranks the blocks of each list."""
     listed = shared.tensors["tiles_by_key"]
     spec, blocks = shared.prepared.call.spec, grad_blocks_of(shared.prepared.call.spec)
     tiles = triton.cdiv(shared.tensors["Q"].shape[2], blocks.queries)
@@ -151,7 +151,7 @@ def _head_dims(shared: Backward) -> dict[str, int]:
 
 
 def after(shared: Backward) -> Arguments:
-    """dq of its sums."""
+    """Arguments of the kernel that turns sums into dq."""
     grad_q = shared.tensors["GradQ"]
     batch, heads, seqlen_q, _ = grad_q.shape
     dims = {name: x for name, x in _head_dims(shared).items() if "QK" in name}
@@ -165,7 +165,7 @@ def after(shared: Backward) -> Arguments:
 
 
 def summed(shared: Backward, name: str) -> Arguments:
-    """dk or dv of what each head of queries adds."""
+    """Arguments of the kernel that sums dk or dv over the query heads of a group."""
     each, grad = shared.tensors[f"Each{name}"], shared.tensors[f"Grad{name}"]
     batch, heads, length, head_dim = grad.shape
     numbers: dict[str, Any] = {**strides("e", each), **strides("d", grad), "seqlen": length}
@@ -178,7 +178,7 @@ def summed(shared: Backward, name: str) -> Arguments:
 
 
 def main(shared: Backward) -> Arguments:
-    """All but the kernels around it."""
+    """Arguments of the backward kernel itself."""
     prepared, q, k = shared.prepared, shared.tensors["Q"], shared.tensors["K"]
     blocks = grad_blocks_of(prepared.call.spec)
     every = shared.numbers()
@@ -222,7 +222,7 @@ def main(shared: Backward) -> Arguments:
 
 
 def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
-    """With the strides of the mask's bits by key, if there are such, in place of its own."""
+    """Replace the mask's strides by those of its bits by key, if it has such bits."""
     if bits is None:
         return masking
     b, h, k = (along(bits, axis) for axis in range(3))
@@ -230,9 +230,9 @@ def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
 
 
 def _section(shared: Backward, numbers: Mapping[str, Any], blocks: int, heads_of_all: int) -> int:
-    """Heads that take turns (`scheduling_sm90.place`): queries, the output's gradient and sums of dq should stay in the L2 cache. With few
-    blocks for each program all do, so that the longest blocks of all come first: H200, 16/4 heads, D 128, S 8192, padded, 388 TFLOP/s
-    instead of 313. In one order blocks of a head wait for each other: `persistent.heads_at_once`."""
+    """Return the number of heads in a section (`scheduling_sm90.place`), whose queries, output gradient and dq sums should stay in the L2
+    cache. With few blocks for each program all heads form one section, so that the longest blocks of all come first. H200, 16/4 heads, D
+    128, S 8192, padded: 388 TFLOP/s instead of 313. In a fixed order, blocks of a head wait for each other: `persistent.heads_at_once`."""
     q = shared.tensors["Q"]
     programs = persistent.programs(blocks * heads_of_all, q.device)[0]
     if _is_in_order(shared):
@@ -246,9 +246,10 @@ def _section(shared: Backward, numbers: Mapping[str, Any], blocks: int, heads_of
 def switches(
     prepared: Prepared, numbers: Mapping[str, Any], blocks: GradBlocks, *, leaks: bool, in_order: bool
 ) -> GradSwitches:
-    """What the kernel is compiled for. numbers: `arguments.common`.
+    """Return the kernel's compile-time switches. numbers: `arguments.common`.
 
-    In order: tiles that need their mask are on both sides of those that don't, and each block visits its tiles from the last one on.
+    In a fixed order, tiles that need their mask lie on both sides of those that don't, and each block visits its tiles from the last one
+    on.
     """
     qk, v = head_dim_tiles(prepared.call.spec)
     on_both_sides = prepared.plan.tiles or numbers["HAS_LEFT"]
@@ -274,12 +275,12 @@ def switches(
 
 
 def again_q(shared: Backward) -> Arguments:
-    """With the mask in every tile: there are no lists of its blocks, and it is seldom wanted."""
+    """Arguments of a second dq kernel that masks every tile: its blocks have no lists, and it is seldom needed."""
     return _again(gradient_launch.grad_q(shared))
 
 
 def again_kv(shared: Backward, part: str) -> Arguments:
-    """As `again_q`."""
+    """Arguments of a second kernel for dk and dv, as `again_q`."""
     return _again(gradient_launch.grad_kv(shared, part=part))
 
 
@@ -298,7 +299,7 @@ def _start(*given: Any) -> ReadyKernel | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Gradients(BackwardByKernels):
-    """Copies what is added where the copy engine can't read it."""
+    """The backward, which copies the added tensor first where the copy engine can't read it."""
 
     def begin(self, *arguments: Any) -> Backward:
         given = BackwardArguments(*arguments)
@@ -319,6 +320,6 @@ gradients = _Gradients(
 #: `gradients` for one place in compiled code
 BackwardSite = functools.partial(leaf_calls.BackwardSite, gradients)
 
-#: the same, but that every run adds up in the same order
+#: the same, summed in the same order in every run
 gradients_in_order = dataclasses.replace(gradients, op=f"{IN_ORDER}_backward", make_room=_make_room_for_turns)
 BackwardSiteInOrder = functools.partial(leaf_calls.BackwardSite, gradients_in_order)

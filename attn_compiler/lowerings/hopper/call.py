@@ -1,4 +1,4 @@
-"""What is decided of a site that Hopper's forward takes, before any node is made: its tiles, and whose backward it has."""
+"""Decisions on a site that Hopper's forward takes, made before any node: its tiles and the family of its backward."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-#: the family with a backward for all that this one takes, which gives the same bits in every run
+#: the family whose backward takes all that this one takes, and gives the same bits in every run
 FOR_ALL = "triton"
 _NO_REPEATED = LayoutDemand(last_stride_one=False, zero_strides=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HopperCall:
-    """All that `emit` has to know.
+    """Everything that `emit` needs.
 
     spec: of the site.
-    parts: which parts its mask and score changes have.
-    text: of the leaf op. Its tiles are the Triton family's, which may have the backward.
-    tiles: what the forward's lists are made for.
+    parts: parts of its mask and score changes.
+    text: of the leaf op, with the Triton family's tiles, which may run the backward.
+    tiles: tiles of the forward's lists.
     ordered: programs take blocks by the lengths of their lists.
-    backward: the family whose backward it gets; None without gradients.
-    grad_tiles: what that backward's lists are made for; None if it reads no parts.
-    not_in_order: why a site that needs the same bits in every run does not get this family's backward.
+    backward: the family of its backward; None without gradients.
+    grad_tiles: tiles of that backward's lists; None if it reads no parts.
+    not_in_order: reasons why a deterministic site does not get this family's backward.
     """
 
     spec: AttentionSpec
@@ -56,7 +56,7 @@ class HopperCall:
 
 
 def call_of(spec: AttentionSpec, target: Target) -> HopperCall:
-    """The call of a spec that the family takes on that machine."""
+    """Build the call of a spec that the family takes on that machine."""
     of_triton = tile_table.tiles(spec, target)
     family = backward_of(spec, target) if spec.needs_grad else None
     return HopperCall(
@@ -80,13 +80,13 @@ def _grad_tiles(family: str | None, spec: AttentionSpec, of_triton: Tiles) -> Ti
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:
-    """The family whose backward a site gets.
+    """Return the family of a site's backward.
 
-    This family's for the head dims that it takes, unless cuDNN's was measured to be faster. Otherwise cuDNN's where PyTorch's takes the
-    site, and that of our Triton kernels for the rest. cuDNN's backward reads no repeated axes. This forward takes them as they are.
+    This family's for the head dims that it takes, unless cuDNN's was measured to be faster. Otherwise cuDNN's where PyTorch's op takes
+    the site, else that of our Triton kernels. cuDNN's backward reads no expanded axes (stride 0), which this forward does.
 
-    Under torch.use_deterministic_algorithms the Triton kernels' or this family's in one order: the others add up in no fixed order.
-    Dynamo compiles anew when that is switched. Of head dims above 256 each number has one writer, here as there.
+    Under torch.use_deterministic_algorithms: this family's in a fixed order, or the Triton kernels'. The others add up in no fixed order.
+    Dynamo compiles anew when that is switched. Above 256 head dims each element has one writer, in this family and in Triton's.
     """
     if has_wide_backward(spec):
         return FAMILY if wide_is_faster(spec) else FOR_ALL
@@ -100,8 +100,6 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
 
 
 def why_not_in_order(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Reasons against this family's backward in one order.
-
-    Empty for sites that need no fixed order, or whose head dims it does not take.
-    """
+    """Return the reasons against this family's backward in a fixed order. Empty for sites that need none, or whose head dims it does not
+    take."""
     return in_order.check_order_speed(spec, target) if target.deterministic and has_backward(spec) else []

@@ -1,8 +1,5 @@
-"""FP8 attention on Hopper as its hardware wants it (kernels/forward_fp8_sm90.py): a band, softcap and sinks, head dims up to 128.
-
-What it does not take, `triton_fp8` does. The backward is another family's, in the model's dtype, from q, k and v as they were
-rounded (fp8/restoring.py).
-"""
+"""FP8 attention on Hopper in its own layout (kernels/forward_fp8_sm90.py): a band, softcap and sinks, head dims up to 128. `triton_fp8`
+takes the rest. The backward is another family's, in the model's dtype, from q, k and v as they were rounded (fp8/restoring.py)."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ from attn_compiler.lowerings.hopper.takes import FP8
 from attn_compiler.lowerings.shared.calls import cudnn_backward
 from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, takes
 from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_forward
-from attn_compiler.lowerings.shared.parts import part_tensors, site_parts, site_parts as parts, tile_table
-from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
+from attn_compiler.lowerings.shared.parts import part_tensors, site_parts, tile_table
+from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
 _REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which takes that"
-#: of which the kernel reads the first: tiles follow from the number of keys
+#: the kernel reads `rows` alone: tiles follow from the number of keys
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
 
 
 class HopperFp8(Lowering):
-    """`attn_compiler::hopper_fp8`: operands as those of `triton_fp8`. What attaches a backward: fp8/restoring.py."""
+    """`attn_compiler::hopper_fp8`, with the operands of `triton_fp8`. fp8/restoring.py attaches a backward."""
 
     name = "hopper_fp8"
 
@@ -57,7 +54,7 @@ class HopperFp8(Lowering):
 
 
 def backward_of(spec: AttentionSpec, target: Target) -> str:
-    """Whose backward it gets: cuDNN's where that takes it, which is the faster one, or that of our kernels."""
+    """Return the family of the backward: cuDNN's where it takes the site, as it is faster, else our Triton kernels'."""
     return "triton" if cudnn_backward.why_not(spec, target) else cudnn_backward.FAMILY
 
 
@@ -65,9 +62,10 @@ def _check_kernel(spec: AttentionSpec) -> list[Reason]:
     reasons = []
     plan = site_parts.make_plan(spec)
     if FP8.beyond(spec) or spec.score.dropout_p:
-        parts = _parts_beyond(plan, has_lengths=_has_lengths(spec))
+        own = ("sinks", *(_OF_LENGTHS if "lengths" in site_parts.parts(spec).kinds else ()))
+        beyond = ", ".join(name for name in plan.operands if name not in own)
         rule = "its kernel knows a band, numbers of keys of batch rows, a softcap and sinks"
-        reasons.append(Reason(code=Code.MASK_KIND, rule=rule, observed=", ".join(parts), remedy=_REMEDY))
+        reasons.append(Reason(code=Code.MASK_KIND, rule=rule, observed=beyond, remedy=_REMEDY))
     if spec.score.scale <= 0:
         observed = f"{spec.score.scale:g}"
         reasons.append(
@@ -76,20 +74,10 @@ def _check_kernel(spec: AttentionSpec) -> list[Reason]:
     return [*reasons, *takes.check_head_dims(FP8, spec)]
 
 
-def _parts_beyond(plan: Plan, *, has_lengths: bool) -> list[str]:
-    own = ("sinks", *(_OF_LENGTHS if has_lengths else ()))
-    return [name for name in plan.operands if name not in own]
-
-
-def _has_lengths(spec: AttentionSpec) -> bool:
-    """Whether rows of the batch have numbers of keys."""
-    return "lengths" in site_parts.parts(spec).kinds
-
-
 register_forward(
     "hopper_fp8", forward=late("hopper.fp8_launch", "forward", site="ForwardSite", notes=True), dispatch_key="CUDA"
 )
-restoring.register("triton", differentiable=parts.differentiable)
+restoring.register("triton", differentiable=site_parts.differentiable)
 restoring.register(
     cudnn_backward.FAMILY,
     differentiable=cudnn_backward.differentiable,

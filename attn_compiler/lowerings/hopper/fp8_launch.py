@@ -1,4 +1,4 @@
-"""Calls the FP8 kernel for Hopper on tensors. Imports triton, so it comes late."""
+"""Launches of Hopper's FP8 kernel. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF, HALVES
 
 STAGES = 3
-#: of queries and of keys: what a warpgroup multiplies at once
+#: queries and keys that a warpgroup multiplies at once
 _ROWS: int = tiles_sm90.ROWS.value
 KEYS: int = tiles_sm90.KEYS.value
 _WARPS = 4
@@ -45,18 +45,17 @@ _ELEMENTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warpgroups:
-    """Those that compute, and the registers of a thread of theirs: as many as the others leave."""
+    """Number of warpgroups that compute, and registers of each of their threads: all that the others leave."""
 
     count: int
     registers: int
 
 
-#: by the largest head dim that they suffice for
+#: by the largest head dim that each entry supports
 WARPGROUPS = {64: Warpgroups(count=4, registers=112), 128: Warpgroups(count=3, registers=160)}
 
 
 def _operands(prepared: Prepared) -> tuple[str, ...]:
-    """Names of those that the leaf op takes, in order."""
     return (*quantise.names(prepared.call.spec), *prepared.operands)
 
 
@@ -104,12 +103,11 @@ def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argum
 
 
 def _ends(rows: torch.Tensor) -> torch.Tensor:
-    """Of the intervals of keys: one after the last, for each query."""
+    """Return the ends (one after the last key) of the queries' intervals of keys."""
     return rows[1]
 
 
 def _blocks(spec: AttentionSpec, q: torch.Tensor) -> int:
-    """Of one head."""
     found: int = triton.cdiv(q.shape[2], _ROWS * warpgroups(spec).count)
     return found
 
@@ -124,22 +122,26 @@ def _layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def warpgroups(spec: AttentionSpec) -> Warpgroups:
-    """The more the better: while one waits for its products, others compute."""
+    """Return the most warpgroups that fit: while one waits for its products, others compute."""
     widest = max(head_dim_tiles(spec))
     return next(found for limit, found in sorted(WARPGROUPS.items()) if widest <= limit)
 
 
 def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Everything that is no tensor, by the kernel's parameters."""
+    """Arguments of the kernel that are no tensors, by parameter."""
     spec = prepared.call.spec
     every = common(prepared, {**tensors, "Q": tensors["q8"], "K": tensors["k8"], "V": tensors["v8"]})
     qk, v = head_dim_tiles(spec)
+    section = 1
+    if every["HAS_RIGHT"]:
+        reach, heads_q = persistent.reach(every), tensors["q8"].shape[1]
+        section = persistent.section(tensors["k8"], tensors["v8"], heads_q=heads_q, reach=reach)
     found: dict[str, Any] = {
         "blocks": _blocks(spec, tensors["q8"]),
         "heads_of_all": tensors["q8"].shape[0] * tensors["q8"].shape[1],
         "rows_b": every["masking"].rows_b,
         "softcap": spec.score.softcap or 1.0,
-        "section": _section(tensors, every) if every["HAS_RIGHT"] else 1,
+        "section": section,
         "HOW": Fp8Switches(
             HEAD_DIM_QK=qk,
             HEAD_DIM_V=v,
@@ -157,8 +159,3 @@ def _numbers(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> dict[st
     found["stride_descales"] = DescaleStrides(**strides)
     wanted = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
     return {name: value for name, value in (every | found).items() if name in wanted}
-
-
-def _section(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> int:
-    reach, heads_q = persistent.reach(numbers), tensors["q8"].shape[1]
-    return persistent.section(tensors["k8"], tensors["v8"], heads_q=heads_q, reach=reach)

@@ -1,4 +1,4 @@
-"""Calls the kernel for Hopper on tensors, and then that for rows that are to be computed again. Imports triton, so it comes late."""
+"""Launches of Hopper's forward kernel, then of the kernel that recomputes marked rows. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.launching.replaying import Alike
 
-#: rows that a program looks at to find those that are to be computed again
+#: rows that a program searches for marked ones
 _TOGETHER = 1024
 _HALF_VECTOR = 8
 
 
 def operands_of(prepared: Prepared) -> tuple[str, ...]:
-    """Names of the operands that the leaf op takes, in order."""
+    """Return the names of the leaf op's operands, in order."""
     further = {mask_bits.NAME: mask_bits.is_there(prepared.plan), added.NAME: added.is_there(prepared.plan)}
     own = (name for name, here in further.items() if here)
     return (*(name for name in prepared.operands if name != "tiles_by_key"), *own)
 
 
 def kernel_of(prepared: Prepared) -> Any:
-    """The kernel that takes the head dims of a call."""
+    """Return the kernel that takes a call's head dims."""
     wide = forward_wide_sm90.attention_forward_wide_sm90
     return wide if is_wide(prepared.call.spec) else forward_sm90.attention_forward_sm90
 
@@ -67,7 +67,7 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Forward(Forward):
-    """Copies what is added where the copy engine can't read it."""
+    """The forward, which copies the added tensor first where the copy engine can't read it."""
 
     def first(self, given: ForwardArguments, same: Alike) -> Outputs:
         if added.begins_between_vectors(prepare(given.text).plan, given.operands):
@@ -82,9 +82,9 @@ ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
 
 
 def may_leak(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether a tile may have keys that no query of its block uses: their values may be NaN, and 0 · NaN is NaN.
+    """Return whether a tile may hold keys that no query of its block uses: their values may be NaN, and 0 · NaN is NaN.
 
-    Up to a diagonal from the first query on, with as many keys as queries, each key is used by its own query and by all later ones.
+    Under a causal mask with as many keys as queries, each key is used by its own query and by all later ones.
     """
     plan = prepared.plan
     if plan.tiles or plan.unlisted:
@@ -97,7 +97,7 @@ def may_leak(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def _comes_again(prepared: Prepared, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether rows may be marked that are to be computed again."""
+    """Return whether rows may be marked to be recomputed."""
     return may_leak(prepared, q, k) or (prepared.plan.bias and prepared.call.spec.adds_unread)
 
 
@@ -137,7 +137,7 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
 
 
 def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
-    """With the strides of the mask's bits, if there are such, in place of its own."""
+    """Replace the mask's strides by those of its bits, if it has such bits."""
     if bits is None:
         return masking
     b, h, q = (along(bits, axis) for axis in range(3))
@@ -170,7 +170,7 @@ def switches(
     leaks: bool,
     further: torch.Tensor | None = None,
 ) -> ForwardSwitches:
-    """What the kernel is compiled for. numbers: `arguments.common`. further: what the copy engine brings to be added.
+    """Return the kernel's compile-time switches. numbers: `arguments.common`. further: the added tensor that the copy engine reads.
 
     Batch rows that share a bias read it one after the other: from memory once, and from the L2 cache after that.
     """
@@ -207,7 +207,8 @@ def switches(
 
 
 def bhsd_strides(tensor: torch.Tensor) -> Strides:
-    """Of logical BHSD; multiples of a vector also along an axis of size 1, where none is used."""
+    """Return strides of batch, heads and positions of a logical BHSD tensor. An axis of size 1 gets a multiple of a vector; no stride of it
+    is used."""
     b, h, s = (
         _HALF_VECTOR if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()[:3], strict=False)
     )
@@ -215,7 +216,7 @@ def bhsd_strides(tensor: torch.Tensor) -> Strides:
 
 
 def _again(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Arguments:
-    """With the mask in every tile: there are no lists of its blocks, and rows to be computed again are few."""
+    """Arguments of the kernel that recomputes marked rows. It masks every tile: its blocks have no lists, and such rows are few."""
     tile, q = prepared.call.tiles.forward, tensors["Q"]
     together = _TOGETHER // tile.queries
     numbers = {**common(prepared, tensors), **lists(None), **strides("o", tensors["Out"]), "MASK_ALL": True}

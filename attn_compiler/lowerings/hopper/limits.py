@@ -1,4 +1,4 @@
-"""What the kernels for Hopper can't do, as reasons."""
+"""Limits of the kernels for Hopper, as reasons."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES
 from attn_compiler.spec.target import Target
 
-#: what float32 holds in full, with room for a factor of a few units
+#: normal float32 numbers, with room for a factor of a few units
 _LEAST_FACTOR, _MOST_FACTOR = 1e-30, 1e30
-#: of what is added to the scores: it is multiplied by one over the scale, or over the softcap
+#: beside an added tensor, which is divided by the scale or by the softcap
 _LEAST_BESIDE = 1e-6
 _REMEDY = "leave the choice to the compiler, or give lowering='triton', which takes that"
 #: head dims beside which shared memory has room for what is added to the scores
@@ -24,7 +24,7 @@ _VECTOR = 16
 
 
 def check_hopper(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Every reason against the spec on that machine."""
+    """Return every reason against the spec on that machine."""
     machine = check_machine(target) or shared_limits.check_device(spec, target.device)
     if machine:
         return machine
@@ -37,7 +37,7 @@ def check_hopper(spec: AttentionSpec, target: Target) -> list[Reason]:
 
 
 def check_machine(target: Target) -> list[Reason]:
-    """Hopper, and a Triton whose Gluon is known."""
+    """Require Hopper and a Triton whose Gluon is known."""
     return kernel_limits.check_gluon(target, TAKES, "hopper")
 
 
@@ -56,7 +56,7 @@ def _check_added(spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_bias(spec: AttentionSpec) -> list[Reason]:
-    """The copy engine reads tiles of it, whose rows begin at whole vectors."""
+    """Require a full bias whose rows are whole vectors, since the copy engine reads tiles of it."""
     bias = spec.added_tensor
     if bias is None or bias.dtype not in BYTES:
         return []
@@ -73,7 +73,7 @@ def _check_bias(spec: AttentionSpec) -> list[Reason]:
 
 
 def _check_numbers(spec: AttentionSpec) -> list[Reason]:
-    """Beside a masked key, whose score is -inf, a factor of 0 or of infinity is NaN."""
+    """Bound the factors of scores: with a masked key's score of -inf, a factor of 0 or infinity gives NaN."""
     score = spec.score
     reasons = []
     if 0 < score.scale < _LEAST_FACTOR:

@@ -1,5 +1,5 @@
-"""Attention in half precision on Hopper as its hardware wants it (kernels/forward_sm90.py). The backward is the one that is fastest there,
-and of those that give the same bits in every run if the user wants that (call.py).
+"""Attention in half precision on Hopper's own instructions (kernels/forward_sm90.py). call.py chooses the fastest backward, or the fastest
+of those that give the same bits in every run if the user wants that.
 
 Imports no Triton: a site is described, decided and rewritten on machines that have none.
 """
@@ -90,7 +90,7 @@ def _read_by_forward(emitter: Emitter, call: HopperCall, operands: Operands) -> 
 
 
 def _read_by_backward(emitter: Emitter, call: HopperCall, operands: Operands) -> list[fx.Node]:
-    """The operands of its backward, in that family's order."""
+    """Emit the operands of the backward, in the order of its family."""
     if call.grad_tiles is None:
         return []
     if call.backward == FOR_ALL:
@@ -108,7 +108,7 @@ def _further(
     operands: Operands,
     named: dict[str, fx.Node],
 ) -> list[fx.Node]:
-    """What `make` makes of the lengths, which only sites with such operands ask for."""
+    """Call `make` with the lengths, which are emitted only for sites with such operands."""
     if not mask_bits.is_there(call.parts) and not added.is_there(call.parts):
         return []
     return make(emitter, call.parts, named, part_tensors.lengths(emitter, call.spec, operands))
@@ -117,10 +117,8 @@ def _further(
 def further_operands(
     emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
 ) -> list[fx.Node]:
-    """Operands of this family's own: a dense mask as bits, what the copy engine brings to be added to the scores.
-
-    named: the plan's operands. lengths: of queries and of keys.
-    """
+    """Emit this family's own operands: a dense mask as bits, and the added tensor that the copy engine reads. named: the plan's operands.
+    lengths: of queries and of keys."""
     bits = [mask_bits.emit(emitter, named["mask"], lengths[1])] if mask_bits.is_there(plan) else []
     return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]
 
@@ -128,6 +126,6 @@ def further_operands(
 def further_grad_operands(
     emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
 ) -> list[fx.Node]:
-    """As `further_operands`, of the backward."""
+    """Emit the same for the backward, whose bits are by key."""
     bits = [mask_bits.emit_by_key(emitter, named["mask"], lengths[0])] if mask_bits.is_there(plan) else []
     return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]

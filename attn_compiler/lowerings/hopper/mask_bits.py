@@ -1,7 +1,7 @@
-"""A dense mask as bits, as the forward for Hopper reads it: a further operand of the leaf op. Imports no Triton.
+"""A dense mask as bits, an operand of Hopper's leaf ops. Imports no Triton.
 
-A thread loads what it needs of a tile of the mask at once: four words of each of its two rows. As bytes it would take 64 loads. The
-backward's tiles are (keys, queries), and it has words of queries.
+A thread loads all that it needs of a mask's tile at once: four words of each of its two rows. As bytes it would take 64 loads. The
+backward's tiles are (keys, queries), so its words hold queries.
 """
 
 from __future__ import annotations
@@ -18,32 +18,30 @@ from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
 
 aten = torch.ops.aten
 
-#: what the operand is called, of the forward and of the backward
+#: names of the operand in the forward and in the backward
 NAME = "mask_bits"
 BY_KEY = "mask_bits_by_key"
 #: keys of a word
 BITS = 32
-#: Words that a row's are a multiple of: Triton is told of multiples of 16, and then loads four at once.
+#: A row's words are a multiple of this: Triton is told of multiples of 16, and then loads four at once.
 _WORDS = 16
 
 Size = int | fx.Node
 
 
 def is_there(plan: Plan) -> bool:
-    """Whether the leaf op has the operand."""
+    """Return whether the leaf op has the operand."""
     return plan.mask
 
 
 def emit(emitter: Emitter, mask: fx.Node, seqlen_kv: Size) -> fx.Node:
-    """int32 (B|1, Hq|1, Sq|1, words): bit i of word w of a row is set where the key 32 · w + i is allowed; none beyond the last key.
-
-    mask: bool (B|1, Hq|1, Sq|1, Skv|1).
-    """
+    """Emit int32 (B|1, Hq|1, Sq|1, words): bit i of word w is set where the row allows key 32 · w + i; no bit beyond the last key. mask:
+    bool (B|1, Hq|1, Sq|1, Skv|1)."""
     return emitter.once(("hopper bits", mask, seqlen_kv), lambda: _packed(emitter, mask, seqlen_kv))
 
 
 def emit_by_key(emitter: Emitter, mask: fx.Node, seqlen_q: Size) -> fx.Node:
-    """As `emit`, of the queries of each key: int32 (B|1, Hq|1, Skv|1, words)."""
+    """Emit the same with bits of queries for each key: int32 (B|1, Hq|1, Skv|1, words)."""
 
     def make() -> fx.Node:
         return _packed(emitter, emitter.call(torch.Tensor.transpose, mask, 2, 3), seqlen_q)
@@ -52,7 +50,7 @@ def emit_by_key(emitter: Emitter, mask: fx.Node, seqlen_q: Size) -> fx.Node:
 
 
 def _packed(emitter: Emitter, mask: fx.Node, length: Size) -> fx.Node:
-    """Along the last axis."""
+    """Pack the last axis into words."""
     call = emitter.call
 
     def number(function: Callable[..., Any], a: Size, b: Size) -> Size:

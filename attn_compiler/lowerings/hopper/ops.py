@@ -1,9 +1,9 @@
-"""The leaf ops of the kernels for Hopper, `attn_compiler::hopper` and `hopper_backward`: their text is a
-`shared.parts.kernel_plan.Call` with the Triton family's tiles.
+"""The leaf ops of the kernels for Hopper, `attn_compiler::hopper` and `hopper_backward`. Their text is a `shared.parts.kernel_plan.Call`
+with the Triton family's tiles.
 
-operands: those that the plan names, in its order, without `tiles_by_key`; of the backward without `tiles`. Both lists are made for the
-blocks of plan.py. Behind them stand those of this family alone: a dense mask's bits (mask_bits.py), what is added (added.py). The leaf op
-knows nothing of gradients: `attn_compiler::hopper_<family>_given` hands on what it computed, and has the backward of a family.
+operands: the plan's, in its order, without `tiles_by_key`; of the backward without `tiles`. Both lists are made for the blocks of
+plan.py. This family's own operands follow: a dense mask's bits (mask_bits.py) and an added tensor (added.py). The leaf op has no
+gradient: `attn_compiler::hopper_<family>_given` passes on its results, and has the backward of a family.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from attn_compiler.spec.attention import AttentionSpec
 
 #: the family itself
 FAMILY = "hopper"
-#: the family with the backward that adds up in one order
+#: the family whose backward adds up in a fixed order
 IN_ORDER = "hopper_in_order"
-#: what the backward reads beside the family's operands: q, k, v
+#: q, k and v, which the backward reads beside the family's operands
 _READ = 3
 
 
 def given_op(family: str, *, is_part: bool = False) -> str:
-    """The name of the op with a family's backward. is_part: for sites that are merged (merging.py)."""
+    """Return the name of the op with a family's backward. is_part: for sites that are merged (merging.py)."""
     return f"hopper_{family}{PART if is_part else ''}{GIVEN}"
 
 
@@ -43,7 +43,7 @@ def _read(kept: Tensors, text: str) -> Read:
 
 
 def grad_operands(spec: AttentionSpec) -> tuple[str, ...]:
-    """Names of the operands that `hopper_backward` takes, in order."""
+    """Return the names of the operands of `hopper_backward`, in order."""
     plan = parts.make_plan(spec)
     # Above 256 head dims dq has a pass of its own, over keys.
     unread = () if is_wide(spec) else ("tiles",)

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper take, of what our kernels share. What they don't take, the Triton family does."""
+"""Sites that the kernels for Hopper take. The Triton family takes the others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TAKES = dataclasses.replace(
     dropout=False,
 )
 
-#: of q, k and v that are rounded from half precision. fp8.py refuses scales, dropout and other parts in words of its own, since
+#: For q, k and v rounded from half precision. fp8.py refuses scales, dropout and other parts in words of its own, since
 #: `triton_fp8` takes them.
 FP8 = dataclasses.replace(
     TAKES,
     parts=frozenset({"band", "lengths"}),
     lse="unread",
-    # Beyond, registers hold no sum of one tile beside the sum of all.
+    # Above that, registers have no room for one tile's sum beside the sum of all.
     head_dims=HeadDims(multiple=VECTOR, in_full=VECTOR, most=128),
 )

@@ -1,4 +1,4 @@
-"""Launches of the backward's passes for head dims above 256 on Hopper: of q, of k and of v. Imports triton, so it comes late."""
+"""Launches of Hopper's backward passes for q, k and v with head dims above 256. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from attn_compiler.lowerings.shared.kernels.tuples import Sizes
 from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.lowerings.shared.launching.launch import Arguments
 
-#: the gradients of which there is a pass each, in the order in which they are launched
+#: gradients with a pass each, in the order of their launches
 PASSES = ("q", "k", "v")
-#: queries or keys that have one list of tiles: there may be a block for each part of them, with nothing in it
+#: queries or keys that share one list of tiles; blocks for parts of them may be empty
 LISTED = 128
-#: of a section that has fewer blocks for each program than the first, long ones meet long ones; so it gets as many as the second
+#: With fewer blocks a program than the first, long blocks of a section meet long ones; it then gets as many as the second.
 _FEW, _ENOUGH = 1.5, 4
 
 
@@ -37,7 +37,7 @@ def kernel_of(grad: str) -> Any:
 
 
 def arguments(shared: Backward, *, grad: str, leaks: bool) -> Arguments:
-    """Of the pass for the gradient of "q", "k" or "v". leaks: gradients may come out as NaN by what nobody uses."""
+    """Arguments of the pass for the gradient of "q", "k" or "v". leaks: unused keys or queries may turn gradients into NaN."""
     tensors, every, prepared = shared.tensors, shared.numbers(), shared.prepared
     spec, by_key = prepared.call.spec, grad != "q"
     blocks = wide_blocks_of(spec, grad)
@@ -71,9 +71,9 @@ def arguments(shared: Backward, *, grad: str, leaks: bool) -> Arguments:
 
 
 def _section(shared: Backward, numbers: dict[str, Any], blocks: int, heads_of_all: int, *, by_key: bool) -> int:
-    """Heads that take turns (`scheduling_sm90.place`): what they read should stay in the L2 cache, and every program should have several
-    blocks of a section. H200, dv up to a diagonal, D 512, with a block each and with four: S 8192 253 and 432 TFLOP/s, S 2048 258 and 357.
-    """
+    """Return the number of heads in a section (`scheduling_sm90.place`): their reads should stay in the L2 cache, and every program should
+    have several blocks of a section. H200, dv up to a diagonal, D 512, with one block a program and with four: S 8192 253 and 432
+    TFLOP/s, S 2048 258 and 357."""
     q, k, v = (shared.tensors[name] for name in "QKV")
     if not (numbers["HAS_RIGHT"] or is_ordered(shared.prepared.call.spec)):
         return 1
@@ -92,7 +92,7 @@ def _section(shared: Backward, numbers: dict[str, Any], blocks: int, heads_of_al
 def _switches(
     prepared: Prepared, numbers: dict[str, Any], blocks: WideGradBlocks, *, grad: str, leaks: bool, together: int
 ) -> WideSwitches:
-    """What a kernel is compiled for. numbers: `arguments.common`."""
+    """Return a kernel's compile-time switches. numbers: `arguments.common`."""
     spec, by_key = prepared.call.spec, grad != "q"
     qk, v = (multiplied(spec)[0], WIDE_PASS) if grad == "v" else wide_head_dims(spec)
     return WideSwitches(

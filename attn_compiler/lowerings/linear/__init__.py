@@ -1,1 +1,1 @@
-"""The lowerings of linear attention. To add one: its file, and its row in `table.py`, by which it is asked."""
+"""The lowerings of linear attention. To add one: its file, and its row in `table.py`."""

@@ -2,9 +2,9 @@
 
     Pᵢⱼ = Σ xᵢ yⱼ exp(sum of g after j and up to i)        sums over channels, for j up to i
 
-A chunk is cut in halves, again and again. Each later half has to do with the earlier one beside it by a product of matrices. One has the
-decays from the cut on, the other those up to the cut. Their exponents are sums of g, and none is above 0 where g is not. So nothing
-overflows, no product has zeros of a triangle, and gradients of g are sums.
+A chunk is halved again and again. The pairs of a later half with the earlier one beside it are a product of matrices: one has the decays
+from the cut on, the other those up to the cut. Their exponents are sums of g, and none is above 0 where g is not. So nothing overflows, no
+product has zeros of a triangle, and gradients of g are sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _BACKWARD = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Halves:
-    """size: tokens of a half. late: the decays of later halves from the cut on, (N, P, many, size, K). early: of earlier ones, up to it."""
+    """Halves of one size. size: tokens of a half. late: the decays of later halves from the cut on, (N, P, many, size, K). early: of
+    earlier ones, up to it."""
 
     size: int
     late: Tensor
@@ -35,7 +36,7 @@ class _Halves:
 
 
 def _halves(start: Tensor, end: Tensor) -> Iterator[_Halves]:
-    """From the smallest on. start, end: at first g and zeros; become the sums of g (N, P, C, K) up to each token, and after it."""
+    """Yield halves from the smallest on. start, end: first g and zeros; become the sums of g (N, P, C, K) up to each token and after it."""
     size = 1
     while size < start.shape[2]:
         (early, late), (early_end, _) = _cut(start, size), _cut(end, size)
@@ -46,13 +47,13 @@ def _halves(start: Tensor, end: Tensor) -> Iterator[_Halves]:
 
 
 def _cut(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Views of the earlier and of the later halves, (N, P, many, size, ...), of x (N, P, C, ...)."""
+    """Return views of the earlier and of the later halves, (N, P, many, size, ...), of x (N, P, C, ...)."""
     early, late = x.view(*x.shape[:2], -1, 2, size, *x.shape[3:]).unbind(3)
     return early, late
 
 
 def _squares(pairs: Tensor, size: int) -> Tensor:
-    """A view of what later halves have to do with the earlier ones beside them, (N, P, many, size X, size), of pairs (N, P, C, X, C)."""
+    """Return a view of pairs (N, P, C, X, C): later halves with the earlier ones beside them, (N, P, many, size X, size)."""
     batch, heads, length, rows, _ = pairs.shape
     shape = (batch, heads, length // (2 * size), size * rows, size)
     strides = (*pairs.stride()[:2], 2 * size * (rows * length + 1), length, 1)
@@ -60,8 +61,8 @@ def _squares(pairs: Tensor, size: int) -> Tensor:
 
 
 def pairs(rows: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rows: x, (N, P, C, X, K), X of them for each token. y, g: (N, P, C, K); C is a power of 2. Gives P (N, P, C, X, C), and the sums of g
-    up to each token and after it."""
+    """Return P (N, P, C, X, C), and the sums of g up to each token and after it. rows: x, (N, P, C, X, K), X of them for each token. y, g:
+    (N, P, C, K); C is a power of 2."""
     rows, y, start = rows.contiguous(), y.contiguous(), g.clone(memory_format=torch.contiguous_format)
     end, found = torch.zeros_like(start), rows.new_zeros(*rows.shape[:4], y.shape[2])
     _diagonal(found).copy_((rows * y.unsqueeze(3)).sum(-1))
@@ -73,14 +74,14 @@ def pairs(rows: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _diagonal(pairs: Tensor) -> Tensor:
-    """A view of what each token has to do with itself, (N, P, C, X)."""
+    """Return a view of each token's pair with itself, (N, P, C, X)."""
     return pairs.diagonal(dim1=2, dim2=4).mT
 
 
 def pairs_backward(
     grad_pairs: Tensor, grad_start: Tensor, grad_end: Tensor, rows: Tensor, y: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what `pairs` is given. Of grad_pairs what is above the diagonal is not read."""
+    """Return the gradients of the operands of `pairs`. grad_pairs is not read above the diagonal."""
     grad_pairs, rows, y = grad_pairs.contiguous(), rows.contiguous(), y.contiguous()
     start, grad_start, grad_end = (x.clone(memory_format=torch.contiguous_format) for x in (g, grad_start, grad_end))
     own = _diagonal(grad_pairs).unsqueeze(-1)

@@ -1,7 +1,7 @@
-"""Calls flash-linear-attention's functions. Imports them, so it comes late.
+"""Calls of flash-linear-attention's functions. Imports them, so it is imported late.
 
-Only functions of its documentation are called. A backward lets the function run once more and asks autograd, so what it keeps between the
-two is its own affair, and operands alone are kept from the forward.
+Only documented functions are called. A backward runs the function once more under autograd, so its own buffers stay its affair: only
+operands are kept from the forward.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from attn_compiler.spec.linear import LinearForm
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    """As `fla_chunks`: q and k are normalised. skip: always None."""
+    """Compute `fla_chunks`: q and k are normalised. skip: always None."""
     function = _function(LinearForm.from_text(text), is_one=v.shape[1] == 1)
     with on(v.device), torch.no_grad():
         return _called(function, q, k, v, g, beta, state)
 
 
 def backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, g, beta, skip and state; empty where there is none."""
+    """Return the gradients of q, k, v, g, beta, skip and state; an empty tensor for an absent operand."""
     *operands, text = given
     function = _function(LinearForm.from_text(text), is_one=False)
 
@@ -39,13 +39,13 @@ def backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Tensor, 
 
 
 def _function(form: LinearForm, *, is_one: bool) -> Any:
-    """For one token that which has no backward."""
+    """Return the function of a form, and for one token the one without a backward."""
     if is_one:
         return fused_recurrent_kda if form.channel else fused_recurrent_gated_delta_rule
     return chunk_kda if form.channel else chunk_gated_delta_rule
 
 
 def _called(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> tuple[Tensor, Tensor]:
-    """Its scale is what the delta rule has, one over the root of the channels of k."""
+    """Call a function. Its default scale is the delta rule's, one over the root of the channels of k."""
     found: tuple[Tensor, Tensor] = function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
     return found[0], found[1]

@@ -1,7 +1,7 @@
-"""`fla`: the delta rule by flash-linear-attention's functions, below a leaf op. Nothing chooses it by itself: its results are rounded more
-often than the model's own.
+"""`fla`: the delta rule by flash-linear-attention's functions, below a leaf op. Never chosen unless asked for: its results are rounded
+more often than the model's own.
 
-`attn_compiler::fla` is made of that op and of what comes before it, which the inner compiler fuses: norms of q and k, and dtypes.
+`attn_compiler::fla` is composed of that op and of the ops before it, which the inner compiler fuses: norms of q and k, and dtypes.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ _NAME = "fla"
 _RELEASE = "0.6."
 _ANOTHER = "options={'lowering': 'linear_triton'}, or 'linear_reference'"
 _HOPPER = 90
-#: releases of Triton with which it refuses to train a decay a head on Hopper: from .. to, the last one excluded
+#: releases of Triton with which fla refuses to train a decay a head on Hopper: from .. to, the last one excluded
 _WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
 
 
 class LinearFla:
-    """Takes the delta rule in half precision, where flash-linear-attention is installed."""
+    """The lowering of the delta rule in half precision by flash-linear-attention, where it is installed."""
 
     name = _NAME
     #: the ops of its kernels
     leaves: tuple[str, ...] = ("fla_chunks", "fla_chunks_backward")
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
-        """The reasons of a machine that can't run it stand alone."""
+        """Return the reasons against a call. Those of a machine that can't run it stand alone."""
         machine = check_machine(target) or _check_machine(target)
         return machine or [*_check_form(spec), *_check_training(spec, target)]
 
     @property
     def op(self) -> torch._ops.OpOverload:
-        """What takes the place of `linear_call`, with its operands and its text."""
+        """Op that replaces `linear_call`, with its operands and its text."""
         found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).fla.default
         return found
 
     @property
     def step_op(self) -> None:
-        """fla's kernel gives a new state."""
+        """None: fla's kernel returns a new state."""
         return None
 
 
@@ -94,10 +94,12 @@ def _check_form(spec: LinearSpec) -> list[Reason]:
 
 
 def _check_training(spec: LinearSpec, target: Target) -> list[Reason]:
-    """It raises an error itself, at the first backward: https://github.com/fla-org/flash-linear-attention/issues/640."""
+    """Refuse training with the Triton releases with which flash-linear-attention raises an error at the first backward:
+    https://github.com/fla-org/flash-linear-attention/issues/640."""
     first, right = _WRONG_TRITON
     is_known = not spec.needs_grad or spec.form.channel or target.sm != _HOPPER
-    if is_known or not first <= _triple(target.triton) < right:
+    triton = tuple(int(part) for part in re.findall(r"\d+", target.triton)[:3])
+    if is_known or not first <= triton < right:
         return []
     newest = ".".join(map(str, right))
     return [
@@ -110,12 +112,8 @@ def _check_training(spec: LinearSpec, target: Target) -> list[Reason]:
     ]
 
 
-def _triple(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """What the function computes. q and k are normalised in float32, and then rounded to the dtype that products have."""
+    """Compute the function's results. q and k are normalised in float32, then rounded to the products' dtype."""
     form = LinearForm.from_text(text)
     given = dict(zip(form.roles, operands, strict=True))
     dtype = given["q"].dtype

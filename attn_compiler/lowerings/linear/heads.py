@@ -1,4 +1,4 @@
-"""What heads the kernels of linear attention take: ours, and those of flash-linear-attention."""
+"""Widths of heads that the kernels of linear attention take: ours, and those of flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDEST = 256
 
 
 def check_heads(spec: LinearSpec) -> list[Reason]:
-    """The reason of heads that are too wide."""
+    """Refuse heads that are too wide."""
     if max(spec.head_dim_k, spec.head_dim_v) <= _WIDEST:
         return []
     rule = f"a head of linear attention has at most {_WIDEST} channels"

@@ -1,6 +1,6 @@
-"""What runs in place of kernels of linear attention that can't be compiled or started: the recurrence by plain ops, and its gradients.
+"""The recurrence by plain ops, and its gradients, in place of kernels that can't be compiled or started.
 
-Takes what `linear_chunks` and its backward take (triton_ops.py).
+Takes the arguments of `linear_chunks` and of its backward (triton_ops.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from attn_compiler.spec.linear import LinearForm
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_chunks`."""
+    """Compute `linear_chunks`."""
     with on(v.device), torch.no_grad():
         return _computed(q, k, v, g, beta, skip, state, text)
 
 
 def backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """As `linear_chunks_backward`."""
+    """Compute `linear_chunks_backward`."""
     *operands, text = given
 
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Any, state: Any) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def gradients(
     grad_last: Tensor,
     operands: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """Of each operand, by autograd, after the function ran once more: contiguous, and empty of an operand that is absent."""
+    """Run the function once more, and return each operand's gradient by autograd: contiguous, and empty for an absent operand."""
     with on(grad_out.device), torch.enable_grad():
         wanted = [None if x is None else x.detach().requires_grad_() for x in operands]
         leaves = [x for x in wanted if x is not None]

@@ -1,6 +1,6 @@
 """`linear_reference`: the recurrence by chunks, in plain ops that the inner compiler fuses, on any device; float32 inside, as the models'.
 
-`attn_compiler::linear_reference` is made of other ops, so AOTAutograd differentiates it and Inductor sees all of it.
+`attn_compiler::linear_reference` is composed of other ops, so AOTAutograd differentiates it and Inductor sees all of it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _NAME = "linear_reference"
 
 
 class LinearReference:
-    """Takes every spec."""
+    """The lowering by plain ops, which takes every spec."""
 
     name = _NAME
     #: the ops of its kernels
     leaves: tuple[str, ...] = ()
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
-        """Nothing is refused: these are PyTorch's ops."""
+        """Refuse nothing: these are PyTorch's ops."""
         return []
 
     @property
     def op(self) -> torch._ops.OpOverload:
-        """What takes the place of `linear_call`, with its operands and its text."""
+        """Op that replaces `linear_call`, with its operands and its text."""
         found: torch._ops.OpOverload = getattr(torch.ops, NAMESPACE).linear_reference.default
         return found
 
     @property
     def step_op(self) -> None:
-        """Inductor writes the state of plain ops in place by itself."""
+        """None: Inductor itself writes the state of plain ops in place."""
         return None
 
 
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """What the function computes."""
+    """Compute the function's results."""
     form = LinearForm.from_text(text)
     return finished(form, operands, *by_chunks(prepared(form, operands)))
 

@@ -2,7 +2,7 @@
 
     Sᵢ₊₁ = cdᵢ Sᵢ + kdᵢᵀ vᵢ,  vᵢ = uᵢ - wᵢ Sᵢ, or uᵢ
 
-Chunks stand first, so that all of one chunk lies in one piece.
+Chunks are the first axis, so that each chunk is contiguous.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _SCAN_BACKWARD = (
 
 
 def scan(u: Tensor, kd: Tensor, cd: Tensor, state: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """u: (N, P, C, V), of N chunks and P pairs of a batch row and a head. kd, w: (N, P, C, K); w None: without the delta rule. cd: the
-    decay over a chunk, (N, P, K or 1, 1). state: (P, K, V). Gives the state before each chunk, the last one, and v; of v nothing without w.
+    """Return the state before each chunk, the last state, and v (empty without w).
+
+    u: (N, P, C, V), of N chunks and P pairs of a batch row and a head. kd, w: (N, P, C, K); w None: without the delta rule.
+    cd: the decay over a chunk, (N, P, K or 1, 1). state: (P, K, V).
     """
     states, last = u.new_empty(u.shape[0], *state.shape), torch.empty_like(state)
     v = u.new_empty(0) if w is None else torch.empty_like(u, memory_format=torch.contiguous_format)
@@ -45,7 +47,7 @@ def _fake_scan(u: Tensor, kd: Tensor, cd: Tensor, state: Tensor, w: Tensor | Non
 def scan_backward(
     grad_states: Tensor, grad_last: Tensor, grad_v: Tensor, kd: Tensor, cd: Tensor, w: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the state after each chunk, of u, and of the first state."""
+    """Return the gradients of the state after each chunk, of u, and of the first state."""
     after = torch.empty_like(grad_states, memory_format=torch.contiguous_format)
     grad_u = torch.empty(*kd.shape[:3], grad_last.shape[-1], dtype=kd.dtype, device=kd.device)
     grad_state = torch.empty_like(grad_last, memory_format=torch.contiguous_format)

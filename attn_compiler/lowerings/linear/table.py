@@ -1,6 +1,6 @@
-"""Which lowering of linear attention is asked first: rows.toml, dated data with what it rests on. To add a lowering: its line, and its row.
+"""The order of lowerings of linear attention: rows.toml, dated data with its evidence. To add a lowering: its line, and its row.
 
-A call that no row speaks for keeps the model's own function, which the inner compiler compiles as it would without us.
+A call without a row keeps the model's own function, which the inner compiler compiles as it would without us.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LinearRow(EvidenceRow):
     batch: int | None = None
 
     def fits(self, spec: LinearSpec, target: Target) -> bool:
-        """True if the row speaks for a call."""
+        """Return whether the row applies to a call."""
         return (
             self.serves(target, spec.dtype, spec.needs_grad)
             and self.one_token in (None, spec.length == 1)
@@ -70,15 +70,15 @@ ROWS: tuple[LinearRow, ...] = tuple(
 
 
 def row_of(spec: LinearSpec, target: Target) -> LinearRow | None:
-    """The first row that speaks for a call."""
+    """Return the first row that applies to a call."""
     return next((row for row in ROWS if row.fits(spec, target)), None)
 
 
 def decide(
     spec: LinearSpec, target: Target, asked: Sequence[str] | None, failed: Callable[[str], list[Reason]] = lambda _: []
 ) -> Decision:
-    """The lowering of a call on a machine. asked: what the user named, in order; None: whatever is first. failed: what is known of a
-    lowering's kernels that failed in this process.
+    """Return the lowering of a call on a machine. asked: the user's, in order; None: the first that fits. failed: returns reasons of a
+    lowering whose kernels failed in this process.
 
     Reads nothing else: no environment, no tensor values, no globals.
     """

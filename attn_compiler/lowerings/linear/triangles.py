@@ -1,9 +1,9 @@
-"""Leaf ops of the reference: products and solutions of triangles, in which a number that is not finite stays on its side.
+"""Leaf ops of the reference: products and solutions of triangles that keep numbers that are not finite on their side.
 
-A product of matrices multiplies the zeros of a triangle, too, and 0 times NaN is NaN. So such numbers are taken as 0, and where the
-recurrence would have them is NaN. On a CPU that is done only where a result shows that there are any. A GPU would have to be waited for.
+A product of matrices multiplies the zeros of a triangle, too, and 0 times NaN is NaN. So such numbers are replaced by 0, and the results
+that depend on them in the recurrence by NaN. On a CPU only where a result shows that there are any. On a GPU always: asking would wait.
 
-`linear_solve` is an op also since the strides that PyTorch's own fake gives the gradient of solve_triangular are not those that it has.
+`linear_solve` is an op also because PyTorch's own fake gives wrong strides to the gradient of solve_triangular.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ _BACKWARD = "(Tensor grad, Tensor x, Tensor y) -> (Tensor grad_x, Tensor grad_y)
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:
-    """Products of x (..., R, K), of R / C rows for each token, with rows of y (..., C, K): (..., R, C). Their gradient is 0 for a row and a
-    later token."""
+    """Multiply x (..., R, K), R / C rows for each token, by rows of y (..., C, K): (..., R, C). The gradient of a row and a later token is
+    0."""
     return x @ y.mT
 
 
 def dots_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of both operands of `dots`."""
+    """Return the gradients of both operands of `dots`."""
     return of_earlier(grad, y), _of_later(grad, x)
 
 
 def of_earlier(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y. x (..., R, C), of R / C rows for each token, is 0 at tokens after that of the row. y: (..., C, D)."""
+    """Return x @ y. x (..., R, C), R / C rows for each token, is 0 at tokens after the row's own. y: (..., C, D)."""
     found = x @ y
     return found if _is_finite(found) else contained_of_earlier(x, y)
 
 
 def contained_of_earlier(x: Tensor, y: Tensor) -> Tensor:
-    """As `of_earlier`, in plain ops that ask nothing."""
+    """Return the same in plain ops, without reading a result."""
     is_bad = ~y.isfinite()
     token = _places(x) // (x.shape[-2] // y.shape[-2])
     return (x @ y.masked_fill(is_bad, 0)).masked_fill(token >= _first(is_bad), torch.nan)
 
 
 def of_earlier_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of both operands of `of_earlier`, of x also where it is 0."""
+    """Return the gradients of both operands of `of_earlier`, for x also where it is 0."""
     return grad @ y.mT, _of_later(x, grad)
 
 
 def _of_later(x: Tensor, y: Tensor) -> Tensor:
-    """xᵀ @ y, of x as in `of_earlier` and y (..., R, D)."""
+    """Return xᵀ @ y, for x as in `of_earlier` and y (..., R, D)."""
     found = x.mT @ y
     if _is_finite(found):
         return found
@@ -61,7 +61,7 @@ def _of_later(x: Tensor, y: Tensor) -> Tensor:
 
 
 def solve(lower: Tensor, right: Tensor) -> Tensor:
-    """(1 + the part of `lower` (..., C, C) below the diagonal)⁻¹ right."""
+    """Return (1 + the part of `lower` (..., C, C) below the diagonal)⁻¹ right."""
     found = _solution(lower, right, upper=False)
     if _is_finite(found):
         return found
@@ -71,7 +71,7 @@ def solve(lower: Tensor, right: Tensor) -> Tensor:
 
 
 def solve_backward(grad: Tensor, lower: Tensor, solved: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of both operands of `solve`."""
+    """Return the gradients of both operands of `solve`."""
     of_right = _solution(lower.mT, grad, upper=True)
     if not _is_finite(of_right):
         bad, of_grad = ~lower.mT.triu(1).isfinite(), ~grad.isfinite()
@@ -86,22 +86,22 @@ def _solution(triangle: Tensor, right: Tensor, *, upper: bool) -> Tensor:
 
 
 def _is_finite(found: Tensor) -> bool:
-    """Whether all numbers are known to be finite."""
+    """Return whether all numbers are known to be finite."""
     return found.device.type == "cpu" and math.isfinite(found.sum().item())
 
 
 def _places(x: Tensor) -> Tensor:
-    """0, 1, 2 ... of the rows of x (..., C, D): (C, 1)."""
+    """Return 0, 1, 2 ... for the rows of x (..., C, D): (C, 1)."""
     return torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
 
 
 def _first(is_bad: Tensor) -> Tensor:
-    """The first row that is bad, or one more than there are: (..., 1, D) of (..., C, D)."""
+    """Return the first bad row, or the number of rows: (..., 1, D) of (..., C, D)."""
     return _places(is_bad).masked_fill(~is_bad, is_bad.shape[-2]).amin(-2, keepdim=True)
 
 
 def _last(is_bad: Tensor) -> Tensor:
-    """The last row that is bad, or -1."""
+    """Return the last bad row, or -1."""
     return _places(is_bad).masked_fill(~is_bad, -1).amax(-2, keepdim=True)
 
 
@@ -135,7 +135,7 @@ def _of_dots(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_products(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    # As it comes, its rows of a head lie apart.
+    # The incoming gradient's rows of a head are not adjacent.
     found: tuple[Tensor, Tensor] = _OPS.linear_of_earlier_backward(grad.contiguous(), *ctx.saved_tensors)
     return found
 

@@ -1,6 +1,6 @@
-"""Calls the backward kernels of linear attention. Imports triton, so it comes late.
+"""Launches of the backward kernels of linear attention. Imports triton, so it is imported late.
 
-What the forward made of a chunk is made again: only operands are kept from the forward to the backward.
+The forward's results on a chunk are computed again: only operands are kept from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
 
-#: columns of v that the kernels with most accumulators take at once: of more, numbers are spilled
+#: columns of v that the kernels with most accumulators take at once: more would spill registers
 _COLUMNS = 16
 
 
 def backward(*given: Any) -> tuple[Tensor, ...]:
-    """As `linear_chunks_backward`: the gradients of the operands, contiguous; of one that is absent a tensor without numbers. By plain ops
-    where a kernel can't be compiled or started."""
+    """Compute `linear_chunks_backward`: the operands' gradients, contiguous, and empty for an absent one. By plain ops where a kernel
+    can't be compiled or started."""
     launch_all, instead = functools.partial(_launched, *given), functools.partial(plain_calls.backward, *given)
     return or_else("linear_chunks_backward", given[-1], launch_all, instead)
 
@@ -65,7 +65,7 @@ def _launched(
 
 
 def _states(call: LinearTensors) -> None:
-    """The state before each chunk, and the gradient of that after it."""
+    """Compute the state before each chunk, and the gradient of that after it."""
     sizes, named = call.sizes, call.named
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
     values = (*shape[:3], sizes.chunk, sizes.dim_v)
@@ -80,7 +80,7 @@ def _states(call: LinearTensors) -> None:
 
 
 def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
-    """All but the first state's; gives that of `skip`."""
+    """Compute all gradients but the first state's; return that of `skip`."""
     if call.form.channel:
         _channel_gradients(call)
         return None
@@ -105,7 +105,7 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
 
 
 def _channel_gradients(call: LinearTensors) -> None:
-    """As `_chunk_gradients`, where each channel has a decay."""
+    """Compute the gradients of `_chunk_gradients` where each channel has a decay."""
     sizes, named = call.sizes, call.named
     many, q = (sizes.batch, sizes.heads, sizes.chunks), named["q"]
     parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
@@ -122,7 +122,6 @@ def _channel_gradients(call: LinearTensors) -> None:
 
 
 def _rows(call: LinearTensors, name: str) -> None:
-    """The gradient of q or k."""
     sizes = call.sizes
     tensors = {"x": call.named[name], "part": call.named[f"part_{name}"], "grad_x": call.named[f"grad_{name}"]}
 

@@ -1,4 +1,4 @@
-"""Calls the forward kernels of linear attention. Imports triton, so it comes late."""
+"""Launches of the forward kernels of linear attention. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.spec.linear import LinearForm
 
-#: rows of a chunk that a program has, where each channel has a decay
+#: rows of a chunk in one program, where each channel has a decay
 BLOCK = 16
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_chunks`; by plain ops where a kernel can't be compiled or started."""
+    """Compute `linear_chunks`; by plain ops where a kernel can't be compiled or started."""
     given = (q, k, v, g, beta, skip, state, text)
     launch_all, instead = functools.partial(_launched, *given), functools.partial(plain_calls.forward, *given)
     return or_else("linear_chunks", text, launch_all, instead)
@@ -38,7 +38,7 @@ def _launched(
         out, last = outputs(call.form, q, v)
         call.named.update(out=out, last=last)
         if v.shape[1] == 1:
-            _one_token(call)
+            call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **of_states(call))
         else:
             chunks(call)
             states(call)
@@ -46,7 +46,7 @@ def _launched(
 
 
 def outputs(form: LinearForm, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Unfilled: the result, and the last state in the function's order."""
+    """Allocate the result, and the last state in the function's order."""
     batch, _, heads, dim_v = v.shape
     dim_k = q.shape[3]
     state = (batch, heads, dim_v, dim_k) if form.recurrence == "ssd" else (batch, heads, dim_k, dim_v)
@@ -55,7 +55,7 @@ def outputs(form: LinearForm, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunks(call: LinearTensors) -> None:
-    """Make what does not depend on the state."""
+    """Compute all that does not depend on the state."""
     sizes, named = call.sizes, call.named
     q, many = named["q"], (sizes.batch, sizes.heads, sizes.chunks)
     named["pairs"] = sizes.in_parts((*many, sizes.chunk, sizes.chunk), q)
@@ -73,7 +73,3 @@ def chunks(call: LinearTensors) -> None:
     call.run(channel.channel_sums, sizes.rows * sizes.chunks, 8)
     call.run(channel.channel_pairs, sizes.rows * sizes.chunks * (sizes.chunk // BLOCK), 8)
     call.run(channel.channel_inverse, sizes.rows * sizes.chunks)
-
-
-def _one_token(call: LinearTensors) -> None:
-    call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **of_states(call))

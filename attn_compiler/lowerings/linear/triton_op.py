@@ -1,6 +1,6 @@
-"""`linear_triton`: the recurrence by chunks in our Triton kernels, in products of bfloat16 that hold as many bits as their results.
+"""`linear_triton`: the recurrence by chunks in our Triton kernels, in products of bfloat16 parts that hold as many bits as their results.
 
-`attn_compiler::linear_triton` is made of a leaf op and of what the state space does to dt, which the inner compiler fuses.
+`attn_compiler::linear_triton` is composed of a leaf op and of the state space's ops on dt, which the inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ _HOPPER = 90
 
 
 class LinearTriton:
-    """Takes what our kernels can do, on an A100, an H100 or one of its kind, or in Triton's interpreter."""
+    """The lowering by our kernels, on an A100, an H100 or one of its kind, or in Triton's interpreter."""
 
     name = _NAME
     #: the ops of its kernels
     leaves: tuple[str, ...] = ("linear_chunks", "linear_chunks_backward", "linear_one_token")
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
-        """The reasons of a machine that can't run the kernels stand alone."""
+        """Return the reasons against a call. Those of a machine that can't run the kernels stand alone."""
         machine = check_machine(target) or _check_architecture(target)
         return machine or [*_check_dtypes(spec, target), *check_heads(spec), *_check_assembler(spec, target)]
 
     @property
     def op(self) -> torch._ops.OpOverload:
-        """What takes the place of `linear_call`, with its operands and its text."""
+        """Op that replaces `linear_call`, with its operands and its text."""
         found: torch._ops.OpOverload = _OPS.linear_triton.default
         return found
 
     @property
     def step_op(self) -> torch._ops.OpOverload:
-        """A step of decoding that writes the new state over the old one: out = op(operands without the state, state, text)."""
+        """Op of a decoding step that writes the new state over the old one: out = op(operands without the state, state, text)."""
         found: torch._ops.OpOverload = _OPS.linear_triton_step.default
         return found
 
 
 def _check_architecture(target: Target) -> list[Reason]:
-    """Others have no shared memory for the tiles. For the tensor memory of sm100 Triton 3.7 makes kernels of gradients that do nothing: 4
-    registers and no products, without an error."""
+    """Require an architecture with enough shared memory for the tiles. For sm100's tensor memory Triton 3.7 compiles gradient kernels that
+    do nothing: 4 registers and no products, without an error."""
     if target.triton_interpreted or target.sm in _MACHINES:
         return []
     rule = f"kernels of linear attention were compiled for {' and '.join(f'sm{sm}' for sm in _MACHINES)}"
@@ -65,8 +65,8 @@ def _check_architecture(target: Target) -> list[Reason]:
 
 
 def _check_assembler(spec: LinearSpec, target: Target) -> list[Reason]:
-    """On an H200 with ptxas 12.8 the state space's gradients faulted, and Kimi's results were wrong without a fault. With ptxas 13.1, and
-    without wgmma, all was right. One token has no products."""
+    """Refuse faulty assemblers. On an H200 with ptxas 12.8 the state space's gradients faulted, and Kimi's results were wrong without a
+    fault. With ptxas 13.1, and without wgmma, all was right. One token has no products."""
     is_one_token = spec.length == 1 and not spec.needs_grad
     if target.triton_interpreted or target.sm != _HOPPER or target.without_wgmma or is_one_token:
         return []
@@ -88,7 +88,7 @@ def _check_assembler(spec: LinearSpec, target: Target) -> list[Reason]:
 
 
 def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:
-    """All that is given and computed is at most float32; Triton's interpreter has no products of bfloat16 (see kernel_limits.py)."""
+    """Require inputs and results of at most float32; Triton's interpreter has no products of bfloat16 (see kernel_limits.py)."""
     found = {spec.dtype, spec.form.out_dtype, spec.form.state_dtype} - set(_DTYPES)
     reasons = []
     if found:
@@ -101,19 +101,19 @@ def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:
 
 
 def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """What the function computes."""
+    """Compute the function's results."""
     form = LinearForm.from_text(text)
     given = dict(zip(form.roles, operands, strict=True))
     state = given.get("state")
     if state is not None and torch.is_grad_enabled():
-        # As the function, which keeps what it computes with: a cache may be written before the backward.
+        # In the dtype of the model's function, which keeps that tensor: a cache may be written before the backward.
         state = state.to(getattr(torch, form.state_dtype))
     found: tuple[Tensor, Tensor] = _OPS.linear_chunks.default(*_recurrence(form, given), state, text)
     return found
 
 
 def run_step(operands: Sequence[Tensor], state: Tensor, text: str) -> Tensor:
-    """The result of one token. state: as `linear_one_token` has it; operands: the others, in order."""
+    """Compute one token. state: as `linear_one_token` takes it; operands: the others, in order."""
     form = LinearForm.from_text(text)
     given = dict(zip((role for role in form.roles if role != "state"), operands, strict=True))
     found: Tensor = _OPS.linear_one_token.default(*_recurrence(form, given), state, text)
@@ -121,7 +121,7 @@ def run_step(operands: Sequence[Tensor], state: Tensor, text: str) -> Tensor:
 
 
 def _recurrence(form: LinearForm, given: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
-    """Operands of the leaf ops, up to the state."""
+    """Return operands of the leaf ops, up to the state."""
     if form.recurrence == "delta":
         return (*(given[x] for x in ("q", "k", "v", "g", "beta")), None)
     dt = steps(form, given).to(torch.float32)

@@ -1,12 +1,12 @@
 """`attn_compiler::linear_chunks`: the recurrence by our kernels, a leaf op with a fake and a formula for its gradient. Needs no triton.
-`fla_chunks` is the same by those of flash-linear-attention.
-`linear_one_token`: a step of decoding, which writes the new state over the old one and has no gradient.
+`fla_chunks` is the same by flash-linear-attention's kernels. `linear_one_token`: a step of decoding, which writes the new state over the
+old one and has no gradient.
 
     out, last = linear_chunks(q, k, v, g, beta, skip, state, text);  text: of a LinearForm
     out = linear_one_token(q, k, v, g, beta, skip, state, text);  state: contiguous, in the dtype of the form's states
 
-q, k: (B, S, Hk, K), before they are normalised. v: (B, S, H, V). g: (B, S, H), or (B, S, H, K). beta: (B, S, H); without the delta rule
-what v is multiplied by. skip: (H,), how much of v is added to the result, or None. state: in the order of the function, as `last`.
+q, k: (B, S, Hk, K), before normalisation. v: (B, S, H, V). g: (B, S, H), or (B, S, H, K). beta: (B, S, H); without the delta rule the
+factor of v. skip: (H,), the factor of v that is added to the result, or None. state: in the order of the function, as `last`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BACKWARD = (
     f"(Tensor grad_out, Tensor grad_last, {_OPERANDS}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_g, "
     "Tensor grad_beta, Tensor grad_skip, Tensor grad_state)"
 )
-#: of the operands, those that the last state is made of: all but q and the skip
+#: operands that the last state depends on: all but q and the skip
 _OF_LAST = (1, 2, 3, 4, 6)
 _ROOM = "attn_compiler.lowerings.linear"
 

@@ -1,7 +1,7 @@
-"""The passes over states, forwards and backwards. Imports triton, so it comes late.
+"""The passes over states, forwards and backwards. Imports triton, so it is imported late.
 
-A pass goes from chunk to chunk, so it has a program for each head and some columns of v. Where those are few beside the GPU's processors, a
-long sequence is cut in pieces: each goes by itself first, the states between them are joined, and then all of them go at once.
+A pass goes from chunk to chunk, so it has a program for each head and some columns of v. Where those are few beside the GPU's processors,
+a long sequence is cut into pieces: each runs by itself first, the states between them are joined, and then all run at once.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from attn_compiler.lowerings.linear.kernels import backward as backward_kernels,
 from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, state_strides, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 
-#: processors that are assumed where there is no GPU: those of an H100
+#: processors assumed without a GPU: those of an H100
 _PROCESSORS = 132
-#: fewest pieces: each chunk is gone over twice, so fewer gain nothing
+#: fewest pieces: each chunk is computed twice, so fewer gain nothing
 _FEWEST = 4
-#: fewest chunks of a piece, and most channels of k, whose states are joined by one product
+#: fewest chunks of a piece; most channels of k, so that one product joins states
 _SHORTEST, _WIDEST = 8, 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """Of each sequence. many: how many. chunks: of one, but perhaps the last."""
+    """Pieces of each sequence. many: their number. chunks: of one piece; the last one may have fewer."""
 
     many: int
     chunks: int
 
     @staticmethod
     def of(sizes: LinearSizes, processors: int, *, is_delta: bool) -> Pieces:
-        """As many as keep all processors at work, or one."""
+        """Return as many pieces as keep all processors busy, or one."""
         programs = max(sizes.rows * (_columns(sizes, is_delta=is_delta) // sizes.columns), 1)
         many = min(processors // programs, sizes.chunks // _SHORTEST)
         if many < _FEWEST or wide(sizes.dim_k) > _WIDEST:
@@ -42,12 +42,12 @@ class Pieces:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What kernels have of them."""
+        """Arguments of kernels."""
         return {"pieces": self.many, "of_piece": self.chunks}
 
 
 def states(call: LinearTensors) -> Pieces:
-    """Go over the states; in pieces, `wholes` is left among the call's tensors."""
+    """Run the pass over the states. With pieces, `wholes` is left among the call's tensors."""
     sizes = call.sizes
     pieces = Pieces.of(sizes, _processors(call.same.device), is_delta=call.is_delta)
     if pieces.many == 1:
@@ -80,7 +80,7 @@ def states(call: LinearTensors) -> Pieces:
 
 
 def reverse(call: LinearTensors, pieces: Pieces) -> None:
-    """Go backwards over the gradients of states, in the pieces of `states`."""
+    """Run the pass backwards over the gradients of states, in the pieces of `states`."""
     sizes, last = call.sizes, call.named["grad_last"]
     strides: dict[str, Any] = state_strides(call.form, last, "last") | state_strides(
         call.form, call.named.get("grad_first"), "first"
@@ -103,7 +103,7 @@ def reverse(call: LinearTensors, pieces: Pieces) -> None:
 
 
 def _columns(sizes: LinearSizes, *, is_delta: bool) -> int:
-    """Of v, and with the delta rule of the identity, which a piece makes a matrix of."""
+    """Return the columns of v, and with the delta rule of the identity, from which a piece makes a matrix."""
     columns = wide(sizes.dim_v) + (wide(sizes.dim_k) if is_delta else 0)
     return -(-columns // sizes.columns) * sizes.columns
 
@@ -111,7 +111,7 @@ def _columns(sizes: LinearSizes, *, is_delta: bool) -> int:
 def _join(
     call: LinearTensors, pieces: Pieces, local: int, *, is_reversed: bool, columns: int, order: dict[str, int]
 ) -> None:
-    """local, columns: of `locals` and of `wholes`. order: strides of `edge`."""
+    """Join the pieces. local, columns: columns of `locals` and of `wholes`. order: strides of `edge`."""
     sizes = call.sizes
     numbers = {"LOCAL": local, "WIDE": columns, "REVERSED": is_reversed, **pieces.numbers, **order}
     part = "reversed" if is_reversed else "forwards"
@@ -119,17 +119,17 @@ def _join(
 
 
 def _lying(between: torch.Tensor, name: str) -> dict[str, int]:
-    """Strides of states (B, H, pieces, K, V)."""
+    """Return strides of states (B, H, pieces, K, V)."""
     return {f"{name}_{letter}": between.stride(at) for at, letter in enumerate("bhpkv")}
 
 
 def stages_of(call: LinearTensors) -> int:
-    """Of a pass over states: tiles of the next chunk are fetched ahead where shared memory has room for two chunks."""
+    """Return the stages of a pass over states: the next chunk's tiles are prefetched where shared memory has room for two chunks."""
     return 1 if call.form.channel or not call.sizes.parts else 2
 
 
 def of_states(call: LinearTensors) -> dict[str, Any]:
-    """Strides of the first and of the last state."""
+    """Return strides of the first and of the last state."""
     named, form = call.named, call.form
     return {**state_strides(form, named.get("first"), "first"), **state_strides(form, named.get("last"), "last")}
 

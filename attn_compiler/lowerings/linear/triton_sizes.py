@@ -1,4 +1,4 @@
-"""Sizes of a call of the kernels of linear attention, and how its tensors lie."""
+"""Sizes of a call of the kernels of linear attention, and layouts of its tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Named = Mapping[str, Tensor]
 _LEAST = 16
 #: tokens of a chunk: usually, and where heads of q and k are wider than `_USUAL`
 _CHUNK, _SHORT, _USUAL = 64, 32, 128
-#: columns of v that a program has: usually, and where heads of q and k are wider
+#: columns of v of a program: usually, and where heads of q and k are wider
 _COLUMNS, _FEW = 32, 16
-#: channels of k that a kernel of gradients has
+#: channels of k in a program of gradients
 _SHARE = 64
-#: numbers in bfloat16 that one in float32 is taken as: where the result is in float32, and where it is in bfloat16
+#: bfloat16 parts of a float32 number: for results in float32, and in bfloat16
 PARTS, FEWER = 3, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSizes:
-    """batch, length, heads, groups (heads of q and k), dim_k, dim_v. parts: 0 where products are of float32.
+    """Sizes: batch, length, heads, groups (heads of q and k), dim_k, dim_v. parts: 0 where products are of float32.
 
     chunk: tokens at once. columns: of v at once.
     """
@@ -47,7 +47,7 @@ class LinearSizes:
 
     @staticmethod
     def of(q: Tensor, v: Tensor, *, is_half: bool) -> LinearSizes:
-        """Of a call with q (B, S, Hk, K) and v (B, S, H, V). is_half: q, k and v are in bfloat16."""
+        """Return the sizes of a call with q (B, S, Hk, K) and v (B, S, H, V). is_half: q, k and v are in bfloat16."""
         batch, length, heads, dim_v = v.shape
         dim_k = q.shape[3]
         width = wide(dim_k)
@@ -65,12 +65,12 @@ class LinearSizes:
 
     @property
     def fewer(self) -> int:
-        """As `parts`, of products that nothing has but what is in bfloat16."""
+        """`parts` of products that contribute to bfloat16 results alone."""
         return min(self.parts, FEWER)
 
     @property
     def chunks(self) -> int:
-        """Of a sequence."""
+        """Chunks of a sequence."""
         return -(-self.length // self.chunk)
 
     @property
@@ -80,17 +80,17 @@ class LinearSizes:
 
     @property
     def blocks(self) -> int:
-        """Of columns of v."""
+        """Blocks of columns of v."""
         return wide(self.dim_v) // self.columns
 
     @property
     def shares(self) -> int:
-        """Of channels of k, each of a program of the kernels with most accumulators: more than 64 have no room in registers."""
+        """Shares of channels of k, one for each program of the kernels with most accumulators: more than 64 channels fill the registers."""
         return max(wide(self.dim_k) // _SHARE, 1)
 
     @functools.cached_property
     def numbers(self) -> dict[str, Any]:
-        """What kernels have of them."""
+        """Arguments of kernels."""
         return {
             "heads": self.heads,
             "group": self.heads // self.groups,
@@ -110,7 +110,7 @@ class LinearSizes:
         }
 
     def in_parts(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Room for tiles, the last two axes: in float32, or as parts in bfloat16 one after the other."""
+        """Allocate tiles, the last two axes: in float32, or as parts in bfloat16 one after the other."""
         if not self.parts:
             return empty(shape, like)
         planes = (*shape[:-2], self.parts, *shape[-2:])
@@ -118,27 +118,27 @@ class LinearSizes:
 
 
 def wide(dim: int) -> int:
-    """A head's size as tiles have it."""
+    """Return a head's size rounded up for tiles."""
     return max(_LEAST, 1 << (dim - 1).bit_length())
 
 
 def tile(sizes: LinearSizes, warps: int = 4, stages: int = 2) -> Tile:
-    """How a kernel is compiled."""
+    """Return a kernel's compile options."""
     return Tile(queries=sizes.chunk, keys=sizes.columns, warps=warps, stages=stages)
 
 
 def in_half(*tensors: Tensor) -> bool:
-    """Whether products are of bfloat16."""
+    """Return whether products are of bfloat16."""
     return all(x.dtype == torch.bfloat16 for x in tensors)
 
 
 def readable(x: Tensor, *, last: bool) -> Tensor:
-    """With memory as kernels read it. last: numbers of the last axis lie side by side."""
+    """Return x, or a copy that kernels can read. last: the last axis has to be contiguous."""
     return x if not last or x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def strides(named: Named, axes: Mapping[str, str]) -> dict[str, int]:
-    """`q_b`, `q_s` and the like: of each tensor, by the letters of its axes; 0 of what is absent."""
+    """Return `q_b`, `q_s` and the like: each tensor's strides, by the letters of its axes; 0 for absent tensors."""
     return {
         f"{name}_{letter}": 0 if name not in named else named[name].stride(at)
         for name, letters in axes.items()
@@ -147,11 +147,11 @@ def strides(named: Named, axes: Mapping[str, str]) -> dict[str, int]:
 
 
 def state_strides(form: LinearForm, state: Tensor | None, name: str) -> dict[str, int]:
-    """As `strides`, of a state in the order of the function's own: (B, H, K, V), of the state space (B, H, V, K)."""
+    """Return the strides of a state in the function's own order: (B, H, K, V), for the state space (B, H, V, K)."""
     letters = "bhvk" if form.recurrence == "ssd" else "bhkv"
     return {f"{name}_{x}": 0 if state is None else state.stride(at) for at, x in enumerate(letters)}
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """In float32."""
+    """Allocate float32."""
     return torch.empty(tuple(shape), dtype=torch.float32, device=like.device)

@@ -1,6 +1,6 @@
-"""A step of decoding: one kernel reads a state and writes the new one over it. Imports triton, so it comes late.
+"""A step of decoding: one kernel reads a state and writes the new one over it. Imports triton, so it is imported late.
 
-A further call whose tensors lie alike is replayed: at one token the host takes longer than the GPU (replaying.py).
+Further calls with the same layouts are replayed: at one token the host takes longer than the GPU (replaying.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = ("q", "k", "v", "g", "beta", "skip", "first")
 def one_token(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
 ) -> Tensor:
-    """As `attn_compiler::linear_one_token`."""
+    """Compute `attn_compiler::linear_one_token`."""
     operands = [q, k, v, g, beta] if skip is None else [q, k, v, g, beta, skip]
     if noter() is None:
         operands = _apart(operands, state)
@@ -44,32 +44,27 @@ def one_token(
 def _instead(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor, text: str
 ) -> Tensor:
-    """The same by plain ops."""
     out, last = plain_calls.forward(q, k, v, g, beta, skip, state, text)
     state.copy_(last)
     return out
 
 
 def _apart(operands: list[Tensor], state: Tensor) -> list[Tensor]:
-    """Programs read operands while others write the state. So one of the same memory is copied."""
+    """Copy operands in the state's memory: programs read operands while others write the state."""
     memory = state.untyped_storage().data_ptr()
     return [x.clone() if x.untyped_storage().data_ptr() == memory else x for x in operands]
 
 
 def _first(given: dict[str, Tensor], text: str, same: Alike) -> Tensor:
-    """The first call of those that lie alike. It is not replayed where an operand has to be copied."""
+    """Run the first call of a layout. It is not replayed where an operand has to be copied."""
     call = LinearTensors.of(_OP, dict(given), text)
     with on(same.device):
         call.named["last"] = call.named["first"]
-        call.named["out"] = same.empty("out", lambda: _room(call))
+        v, dtype = call.named["v"], getattr(torch, call.form.out_dtype)
+        call.named["out"] = same.empty("out", lambda: torch.empty(v.shape, dtype=dtype, device=v.device))
         ready = call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **of_states(call))
     if ready is not None and all(call.named[name] is x for name, x in given.items()):
-        # The state has two names in the launch, of which a replay knows one.
+        # The state has two names in the launch, and one in a replay.
         where = tuple((at, "first" if name == "last" else name) for at, name in ready.where)
         same.keep([dataclasses.replace(ready, where=where)], inputs=list(given), returned=("out", None))
     return call.named["out"]
-
-
-def _room(call: LinearTensors) -> Tensor:
-    v = call.named["v"]
-    return torch.empty(v.shape, dtype=getattr(torch, call.form.out_dtype), device=v.device)

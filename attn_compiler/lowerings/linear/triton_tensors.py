@@ -1,4 +1,4 @@
-"""A call's tensors as kernels of linear attention read them, and their launches. Imports triton, so it comes late."""
+"""A call's tensors in the layouts that kernels of linear attention read, and their launches. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _OPTIONAL = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearTensors:
-    """A call's tensors as kernels read them, by name, and what follows from its form.
+    """A call's tensors by name, as kernels read them, and the call's form and sizes.
 
-    named: q, k, v, g, beta, and perhaps skip and state; later what kernels make of them.
+    named: q, k, v, g, beta, and perhaps skip and state; later the kernels' results.
     """
 
     form: LinearForm
@@ -54,7 +54,7 @@ class LinearTensors:
 
     @staticmethod
     def of(op: str, given: dict[str, Tensor | None], text: str, *more: Tensor) -> LinearTensors:
-        """more: further tensors that tell calls apart."""
+        """Build the tensors of a call. more: further tensors that tell calls apart."""
         form = LinearForm.from_text(text)
         named = {
             name: readable(x, last=name in ("q", "k", "v") or (name == "g" and form.channel))
@@ -71,7 +71,7 @@ class LinearTensors:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What kernels have of all calls alike."""
+        """Arguments that all kernels share."""
         form = self.form
         scale = self.sizes.dim_k**-0.5 if self.is_delta else 1.0
         return {
@@ -91,7 +91,7 @@ class LinearTensors:
         }
 
     def arguments(self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, **more: Any) -> Arguments:
-        """Of a kernel whose tensors are called as in `named`, but for capitals."""
+        """Arguments of a kernel, whose tensors have the names of `named`, capitalised."""
         tensors = {name: name.lower() for name in kernel.arg_names if name[0].isupper() and name.lower() in self.named}
         absent = {name: None for name in _OPTIONAL if name in kernel.arg_names}
         numbers = {**self.numbers, **more}
@@ -105,14 +105,14 @@ class LinearTensors:
     def run(
         self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, *, part: str = "", **more: Any
     ) -> ReadyKernel | None:
-        """Launch a kernel. part: tells launches of one kernel in one call apart. Gives what a further launch needs."""
+        """Launch a kernel. part: tells launches of one kernel in one call apart. Returns the launch for replays."""
         arguments = functools.partial(self.arguments, kernel, programs, warps, stages, **more)
         return launch(kernel, self.same, self.named, arguments, part)
 
     def having(self, **named: Tensor) -> LinearTensors:
-        """The same call with these tensors in the place of others."""
+        """Return the call with these tensors in place of others."""
         return dataclasses.replace(self, named={**self.named, **named})
 
     def without(self, *names: str) -> LinearTensors:
-        """The same call as if it had no such tensors."""
+        """Return the call without these tensors."""
         return dataclasses.replace(self, named={name: x for name, x in self.named.items() if name not in names})

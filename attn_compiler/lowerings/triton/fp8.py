@@ -1,8 +1,7 @@
-"""Our Triton kernels with a forward in FP8, for sites that a recipe was given for: any mask and score change that `triton` takes.
+"""Our Triton kernels with a forward in FP8, for sites with a recipe: any mask and score change that `triton` takes.
 
-The backward is that of `triton`: from q, k and v as they were rounded (fp8/restoring.py), and the forward's out and lse.
-
-Tiles are those of `triton`, but where others were measured (`_HOPPER`), or where they do not fit.
+The backward is that of `triton`, from q, k and v as they were rounded (fp8/restoring.py), and the forward's out and lse. Tiles are those
+of `triton`, except where others were measured (`_HOPPER`), or where they do not fit.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from attn_compiler.spec.target import Target
 
 #: head dims up to which the tiles of `triton` do not spill
 _ROOMY = 128
-#: By head dim, where nothing but a band masks. On an H200, S 8192, causal and full, TFLOP/s: 545 and 568 at head dim 64 (64x64 w4 s3: 529
+#: By head dim, for masks of nothing but a band. On an H200, S 8192, causal and full, TFLOP/s: 545 and 568 at head dim 64 (64x64 w4 s3: 529
 #: and 561), 773 and 834 at 128 (643 and 670).
 _HOPPER = {
     64: Tile(queries=64, keys=128, warps=4, stages=2),
     128: Tile(queries=64, keys=128, warps=4, stages=3),
 }
-#: as the kernels in half precision, which the backward has, of head dims that those in FP8 take
+#: sites that the kernels in half precision take, which run the backward, with the head dims of those in FP8
 _TAKES = dataclasses.replace(kernel_limits.TAKES, head_dims=FP8.head_dims)
 _WIDE_HEADS = Tile(queries=64, keys=64, warps=8, stages=2)
 # Visits the forward's lists, so its queries and keys are the same.
@@ -38,7 +37,7 @@ _WIDE_HEADS_GRAD_Q = Tile(queries=64, keys=64, warps=4, stages=1)
 
 
 class TritonFp8(Lowering):
-    """`attn_compiler::triton_fp8`: its operands are those of fp8/quantise.py, and then those of triton's plan."""
+    """`attn_compiler::triton_fp8`, whose operands are those of fp8/quantise.py, then those of triton's plan."""
 
     name = "triton_fp8"
 
@@ -52,7 +51,7 @@ class TritonFp8(Lowering):
         if machine or spec.fp8 is None:
             return [*recipe, *machine]
         inputs = check_fp8_inputs(spec)
-        # Its logits are in units of log 2, of which the lowest number is -inf.
+        # Its logits are in units of log 2, where the dtype's lowest number becomes -inf.
         kernels = [*kernel_limits.check_site(spec, target, _TAKES), *mask_limits.check_numbers_read(spec)]
         return [*recipe, *inputs, *limits.check_shapes(spec), *kernels]
 
@@ -71,7 +70,7 @@ class TritonFp8(Lowering):
 
 
 def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
-    """The tiles of `triton`, unless they leave no registers for a product with v beside the sum over tiles.
+    """Return the tiles of `triton`, unless they leave no registers for a product with v beside the sum over tiles.
 
     In that case: the largest of the tiles compiled for sm90 that does not spill.
     """
@@ -89,7 +88,7 @@ def _tiles(spec: AttentionSpec, target: Target) -> Tiles:
 
 
 def _is_plain_on_hopper(spec: AttentionSpec, target: Target) -> bool:
-    """Where `_HOPPER` was measured: nothing but a band, and no lists, whose tiles a backward shares."""
+    """Return whether `_HOPPER` was measured for the site: nothing but a band, and no lists, whose tiles a backward shares."""
     return target.sm == 90 and not parts.make_plan(spec).operands and spec.head_dim_qk == spec.head_dim_v
 
 

@@ -1,4 +1,4 @@
-"""Calls the FP8 kernel on tensors. Imports triton, so it comes late. See triton/launch.py, which this follows."""
+"""Launches of the FP8 kernel, like those of triton/launch.py. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from attn_compiler.lowerings.shared.launching.replaying import Alike
 from attn_compiler.lowerings.triton.kernels import forward_fp8
 from attn_compiler.spec.attention import AttentionSpec
 
-#: elements of a head that tensor cores multiply at once, in FP8
+#: fewest elements of a head that tensor cores multiply in FP8
 _LEAST_PART = 32
-#: head dims of v whose product with one tile of keys a thread has room for, beside the sum: 256 spill on sm90
+#: most head dims of v whose product with one tile of keys fits into registers beside the sum: 256 spill on sm90
 _WIDEST_PART = 128
 
-#: parameters by what fp8_quantise calls them; V has positions last
+#: parameters, and their names in fp8_quantise; V has positions last
 _PARAMETERS = {
     "Q": "q8",
     "K": "k8",
@@ -45,7 +45,6 @@ _PARAMETERS = {
 
 
 def _operands(prepared: Prepared) -> tuple[str, ...]:
-    """Names of those that the leaf op takes, in order."""
     return (*quantise.names(prepared.call.spec), *prepared.operands)
 
 
@@ -92,6 +91,6 @@ def _of_fp8(spec: AttentionSpec, given: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def parts_of_v(head_dim: int) -> tuple[int, int]:
-    """Tile widths that v is multiplied in."""
+    """Return the widths of the tiles of v's products."""
     first, second = head_dim_parts(head_dim, least=_LEAST_PART)
     return (first // 2, first // 2) if first > _WIDEST_PART else (first, second)

@@ -1,7 +1,7 @@
-"""Calls the Triton kernels on tensors: grids, outputs, launches. Imports triton, so it comes late.
+"""Launches of the Triton kernels: grids, outputs, arguments. Imports triton, so it is imported late.
 
-A kernel is compiled for what its Plan has and for the tensors' alignment, never for their sizes: one compiled kernel serves
-every sequence length.
+A kernel is compiled for its Plan's switches and the tensors' alignment, never for their sizes: one compiled kernel serves every sequence
+length.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from attn_compiler.lowerings.shared.kernels import backward, forward as forward_
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.launching.replaying import Alike
 
-#: a learned bias' backward keeps the scores' gradients up to this size, and beyond takes their products again: see `_add_scores`
+#: a learned bias' backward keeps the scores' gradients up to this size, and computes larger ones twice: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30
 # Elements: rows of the kept scores begin at whole vectors.
 _PITCH = 16
@@ -64,9 +64,9 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
 
 
 def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
-    """For each kernel that has a tile in `Tiles`, a call that runs it alone, to be measured: as `gradients` would launch it.
+    """Return for each kernel with a tile in `Tiles` a call that runs it alone, to be measured: as `gradients` would launch it.
 
-    They launch on the current device, which has to be the tensors'.
+    The calls launch on the current device, which has to be the tensors'.
     """
     shared.launch(backward.attention_row_stats, _row_stats)
     return {
@@ -87,17 +87,17 @@ def _run_backward(shared: Backward) -> list[torch.Tensor]:
 
 
 def _grad_operand(name: str) -> Callable[[Backward], torch.Tensor]:
-    """What gives the gradient of an operand."""
+    """Return the function that computes an operand's gradient."""
     if name == "sinks":
         return gradient_launch.grad_sinks
-    # Here and below: most models learn nothing that is added to scores, and to define these kernels takes time in each process.
+    # Imported late, here and below: most models learn no bias, and defining these kernels takes time in each process.
     from attn_compiler.lowerings.triton import launch_added
 
     return {"bias": launch_added.grad_bias, "distances": launch_added.grad_distances}[name]
 
 
 def _add_scores(shared: Backward) -> None:
-    """Room for the scores' gradients, (B, Hq, Skv, pitch), where a bias is learned: five products instead of nine.
+    """Allocate the scores' gradients, (B, Hq, Skv, pitch), where a bias is learned: five products instead of nine.
 
     As much memory as the gradient that PyTorch's own kernels make for such a bias, before they sum it.
     """
@@ -112,7 +112,7 @@ def _add_scores(shared: Backward) -> None:
 
 def _keeps_scores(shared: Backward) -> bool:
     plan, score = shared.prepared.plan, shared.prepared.call.spec.score
-    # A change of each score is beneath the bias: its derivative needs the products again.
+    # A softcap is applied before the bias: its derivative needs the products again.
     if not (plan.bias_grad or plan.distances_grad) or score.pointwise is not None:
         return False
     q = shared.tensors["Q"]

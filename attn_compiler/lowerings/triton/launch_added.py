@@ -1,14 +1,10 @@
-"""The gradients of what is added to the scores, or beside them: learned biases, numbers by distance.
-
-Imports triton, so it comes late.
-"""
+"""Gradients of learned biases and of biases by distance. Imports triton, so it is imported late."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +18,7 @@ from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient
 from attn_compiler.lowerings.shared.parts.kernel_plan import MOST_BLOCKS
 from attn_compiler.lowerings.triton.kernels import bias_backward, kept_backward
 
-#: of the bias kernels, whose tiles do not depend on the lists: up to so many head dims, in half precision
+#: tiles of the bias kernels, which do not depend on the lists, by the most head dims, in half precision
 _BIAS_TILES = {
     64: Tile(queries=64, keys=64, warps=4, stages=2),
     # Two stages spill: 2296 µs instead of 1659 on an H200 (B 8, H 16, S 2048, D 128).
@@ -30,11 +26,9 @@ _BIAS_TILES = {
 }
 _BIAS_TILE_SMALL = Tile(queries=32, keys=32, warps=4, stages=1)
 _DISTANCES_BLOCK = 128
-#: Queries of a group of programs of dq's launch, at least. Of fewer there are more sums by distance, of more less stays in the L2 cache:
-#: H200, B 8, S 2048, D 64, dq and a table's 128 / 256 / 512: 866 / 944 / 1045 µs, dq and a bias' 64 / 128 / 256: 915 / 905 / 886.
+#: Fewest queries of a group of programs of dq's launch. Fewer make more sums by distance; with more, less stays in the L2 cache: H200,
+#: B 8, S 2048, D 64, dq and a table's gradient with 128 / 256 / 512: 866 / 944 / 1045 µs, dq and a bias' 64 / 128 / 256: 915 / 905 / 886.
 _SPAN = 128
-
-T = TypeVar("T")
 
 
 def _bias_tile(prepared: Prepared) -> Tile:
@@ -46,10 +40,10 @@ def _bias_tile(prepared: Prepared) -> Tile:
 
 
 def _for_bias(shared: Backward) -> tuple[dict[str, Any], Tile]:
-    """Numbers and the tile of both kernels of biases' gradients."""
+    """Return numbers and the tile of both kernels of biases' gradients."""
     numbers = shared.numbers() | shared.pitch
     tile = _bias_tile(shared.prepared)
-    # These kernels apply the whole mask and the scale whatever the plan is: one compiled kernel for either.
+    # These kernels always apply the whole mask and the scale, so one compiled kernel serves every plan.
     numbers |= {"PLAIN": False, "MASK_ALL": False}
     plan = shared.prepared.plan
     numbers["SPARSE"] = plan.band is not None or plan.tiles or plan.unlisted
@@ -58,7 +52,7 @@ def _for_bias(shared: Backward) -> tuple[dict[str, Any], Tile]:
 
 
 def add_further(shared: Backward) -> None:
-    """Room for what dq's launch makes, too, of kept scores: the gradient of a bias of both axes, or else sums by distance."""
+    """Allocate the further outputs of dq's launch from kept scores: the gradient of a bias with both axes, or else sums by distance."""
     plan, bias = shared.prepared.plan, shared.tensors.get("bias")
     if plan.bias_grad and bias is not None and 1 not in bias.shape[2:]:
         shared.tensors["GradBias"] = shared.same.empty("GradBias", functools.partial(empty_gradient, bias))
@@ -67,12 +61,12 @@ def add_further(shared: Backward) -> None:
 
 
 def _span(shared: Backward) -> int:
-    """Queries of a group of programs of dq's launch that makes more than dq: whole tiles of both."""
+    """Return the queries of a group of programs of dq's launch with further outputs: whole tiles of both."""
     return max(_SPAN, _bias_tile(shared.prepared).queries, shared.prepared.call.tiles.grad_q.queries)
 
 
 def _add_sums(shared: Backward, span: int | None) -> None:
-    """Sums: float32 (Hq|1, spans, diagonals of one, 2, size of a tile), of so many queries a span; None: of all."""
+    """Allocate Sums: float32 (Hq|1, spans, diagonals of one, 2, size of a tile). span: queries of one; None: all."""
     q, k, distances = (shared.tensors[name] for name in ("Q", "K", "distances"))
     size = _bias_tile(shared.prepared).queries
     blocks_q, blocks_k = (triton.cdiv(x.shape[2], size) for x in (q, k))
@@ -83,7 +77,7 @@ def _add_sums(shared: Backward, span: int | None) -> None:
 
 
 def launch_grad_q_kept(shared: Backward) -> None:
-    """dq of kept scores, and what there is room for."""
+    """Launch dq from kept scores, with the outputs of `add_further`."""
     shared.launch(kept_backward.attention_grad_q_kept, _grad_q_kept)
 
 
@@ -102,7 +96,7 @@ def _grad_q_kept(shared: Backward) -> Arguments:
     numbers |= {**lists(shared.tensors.get("tiles")), **strides("dq", shared.tensors["GradQ"])}
     numbers |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "MASK_ALL": shared.prepared.plan.unlisted}
     numbers |= {"ONE_B": batch == 1, "ONE_H": heads == 1, "SPAN": span, "SIZE": min(size, span)}
-    # Of what the other kernels of a backward take, the scores' gradients hold the rest.
+    # The other kernels' further arguments are contained in the scores' gradients.
     for unread in ("stride_q", "stride_v", "stride_g", "stats_rows", "adding"):
         del numbers[unread]
     of_dq = span // tile.queries * (q.shape[0] if batch == 1 else 1) * (q.shape[1] if heads == 1 else 1)
@@ -110,15 +104,10 @@ def _grad_q_kept(shared: Backward) -> Arguments:
     names = {**shared.parameters("GradQ"), **shared.scores, **further, "Tiles": shared.prepared.present("tiles")}
     return Arguments(
         grid=(triton.cdiv(q.shape[2], span) * (of_dq + others), heads, batch),
-        tensors=_taken_by(kernel, names),
+        tensors={name: names[name] for name in kernel.arg_names if name in names},
         numbers=numbers,
         tile=tile,
     )
-
-
-def _taken_by(kernel: Any, given: Mapping[str, T]) -> dict[str, T]:
-    """Tensors that the kernel has parameters for."""
-    return {name: given[name] for name in kernel.arg_names if name in given}
 
 
 def grad_bias(shared: Backward) -> torch.Tensor:
@@ -148,9 +137,9 @@ def _bias(shared: Backward) -> Arguments:
 
 
 def grad_distances(shared: Backward) -> torch.Tensor:
-    """Tiles summed along the diagonals of the scores, then each along its own: by dq's launch, or one of their own.
+    """Sum tiles along the diagonals of the scores, then each along its own: by dq's launch, or one of their own.
 
-    All of it goes to the first of the copies that the operand holds of the numbers.
+    The result goes to the first of the operand's copies of the biases.
     """
     distances = shared.tensors["distances"]
     if shared.tensors["Q"].shape[2] == 0 or shared.tensors["K"].shape[2] == 0:
@@ -167,7 +156,7 @@ def grad_distances(shared: Backward) -> torch.Tensor:
 
 
 def _check_summed(tiles: int) -> None:
-    """Raises ValueError for more tiles of scores than a program's loop counts. It would take it an hour."""
+    """Raise ValueError for more tiles of scores than a program's loop counts. They would take an hour."""
     if tiles > MOST_BLOCKS:
         raise ValueError(f"a learned bias' gradient sums at most {MOST_BLOCKS} tiles of scores into one, got {tiles}")
 

@@ -1,7 +1,7 @@
 """Our own Triton kernels: every mask and score change that a spec can hold, forward and backward, any GPU since Ampere.
 
-The kernels know nothing of graphs (`Plan` says what they are told); what they read at run time is made here by ordinary nodes.
-Imports no Triton: a site is described, decided and rewritten on machines that have none.
+The kernels are independent of graphs (`Plan` holds their arguments); ordinary nodes make their run-time operands here. Imports no Triton:
+a site is described, decided and rewritten on machines that have none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The leaf op of the Triton kernels, `attn_compiler::triton`: its text is a `shared.parts.kernel_plan.Call`.
 
-operands: those that the plan names, in its order. The backward's list holds the gradients of `Plan.differentiable`.
-triton itself is imported by the first call, not before: a dump or a fake needs none.
+operands: the plan's, in its order. The backward's list holds the gradients of `Plan.differentiable`. The first call imports triton: a dump
+or a fake needs none.
 """
 
 from __future__ import annotations

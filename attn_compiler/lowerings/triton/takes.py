@@ -1,4 +1,4 @@
-"""What our Triton kernels in FP8 take, of what our kernels share. q, k and v are rounded from half precision."""
+"""Sites that our Triton kernels in FP8 take. q, k and v are rounded from half precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.lowerings.shared.limits.takes import HeadDims, since
 from attn_compiler.spec.dtypes import HALF
 
-#: from the first with FP8 in its tensor cores
+#: from the first GPU with FP8 in its tensor cores on
 FP8 = dataclasses.replace(
     kernel_limits.TAKES,
     sms=since(89),

@@ -4,22 +4,22 @@ from tests.fuzz.planted.fault import faults
 
 ALL = faults("""
 a reset has no difference
-lowerings/linear/decays.py bounded; linear attention: two sums up to a decay of -inf differ by NaN
+lowerings/linear/chunks.py bounded_decays; linear attention: two sums up to a decay of -inf differ by NaN
 - g.clamp(min=_LOWEST)
 + g
 
 decays are differences of sums
-lowerings/linear/decays.py forward; linear attention: a difference of two large sums loses a small decay's digits
+lowerings/linear/chunks.py forward; linear attention: a difference of two large sums loses a small decay's digits
 - torch.stack([whole, g - whole]).cumsum(-1)
 + torch.stack([g, torch.zeros_like(g)]).cumsum(-1)
 
 the decay after a chunk's last token counts
-lowerings/linear/decays.py forward; linear attention: a token does not decay its own write
+lowerings/linear/chunks.py forward; linear attention: a token does not decay its own write
 - end = (exact[..., -1:] - exact)
 + end = (exact[..., -1:] - exact + whole)
 
 a chunk's first token does not decay the state
-lowerings/linear/decays.py backward; linear attention: its decay's gradient is that of the state alone
+lowerings/linear/chunks.py backward; linear attention: its decay's gradient is that of the state alone
 - (1, 0))
 + (0, 1))
 

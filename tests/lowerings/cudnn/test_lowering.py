@@ -139,14 +139,14 @@ def test_keys_are_counted_where_cudnn_would_go_beyond_them(
     changes: dict[str, Any], target: Target, counted: bool
 ) -> None:
     spec = laid(make_spec(**changes))
-    call = limits.counted(plan.of(spec, deterministic=False), spec, target)
+    call = limits.counted(plan.call_of(spec, deterministic=False), spec, target)
     assert (call.lengths, call.counted, call.may_be_empty) == (counted, counted, False)
     assert by_name("cudnn").why_not(spec, target) == []
 
 
 def test_the_call_of_a_site_is_what_its_text_says() -> None:
     spec = laid(make_spec(mask=CAUSAL))
-    assert CudnnCall.from_text(plan.of(spec, deterministic=False).to_text()).right == 0
+    assert CudnnCall.from_text(plan.call_of(spec, deterministic=False).to_text()).right == 0
 
 
 # What cuDNN's own graphs refuse by what they are told, and when keys are counted for them.

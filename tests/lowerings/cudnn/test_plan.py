@@ -51,7 +51,7 @@ def proved(*kinds: MaskKind, dtype: str = "bool", **changes: Any) -> AttentionSp
 
 def call_of(spec: AttentionSpec, *, deterministic: bool = False) -> CudnnCall:
     assert plan.reasons(spec) == []
-    return plan.of(spec, deterministic=deterministic)
+    return plan.call_of(spec, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def padded(bound: Any) -> AttentionSpec:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_lengths_are_counted_and_kept_within_what_there_is(dtype: torch.dtype) -> None:
     spec = padded(ix.add(Load("lengths", (Index("b"),), "int"), Const(-1)))
-    call = plan.of(spec, deterministic=False)
+    call = plan.call_of(spec, deterministic=False)
     values, made, again, _ = run(call, spec, loads={"lengths": torch.tensor([5, -2, 99], dtype=dtype)})
     assert values["lengths"].tolist() == [5, 0, SEQLEN]
     assert values["lengths_q"].tolist() == [SEQLEN] * BATCH
@@ -248,7 +248,7 @@ def test_lengths_are_counted_and_kept_within_what_there_is(dtype: torch.dtype) -
 
 def test_a_length_that_all_rows_share() -> None:
     spec = padded(Load("filled", (), "int"))
-    call = plan.of(spec, deterministic=False)
+    call = plan.call_of(spec, deterministic=False)
     values, *_ = run(call, spec, loads={"filled": torch.tensor(6)})
     assert values["lengths"].tolist() == [7] * BATCH
     assert values["lengths"].is_contiguous()

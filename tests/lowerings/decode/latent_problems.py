@@ -62,7 +62,7 @@ def planned(problem: Problem) -> Iterator[None]:
     """Every call has the problem's plan."""
     latent_launch.prepare.cache_clear()
     try:
-        with mock.patch.object(decode_plan, "of", return_value=problem.plan):
+        with mock.patch.object(decode_plan, "plan_of", return_value=problem.plan):
             yield
     finally:
         latent_launch.prepare.cache_clear()

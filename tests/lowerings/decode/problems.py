@@ -370,7 +370,7 @@ def planned(plan: DecodePlan) -> Iterator[None]:
     """Every call has this plan."""
     launch.prepare.cache_clear()
     try:
-        with mock.patch.object(decode_plan, "of", return_value=plan):
+        with mock.patch.object(decode_plan, "plan_of", return_value=plan):
             yield
     finally:
         launch.prepare.cache_clear()

@@ -68,7 +68,7 @@ def emitted(bench: Bench, call: DecodeCall, **given: fx.Node) -> dict[str, fx.No
         return decode_operands.emit(emitter, call, operands)
 
     text, made = bench.call(emit)
-    return dict(zip(plan.of(DecodeCall.from_text(text)).operands, made, strict=True))
+    return dict(zip(plan.plan_of(DecodeCall.from_text(text)).operands, made, strict=True))
 
 
 def bounds(what: MaskSpec, have: dict[str, torch.Tensor], **given: str) -> list[Any]:

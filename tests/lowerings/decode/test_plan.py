@@ -43,7 +43,7 @@ def spec_of(mask: MaskSpec, seqlen_q: int = 1, **others: object) -> AttentionSpe
 
 
 def operands(spec: AttentionSpec, splits: int | None = 1) -> tuple[str, ...]:
-    return decode_plan.of(DecodeCall(spec=spec, schedule=dataclasses.replace(SCHEDULE, splits=splits))).operands
+    return decode_plan.plan_of(DecodeCall(spec=spec, schedule=dataclasses.replace(SCHEDULE, splits=splits))).operands
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_rows_without_keys_are_means_by_their_bounds(
         DecodeCall(spec=spec_of(each, queries), schedule=dataclasses.replace(SCHEDULE, splits=1), by_head=by_head)
         for each in (mask, asked)
     ]
-    plain, found = map(decode_plan.of, calls)
+    plain, found = map(decode_plan.plan_of, calls)
     assert (plain.means, found.means, found.bounds_of) == (None, means, bounds_of)
     assert plain.operands == found.operands
 

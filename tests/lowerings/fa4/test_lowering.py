@@ -120,12 +120,12 @@ def windowed(left: int | None, right: int | None, *further: Causal) -> MaskSpec:
     ],
 )
 def test_masks(mask: MaskSpec, causal: bool, window: tuple[int | None, int | None]) -> None:
-    settings = plan.of(make_spec(mask=mask))
+    settings = plan.settings_of(make_spec(mask=mask))
     assert (settings.causal, settings.window) == (causal, window)
 
 
 def test_a_window_stays_where_lengths_are_not_known() -> None:
-    settings = plan.of(make_spec(mask=windowed(4096, None, Causal()), seqlen_q="s0", seqlen_kv="s0"))
+    settings = plan.settings_of(make_spec(mask=windowed(4096, None, Causal()), seqlen_q="s0", seqlen_kv="s0"))
     assert settings.window == (4096, 0)
 
 
@@ -134,9 +134,9 @@ def test_a_window_stays_where_lengths_are_not_known() -> None:
 )
 def test_scores(learned: bool, training: bool, grad: bool) -> None:
     spec = make_spec(changes=(Softcap(cap=30.0), Sinks(requires_grad=learned)), scale=0.5, needs_grad=training)
-    settings = plan.of(spec)
+    settings = plan.settings_of(spec)
     assert (settings.scale, settings.softcap, settings.sinks, settings.sinks_grad) == (0.5, 30.0, True, grad)
-    assert not plan.of(make_spec()).sinks
+    assert not plan.settings_of(make_spec()).sinks
 
 
 def test_text_and_back() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.fp8 import nodes as fp8_nodes, quantise, restoring
+from attn_compiler.lowerings.fp8 import quantise, restoring
 from attn_compiler.lowerings.fp8.restoring import Kept
 from attn_compiler.lowerings.fp8.rounding import How, Rounding
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
@@ -111,7 +111,7 @@ B, H, S, D = 2, 3, 40, 32
 def nodes(x: torch.Tensor, how: How) -> Any:
     emitter: Any = Eager()
     given: Any = x
-    return fp8_nodes.rounded(emitter, given, how)
+    return quantise.round_by_nodes(emitter, given, how)
 
 
 @pytest.mark.parametrize("form", ["e4m3", "e5m2", "int8"])

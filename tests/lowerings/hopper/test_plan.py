@@ -314,7 +314,7 @@ def test_a_tile_of_numbers_by_distance_begins_at_its_first_distance(
     seqlen_q: int, seqlen_kv: int, emitter: Any
 ) -> None:
     values = torch.randn(2, seqlen_q + seqlen_kv - 1)
-    found = added.of_distances(emitter, _in_copies(values), seqlen_q, seqlen_kv)
+    found = added.shifted_distances(emitter, _in_copies(values), seqlen_q, seqlen_kv)
     assert found.shape[:3] == (1, 2, 64)
     assert found.stride(2) % 8 == 0
     zero = added.zero(seqlen_q)
@@ -346,12 +346,12 @@ def test_no_tile_begins_before_the_first_column(seqlen_q: int, queries: int) -> 
 )
 def test_which_biases_are_read_where_they_are(bias: torch.Tensor, readable: bool, emitter: Any) -> None:
     assert added.is_readable(bias) is readable
-    assert (added.of_bias(emitter, bias) is bias) is readable
+    assert (added.readable_bias(emitter, bias) is bias) is readable
 
 
 def test_heads_and_batch_rows_that_are_repeated_are_read_once(emitter: Any) -> None:
     bias = torch.randn(1, 1, 8, 16).expand(3, 4, 8, 16)
-    found = added.of_bias(emitter, bias)
+    found = added.readable_bias(emitter, bias)
     assert found.shape == (1, 1, 8, 16)
     assert found.data_ptr() == bias.data_ptr()
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_compiler.lowerings.graph_ops.linear_recurrence import LinearOperands, definition, token_by_token
-from attn_compiler.lowerings.linear import channel_pairs, decays, scan_ops  # noqa: F401 (ops are registered by the import)
-from attn_compiler.lowerings.linear.chunks import by_chunks
+from attn_compiler.lowerings.linear import channel_pairs, scan_ops  # noqa: F401 (ops are registered by the import)
+from attn_compiler.lowerings.linear.chunks import bounded_decays, by_chunks, decay_sums
 from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.linear.reference import LinearReference, run
 from attn_compiler.reasons.codes import Code
@@ -126,7 +126,7 @@ _SIZE = 9
 
 
 def _by_themselves(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `decays.sums`, each sum by itself; 0 where there is none."""
+    """As `decay_sums`, each sum by itself; 0 where there is none."""
     nothing = torch.zeros_like(g[..., 0])
     size = g.shape[-1]
     rows = [[g[..., j + 1 : i + 1].sum(-1) if j <= i else nothing for j in range(size)] for i in range(size)]
@@ -137,7 +137,7 @@ def _by_themselves(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _found(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    between, start, end = decays.sums(g)
+    between, start, end = decay_sums(g)
     return between.tril(), start, end
 
 
@@ -150,14 +150,14 @@ def test_they_are_the_sums_and_so_are_their_gradients() -> None:
 
 
 def test_what_is_before_a_token_has_no_decay_to_it() -> None:
-    between, _, _ = decays.sums(torch.zeros(4))
+    between, _, _ = decay_sums(torch.zeros(4))
     assert (between == -torch.inf).equal(torch.ones(4, 4, dtype=torch.bool).triu(1))
 
 
 def test_a_small_sum_after_a_reset_has_its_digits() -> None:
     g = -torch.rand(2, 64) * 1e-3
     g[:, 5], g[:, 11] = -float("inf"), -3e38
-    low = decays.bounded(g)
+    low = bounded_decays(g)
     wanted = [x.float() for x in _by_themselves(low.double())]
     torch.testing.assert_close(list(_found(low)), wanted, rtol=1e-6, atol=1e-8)
 
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_not_finite_reaches_the_decays_of_its_sum_alone() -> 
 
 
 def test_a_decay_that_is_not_a_number_stays_one() -> None:
-    low = decays.bounded(torch.tensor([torch.nan, -torch.inf, torch.inf, -3.0]))
+    low = bounded_decays(torch.tensor([torch.nan, -torch.inf, torch.inf, -3.0]))
     assert low.isnan().tolist() == [True, False, False, False]
     assert low[1:3].exp().tolist() == [0.0, torch.inf]
     assert low[3] == -3.0

@@ -1,12 +1,12 @@
 """Attention of few queries over a long cache: split-KV, in one launch (https://pytorch.org/blog/flash-decoding).
 
-A program has all queries of a group of heads as the rows of its tile, so keys and values are read once, where they lie, and only from the
-first to the last key that a row may use. The work follows what the device knows of a cache's length. Tiles of keys are dealt out to the
-splits in turn; a split that there is none for ends at once, and is not waited for. Each of the others leaves a partial result, and the last
-one to arrive combines them, which the counters tell.
+The rows of a program's tile are all queries of a group of heads, so keys and values are read once, in place. They are read from the first
+to the last key that a row may use. The work depends on the cache's length on the device. Splits get tiles of keys in turn; a split without
+tiles ends at once, and is not waited for. Each other split stores a partial result, and the last one to arrive, by the counters, combines
+them.
 
-Where rows are few, warps go on alone (SLICES): each has a part of every tile of keys and a softmax of its own, and they meet after
-the last tile. What a row's keys have in common would otherwise cross warps three times a tile, through shared memory.
+With few rows, each warp has a part of every tile of keys and a softmax of its own (SLICES), and warps are combined after the last tile.
+The rows' maxima and sums would otherwise cross warps three times a tile, through shared memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attn_compiler.lowerings.decode.kernels.tuples import Cache, KeyTile, Querie
 from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E, at_head, change, load_pairs
 
-#: Numbers and operands that kernels are not compiled for: one serves every length, stride and address.
+#: Not specialised: one kernel serves every length, stride and address.
 ANY_VALUE = (
     "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks", "stride_vb", "stride_vh", "stride_vs",
     "bounds_side", "bounds_b", "keys_b", "pairs_b", "pairs_h", "pairs_q", "pairs_k", "distances_h",
@@ -31,8 +31,8 @@ ANY_ADDRESS = ("Lse", "Count", "Bounds", "Keys", "Pairs", "Distances", "Slopes",
 
 @triton.jit
 def _bounds(Bounds, batch, heads, queries, bounds_side, bounds_b, seqlen_kv, how: tl.constexpr):
-    """For each row the first key that it may use and the one after the last, and both for all rows; and which rows have no key, and whether
-    some have none, where such a row is a mean over all keys."""
+    """Return for each row the first key that it may use and the one after the last, and both for all rows. Also which rows have no key,
+    and whether some have none, where such a row is a mean over all keys."""
     none, some_none = False, False
     if Bounds is None:
         lower = tl.zeros([how.BLOCK_M], tl.int32)
@@ -64,7 +64,7 @@ def _bounds(Bounds, batch, heads, queries, bounds_side, bounds_b, seqlen_kv, how
 
 @triton.jit
 def _keys(start, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, OF_SCORES: tl.constexpr):
-    """Positions of a tile of keys. OF_SCORES: (1, N) or, in slices, (S, 1, N), as columns of scores; else (N, 1) or (S, N, 1)."""
+    """Return positions of a tile of keys. OF_SCORES: (1, N) or, in slices, (S, 1, N), as columns of scores; else (N, 1) or (S, N, 1)."""
     if SLICES == 1:
         at = tl.arange(0, BLOCK_N)
         at = at[None, :] if OF_SCORES else at[:, None]
@@ -77,7 +77,7 @@ def _keys(start, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, OF_SCORES: tl.cons
 
 @triton.jit
 def _rows(x, SLICES: tl.constexpr):
-    """(M, …) as rows of scores: the same, or (1, M, …)."""
+    """Return (M, …) as rows of scores: unchanged, or (1, M, …)."""
     if SLICES > 1:
         x = tl.expand_dims(x, 0)
     return x
@@ -88,7 +88,7 @@ def _load(
     base, keys, stride, end, allowed,
     FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """(N, PART) or (S, N, PART) elements of keys or values; zeros beyond the end and the head dim, and where `allowed` does not hold."""
+    """Load (N, PART) or (S, N, PART) elements of keys or values; zeros beyond the end and the head dim, and where `allowed` is False."""
     dims = _rows(FIRST + tl.arange(0, PART)[None, :], SLICES)
     inside = keys < end
     if allowed is not None:
@@ -102,7 +102,7 @@ def _load(
 
 @triton.jit
 def _is_added(bias):
-    """False where it is -inf in units of log 2, as a mask of numbers has it: nothing of such a key is to be added up."""
+    """Return whether the bias is above -inf in units of log 2: -inf masks a key, whose values may not be added up."""
     return bias.to(tl.float32) * LOG2E != float("-inf")
 
 
@@ -110,10 +110,10 @@ def _is_added(bias):
 def _of_some_row(
     keys, queries, lower, upper, end, Keys, Pairs, pairs_q, pairs_k, SLICES: tl.constexpr, how: tl.constexpr
 ):
-    """Which keys some row uses, (N, 1) or (S, N, 1).
+    """Return the keys that some row uses, (N, 1) or (S, N, 1).
 
-    The mask of the pairs is evaluated a second time, transposed. To move the answers from the layout of the scores to that of the values
-    would take up to 100 registers more (see tile_parts.keys_in_use).
+    The pairs' mask is evaluated a second time, transposed. Moving the result from the layout of the scores to that of the values would
+    take up to 100 registers more (see tile_parts.keys_in_use).
     """
     queries = _transposed(queries, SLICES)
     found = (keys < end) & (queries < how.SEQLEN_Q)
@@ -129,7 +129,7 @@ def _of_some_row(
 
 @triton.jit
 def _with_means(logits, none, truth, bias, how: tl.constexpr):
-    """The logits, which are alike where a row has no key. truth: without what numbers leave out."""
+    """Set the logits of a row without keys to one value. truth: the mask without keys that numbers leave out."""
     alike = 0.0
     if how.MEANS == "finite":
         alike = tl.where(truth & (bias.to(tl.float32) != float("-inf")), 0.0, float("-inf"))
@@ -149,8 +149,8 @@ def _transposed(x, SLICES: tl.constexpr):
 def _step(
     total, peak, out_0, out_1, start, end, own, of, scale, changed_by, tile: tl.constexpr, how: tl.constexpr
 ):  # fmt: skip
-    """A tile of keys of the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). own: `Queries`;
-    of: `Cache`; tile: `KeyTile`."""
+    """Process a tile of keys in the online softmax. total, peak: (M,) or (S, M) so far; out_0, out_1: (…, M, V_0), (…, M, V_1). own:
+    `Queries`; of: `Cache`; tile: `KeyTile`."""
     queries, lower, upper = own.positions, own.lower, own.upper
     q_0, q_1, q_scale, Keys = own.q_0, own.q_1, own.scale, of.Keys
     keys = _keys(start, how.BLOCK_N, how.SLICES, True)
@@ -173,7 +173,7 @@ def _step(
             allowed = allowed & _is_added(bias)
     if of.Distances is not None:
         distances = tl.load(of.Distances + (how.SEQLEN_Q - 1 - queries) + keys, mask=keys < end, other=0)
-    # Of many rows, pairs are too many to be asked twice.
+    # With many rows, evaluating the pairs' mask twice is too slow.
     AFTERWARDS: tl.constexpr = tile.BY_ROWS and of.Pairs is not None and q_0.shape[-2] > 32
     if tile.BY_ROWS and not AFTERWARDS:
         values_used = _of_some_row(
@@ -239,8 +239,8 @@ def _finished(
     SLICES: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, V_1: tl.constexpr, TWOS: tl.constexpr,
     LIFT: tl.constexpr,
 ):  # fmt: skip
-    """What the loop leaves of the first ROWS rows, whose peaks are in units of log 2, as one: lse, in those units, and the results.
-    LIFT: log2 of what weights were made larger by. Of TWOS, even and odd dims come together: all are in the first."""
+    """Combine slices of the first ROWS rows, whose peaks are in units of log 2: return lse, in those units, and the results. LIFT: log2 of
+    the weights' factor. With TWOS, even and odd dims are merged: all are in the first result."""
     if ROWS < BLOCK_M:
         total, peak = first_half(total, SLICES, ROWS), first_half(peak, SLICES, ROWS)
         out_0 = first_half(out_0, SLICES, ROWS)
@@ -271,10 +271,9 @@ def attention_decode(
 ):  # fmt: skip
     """Grid: (splits, Hkv · blocks of rows, B). See launch.py for the arguments, plan.py for the operands, tuples.py for HOW.
 
-    Row r of a kv head's GROUP · SEQLEN_Q is query r % SEQLEN_Q of head r // SEQLEN_Q of the group.
-    KScale, VScale: what keys and values in FP8 are multiplied by, or None.
-    Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count: int32 (B, Hkv · blocks),
-    zero, and zero again in the end. Both None for one split.
+    Row r of a kv head's GROUP · SEQLEN_Q is query r % SEQLEN_Q of head r // SEQLEN_Q of the group. KScale, VScale: factors of keys and
+    values in FP8, or None. Partial: float32, (B, Hkv · blocks, splits, KEPT, Dv) results and, from lse_at on, (…, KEPT) logarithms; Count:
+    int32 (B, Hkv · blocks), zero before and after. Both None for one split.
     """
     how: tl.constexpr = members(HOW)
     split, place, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -285,14 +284,14 @@ def attention_decode(
     used = tl.minimum(local, how.GROUP * how.SEQLEN_Q - 1)
     heads, queries = kv_head * how.GROUP + used // how.SEQLEN_Q, used % how.SEQLEN_Q
     if how.EARLY:
-        # The kernel before this one may still run: nothing that it writes is read before it has ended.
+        # The kernel before this one may still run: nothing that it writes is read before its end.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     lower, upper, first, end, none, some_none = _bounds(
         Bounds, batch, heads, queries, bounds_side, bounds_b, seqlen_kv, how
     )
-    # On its way while the bounds come.
-    # Wide by themselves, too: the interpreter takes a stride for as wide as its value.
+    # Loaded while the bounds are.
+    # Widened on their own, too: the interpreter gives a stride the width of its value.
     far_heads, far_queries = heads.to(tl.int64), queries.to(tl.int64)
     row = (batch.to(tl.int64) * stride_qb + far_heads * stride_qh + far_queries * stride_qs)[:, None]
     row = tl.multiple_of(row, [how.ALIGN, how.ALIGN])
@@ -317,7 +316,7 @@ def attention_decode(
     if split >= active:
         return
 
-    # Of keys and values a vector has NARROWER times as many elements.
+    # A vector of keys or values has NARROWER times as many elements.
     align: tl.constexpr = how.ALIGN * how.NARROWER if how.ALIGN > 1 else 1
     K = at_head(K, batch, kv_head, stride_kb, stride_kh, align)
     V = at_head(V, batch, kv_head, stride_vb, stride_vh, align)
@@ -391,7 +390,7 @@ def attention_decode(
         index = batch * tl.num_programs(1) + place
         record = index.to(tl.int64) * splits
         leave(Partial, lse_at, record + split, lse_part, part_0, part_1, how, rows)
-        # All threads have written before the one that counts says so.
+        # All threads have written before one of them counts.
         tl.debug_barrier()
         arrived = tl.atomic_add(Count + index, 1, sem="acq_rel")
         if arrived == active - 1:

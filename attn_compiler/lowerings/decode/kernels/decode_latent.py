@@ -1,9 +1,9 @@
 """Attention of few queries over the latent that k and v are made of: one head of keys, [latent, rope], whose first part is the values too.
 
-As decode.py, with what one wide head for all queries makes different. The rows of a program are heads, 16 to 64 of which tensor cores take
-at once. A tile of the latent is loaded once for both products. The partial results of splits, 512 floats a row, are too many for one
-program, so a second kernel adds them up (`combine_latent`), by rows and columns. Results stay float32: to round them to half precision
-would be most of the error of all of it.
+As decode.py, but with one wide head for all queries. The rows of a program are heads, 16 to 64 of which tensor cores take at once. A tile
+of the latent is loaded once for both products. The partial results of splits, 512 floats a row, are too many for one program, so a second
+kernel adds them up (`combine_latent`), by rows and columns. Results stay float32: rounding them to half precision would be most of the
+total error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attention_decode_latent(
     used = tl.minimum(local, how.GROUP * how.SEQLEN_Q - 1)
     heads, queries = used // how.SEQLEN_Q, used % how.SEQLEN_Q
     if how.EARLY:
-        # The kernel before this one may still run: nothing that it writes is read before it has ended.
+        # The kernel before this one may still run: nothing that it writes is read before its end.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     lower, upper, first, end, none, some_none = _bounds(
@@ -75,7 +75,7 @@ def attention_decode_latent(
     by_rows: tl.constexpr = Pairs is not None or how.BOUNDS != "batch"
     if how.MEANS is not None and how.BOUNDS != "batch":
         none = none[:, None]
-    # Of many rows, pairs are too many to be asked twice.
+    # With many rows, evaluating the pairs' mask twice is too slow.
     afterwards: tl.constexpr = by_rows and Pairs is not None and how.BLOCK_M > 32
     total = tl.zeros([how.BLOCK_M], tl.float32)
     peak = tl.full([how.BLOCK_M], float("-inf"), tl.float32)
@@ -103,7 +103,7 @@ def attention_decode_latent(
             is_used = _of_some_row(rows, of_row, lower, upper, end, Keys, Pairs, pairs_q, pairs_k, 1, how)
         if how.MEANS is not None and is_used is not None:
             is_used = is_used | some_none
-        # What no row uses may be NaN, and is not read.
+        # Keys that no row uses may be NaN, and are not read.
         c = _load(C, rows, stride_cs, end, is_used, 0, how.V_0, how.HEAD_DIM_V, how.ALIGN, 1)
         qk = tl.dot(q_0, tl.trans(c), input_precision=how.PRECISION)
         if how.ROPE > 0:
@@ -144,7 +144,7 @@ def attention_decode_latent(
 
 @triton.jit(do_not_specialize=("lse_at", "splits"), do_not_specialize_on_alignment=("Lse", "Partial", "Sinks", "Out"))
 def combine_latent(Out, Lse, Partial, Sinks, lse_at: tl.int64, splits: tl.int32, HOW: tl.constexpr):
-    """What splits have left, as one result. Grid: (rows, parts of COLUMNS dims, B)."""
+    """Combine the partial results of splits. Grid: (rows, parts of COLUMNS dims, B)."""
     how: tl.constexpr = members(HOW)
     row, part, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if how.EARLY:

@@ -1,14 +1,14 @@
 """Attention of many heads over the latent that k and v are made of, for Hopper, in Gluon.
 
-A program has 64 rows, which are heads and queries, and keys of one batch row. Its output, 64 rows of up to 512 dims, is all that the
-registers of two warpgroups hold. So one warpgroup computes the scores, their softmax and the left half of the output. It leaves the weights
-in shared memory for the other one, which computes the right half. A third one has the copy engine (TMA) fetch tiles of keys. Values are the
-latent's part of the same tile.
+A program has 64 rows, which are heads and queries, and keys of one batch row. Its output, 64 rows of up to 512 dims, fills the registers
+of two warpgroups. So one warpgroup computes the scores, their softmax and the left half of the output. It leaves the weights in shared
+memory for the other one, which computes the right half. A third one has the copy engine (TMA) load tiles of keys. Values are the latent's
+part of the same tile.
 
-The right half of a tile's output waits for the next tile's scores: the tensor cores have it during the softmax of these. The left half of a
-tile is free before the right one is, and both come by themselves.
+The product of a tile's right half waits for the next tile's scores: the tensor cores run it during their softmax. The left half of a tile
+is freed before the right one, and both are loaded separately.
 
-The tiles are visited from the last one to the first: the last one alone has keys beyond the end, so the first visit alone is masked.
+The tiles are visited from the last one to the first: only the last one has keys beyond the end, so only the first visit is masked.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import FEW, NOTHING, ROWS
 
 #: keys of a tile
 KEYS = gl.constexpr(64)
-#: what makes scores alike, and leaves -inf what it is
+#: a factor that makes finite scores equal and leaves -inf
 ALIKE = gl.constexpr(1e-30)
 
 
 @gluon.jit
 def _rows_of(X, length, stride, SIZE: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """A descriptor of (length, DIMS), for tiles of SIZE rows and TILE dims. Beyond the tensor tiles are 0."""
+    """Make a descriptor of (length, DIMS), for tiles of SIZE rows and TILE dims. Reads beyond the tensor are 0."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, TILE], X.dtype.element_ty)
     return tma.make_tensor_descriptor(X, [length, DIMS], [stride, 1], [SIZE, TILE], LAYOUT)
 
 
 @gluon.jit
 def _fetch(of_q, of_q_rope, of_c, of_r, tiles, barriers, block, start, step, count, how: gl.constexpr):
-    """The queries, and tiles of keys: first what the scores' first products and the left half of the output read, then the right half."""
+    """Load the queries, then tiles of keys: first the operands of the scores' first products and of the output's left half, then the right
+    half."""
     first_row = block * ROWS
     mbarrier.expect(barriers.q_full, 2 * of_q.block_type.nbytes)
     async_load(of_q, [first_row, 0], barriers.q_full, tiles.q.index(0))
@@ -66,7 +67,7 @@ def _fetch(of_q, of_q_rope, of_c, of_r, tiles, barriers, block, start, step, cou
 
 @gluon.jit
 def _scores(tiles, barriers, i, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """q kᵀ of the i-th tile, under way, as the parts of the tile come."""
+    """Start q kᵀ of the i-th tile as its parts arrive."""
     stage, phase = i % how.STAGES, (i // how.STAGES) & 1
     none = gl.zeros([ROWS, KEYS], gl.float32, layout=QK_LAYOUT)
     mbarrier.wait(barriers.left_full.index(stage), phase)
@@ -81,7 +82,7 @@ def _scores(tiles, barriers, i, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def _softmax(qk, key, most, peak, total, factor, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr):
-    """The weights of a tile from `key` on, each row's maximum, its sum as `shares` of it, and what sums so far are to be multiplied by."""
+    """Return the weights of a tile from `key` on, each row's maximum, its sum as `shares` of it, and the factor of the sums so far."""
     if MASKED:
         qk = gl.where(up_to(most - key, QK_LAYOUT, KEYS), qk, float("-inf"))
     new_peak = gl.maximum(peak, gl.max(qk, 1) * factor)
@@ -93,7 +94,7 @@ def _softmax(qk, key, most, peak, total, factor, MASKED: gl.constexpr, QK_LAYOUT
 
 @gluon.jit
 def _hand_over(weights, decay, tiles, barriers, i):
-    """To the other warpgroup: the weights of the i-th tile, and what its output so far is to be multiplied by."""
+    """Pass the weights of the i-th tile, and the factor of the output so far, to the other warpgroup."""
     mbarrier.wait(barriers.weights_empty, (i & 1) ^ 1)
     if weights is not None:
         tiles.weights.store(weights)
@@ -107,7 +108,7 @@ def _left(
     tiles, barriers, Out, Lse, start, step, count, length, block, split, batch, factor, unit,
     PARTIAL: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """Scores, softmax and the left half of the output."""
+    """Run scores, softmax and the left half of the output."""
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]
     )
@@ -157,7 +158,7 @@ def _left(
 
 @gluon.jit
 def _right(tiles, barriers, Out, count, block, split, batch, PARTIAL: gl.constexpr, how: gl.constexpr):
-    """The right half of the output."""
+    """Run the right half of the output."""
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.HALF, 16]
     )
@@ -185,7 +186,7 @@ def _right(tiles, barriers, Out, count, block, split, batch, PARTIAL: gl.constex
 
 @gluon.jit
 def _places(block, split, batch, LAYOUT: gl.constexpr, PARTIAL: gl.constexpr, how: gl.constexpr):
-    """Of each row: where its output is stored, in rows, and its lse, and whether they are."""
+    """Return each row's position in the output (in rows) and in the lse, and whether they are stored."""
     own = gl.arange(0, ROWS, layout=LAYOUT)
     row, far = block * ROWS + own, batch.to(gl.int64)
     if PARTIAL:
@@ -206,7 +207,7 @@ def _store(
     Out, out, block, split, batch, first: gl.constexpr,
     OUT_LAYOUT: gl.constexpr, PARTIAL: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """Half of the output."""
+    """Store half of the output."""
     at, _, kept = _places(block, split, batch, gl.SliceLayout(1, OUT_LAYOUT), PARTIAL, how)
     dims = first + gl.arange(0, how.HALF, layout=gl.SliceLayout(0, OUT_LAYOUT))
     gl.store(Out + at[:, None] * (2 * how.HALF) + dims[None, :], out, mask=kept[:, None])
@@ -214,7 +215,7 @@ def _store(
 
 @gluon.jit
 def _barrier():
-    """Of one arrival."""
+    """Make a barrier of one arrival."""
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=1)
     return barrier
@@ -222,7 +223,7 @@ def _barrier():
 
 @gluon.jit
 def _barriers(STAGES: gl.constexpr):
-    """One of one arrival for each stage."""
+    """Make a barrier of one arrival for each stage."""
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.index(i), count=1)
@@ -243,7 +244,7 @@ def _all_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _bounds_of(Bounds, batch, bounds_side, bounds_b, seqlen_kv, how: gl.constexpr):
-    """The first key that a row of the batch may use, and the one after the last."""
+    """Return the first key that a row of the batch may use, and the one after the last."""
     first, end = batch * 0, batch * 0 + seqlen_kv
     if Bounds is not None:
         at = Bounds + batch.to(gl.int64) * bounds_b
@@ -266,8 +267,8 @@ def attention_latent_sm90(
     stride_qb: tl.int64, stride_qr: tl.int64, stride_cb: tl.int64, stride_cs: tl.int64, stride_rb: tl.int64, stride_rs: tl.int64,
     bounds_side: tl.int32, bounds_b: tl.int32, lse_at: tl.int64, seqlen_kv: tl.int32, scale: tl.float32, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of 64 rows, splits, B). num_warps: 4. As `attention_decode_latent`, in half precision, with bounds of a query alone as
-    mask, and a positive scale that alone changes the scores.
+    """Grid: (blocks of 64 rows, splits, B). num_warps: 4. As `attention_decode_latent`, in half precision; the mask is bounds of a query,
+    and the only change of scores is a positive scale.
 
     stride_qr: from one row of Q to the next. Every stride is a multiple of 16 bytes.
     """
@@ -283,7 +284,7 @@ def attention_latent_sm90(
         factor = gl.where(length > 0, factor, ALIKE)
         length = gl.where(length > 0, length, seqlen_kv)
     tiles_of_all = (length + KEYS - 1) // KEYS
-    # Without keys a split has one tile beyond them, which comes as 0.
+    # A split without keys has one tile beyond the end, which is loaded as 0.
     count = gl.maximum((tiles_of_all - split + splits - 1) // splits, 1)
     last = split + (count - 1) * splits
     last = gl.where(tiles_of_all == 0, last + 1, last)

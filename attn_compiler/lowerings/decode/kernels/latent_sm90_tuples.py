@@ -1,4 +1,4 @@
-"""What the kernel over a latent for Hopper takes and hands on as named tuples: shared/kernels/tuples.py says how. Imports no triton."""
+"""Named tuples that Hopper's kernel over a latent takes and passes on, as in shared/kernels/tuples.py. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class HopperSwitches(NamedTuple):
-    """What the kernel is compiled for. The names of `LatentSwitches` are the same things."""
+    """Compile-time switches of the kernel. Names shared with `LatentSwitches` have the same meaning."""
 
     GROUP: Any
     SEQLEN_Q: Any
@@ -19,7 +19,7 @@ class HopperSwitches(NamedTuple):
 
 
 class LatentTiles(NamedTuple):
-    """In shared memory."""
+    """Buffers in shared memory."""
 
     q: Any  # (2, rows, half)
     q_rope: Any
@@ -31,7 +31,7 @@ class LatentTiles(NamedTuple):
 
 
 class LatentBarriers(NamedTuple):
-    """When tiles have come, and when they may be written over."""
+    """Barriers of the tiles: loaded, and free to be overwritten."""
 
     q_full: Any
     q_rope_full: Any

@@ -1,4 +1,4 @@
-"""What the decode kernel does with results: of half a tile's rows, of warps that went on alone, and of splits."""
+"""Combination of the decode kernel's results: of half a tile's rows, of warps with keys of their own, and of splits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import LN2, LOG2E
 
 @triton.jit
 def first_half(x, SLICES: tl.constexpr, ROWS: tl.constexpr):
-    """(…, 2 · ROWS) or (…, 2 · ROWS, N) to the first ROWS rows: of a product's result, registers of their own."""
+    """Return the first ROWS rows of a product's result, (…, 2 · ROWS) or (…, 2 · ROWS, N), in registers of their own."""
     if SLICES == 1:
         if len(x.shape) == 1:
             x = tl.trans(tl.reshape(x, 2, ROWS), 1, 0)
@@ -26,14 +26,14 @@ def first_half(x, SLICES: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _halved(x):
-    """(M, N, S) to (M, N, S / 2), summed in pairs."""
+    """Sum (M, N, S) in pairs to (M, N, S / 2)."""
     a, b = tl.split(tl.reshape(x, x.shape[0], x.shape[1], x.shape[2] // 2, 2))
     return a + b
 
 
 @triton.jit
 def _sum_of_slices(x, SLICES: tl.constexpr):
-    """(S, M, N) to (M, N). Moved once, so that a thread has what it adds: a reduction over warps would leave each warp the whole sum."""
+    """Sum (S, M, N) to (M, N). Moved once, so that a thread has all its terms: a reduction over warps leaves each warp the whole sum."""
     x = tl.trans(x, 1, 2, 0)
     if SLICES >= 8:
         x = _halved(x)
@@ -45,7 +45,7 @@ def _sum_of_slices(x, SLICES: tl.constexpr):
 
 @triton.jit
 def _higher(peak_a, total_a, peak_b, total_b):
-    """Two parts of a softmax as one: their peaks and totals."""
+    """Merge two parts of a softmax: their peaks and totals."""
     top = tl.maximum(peak_a, peak_b)
     shift = tl.where(top == float("-inf"), 0.0, top)
     return top, total_a * tl.exp2(peak_a - shift) + total_b * tl.exp2(peak_b - shift)
@@ -53,7 +53,7 @@ def _higher(peak_a, total_a, peak_b, total_b):
 
 @triton.jit
 def joined(total, peak, out_0, out_1, SLICES: tl.constexpr, V_1: tl.constexpr):
-    """The slices' results, whose peaks are in units of log 2, as one: (S, M) and (S, M, …) to (M,) and (M, …)."""
+    """Merge the slices' results, whose peaks are in units of log 2: (S, M) and (S, M, …) to (M,) and (M, …)."""
     top, total = tl.reduce((peak, total), 0, _higher)
     weights = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top)[None, :])
     out_0 = _sum_of_slices(out_0 * weights[:, :, None], SLICES)
@@ -63,10 +63,10 @@ def joined(total, peak, out_0, out_1, SLICES: tl.constexpr, V_1: tl.constexpr):
 
 @triton.jit
 def _found(Partial, record, start, splits, how: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr):
-    """(KEPT_ALL, PART, PARTS) of the partial results of PARTS splits, from `start` on. The splits come last: so threads share out the
-    other two axes, and each adds up what it holds.
+    """Load partial results of PARTS splits from `start` on, (KEPT_ALL, PART, PARTS). Splits are the last axis: threads divide the other
+    two axes, and each adds up its own elements.
 
-    Written by other programs: not to be taken from the cache of this multiprocessor.
+    Other programs wrote them, so this multiprocessor's cache is bypassed.
     """
     rows, dims = tl.arange(0, how.KEPT_ALL)[:, None, None], FIRST + tl.arange(0, PART)[None, :, None]
     parts = start + tl.arange(0, how.PARTS)[None, None, :]
@@ -77,8 +77,8 @@ def _found(Partial, record, start, splits, how: tl.constexpr, FIRST: tl.constexp
 
 @triton.jit
 def _weighted(total, peak, out_0, out_1, Partial, lse_at, record, start, splits, how: tl.constexpr):
-    """PARTS partial results more, from `start` on, in the sum. total, peak: (KEPT_ALL,) so far; out_0, out_1: their sums."""
-    # All loads are on their way before the first is waited for.
+    """Add PARTS more partial results, from `start` on, to the sums. total, peak: (KEPT_ALL,) so far; out_0, out_1: their sums."""
+    # All loads are issued before the first is waited for.
     found_0 = _found(Partial, record, start, splits, how, 0, how.V_0)
     found_1 = found_0
     if how.V_1 > 0:
@@ -99,13 +99,13 @@ def _weighted(total, peak, out_0, out_1, Partial, lse_at, record, start, splits,
 
 @triton.jit
 def store(Out, Lse, Sinks, batch, kv_head, rows, lse, out_0, out_1, how: tl.constexpr):
-    """The results of all keys: out into (B, Sq, Hq, Dv) and lse, which comes in units of log 2, into (B, Hq, Sq), both contiguous."""
+    """Store the results of all keys: out to (B, Sq, Hq, Dv) and lse, given in units of log 2, to (B, Hq, Sq), both contiguous."""
     head, query = kv_head * how.GROUP + rows // how.SEQLEN_Q, rows % how.SEQLEN_Q
     inside = rows < how.GROUP * how.SEQLEN_Q
     if Sinks is not None:
         sink = tl.load(Sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
         top = tl.maximum(lse, sink)
-        # A sink of -inf beside no key at all: -inf - -inf would be NaN.
+        # A sink of -inf in a row without keys: -inf - -inf would be NaN.
         shift = tl.where(top == float("-inf"), 0.0, top)
         joined = shift + tl.log2(tl.exp2(lse - shift) + tl.exp2(sink - shift))
         share = tl.exp2(lse - tl.where(joined == float("-inf"), 0.0, joined))
@@ -123,7 +123,7 @@ def store(Out, Lse, Sinks, batch, kv_head, rows, lse, out_0, out_1, how: tl.cons
 
 @triton.jit
 def leave(Partial, lse_at, record, lse, out_0, out_1, how: tl.constexpr, ROWS: tl.constexpr):
-    """The results of one split, for the program that combines them."""
+    """Store the partial result of one split for the program that combines them."""
     kept = tl.arange(0, ROWS)
     row = record * how.KEPT + kept
     tl.store(Partial + lse_at + row, lse, mask=kept < how.KEPT)
@@ -137,7 +137,7 @@ def leave(Partial, lse_at, record, lse, out_0, out_1, how: tl.constexpr, ROWS: t
 
 @triton.jit
 def combine(Out, Lse, Partial, Sinks, batch, kv_head, first_row, lse_at, record, splits, how: tl.constexpr):
-    """What all splits have left, as one result."""
+    """Combine the partial results of all splits."""
     rows = tl.arange(0, how.KEPT_ALL)
     total = tl.zeros([how.KEPT_ALL], tl.float32)
     peak = tl.full([how.KEPT_ALL], float("-inf"), tl.float32)

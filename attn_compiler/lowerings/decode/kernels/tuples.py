@@ -1,4 +1,4 @@
-"""What the decode kernel takes and hands on as named tuples: shared/kernels/tuples.py says how. Nothing here imports triton.
+"""Named tuples that the decode kernel takes and passes on, as in shared/kernels/tuples.py. Imports no Triton.
 
 Its numbers are parameters of their own. They have a type each, and the kernel is compiled for none of them: Triton has neither for the
 members of a tuple.
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 
 class DecodeSwitches(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time switches of the kernel."""
 
-    SPLITS: Any  # the first axis of the grid where it is compiled for that, else 0
+    SPLITS: Any  # the first axis of the grid where the kernel is compiled for it, else 0
     BLOCK_M: Any  # rows of a tile
     BLOCK_N: Any  # keys of a tile
     SLICES: Any  # as many as warps, each with keys of its own; or 1
@@ -28,7 +28,7 @@ class DecodeSwitches(NamedTuple):
     QK_1: Any
     V_0: Any  # and of v
     V_1: Any
-    BOUNDS: Any  # what has bounds of its own: "batch", a row of it; "query", or "row", a query of a head
+    BOUNDS: Any  # the unit with its own bounds: "batch", a row of it; "query", or "row", a query of a head
     MEANS: Any  # which keys a row without keys is the mean of; see plan.DecodePlan
     PAIRS_MASK: Any  # pairs are a mask, and not added
     ONE_KV: Any  # keys are the values, too
@@ -43,7 +43,7 @@ class DecodeSwitches(NamedTuple):
 
 
 class LatentSwitches(NamedTuple):
-    """What the kernel over a latent is compiled for, as in `DecodeSwitches` where the names are the same. Of values: the latent."""
+    """Compile-time switches of the kernel over a latent, as in `DecodeSwitches` where the names are the same. Values are the latent."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -68,7 +68,8 @@ class LatentSwitches(NamedTuple):
 
 
 class MergeSwitches(NamedTuple):
-    """What the kernel that adds up partial results over a latent is compiled for, as in `LatentSwitches` where the names are the same."""
+    """Compile-time switches of the kernel that adds up partial results over a latent. Names shared with `LatentSwitches` have the same
+    meaning."""
 
     BLOCK_M: Any
     PARTS: Any  # partial results that are added up at a time
@@ -100,7 +101,7 @@ class Queries(NamedTuple):
 
     q_0: Any
     q_1: Any
-    scale: Any  # what q · k is to be multiplied by before all else, or None
+    scale: Any  # the factor of q · k before all else, or None
     positions: Any
     lower: Any  # the first key that a row may use
     upper: Any  # the key after the last one
@@ -110,7 +111,7 @@ class Queries(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The keys and values of a head, and what masks and scores have for them."""
+    """The keys and values of a head, with their mask and score operands."""
 
     K: Any
     V: Any

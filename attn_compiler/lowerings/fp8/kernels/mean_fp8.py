@@ -17,8 +17,8 @@ def sums_fp8(
     X, Seen, Sums, stride_b, stride_h, stride_s, seen_b, heads, length, parts,
     PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (parts · H · B,). X: (B, H, S, D). Seen: bytes (B|1, S), which positions count; or None. Sums: float32 (B, H, parts, D): of
-    PARTS · PART positions, of what is finite."""
+    """Grid: (parts · H · B,). X: (B, H, S, D). Seen: bytes (B|1, S), the positions that count; or None. Sums: float32 (B, H, parts, D), of
+    finite elements of PARTS · PART positions."""
     place = tl.program_id(0)
     part, row = place % parts, place // parts
     X += (row // heads).to(tl.int64) * stride_b + (row % heads).to(tl.int64) * stride_h
@@ -42,7 +42,7 @@ def sums_fp8(
 def mean_fp8(
     Sums, Mean, length, parts, AT_ONCE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr
 ):  # fmt: skip
-    """Grid: (H · B,). Sums: of `sums_fp8`. Mean: float32 (B, H, 1, D), or ROTATED (B, H, 2, D), as fp8_rounding.mean_fp8 says."""
+    """Grid: (H · B,). Sums: of `sums_fp8`. Mean: float32 (B, H, 1, D), or ROTATED (B, H, 2, D), as in fp8_rounding.mean_fp8."""
     row = tl.program_id(0)
     dims = tl.arange(0, WIDTH)
     inside = dims < HEAD_DIM

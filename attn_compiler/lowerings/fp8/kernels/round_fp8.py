@@ -1,8 +1,8 @@
 """Rounds up to three tensors to FP8 or int8 in one launch and one pass, and finds their largest magnitudes in another.
 
-Nodes that Inductor makes kernels of need a launch for each tensor, two where scales come from the numbers themselves, and write v's
-turned tiles a byte at a time. What a number costs counts here as much as its bytes: a number that is not finite is looked for only where
-the largest magnitude says that there is one, and becomes NaN by being multiplied by 0.
+Inductor's kernels for such nodes take a launch for each tensor, two where scales come from the data, and write v's turned tiles a byte at
+a time. Arithmetic costs as much here as memory: numbers that are not finite are searched only where the largest magnitude shows that there
+are some, and become NaN by a product with 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attn_compiler.lowerings.fp8.kernels.tuples_round import RoundTensors
 from attn_compiler.lowerings.shared.kernels.optional import at_index
 from attn_compiler.lowerings.shared.kernels.releases import members
 
-#: Added and taken away again, it leaves a whole number, the nearest and of two the even one.
+#: Added and subtracted again, it rounds to the nearest whole number, ties to even.
 _WHOLE = tl.constexpr(12582912.0)
 
 
@@ -27,8 +27,7 @@ def _rows(first, length, PART: tl.constexpr):
 
 @triton.jit
 def _load(X, mean, Seen, first, dims, length, stride, PART: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """(PART, WIDTH) in float32, 0 beyond the tensor, and at positions that nobody sees. X: of a head. mean: what it loses, (1, WIDTH), or
-    None."""
+    """Load (PART, WIDTH) in float32, 0 beyond the tensor and at unseen positions. X: of one head. mean: subtracted, (1, WIDTH), or None."""
     rows, inside = _rows(first, length, PART)
     if Seen is not None:
         inside = inside & (tl.load(Seen + rows, mask=inside, other=0) != 0)
@@ -49,7 +48,7 @@ def _largest_of(x):
 def _largest_finite(
     X, mean, Seen, first, dims, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """Of PARTS · PART positions, from memory again."""
+    """Return the largest finite magnitude of PARTS · PART positions, from memory again."""
     found = 0.0
     for part in range(PARTS):
         x = _load(X, mean, Seen, first + part * PART, dims, length, stride, PART, HEAD_DIM)
@@ -61,7 +60,7 @@ def _largest_finite(
 def _largest(
     x, X, mean, Seen, first, dims, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """The largest finite magnitude of PARTS · PART positions, whose first PART are x."""
+    """Return the largest finite magnitude of PARTS · PART positions, whose first PART are x."""
     found = _largest_of(x)
     for part in tl.static_range(1, PARTS):
         further = _load(X, mean, Seen, first + part * PART, dims, length, stride, PART, HEAD_DIM)
@@ -78,7 +77,7 @@ def _largest(
 def _largest_rotated(
     X, mean, Seen, signs, first, length, stride, PARTS: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """The same of rotated positions."""
+    """Return the same for rotated positions."""
     found = 0.0
     for part in range(PARTS):
         at = first + part * PART
@@ -90,7 +89,8 @@ def _largest_rotated(
 
 @triton.jit
 def _keep_largest(Place, found):
-    """Of numbers that are not negative, bits are in the order of the numbers: the result is the same in any order."""
+    """Take the maximum in memory. Bits of numbers that are not negative are ordered like the numbers, so the result is the same in any
+    order."""
     tl.atomic_max(Place, found.to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -98,8 +98,8 @@ def _keep_largest(Place, found):
 def _write(
     x, scale, descale, mean, to, first, dims, of, how: tl.constexpr, each: tl.constexpr, FITS: tl.constexpr
 ):  # fmt: skip
-    """One part: rounded, and what that stands for; and its products with the mean, which go to Shift. FITS: x · scale does, and what was
-    not finite is 0 or NaN already. to: `RoundTensors` of a head."""
+    """Write one part: rounded, restored, and its products with the mean, which go to Shift. FITS: x · scale fits the format, and elements
+    that were not finite are 0 or NaN already. to: `RoundTensors` of a head."""
     rows, inside = _rows(first, of.length, how.PART)
     WIDTH: tl.constexpr = dims.shape[1]
     y = x * scale
@@ -150,8 +150,8 @@ def _write(
 def _round_block(
     block, row, head, batch, to, mean, signs, of, shared, how: tl.constexpr, each: tl.constexpr
 ):  # fmt: skip
-    """BLOCK positions of one head of one tensor. to: `RoundTensors` of that head, but for Largest, Newest and Descale; Seen is the batch
-    row's. mean: what x loses, or what its products go to Shift with."""
+    """Round BLOCK positions of one head of one tensor. to: `RoundTensors` of that head, except Largest, Newest and Descale; Seen is the
+    batch row's. mean: subtracted from x, or multiplied by it for Shift."""
     dims = tl.arange(0, each.WIDTH)[None, :]
     first = block * how.BLOCK
     PARTS: tl.constexpr = how.BLOCK // how.PART
@@ -189,7 +189,7 @@ def _round_block(
     if OF_BLOCKS:
         tl.store(to.Descale + row.to(tl.int64) * tl.cdiv(of.length, how.BLOCK) + block, descale)
     else:
-        # Of those that share it the first one.
+        # The first program of those that share the descale stores it.
         is_first = (block == 0) & ((of.largest_h != 0) | (head == 0)) & ((of.largest_b != 0) | (batch == 0))
         tl.store(to.Descale + batch * of.largest_b + head * of.largest_h, descale, mask=is_first)
     if PARTS == 1 or not ROTATED:
@@ -208,8 +208,8 @@ def _round_block(
 
 @triton.jit
 def _round(place, given, of, shared, how: tl.constexpr, each: tl.constexpr):
-    """BLOCK positions of one head of one tensor, or ROTATED RUN times as many: `place` counts those, then heads, then batch rows. given:
-    `RoundTensors`; of: `Numbers`; shared: `Shared`; how: `RoundSwitches`; each: `Each`."""
+    """Round BLOCK positions of one head of one tensor, or ROTATED RUN times as many: `place` counts those, then heads, then batch rows.
+    given: `RoundTensors`; of: `Numbers`; shared: `Shared`; how: `RoundSwitches`; each: `Each`."""
     blocks = tl.cdiv(of.length, how.BLOCK)
     of_a_head = tl.cdiv(of.length, how.BLOCK * how.RUN) if each.ROTATED else blocks
     block, row = place % of_a_head, place // of_a_head
@@ -249,17 +249,17 @@ def round_fp8(
     """Grid: (all programs of of_0, of_1 and of_2,). See fp8_rounding.round_fp8; tuples: tuples_round.py. X: (B, H, S, D), as is Restored;
     X1, X2 may be None.
 
-    Mean: float32 (B, H, n, D), contiguous, which the tensor MEAN_OF loses, or None; Shift: (B, H, S), of the tensor SHIFT_OF, whose heads
-    share `group` by `group` one of the mean's. Seen: bytes (B|1, S), which positions of tensors with OF_KEYS anybody may see: the
-    others count as 0, whatever they hold; or None. Largest: float32, or None: each block's own, which becomes `fits`, or KNOWN: `known`.
-    Newest: the bits of float32, where the largest magnitudes are kept, of the second tensor from newest1 on. Rounded: (B, H, S, D), or
-    TURNED: (B, H, D, S').
+    Mean: float32 (B, H, n, D), contiguous, subtracted from the tensor MEAN_OF, or None; Shift: (B, H, S), of the tensor SHIFT_OF, whose
+    heads share `group` by `group` one of the mean's. Seen: bytes (B|1, S), the visible positions of tensors with OF_KEYS: the others count
+    as 0, whatever they hold; or None. Largest: float32, or None: each block's own, which becomes `fits`, or KNOWN: `known`. Newest: the
+    bits of float32, where the largest magnitudes are kept, of the second tensor from newest1 on. Rounded: (B, H, S, D), or TURNED: (B, H,
+    D, S').
     """
     how: tl.constexpr = members(HOW)
     each_0: tl.constexpr = members(EACH0)
     each_1: tl.constexpr = members(EACH1)
     each_2: tl.constexpr = members(EACH2)
-    # What a pass before this one read last is still in the cache. Each branch's tuple has a name of its own: Triton would unite them.
+    # The tiles that an earlier pass read last are still in the cache. Each branch's tuple has a name of its own: Triton would merge them.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     if place < of_0.programs:
         first = RoundTensors(
@@ -289,7 +289,7 @@ def round_fp8(
 
 @triton.jit
 def _keep_largest_of(place, X, Mean, Seen, Kept, of, seen_b, how: tl.constexpr, each: tl.constexpr):
-    """PARTS · PART positions of one head of one tensor. of: `LookNumbers`; how: `LookSwitches`; each: `Each`."""
+    """Look at PARTS · PART positions of one head of one tensor. of: `LookNumbers`; how: `LookSwitches`; each: `Each`."""
     blocks = tl.cdiv(of.length, how.PARTS * how.PART)
     block, row = place % blocks, place // blocks
     head, batch = row % of.heads, row // of.heads

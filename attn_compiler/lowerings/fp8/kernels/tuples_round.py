@@ -1,6 +1,4 @@
-"""What the kernels that round, or look for the largest magnitudes, take as named tuples: shared/kernels/tuples.py says how. Nothing here
-imports triton.
-"""
+"""Named tuples of the kernels that round, or look for the largest magnitudes, as in shared/kernels/tuples.py. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Numbers(NamedTuple):
-    """Of one tensor that is rounded."""
+    """Numbers of one tensor that is rounded."""
 
     stride_xb: Any  # of the tensor itself
     stride_xh: Any
@@ -24,13 +22,13 @@ class Numbers(NamedTuple):
     heads: Any
     length: Any
     programs: Any  # 0 where there is no such tensor
-    largest: Any  # number of the format
+    largest: Any  # the format's largest number
     fits: Any  # what the largest magnitude becomes
     known: Any  # that magnitude, where KNOWN
 
 
 class LookNumbers(NamedTuple):
-    """Of one tensor whose largest magnitudes are looked for."""
+    """Numbers of one tensor whose largest magnitude is looked for."""
 
     stride_xb: Any
     stride_xh: Any
@@ -43,7 +41,7 @@ class LookNumbers(NamedTuple):
 
 
 class Each(NamedTuple):
-    """What a kernel is compiled for of one tensor."""
+    """Compile-time switches of one tensor."""
 
     HEAD_DIM: Any
     WIDTH: Any  # HEAD_DIM up to a power of two
@@ -65,7 +63,7 @@ class Shared(NamedTuple):
 
 
 class RoundSwitches(NamedTuple):
-    """What rounding is compiled for."""
+    """Compile-time switches of rounding."""
 
     BLOCK: Any  # positions of a block
     PART: Any  # positions at once
@@ -76,7 +74,7 @@ class RoundSwitches(NamedTuple):
 
 
 class LookSwitches(NamedTuple):
-    """What looking is compiled for."""
+    """Compile-time switches of looking."""
 
     PARTS: Any  # of a program
     PART: Any
@@ -84,7 +82,7 @@ class LookSwitches(NamedTuple):
 
 
 class RoundTensors(NamedTuple):
-    """Of one tensor, or of one of its heads; None where there is no such thing."""
+    """Tensors of one input, or of one of its heads; None where absent."""
 
     X: Any
     Mean: Any

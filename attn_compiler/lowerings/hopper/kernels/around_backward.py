@@ -1,5 +1,5 @@
-"""What runs before the backward kernel for Hopper, and after it: row stats and zeros; who comes before whom; dq in its own dtype; dk and dv
-of groups of heads."""
+"""Kernels before and after Hopper's backward kernel: row stats and zeros, ranks of blocks, dq in its own dtype, dk and dv summed over
+groups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def attention_before_backward(
     BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_ALL: tl.constexpr, HEAD_DIM_V: tl.constexpr, V_ALL: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """RowStats as row_stats.py says, Flag (2,) int32 and, where there are any, Sums (B, Hq, Sq,
-    HEAD_DIM_QK) float32 and Turns (B, Hq,
-    stats_rows / BLOCK_M) int32 are 0.
+    """Write RowStats (row_stats.py) and zeros: to Flag (2,) int32, to Sums (B, Hq, Sq, HEAD_DIM_QK) float32 and to Turns (B, Hq, stats_rows
+    / BLOCK_M) int32 where they are given.
 
     Grid: (stats_rows / BLOCK_M, Hq, B).
     """
@@ -42,10 +41,10 @@ def attention_before_backward(
 def attention_ranks(
     Lists, Ranks, lists, blocks, tiles, ORDERED: tl.constexpr, TILES: tl.constexpr, LISTED: tl.constexpr
 ):
-    """Ranks, which lie as Lists do, get of each block of keys and each tile of queries: how many blocks visit the tile before that one.
+    """Write to Ranks, strided as Lists, how many blocks visit a tile of queries before each block of keys does.
 
     Lists: of `blocks` blocks of keys, each of at most `tiles` tiles. Blocks come by their numbers, or, ORDERED, the longest list first.
-    Grid: (cdiv(tiles, TILES), heads and batch rows of the lists). LISTED: tiles that are looked at together.
+    Grid: (cdiv(tiles, TILES), heads and batch rows of the lists). LISTED: tiles that are read at once.
     """
     own = tl.program_id(0) * TILES + tl.arange(0, TILES)
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -70,7 +69,7 @@ def attention_after_backward(
     Sums, GradQ, Flag, stride_dq, heads_q, seqlen_q, scale,
     BLOCK_M: tl.constexpr, HEAD_DIM_QK: tl.constexpr, QK_ALL: tl.constexpr, ALIGN: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
-    """GradQ, logical BHSD, is Sums times the scale. MARKS: Flag gets 1 if any is NaN. Grid: (cdiv(Sq, BLOCK_M), Hq, B)."""
+    """Write Sums times the scale to GradQ, logical BHSD. MARKS: Flag gets 1 if any is NaN. Grid: (cdiv(Sq, BLOCK_M), Hq, B)."""
     start, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
     row = batch.to(tl.int64) * heads_q + head
     sums = Positions(base=Sums + row * seqlen_q * HEAD_DIM_QK, stride=HEAD_DIM_QK, length=seqlen_q)
@@ -90,7 +89,7 @@ def attention_sum_groups(
     Each, Grad, stride_e, stride_d, seqlen, group,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, ALL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Grad, logical BHSD, is the sum over groups of heads of Each (B, heads · group, seqlen, HEAD_DIM). Grid: (cdiv(seqlen, BLOCK), heads,
+    """Sum Each (B, heads · group, seqlen, HEAD_DIM) over each group's heads into Grad, logical BHSD. Grid: (cdiv(seqlen, BLOCK), heads,
     B)."""
     start, head, batch = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
     total = tl.zeros([BLOCK, ALL], tl.float32)

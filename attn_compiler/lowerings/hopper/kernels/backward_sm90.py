@@ -1,13 +1,12 @@
-"""Attention backward in half precision for Hopper, in Gluon: one pass over the keys, with what forward_sm90.py takes of masks and scores.
+"""Attention backward in half precision for Hopper, in Gluon: one pass over the keys, for all masks and scores of forward_sm90.py.
 
-A program stays for several blocks of 128 keys. One warpgroup has the copy engine (TMA) fetch tiles of queries and of the output's gradient,
+A program computes several blocks of 128 keys. One warpgroup has the copy engine (TMA) load tiles of queries and of the output's gradient;
 two compute 64 keys each. Their scores are transposed, (keys, queries), so that weights and their gradients stay in registers as the left
-operand of the products for dv and dk. The gradients of scores meet in shared memory, where both warpgroups take half of dq's columns (or
-rows) of them; the copy engine adds those to float32 sums in memory (https://arxiv.org/abs/2407.08608, section 3).
+operand of the products for dv and dk. Both warpgroups share the gradients of scores through shared memory: each multiplies half of dq's
+columns (or rows). The copy engine adds the products to float32 sums in memory (https://arxiv.org/abs/2407.08608, section 3).
 
-Those sums come in no fixed order, so two runs may differ in the last bits of dq, unless blocks take turns (in_order_sm90.py). Gradients
-that come out as NaN raise a flag: a masked key may hold NaN, and 0 · NaN is NaN. Then the Triton family's kernels compute all of them
-again.
+Those sums come in no fixed order, so two runs may differ in the last bits of dq, unless blocks take turns (in_order_sm90.py). A gradient
+that is NaN raises a flag: a masked key may hold NaN, and 0 · NaN is NaN. The Triton family's kernels then recompute all gradients.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _step(
     consumer: gl.constexpr, n, state, own, masks, Sums, batch, head, tiles, barriers, sizes,
     IS_MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """A tile of queries, the n-th that goes through the stages. state: the sums of dk and dv of 64 keys."""
+    """Process the n-th tile of queries of all stages. state: the sums of dk and dv of 64 keys."""
     LEFT_OF_K: gl.constexpr = gl.DotOperandLayout(0, layouts.GRAD_K, k_width=2)
     LEFT_OF_V: gl.constexpr = gl.DotOperandLayout(0, layouts.GRAD_V, k_width=2)
     QUERY: gl.constexpr = gl.SliceLayout(0, layouts.SCORES)
@@ -77,12 +76,12 @@ def _step(
     weights, through = weights_of(scores, start, IS_MASKED, base, bias, own, masks, sizes, layouts, how)
     left = gl.convert_layout(narrowed(weights, tiles.k), LEFT_OF_V, assert_trivial=True)
     delta = stats.slice(how.BLOCK_M, how.BLOCK_M).load(QUERY)
-    # It has come. ptxas moves the weights behind the products' wait unless something that branches is between.
+    # Already loaded: the branch alone matters, without which ptxas moves the weights behind the products' wait.
     mbarrier.wait(barriers.g_full.index(stage), phase)
     grad_weights = warpgroup_mma_wait(0, deps=(grad_weights,))
     grad_v = warpgroup_mma(left, g, grad_v, is_async=True)
     grads = narrowed(through * (grad_weights - delta[None, :]), tiles.k)
-    # Both warpgroups have read what was there: else the tile's gradients of the output had not come.
+    # Both warpgroups have read the buffer's last gradients: else this tile's output gradient would not have been loaded.
     tiles.grads.index(stage).slice(consumer * ROWS, ROWS, dim=0).store(grads)
     fence_async_shared()
     mbarrier.arrive(barriers.grads_full.index(stage))
@@ -90,7 +89,7 @@ def _step(
     mbarrier.wait(barriers.grads_full.index(stage), phase)
     sums = products_of_dq(consumer, tiles.grads.index(stage), tiles, layouts, how)
     sums, grad_k, grad_v = warpgroup_mma_wait(0, deps=(sums, grad_k, grad_v))
-    # Until what is in place of what is added to dq has left, or, where others wait for it, has been added.
+    # Until the copy engine has read the last sums of dq from their buffer, or, where blocks take turns, has added them.
     if how.IN_ORDER:
         sums_have_come()
     else:
@@ -103,7 +102,7 @@ def _step(
 
 @gluon.jit
 def _leave(Out, at, sums, tile, HEAD_DIM: gl.constexpr, ELEMENT: gl.constexpr):
-    """64 rows of a gradient, by the place that sums of dq leave from."""
+    """Store 64 rows of a gradient through the buffer of dq's sums."""
     own = reinterpret(tile, ELEMENT, [1, 1, ROWS, HEAD_DIM], Out.layout)
     tma.store_wait(0)
     barrier_of_threads()
@@ -118,7 +117,7 @@ def _compute(
     consumer: gl.constexpr, Sums, GradK, GradV, Flag, masks, masking, tiles, barriers, work, scale, factor, softcap,
     how: gl.constexpr,
 ):  # fmt: skip
-    """64 keys of each of this program's blocks."""
+    """Compute 64 keys of each block of this program."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.BLOCK_M, 16]
     )
@@ -166,7 +165,7 @@ def _compute(
             mbarrier.wait(barriers.kv_full, loaded & 1)
             state = (grad_k, grad_v)
             if how.IN_ORDER:
-                # From the last tile on: those that need their mask come last.
+                # Tiles from the last one on: those that need their mask come last.
                 unmasked = 0
                 if not how.MASK_ALL:
                     unmasked = count - masked
@@ -219,15 +218,15 @@ def attention_backward_sm90(
     Turns, Ranks, stride_q, stride_k, stride_v, stride_g, stride_s, stride_dk, stride_dv, stats_rows, masking, lists, adding, sizes,
     section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_N keys of each of heads_of_all = B · Hq heads: no more than run at
-    once, each then computes several. num_warps: 4.
+    """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_N keys of each of heads_of_all = B · Hq heads. No more programs than
+    run at once; each computes several blocks. num_warps: 4.
 
-    Q, K, V, GradOut: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. GradK, GradV: the same,
-    (B, Hq, Skv, D), what each head of queries adds. RowStats: (B, Hq, 2, stats_rows) float32, as row_stats.py says. Sums: (B, Hq, Sq, QK)
-    float32, contiguous, zeros: gets dq over the scale. Flag: two int32, 0: the first gets 1 if MARKS and a gradient is NaN, the second
-    counts blocks. Lists: by key. Turns: int32 (B, Hq, stats_rows / BLOCK_M), 0, or None where the order does not matter. Ranks: as
-    `attention_ranks` makes them of Lists, or None. Bits: of a dense mask, int32 (B|1, Hq|1, Skv|1, words of queries), or None; its strides
-    are where masking has the mask's. Added: a bias that wants no gradient, and adding: `Adding`; or both None. The other operands:
+    Q, K, V, GradOut: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. GradK, GradV: the same, (B,
+    Hq, Skv, D), the part of each query head. RowStats: (B, Hq, 2, stats_rows) float32 (row_stats.py). Sums: (B, Hq, Sq, QK) float32,
+    contiguous, zeros; gets dq over the scale. Flag: two int32, 0: the first gets 1 if MARKS and a gradient is NaN, the second counts
+    blocks. Lists: by key. Turns: int32 (B, Hq, stats_rows / BLOCK_M), 0, or None where the order does not matter. Ranks: from
+    `attention_ranks` and Lists, or None. Bits: of a dense mask, int32 (B|1, Hq|1, Skv|1, words of queries), or None; masking then has
+    their strides in place of the mask's. Added: a bias that wants no gradient, and adding: `Adding`; or both None. The other operands:
     kernel_plan.Plan; tuples: shared tuples.py; HOW: `GradSwitches`. The scale is positive.
     """
     how: gl.constexpr = members(HOW)

@@ -1,7 +1,6 @@
-"""What is added to the scores of the forward for Hopper, a dense bias or numbers by distance: the copy engine brings a tile of it to each
-warpgroup.
+"""Tiles of a dense bias or of biases by distance, added to the scores of Hopper's forward, which the copy engine loads for each warpgroup.
 
-Numbers by distance lie in memory once for each of 64 queries, each time moved on by one. So a tile of them is one like any other: it begins
+Biases by distance lie in memory once for each of 64 queries, each copy shifted by one. A tile of them is read like any other: it begins
 at the distance between its first query and its first key.
 """
 
@@ -17,7 +16,7 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
 @gluon.jit
 def descriptor_of_added(Added, adding, SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """For tiles of SIZE queries and KEYS keys. adding: `Adding`."""
+    """Make a descriptor of tiles of SIZE queries and KEYS keys. adding: `Adding`."""
     TILE: gl.constexpr = [1, 1, SIZE, KEYS]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, Added.dtype.element_ty)
     shape = [adding.batches, adding.heads, adding.rows, adding.columns]
@@ -28,7 +27,7 @@ def descriptor_of_added(Added, adding, SIZE: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def room_for_added(of, ELEMENT: gl.constexpr, how: gl.constexpr):
-    """Shared memory for ADDED_STAGES tiles of each warpgroup, and when they have come. of: their descriptor."""
+    """Allocate shared memory and barriers (full, empty) for ADDED_STAGES tiles of each warpgroup. of: their descriptor."""
     COUNT: gl.constexpr = how.ADDED_STAGES * how.CONSUMERS
     tiles = gl.allocate_shared_memory(ELEMENT, [COUNT, 1, 1, ROWS, how.BLOCK_N], of.layout)
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -42,8 +41,7 @@ def room_for_added(of, ELEMENT: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def fetch_added(batch, head, start, key, n, added, how: gl.constexpr):
-    """Ask for what is added in the n-th tile of all of the program's, of every warpgroup. start: the block's first query; key: the tile's
-    first one."""
+    """Load every warpgroup's added tile, the n-th of the program. start: the block's first query; key: the tile's first one."""
     BYTES: gl.constexpr = added.of.block_type.nbytes
     adding = added.at
     own_batch, own_head = gl.minimum(batch, adding.batches - 1), gl.minimum(head, adding.heads - 1)
@@ -61,7 +59,7 @@ def fetch_added(batch, head, start, key, n, added, how: gl.constexpr):
 
 @gluon.jit
 def added_of(consumer: gl.constexpr, n, added, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """What is added to a warpgroup's scores in the n-th tile, as it is in memory."""
+    """Wait for a warpgroup's n-th added tile, and return it in its own dtype."""
     place = n % how.ADDED_STAGES * how.CONSUMERS + consumer
     mbarrier.wait(added.full.index(place), (n // how.ADDED_STAGES) & 1)
     return added.tiles.index(place).reshape([ROWS, how.BLOCK_N]).load(QK_LAYOUT)
@@ -69,9 +67,9 @@ def added_of(consumer: gl.constexpr, n, added, QK_LAYOUT: gl.constexpr, how: gl.
 
 @gluon.jit
 def let_go_of_added(consumer: gl.constexpr, n, added, how: gl.constexpr):
-    """The n-th tile's place is free for the copy engine. To be called once its numbers were used.
+    """Free the n-th tile's buffer for the copy engine. Call it once its elements were used.
 
-    Until then ptxas may leave loads under way, which no barrier waits for: on an H100 the copy engine wrote the next tile over them.
+    Until then ptxas may leave loads in flight, which no barrier waits for: on an H100 the copy engine wrote the next tile over them.
     """
     place = n % how.ADDED_STAGES * how.CONSUMERS + consumer
     fence_async_shared()

@@ -1,4 +1,4 @@
-"""The warpgroup of the forward that has the copy engine fetch tiles, and which blocks and tiles the others find there."""
+"""The forward's producer warpgroup, which has the copy engine load tiles, and the order of its blocks and tiles."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
 @gluon.jit
 def nth_block(nth, work, how: gl.constexpr):
-    """This program's nth block of queries: whether there is one, its number, batch row, head, and row of the lse."""
+    """Return whether this program has an nth block of queries, then its number, batch row, head, and row of the lse."""
     is_one, block, row = turn(nth, work.section, work.blocks, work.heads_of_all)
-    # Where there is none, that of the first one is read.
+    # Without an nth block, the first one's list is read.
     block, row = gl.where(is_one, block, 0), gl.where(is_one, row, 0)
     batch, head = row // work.sizes.heads_q, row % work.sizes.heads_q
     if how.BATCH_LAST:
@@ -34,13 +34,13 @@ def nth_block(nth, work, how: gl.constexpr):
 
 @gluon.jit
 def list_of_block(work, batch, head, block):
-    """Where the list of a block begins, or None."""
+    """Return the address of a block's list, or None."""
     return list_of(work.Lists, batch, head, block, work.lists)
 
 
 @gluon.jit
 def tiles_to_visit(List, block, sizes, how: gl.constexpr):
-    """partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its keys is allowed."""
+    """Return partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its keys is allowed."""
     partial, first, second, full_first, full_last = keys_to_visit(List, block * how.BLOCK_M, sizes, how)
     is_none = partial + full_last <= full_first
     return gl.where(is_none, 1, partial), gl.where(is_none, 0, first), second, full_first, full_last
@@ -48,22 +48,22 @@ def tiles_to_visit(List, block, sizes, how: gl.constexpr):
 
 @gluon.jit
 def _fetch_tile(X, batch, head, position, stage, phase, full, empty, tiles, ALL: gl.constexpr):
-    """Ask for a tile as soon as all warpgroups have let go of what is in its place."""
+    """Load a tile as soon as all warpgroups have freed its buffer."""
     mbarrier.wait(empty.index(stage), phase ^ 1)
     fetch_parts(X, batch, head, position, full.index(stage), tiles, stage, ALL)
 
 
 @gluon.jit
 def place_of_queries(consumer: gl.constexpr, nth, how: gl.constexpr):
-    """Where a warpgroup's queries of the nth block are in shared memory, and how often others were there before them, modulo 2."""
+    """Return the buffer of a warpgroup's queries of the nth block, and the parity of its uses before (the barrier's phase)."""
     return consumer + how.CONSUMERS * (nth % how.QUERY_STAGES), (nth // how.QUERY_STAGES) & 1
 
 
 @gluon.jit
 def fetch(Q, K, V, tiles, added, barriers, work, rounds, how: gl.constexpr):
-    """For each block the queries of every warpgroup, then tiles of keys and values, keys a tile ahead. Runs ahead into the next block.
+    """Load the queries of every warpgroup for each block, then tiles of keys and values, keys a tile ahead. Runs ahead into the next block.
 
-    What is added to the scores comes last: its place is free later than that of the values before.
+    The added tile comes last: its buffer is free later than that of the values before.
     """
     done = 0
     for nth in range(rounds):

@@ -1,10 +1,11 @@
-"""Attention forward on FP8 tensors for Hopper, in Gluon: a band, softcap, sinks. Numbers as in forward_fp8.py, which says why.
+"""Attention forward on FP8 tensors for Hopper, in Gluon: a band, softcap, sinks. forward_fp8.py explains its numerics.
 
-One warpgroup has the copy engine (TMA) fetch tiles of keys and values, three or four compute 64 queries each: while one waits for its
-products, the others' softmax has the arithmetic units. A program stays for several blocks of queries, so that fetching for the next one
-begins before this one's output has left. What was tried besides, with numbers: docs/fp8_kernels.md.
+One warpgroup has the copy engine (TMA) load tiles of keys and values, three or four compute 64 queries each: while one waits for its
+products, the others' softmax has the arithmetic units. A program computes several blocks of queries, so that loads for the next one begin
+before this one's output is stored. docs/fp8_kernels.md has the other designs that were tried, with numbers.
 
-Weights become the operand of the next product where they are: v lies in the order that each thread has them in (fp8_rounding.in_order).
+Weights become the operand of the next product in their own registers: v is stored in the order of each thread's weights
+(fp8_rounding.in_order).
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
 )
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, SharedTiles
 
-#: log2 of what weights are rounded at: forward_fp8.WEIGHT
+#: log2 of the weights' scale in FP8: forward_fp8.WEIGHT
 WEIGHT = gl.constexpr(8.0)
-#: Never 0, which -inf would turn into NaN.
+#: Never 0: -inf times 0 is NaN.
 _LEAST_SCALE = gl.constexpr(1e-30)
 
 
 @gluon.jit
 def _block(nth, work, how: gl.constexpr):
-    """This program's nth block of queries (`turn`): whether there is one, batch, head, head of keys, row of the lse, first query, first
-    tile of keys, how many, and the number of keys of its batch row."""
+    """Return whether this program has an nth block of queries (`turn`), then batch, head, head of keys, row of the lse, first query, first
+    tile of keys, number of tiles, and the number of keys of its batch row."""
     blocks = work.blocks
     is_one, block, row = turn(nth, work.section, blocks, work.heads_of_all)
     head, batch = row % work.heads_q, row // work.heads_q
-    # What is missing of whole blocks is missing of the first one: under a causal mask it is the shortest.
+    # The first block is the one cut short where blocks don't divide the queries: under a causal mask it has the fewest keys.
     missing = blocks * how.CONSUMERS - (work.seqlen_q + (ROWS - 1)) // ROWS
     start = (block * how.CONSUMERS - missing) * ROWS
     # One tile at least, even if none of its keys is allowed.
@@ -66,7 +67,8 @@ def _block(nth, work, how: gl.constexpr):
 
 @gluon.jit
 def _fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
-    """For each block the queries of every warpgroup, then tiles of keys and values, the last ones first. Runs ahead into the next block."""
+    """Load the queries of every warpgroup for each block, then tiles of keys and values, the last ones first. Runs ahead into the next
+    block."""
     done = 0
     for nth in range(rounds):
         is_one, batch, head, head_kv, _row, start, first_tile, count, _keys = _block(nth, work, how)
@@ -75,7 +77,7 @@ def _fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
                 full = barriers.q_full.index(consumer)
                 mbarrier.wait(barriers.q_empty.index(consumer), (nth & 1) ^ 1)
                 mbarrier.expect(full, Q.block_type.nbytes)
-                # Before the first query there is nothing that the copy engine could be asked for.
+                # The copy engine can't load from before the first query.
                 at = [batch, head, gl.maximum(start + consumer * ROWS, 0), 0]
                 async_load(Q, at, full, tiles.q.index(consumer))
             for i in range(count):
@@ -92,7 +94,7 @@ def _fetch(Q, K, V, tiles, barriers, work, rounds, how: gl.constexpr):
 
 @gluon.jit
 def _skip(first, end, barriers, how: gl.constexpr):
-    """Tiles that only other warpgroups use, but every one has to let go."""
+    """Free tiles that only other warpgroups use: a tile is overwritten once every warpgroup has freed it."""
     for i in range(first, end):
         stage, phase = i % how.STAGES, (i // how.STAGES) & 1
         mbarrier.wait(barriers.k_full.index(stage), phase)
@@ -106,10 +108,10 @@ def _tiles(
     done, first, end, state, own, tensors, tiles, barriers, RIGHT: gl.constexpr, LEFT: gl.constexpr,
     layouts: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles from `first` to `end`, counted from the last one; `done` tiles went through the stages before.
+    """Run the online softmax over the tiles from `first` to `end`, counted from the last one. `done`: tiles of all stages before.
 
-    state: maximum of each row, its sum as `shares` of it, the output, and v's descale that it is in units of. RIGHT, LEFT: which of the
-    band's edges a tile may lie on; that of the last key is a right one. own: `Fp8Warpgroup`; tensors: `Fp8Tensors` of this head.
+    state: maximum of each row, its sum as `shares` of it, the output, and v's descale, in whose units the output is. RIGHT, LEFT: the
+    band's edges that may cross a tile; the end of the keys is a right one. own: `Fp8Warpgroup`; tensors: `Fp8Tensors` of this head.
     """
     QK_LAYOUT: gl.constexpr = layouts.QK
     OUT_LAYOUT: gl.constexpr = layouts.OUT
@@ -167,8 +169,8 @@ def _tiles(
 def _queries(
     consumer: gl.constexpr, round_phase, done, tensors, tiles, barriers, work, block, scale, softcap, how: gl.constexpr
 ):  # fmt: skip
-    """64 queries of one block. tensors: `Fp8Tensors` of its head. done: tiles that went through the stages before. block: batch, head,
-    first query, first tile of keys, how many, and the number of keys."""
+    """Compute 64 queries of one block. tensors: `Fp8Tensors` of its head. done: tiles of all stages before. block: batch, head, first
+    query, first tile of keys, number of tiles, and number of keys."""
     batch, head, start, first_tile, count, seqlen_kv = block
     seqlen_q, band_left, band_right = work.seqlen_q, work.band_left, work.band_right
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -189,7 +191,7 @@ def _queries(
         shift = gl.load(tensors.Shift + rows, mask=inside, other=0.0)
         if how.SOFTCAP:
             shift = shift * (scale / softcap)
-    # What q kᵀ is multiplied by for logits in units of log 2, or for tanh's argument; up to k's descale where blocks have one.
+    # The factor of q kᵀ for logits in units of log 2, or for tanh's argument; without k's descale where blocks have one.
     scales = first_row // how.SCALE_BLOCK if how.SCALE_BLOCK > 0 else 0
     factor = scale * gl.load(tensors.DescaleQ + scales)
     if how.SCALE_BLOCK == 0:
@@ -235,7 +237,7 @@ def _queries(
     total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)
 
     if HAS_SHIFT and not how.SOFTCAP:
-        # Of all keys the same, so it was left out so far. A row without keys has no scores to move, also where q holds NaN.
+        # The shift is the same for all keys, so it was left out so far. A row without keys has no scores to shift, also where q holds NaN.
         peak = gl.where(total == 0.0, peak, peak + shift * (scale * LOG2E))
     if tensors.Sinks is not None:
         sink = gl.load(tensors.Sinks + head).to(gl.float32) * LOG2E
@@ -250,7 +252,7 @@ def _queries(
     gl.store(tensors.Lse + rows, lse, mask=inside)
     out = out * gl.convert_layout(descale_v / divisor, OUT_ROW, assert_trivial=True)[:, None]
     own_tile = tiles.out.index(consumer)
-    # Until what the block before wrote has left.
+    # Until the output of the block before is stored.
     tma.store_wait(0)
     barrier_of_threads()
     own_tile.reshape([ROWS, how.HEAD_DIM_V]).store(out.to(tiles.out.dtype))
@@ -262,7 +264,7 @@ def _queries(
 def _compute(
     consumer: gl.constexpr, tensors, descales, tiles, barriers, work, rounds, scale, softcap, how: gl.constexpr
 ):  # fmt: skip
-    """64 queries of each of this program's blocks. descales: `DescaleStrides`."""
+    """Compute 64 queries of each block of this program. descales: `DescaleStrides`."""
     done = 0
     for nth in range(rounds):
         is_one, batch, head, head_kv, row, start, first_tile, count, keys = _block(nth, work, how)
@@ -293,13 +295,13 @@ def attention_forward_fp8_sm90(
     stride_descales, heads_q, group, section, blocks, heads_of_all, seqlen_q, seqlen_kv, band_right, scale, softcap, band_left, rows_b,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """Grid: up to blocks · heads_of_all, for `blocks` blocks of 64 · CONSUMERS queries of each of heads_of_all = B · Hq heads: no more
-    than run at once, each then computes several. num_warps: 4.
+    """Grid: up to blocks · heads_of_all, for `blocks` blocks of 64 · CONSUMERS queries of each of heads_of_all = B · Hq heads. No more
+    programs than run at once; each computes several blocks. num_warps: 4.
 
-    Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, 128, D), (1, 1, Dv, 128),
-    (1, 1, 64, Dv), D and Dv powers of two: what is beyond a tensor is 0, or not written. Lse: (B, Hq, Sq). Descales, Shift: as in
-    forward_fp8.py. Sinks: (Hq,) or None. Ends: int32 (B|1, Sq), the numbers of keys that queries may use, all of a
-    batch row the same; or None. scale is positive. section: `_block` says. HOW: tuples_sm90.py.
+    Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, 128, D), (1, 1, Dv, 128), (1, 1,
+    64, Dv), D and Dv powers of two: reads beyond a tensor are 0, writes there are dropped. Lse: (B, Hq, Sq). Descales, Shift: as in
+    forward_fp8.py. Sinks: (Hq,) or None. Ends: int32 (B|1, Sq), the numbers of keys that queries may use, equal for all queries of a
+    batch row; or None. scale is positive. section: as in `_block`. HOW: tuples_sm90.py.
     """
     how: gl.constexpr = members(HOW)
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)

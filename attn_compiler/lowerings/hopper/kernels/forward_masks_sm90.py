@@ -1,4 +1,4 @@
-"""Which pairs of a tile the forward for Hopper may use, in Gluon. What is not there is None: optional.py says how it is returned."""
+"""Masks of a tile of Hopper's forward, in Gluon. Absent operands are None; optional.py says how it is returned."""
 
 # ruff: noqa: RET502, RET505
 
@@ -14,7 +14,7 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, bits_set, by
 
 @gluon.jit
 def masked(qk, tile, own, masks, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """The scores of a tile, -inf where a pair is not allowed."""
+    """Return the scores of a tile, -inf where a pair is not allowed."""
     start = tile * how.BLOCK_N
     qk = gl.where(up_to(own.most - start, QK_LAYOUT, how.BLOCK_N), qk, float("-inf"))
     if how.HAS_LEFT or masks.Rows is not None:
@@ -33,7 +33,7 @@ def masked(qk, tile, own, masks, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.con
 
 @gluon.jit
 def keys_of(consumer: gl.constexpr, block, batch, masks, masking, sizes, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """Of each of a warpgroup's queries of a block: its number, and the first and the last key that it may use."""
+    """Return the numbers of a warpgroup's queries of a block, and the first and the last key that each may use."""
     rows = block * how.BLOCK_M + consumer * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, QK_LAYOUT))
     inside = rows < sizes.seqlen_q
     most = rows * 0 + (sizes.seqlen_kv - 1)
@@ -51,7 +51,7 @@ def keys_of(consumer: gl.constexpr, block, batch, masks, masking, sizes, QK_LAYO
 
 @gluon.jit
 def documents_of(rows, masks, masking, batch, seqlen_q):
-    """Of queries, or None."""
+    """Return the documents of queries, or None."""
     if masks.DocumentsQ is None:
         return
     else:
@@ -61,7 +61,7 @@ def documents_of(rows, masks, masking, batch, seqlen_q):
 
 @gluon.jit
 def slope_of(masks, head):
-    """Of a head, in units of log 2; or None."""
+    """Return the slope of a head in units of log 2, or None."""
     if masks.Slopes is None:
         return
     else:
@@ -70,7 +70,7 @@ def slope_of(masks, head):
 
 @gluon.jit
 def words_of(rows, masks, masking, seqlen_q):
-    """Where the words of a dense mask begin, of queries; or None."""
+    """Return the addresses of the queries' words of a dense mask, or None."""
     if masks.Bits is None:
         return
     else:

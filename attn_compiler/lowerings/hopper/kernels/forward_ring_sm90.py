@@ -1,6 +1,6 @@
-"""Parts of tiles of keys and values that have places of shared memory in turn, in Gluon: who fetches them, and who waits for whom.
+"""A ring of shared memory buffers for parts of tiles of keys and values, in Gluon: its loads and its barriers.
 
-The parts of all passes of all blocks of a program are numbered as they come: a tile's keys, then the values of the tile before.
+The parts of all passes of all blocks of a program are numbered in their order: a tile's keys, then the values of the tile before.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
 @gluon.constexpr_function
 def passes_in(HEAD_DIM, ALL):
-    """How many passes over the keys a head dim takes of which one has ALL dims."""
+    """Return the number of passes over the keys for a head dim, of ALL dims each."""
     return (HEAD_DIM + ALL - 1) // ALL
 
 
 @gluon.jit
 def barriers_of_ring(QUERIES: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Of QUERIES tiles of queries, each of one warpgroup, and of STAGES parts, which all CONSUMERS read."""
+    """Make barriers of QUERIES tiles of queries, each for one warpgroup, and of STAGES parts, each for all CONSUMERS."""
     q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -51,7 +51,7 @@ def barriers_of_ring(QUERIES: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.
 
 @gluon.jit
 def part_at(n, tiles, barriers, how: gl.constexpr):
-    """The n-th part as (keys, dims), once it has come."""
+    """Wait for the n-th part, and return it as (keys, dims)."""
     place = n % how.STAGES
     mbarrier.wait(barriers.full.index(place), (n // how.STAGES) & 1)
     return tiles.k.index(place).reshape([how.TILE, how.PART])
@@ -59,13 +59,13 @@ def part_at(n, tiles, barriers, how: gl.constexpr):
 
 @gluon.jit
 def let_go(n, barriers, how: gl.constexpr):
-    """A warpgroup has multiplied the n-th part."""
+    """Free the n-th part, which a warpgroup has multiplied."""
     mbarrier.arrive(barriers.empty.index(n % how.STAGES))
 
 
 @gluon.jit
 def scores_in_parts(q, at, peak, tiles, barriers, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """q kᵀ of a tile of keys, of which the last part's product is under way, and the rows' maxima as they are. q: its parts; at: of the
+    """Start q kᵀ of a tile of keys: the last part's product is still in flight. Returns the rows' maxima unchanged. q: its parts; at: the
     tile's first part."""
     PARTS: gl.constexpr = how.QK_ALL // how.PART
     qk = gl.zeros([ROWS, how.TILE], gl.float32, layout=QK_LAYOUT)
@@ -73,7 +73,7 @@ def scores_in_parts(q, at, peak, tiles, barriers, QK_LAYOUT: gl.constexpr, how: 
         k = part_at(at + n, tiles, barriers, how).permute([1, 0])
         qk = warpgroup_mma(q[n], k, qk, use_acc=n > 0, is_async=True)
         if n > 0:
-            # The sums stay under way, so what is handed through is another number.
+            # The sums stay in flight, so another value is passed through.
             peak = warpgroup_mma_wait(1, deps=(peak,))
             let_go(at + n - 1, barriers, how)
     return qk, peak
@@ -81,7 +81,7 @@ def scores_in_parts(q, at, peak, tiles, barriers, QK_LAYOUT: gl.constexpr, how: 
 
 @gluon.jit
 def add_outputs(weights, at, out, tiles, barriers, how: gl.constexpr):
-    """The outputs of a tile added to those so far, under way: a product for each part of the values. at: of the first one."""
+    """Start adding the outputs of a tile: a product for each part of the values. at: the first one."""
     found = ()
     for n in gl.static_range(how.V_ALL // how.PART):
         found += (warpgroup_mma(weights, part_at(at + n, tiles, barriers, how), out[n], is_async=True),)
@@ -90,7 +90,7 @@ def add_outputs(weights, at, out, tiles, barriers, how: gl.constexpr):
 
 @gluon.jit
 def outputs_that_came(at, out, barriers, how: gl.constexpr):
-    """`add_outputs`, when they have come."""
+    """Wait for the products of `add_outputs`."""
     PARTS: gl.constexpr = how.V_ALL // how.PART
     found = ()
     for n in gl.static_range(PARTS):
@@ -101,8 +101,8 @@ def outputs_that_came(at, out, barriers, how: gl.constexpr):
 
 @gluon.jit
 def fetch_tile_in_parts(of, batch, head, key, dim, n, tiles, barriers, PARTS: gl.constexpr, how: gl.constexpr):
-    """Ask for the parts of a tile from a key and a dim on, each as soon as all warpgroups have let go of what is in its place. n: of the
-    first one. Returns that of the one after the last."""
+    """Load the parts of a tile from a key and a dim on, each as soon as all warpgroups have freed its buffer. n: the first part. Returns
+    the number of the next part."""
     for part in gl.static_range(PARTS):
         place = (n + part) % how.STAGES
         mbarrier.wait(barriers.empty.index(place), (((n + part) // how.STAGES) & 1) ^ 1)
@@ -115,7 +115,7 @@ def fetch_tile_in_parts(of, batch, head, key, dim, n, tiles, barriers, PARTS: gl
 
 @gluon.jit
 def fetch_rows_in_parts(of, batch, head, start, nth, tiles, barriers, how: gl.constexpr):
-    """Ask for the rows of every warpgroup of the nth block, in parts."""
+    """Load the rows of every warpgroup of the nth block, in parts."""
     PARTS: gl.constexpr = how.QK_ALL // how.PART
     for consumer in gl.static_range(how.CONSUMERS):
         place, phase = place_of_queries(consumer, nth, how)
@@ -128,7 +128,7 @@ def fetch_rows_in_parts(of, batch, head, start, nth, tiles, barriers, how: gl.co
 
 @gluon.jit
 def fetch_parts_in_turn(of_q, of_k, of_v, tiles, barriers, work, rounds, how: gl.constexpr):
-    """For each block the queries, and in each pass over its keys the parts of all tiles. Runs ahead into the next pass and block."""
+    """Load the queries of each block, and in each pass over its keys the parts of all tiles. Runs ahead into the next pass and block."""
     K_PARTS: gl.constexpr = how.QK_ALL // how.PART
     V_PARTS: gl.constexpr = how.V_ALL // how.PART
     n = 0

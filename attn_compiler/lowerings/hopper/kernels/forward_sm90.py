@@ -1,12 +1,12 @@
 """Attention forward in half precision for Hopper, in Gluon: bands, intervals, keys, documents, softcap, slopes, biases and sinks.
 
-One warpgroup has the copy engine (TMA) fetch tiles of keys and values, two or three compute 64 queries each. While the tensor cores take
-the scores of a tile and the outputs of the one before, the softmax of that one is over: a warpgroup has two products under way
-(https://arxiv.org/abs/2407.08608, section 3.2). Two warpgroups take turns, so that one has its softmax while the other has the tensor
-cores. A program stays for several blocks of queries.
+One warpgroup has the copy engine (TMA) load tiles of keys and values, two or three compute 64 queries each. A warpgroup has two products
+in flight: the scores of a tile, and the outputs of the one before, whose softmax is over (https://arxiv.org/abs/2407.08608, section 3.2).
+Two warpgroups take turns, so that one computes its softmax while the other has the tensor cores. A program computes several blocks of
+queries.
 
-Tiles that need their mask come first, then those that don't, in a loop of their own. What masked keys hold may be NaN, and 0 · NaN is NaN:
-such rows are marked by an lse that is NaN, and computed again (`again`, of the Triton family).
+Tiles that need their mask come first, then the others, in a loop of their own. A masked key may hold NaN, and 0 · NaN is NaN: such rows
+are marked by an lse that is NaN, and recomputed (`again`, of the Triton family).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from attn_compiler.lowerings.shared.kernels.tuples_sm90 import SharedTiles
 
 @gluon.jit
 def _scores(own, tiles, stage, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """q kᵀ of a tile of keys, under way."""
+    """Start q kᵀ of a tile of keys."""
     no_scores = gl.zeros([ROWS, how.BLOCK_N], gl.float32, layout=QK_LAYOUT)
     return scores_of(own.q, rows_at(tiles.k, stage, how.BLOCK_N, how.QK_ALL), no_scores, how.QK_ALL)
 
@@ -76,7 +76,7 @@ def _step(
     consumer: gl.constexpr, i, tile, done, state, own, masks, tiles, added, barriers, seqlen_kv,
     MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """The i-th tile of a block, and the outputs of the one before, whose values have come. `done` tiles went through the stages before the
+    """Process the scores of a block's i-th tile, and the outputs of the one before, whose values are loaded. `done`: tiles before the
     block.
 
     state: maximum of each row, its sum as `shares` of it, the output, and the weights of the tile before.
@@ -118,14 +118,14 @@ def _tiles(
     consumer: gl.constexpr, place, done, visits, own, masks, tiles, added, barriers, seqlen_kv,
     QK_LAYOUT: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over all tiles of a block: maximum, sum as `shares` of it and output of each row. place: of its queries."""
+    """Run the online softmax over a block's tiles: maximum, sum as `shares` of it and output of each row. place: the queries' buffer."""
     WEIGHTS: gl.constexpr = weights_layout(how.V_ALL, 0)
     partial = visits.partial
     count = partial + visits.full_last - visits.full_first
     peak = gl.full([ROWS], NOTHING, gl.float32, layout=gl.SliceLayout(1, QK_LAYOUT))
     total = gl.zeros([ROWS, 4], gl.float32, layout=SHARES)
     out = no_outputs(how.V_ALL)
-    # The first tile has none before it. It is masked, needed or not.
+    # The first tile has none before it. It is masked always.
     stage = done % how.STAGES
     mbarrier.wait(barriers.k_full.index(stage), (done // how.STAGES) & 1)
     await_products(consumer, how)
@@ -168,11 +168,11 @@ def _tiles(
 
 @gluon.jit
 def _finish(peak, total, out, Lse, Sinks, head, rows, seqlen_q, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """The output of 64 queries. Their lse is stored: natural logarithm, -inf without keys, NaN for a row to be computed again."""
+    """Return the output of 64 queries and store their lse: natural logarithm, -inf without keys, NaN for a row to be recomputed."""
     scale, lse, is_empty = divided(peak, total, Sinks, head, QK_LAYOUT, how)
     out = times(out, scale, how.V_ALL)
     if how.MARKS:
-        # Without keys it is 0, whatever the values hold.
+        # Without keys the output is 0, also where values hold NaN.
         out = zero_where(is_empty, out, how.V_ALL)
         sums = sums_of(out, gl.SliceLayout(1, QK_LAYOUT), how.V_ALL)
         lse = gl.where(sums != sums, sums, lse)
@@ -185,7 +185,7 @@ def _compute(
     consumer: gl.constexpr, Out, Lse, Sinks, masks, masking, tiles, added, barriers, work, rounds, scale, softcap,
     how: gl.constexpr,
 ):  # fmt: skip
-    """64 queries of each of this program's blocks."""
+    """Compute 64 queries of each block of this program."""
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.BLOCK_N, 16]
     )
@@ -230,7 +230,7 @@ def _compute(
                 consumer, place, done, visits, own, of_row, tiles, added, barriers, seqlen_kv, QK_LAYOUT, how
             )
             done += partial + full_last - full_first
-            # What the next block visits and sees is on its way from memory while this one's outputs are on theirs to it.
+            # The next block's list and masks are loaded while this one's outputs are stored.
             of_next = nth_block(nth + 1, work, how)
             is_one, next_block, next_batch, next_head, next_row = of_next
             List = list_of_block(work, next_batch, next_head, next_block)
@@ -240,7 +240,7 @@ def _compute(
             out = _finish(peak, total, out, lse_of_head, Sinks, head, rows, seqlen_q, QK_LAYOUT, how)
             own_place = place if how.OUT_IN_Q else consumer
             if not how.OUT_IN_Q:
-                # Until what the block before wrote has left.
+                # Until the output of the block before is stored.
                 tma.store_wait(0)
             barrier_of_threads()
             put(out, tiles.out, own_place, how.V_ALL)
@@ -259,13 +259,13 @@ def attention_forward_sm90(
     Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Sinks, Bits, Added, stride_q, stride_k,
     stride_v, stride_o, masking, lists, adding, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_M queries of each of heads_of_all = B · Hq heads: no more than run at
-    once, each then computes several. num_warps: 4.
+    """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_M queries of each of heads_of_all = B · Hq heads. No more programs
+    than run at once; each computes several blocks. num_warps: 4.
 
     Q, K, V, Out: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. Lse: (B, Hq, Sq), contiguous,
-    float32. Bits: of a dense mask, int32 (B|1, Hq|1, Sq|1, words), or None; its strides are where masking has the mask's. Added: what is
-    added to the scores, strides as those of Q; adding: `Adding`; or both None. The other operands: kernel_plan.Plan; tuples: shared
-    tuples.py; HOW: `ForwardSwitches`. The scale is positive.
+    float32. Bits: of a dense mask, int32 (B|1, Hq|1, Sq|1, words), or None; masking then has their strides in place of the mask's. Added:
+    a tensor added to the scores, strides as those of Q; adding: `Adding`; or both None. The other operands: kernel_plan.Plan; tuples:
+    shared tuples.py; HOW: `ForwardSwitches`. The scale is positive.
     """
     how: gl.constexpr = members(HOW)
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)

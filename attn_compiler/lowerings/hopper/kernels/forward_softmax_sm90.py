@@ -1,4 +1,4 @@
-"""The softmax of the forwards for Hopper over one tile after the other, in Gluon, and what it divides by in the end."""
+"""The online softmax of Hopper's forwards, tile by tile, in Gluon, and its final division."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import SHARES, distances_
 def softmax(
     qk, bias, tile, peak, total, own, masks, seqlen_kv, MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
-    """The weights of a tile, and each row's maximum, its sum as `shares` of it, and what all sums so far are to be multiplied by."""
+    """Return the weights of a tile, each row's maximum, its sum as `shares` of it, and the factor of all sums so far."""
     factor = own.factor
     if how.SOFTCAP:
         qk = tanh(qk * factor)
         factor = own.cap
     if bias is not None:
-        # Beside q kᵀ, which the row's maximum and the exponentials then are of: it takes no product of its own.
+        # Added to q kᵀ in its units, so that the row's maximum and exponentials need no further multiplication.
         qk = qk + bias.to(gl.float32) * own.of_added
     start = tile * how.BLOCK_N
     if own.slope is not None:
-        # Of the difference: two large numbers would leave its rounding to the lse, which the backward reads.
+        # Slope times a difference: two large products would leave their rounding in the lse, which the backward reads.
         from_start = own.slope * (start - own.rows).to(gl.float32)
         qk = distances_to(qk * factor, from_start, own.slope, QK_LAYOUT, how.BLOCK_N)
         factor = 1.0
@@ -40,9 +40,9 @@ def softmax(
 
 @gluon.jit
 def divided(peak, total, Sinks, head, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """Of each row: what its output is to be multiplied by, its lse, and whether it has no keys. peak, total: of all its tiles.
+    """Return the factor of each row's output, its lse, and whether it has no keys. peak, total: of all its tiles.
 
-    lse: natural logarithm, -inf without keys, NaN for a row to be computed again.
+    lse: natural logarithm, -inf without keys, NaN for a row to be recomputed.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
     total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True)

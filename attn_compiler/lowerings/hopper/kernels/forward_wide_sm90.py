@@ -1,11 +1,11 @@
 """Attention forward in half precision for Hopper and head dims above 256, in Gluon: as forward_sm90.py, with nothing added to scores.
 
-Registers hold the outputs of 128 queries for 256 head dims. A program passes over the keys once for each 256 dims of the values, and has
-the scores of a tile in each pass: half as many products again as there have to be. Sums of 64 queries and all head dims would fill the
-registers as well, and have every key and value read from the L2 cache for half as many queries: that cache is what this kernel waits for.
+Registers hold the outputs of 128 queries for 256 head dims. A program passes over the keys once for each 256 dims of the values, and
+computes a tile's scores in each pass: 1.5 times the products that are needed. Sums of 64 queries and all head dims would fill the
+registers as well, and read every key and value from the L2 cache for half as many queries: that cache is this kernel's bottleneck.
 
-Shared memory holds the queries of a block and a ring of parts of tiles, which are BLOCK_N keys and PART head dims. A part is let go of as
-soon as both warpgroups have multiplied it, and the next one is on its way to its place.
+Shared memory holds the queries of a block and a ring of parts of tiles, which are BLOCK_N keys and PART head dims. A part is freed as
+soon as both warpgroups have multiplied it, and the next one is loaded into its buffer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from attn_compiler.lowerings.shared.kernels.tuples_sm90 import SharedTiles
 
 @gluon.jit
 def _times(out, of_rows, how: gl.constexpr):
-    """Each part of the outputs times a number of its row."""
+    """Multiply each part of the outputs by a number of its row."""
     own = gl.convert_layout(of_rows, gl.SliceLayout(1, out_layout(how.PART, 0)), assert_trivial=True)
     found = ()
     for n in gl.static_range(how.V_ALL // how.PART):
@@ -57,7 +57,8 @@ def _step(
     i, tile, done, state, own, masks, tiles, barriers, seqlen_kv,
     MASKED: gl.constexpr, QK_LAYOUT: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """The i-th tile of a pass, and the outputs of the one before. `done` parts came before the pass. state: as in forward_sm90.py."""
+    """Process the scores of a pass's i-th tile, and the outputs of the one before. `done`: parts before the pass. state: as in
+    forward_sm90.py."""
     K_PARTS: gl.constexpr = how.QK_ALL // how.PART
     V_PARTS: gl.constexpr = how.V_ALL // how.PART
     peak, total, out, weights = state
@@ -79,7 +80,7 @@ def _step(
 def _tiles(
     done, visits, own, masks, tiles, barriers, seqlen_kv, QK_LAYOUT: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
-    """The online softmax over all tiles of a pass: maximum, sum as `shares` of it, outputs and the weights of the last tile."""
+    """Run the online softmax over all tiles of a pass: maximum, sum as `shares` of it, outputs and the weights of the last tile."""
     OUT_LAYOUT: gl.constexpr = out_layout(how.PART, 0)
     K_PARTS: gl.constexpr = how.QK_ALL // how.PART
     partial = visits.partial
@@ -89,7 +90,7 @@ def _tiles(
     out = ()
     for _ in gl.static_range(how.V_ALL // how.PART):
         out += (gl.zeros([ROWS, how.PART], gl.float32, layout=OUT_LAYOUT),)
-    # The first tile has none before it. It is masked, needed or not.
+    # The first tile has none before it. It is masked always.
     qk, peak = scores_in_parts(own.q, done, peak, tiles, barriers, QK_LAYOUT, how)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     let_go(done + K_PARTS - 1, barriers, how)
@@ -113,12 +114,12 @@ def _tiles(
 
 @gluon.jit
 def _marked(lse, out, is_empty, turn, Lse, rows, seqlen_q, QK_LAYOUT: gl.constexpr, how: gl.constexpr):
-    """The outputs, 0 in rows without keys, and the rows' lse, NaN where an output of this pass is, or one of those before was."""
+    """Return the outputs, 0 in rows without keys, and the rows' lse, NaN where an output of this pass or of one before is NaN."""
     ROW: gl.constexpr = gl.SliceLayout(1, QK_LAYOUT)
     own = gl.convert_layout(is_empty, gl.SliceLayout(1, out_layout(how.PART, 0)), assert_trivial=True)
     kept = ()
     for n in gl.static_range(how.V_ALL // how.PART):
-        # Without keys it is 0, whatever the values hold.
+        # Without keys the output is 0, also where values hold NaN.
         kept += (gl.where(own[:, None], 0.0, out[n]),)
         sums = gl.convert_layout(gl.sum(kept[n], 1), ROW, assert_trivial=True)
         lse = gl.where(sums != sums, sums, lse)
@@ -130,11 +131,11 @@ def _marked(lse, out, is_empty, turn, Lse, rows, seqlen_q, QK_LAYOUT: gl.constex
 
 @gluon.jit
 def _store(Out, out, rows, first, seqlen_q, stride, how: gl.constexpr):
-    """64 queries' outputs from the dim `first` on, of a head. stride: from one query to the next."""
+    """Store 64 queries' outputs of a head from the dim `first` on. stride: from one query to the next."""
     LAYOUT: gl.constexpr = out_layout(how.PART, 0)
     own = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     inside = (own < seqlen_q)[:, None]
-    # What Triton knows of arguments it does not know in the partitions of warps.
+    # Triton's facts on arguments (alignment) are lost in the partitions of warps.
     of_rows = gl.multiple_of(own.to(gl.int64) * stride, 8)[:, None]
     for n in gl.static_range(how.V_ALL // how.PART):
         dims = first + n * how.PART + gl.arange(0, how.PART, layout=gl.SliceLayout(0, LAYOUT))
@@ -147,7 +148,7 @@ def _compute(
     consumer: gl.constexpr, Out, Lse, Sinks, stride_o, masks, masking, tiles, barriers, work, rounds, scale, softcap,
     how: gl.constexpr,
 ):  # fmt: skip
-    """64 queries of each of this program's blocks, in each pass."""
+    """Compute 64 queries of each block of this program, in each pass."""
     QK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.BLOCK_N, 16]
     )
@@ -210,8 +211,8 @@ def attention_forward_wide_sm90(
     Q, K, V, Out, Lse, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, Sinks, Bits, stride_q, stride_k,
     stride_v, stride_o, masking, lists, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Grid, num_warps and operands: as `attention_forward_sm90`, with which it also shares the blocks' order. HOW: its PART divides QK_ALL
-    and V_ALL, and STAGES, how many parts are in shared memory, is at least as many as a tile of keys and one of values have."""
+    """Grid, num_warps, operands and the order of blocks: as `attention_forward_sm90`. HOW: its PART divides QK_ALL and V_ALL; STAGES, the
+    parts in shared memory, are at least those of a tile of keys and one of values."""
     how: gl.constexpr = members(HOW)
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)
     work = ForwardWork(section=section, blocks=blocks, heads_of_all=heads_of_all, sizes=sizes, Lists=Lists, lists=lists)

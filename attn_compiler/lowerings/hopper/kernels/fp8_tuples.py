@@ -1,4 +1,4 @@
-"""What the FP8 kernel for Hopper takes and hands on as named tuples: shared/kernels/tuples.py says how. Nothing here imports triton.
+"""Named tuples that Hopper's FP8 kernel takes and passes on, as in shared/kernels/tuples.py. Imports no Triton.
 
 Its tensors and numbers are parameters of their own: Triton's launcher makes no descriptor of a tuple's member, and the kernel is compiled
 for some of the numbers alone.
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Fp8Switches(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time switches of the kernel."""
 
     HEAD_DIM_QK: Any
     HEAD_DIM_V: Any
@@ -24,7 +24,7 @@ class Fp8Switches(NamedTuple):
 
 
 class Fp8Work(NamedTuple):
-    """What there is to do for all programs."""
+    """Work of all programs."""
 
     section: Any  # heads that take turns, see `_block`
     blocks: Any  # of queries of a head
@@ -40,7 +40,7 @@ class Fp8Work(NamedTuple):
 
 
 class Fp8Tensors(NamedTuple):
-    """Those that warpgroups that compute read and write, of all heads or of one."""
+    """Tensors that computing warpgroups read and write, of all heads or of one."""
 
     Out: Any
     Lse: Any
@@ -52,7 +52,7 @@ class Fp8Tensors(NamedTuple):
 
 
 class Fp8Warpgroup(NamedTuple):
-    """What a warpgroup keeps of its 64 queries of a block."""
+    """State that a warpgroup keeps for its 64 queries of a block."""
 
     q: Any
     rows: Any

@@ -1,5 +1,5 @@
-"""The warpgroup of Hopper's backward that fetches, in Gluon: blocks of keys from a counter, and their tiles of queries. It also tells the
-others what to compute."""
+"""Hopper's producer warpgroup of the backward, in Gluon: it takes blocks of keys from a counter, loads their tiles of queries, and tells
+the other warpgroups their work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
 @gluon.jit
 def _key_block(item, work, how: gl.constexpr):
-    """An item of work: the number of a block of keys, batch row and head of queries."""
+    """Split an item of work into a block of keys, a batch row and a head of queries."""
     if how.IN_ORDER:
         nth, row = place_in_order(item, work)
         block = work.blocks - 1 - nth
@@ -42,15 +42,15 @@ def _key_block(item, work, how: gl.constexpr):
 
 @gluon.jit
 def told_block(number, work):
-    """What `_key_block` gave, of the number that `fetch` tells."""
+    """Split the number that `fetch` told, as `_key_block`."""
     row = number // work.blocks
     return number % work.blocks, row // work.sizes.heads_q, row % work.sizes.heads_q
 
 
 @gluon.jit
 def _visits(work, batch, head, block, how: gl.constexpr):
-    """partial, first, second, full_first and full_last of `Visits` of a block of keys, in one head of queries; and how many tiles are to be
-    masked: all, where keys end within the block."""
+    """Return partial, first, second, full_first and full_last of `Visits` of a block of keys in one head of queries, and the number of
+    tiles to mask: all, where keys end within the block."""
     start = block * how.BLOCK_N
     List = list_of(work.Lists, batch, head, block, work.lists)
     partial, first, second, full_first, full_last = queries_to_visit(List, start, work.sizes, how)
@@ -60,28 +60,28 @@ def _visits(work, batch, head, block, how: gl.constexpr):
 
 @gluon.jit
 def _tell(tiles, at, number):
-    """A number to the warpgroups that compute."""
+    """Write a number for the warpgroups that compute."""
     NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles.index(at).store(gl.full([1], number, gl.int32, layout=NUMBER))
 
 
 @gluon.jit
 def told(tiles, at):
-    """What `_tell` told."""
+    """Read a number that `_tell` wrote."""
     NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(tiles.index(at).load(NUMBER), 0)
 
 
 @gluon.jit
 def _fetch_tile(X, at, full, stage, tiles):
-    """Ask for a tile."""
+    """Load a tile."""
     mbarrier.expect(full.index(stage), X.block_type.nbytes)
     async_load(X, at, full.index(stage), tiles.index(stage))
 
 
 @gluon.jit
 def _fetch_with_bias(Q, at, full, stage, tiles, added, key):
-    """Ask for a tile of queries, and for the bias of these and of each warpgroup's keys. key: the first of the block."""
+    """Load a tile of queries, and the bias of these and each warpgroup's keys. key: the first of the block."""
     batch, head, query = at[0], at[1], at[2]
     mbarrier.expect(full, Q.block_type.nbytes + 2 * added.of.block_type.nbytes)
     async_load(Q, [batch, head, query, 0], full, tiles.q.index(stage))
@@ -94,7 +94,7 @@ def _fetch_with_bias(Q, at, full, stage, tiles, added, key):
 
 @gluon.jit
 def _fetch_keys(K, V, batch, head, start, loaded, tiles, barriers):
-    """The keys and values of a block, each half for a warpgroup, as soon as both have let go of those of the block before."""
+    """Load the keys and values of a block, half for each warpgroup, as soon as both have freed those of the block before."""
     mbarrier.wait(barriers.kv_empty, (loaded & 1) ^ 1)
     mbarrier.expect(barriers.kv_full, 2 * K.block_type.nbytes + 2 * V.block_type.nbytes)
     for half in gl.static_range(2):
@@ -105,7 +105,7 @@ def _fetch_keys(K, V, batch, head, start, loaded, tiles, barriers):
 
 @gluon.jit
 def _let_add(Turns, n, tiles, how: gl.constexpr):
-    """Wait until it is this block's turn at the n-th tile, and say so."""
+    """Wait until it is this block's turn at the n-th tile, and tell so."""
     ROOM: gl.constexpr = 2 * how.STAGES
     await_turn(Turns + told(tiles.turns, n % ROOM), told(tiles.turns, ROOM + n % ROOM))
     mbarrier.arrive(tiles.turn_full.index(n % ROOM))
@@ -113,7 +113,7 @@ def _let_add(Turns, n, tiles, how: gl.constexpr):
 
 @gluon.jit
 def _give_last(Turns, n, count, tiles, how: gl.constexpr):
-    """The last ones of n tiles are added."""
+    """Pass on the turns of the last of n tiles, once they are added."""
     for i in range(count):
         give_turn(Turns + told(tiles.turns, (n - count + i) % (2 * how.STAGES)))
 
@@ -122,10 +122,10 @@ def _give_last(Turns, n, count, tiles, how: gl.constexpr):
 def fetch(
     Q, K, V, GradOut, added, RowStats, Counter, Turns, Ranks, stats_rows, tiles, barriers, work, how: gl.constexpr
 ):
-    """For each block its keys and values, and the tiles of queries, of the output's gradient and of row stats: those that need their mask,
-    and then the others. Which block is the next one a counter tells, that all programs share: so none is done long before the others.
+    """Load each block's keys and values, and tiles of queries, of the output's gradient and of row stats: those that need their mask first.
+    A counter that all programs share gives the next block, so none is done long before the others.
 
-    Where blocks take turns, none is asked for before its program is about to begin it: those of later ones would wait for it.
+    Where blocks take turns, a program takes none before it is about to begin it: those of later ones would wait for it.
     """
     NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offsets = gl.arange(0, 2 * how.BLOCK_M, layout=NUMBERS)

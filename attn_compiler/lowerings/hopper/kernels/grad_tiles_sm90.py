@@ -1,4 +1,4 @@
-"""What a warpgroup of Hopper's backward does with one tile, in Gluon: products, weights, masks, and what is added to dq."""
+"""Work on one tile by a warpgroup of Hopper's backward, in Gluon: products, weights, masks, and sums for dq."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from attn_compiler.lowerings.shared.kernels.releases_sm90 import add_from_shared
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, bits_set, distances_to, tanh, up_to
 
-#: of a thread of each of the three warpgroups, in all
+#: registers of a thread, summed over the three warpgroups
 REGISTERS_OF_ALL = gl.constexpr(504)
-#: further than any sequence is long
+#: more than any sequence's length
 FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
 def scores_of(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr, how: gl.constexpr):
-    """k qᵀ of the n-th tile, under way."""
+    """Start k qᵀ of the n-th tile."""
     stage = n % how.STAGES
     mbarrier.wait(barriers.q_full.index(stage), (n // how.STAGES) & 1)
     q = tiles.q.index(stage).reshape([how.BLOCK_M, how.QK_ALL])
@@ -30,7 +30,7 @@ def scores_of(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr,
 
 @gluon.jit
 def grad_weights_of(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr, how: gl.constexpr):
-    """v gᵀ of the n-th tile, under way."""
+    """Start v gᵀ of the n-th tile."""
     stage = n % how.STAGES
     mbarrier.wait(barriers.g_full.index(stage), (n // how.STAGES) & 1)
     g = tiles.g.index(stage).reshape([how.BLOCK_M, how.V_ALL])
@@ -41,7 +41,7 @@ def grad_weights_of(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.cons
 
 @gluon.jit
 def _allowed(weights, start, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr):
-    """The weights (keys, queries) of a tile, 0 where a pair is not allowed."""
+    """Return the weights (keys, queries) of a tile, 0 where a pair is not allowed."""
     SCORES: gl.constexpr = layouts.SCORES
     weights = gl.where(up_to(own.most - start, SCORES, how.BLOCK_M), weights, 0.0)
     if how.HAS_RIGHT:
@@ -67,8 +67,8 @@ def _allowed(weights, start, own, masks, sizes, layouts: gl.constexpr, how: gl.c
 def weights_of(
     scores, start, IS_MASKED: gl.constexpr, base, bias, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
-    """The weights of a tile (keys, queries), and what their gradients are multiplied by instead of them. base: -lse, in units of log 2.
-    bias: what is added to the scores, or None."""
+    """Return the weights of a tile (keys, queries), and the factor of their gradients, which differs from them under a softcap. base: -lse,
+    in units of log 2. bias: the tensor added to the scores, or None."""
     factor = own.factor
     if how.SOFTCAP:
         scores = tanh(scores * factor)
@@ -90,7 +90,7 @@ def weights_of(
 
 @gluon.jit
 def products_of_dq(consumer: gl.constexpr, grads, tiles, layouts: gl.constexpr, how: gl.constexpr):
-    """What a tile's gradients of scores (keys, queries) add to dq, under way: half of the columns, or of 128 queries half of these."""
+    """Start the product of a tile's gradients of scores (keys, queries) for dq: half of the columns, or of 128 queries half of one half."""
     COLUMNS: gl.constexpr = how.SUM_COLUMNS
     none = gl.zeros([ROWS, COLUMNS], gl.float32, layout=layouts.SUM)
     grads_0, grads_1 = grads.slice(0, ROWS, dim=0), grads.slice(ROWS, ROWS, dim=0)
@@ -106,7 +106,7 @@ def products_of_dq(consumer: gl.constexpr, grads, tiles, layouts: gl.constexpr, 
 
 @gluon.jit
 def add_to_dq(consumer: gl.constexpr, Sums, batch, head, start, n, sums, tiles, how: gl.constexpr):
-    """The copy engine adds the n-th tile to the sums in memory. The place that the tile leaves from has to be free."""
+    """Have the copy engine add the n-th tile to the sums in memory, from a buffer that has to be free."""
     mine = tiles.sums.index(consumer)
     mine.reshape([ROWS, how.SUM_COLUMNS]).store(sums)
     fence_async_shared()
@@ -124,7 +124,7 @@ def add_to_dq(consumer: gl.constexpr, Sums, batch, head, start, n, sums, tiles, 
 def keys_of_block(
     block, batch, consumer: gl.constexpr, masks, masking, sizes, layouts: gl.constexpr, how: gl.constexpr
 ):
-    """keys, least and most of `KeyBlock`. Keys that nobody may use have no query."""
+    """Return keys, least and most of `KeyBlock`. Keys that nobody may use have no query."""
     KEY: gl.constexpr = gl.SliceLayout(1, layouts.SCORES)
     keys = block * how.BLOCK_N + consumer * ROWS + gl.arange(0, ROWS, layout=KEY)
     inside = keys < sizes.seqlen_kv
@@ -143,6 +143,6 @@ def keys_of_block(
 
 @gluon.jit
 def mark_nan(Flag, sums, rows, length):
-    """Raise the flag if a row of a gradient has come out as NaN."""
+    """Raise the flag if a row of a gradient is NaN."""
     found = gl.sum(sums, 1)
     gl.store(Flag + rows * 0, rows * 0 + 1, mask=(found != found) & (rows < length))

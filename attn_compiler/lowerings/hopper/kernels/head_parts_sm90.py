@@ -1,8 +1,8 @@
-"""A head dim as a sum of powers of two, in Gluon: 80 is 64 + 16. Shapes of tiles are powers of two, and products with a tile that is padded
-to the next one would be up to 1.6 times as many.
+"""A head dim as a sum of powers of two, in Gluon: 80 is 64 + 16. Shapes of tiles are powers of two, and products padded to the next one
+would be up to 1.6 times as many.
 
-Each part has a descriptor, tiles in shared memory and a product of its own. Scores are a sum over the parts. Each part of an output has its
-own sums in registers.
+Each part has a descriptor, tiles in shared memory and a product of its own. Scores are a sum over the parts. Each part of an output has
+its own sums in registers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS, descriptor
 
 @gluon.constexpr_function
 def parts_in(ALL):
-    """How many powers of two a head dim is the sum of."""
+    """Return the number of powers of two that sum up to a head dim."""
     return ALL.bit_count()
 
 
 @gluon.constexpr_function
 def start_of(ALL, n):
-    """The first dim of the n-th part, of which the widest is first."""
+    """Return the first dim of the n-th part. The first part is the widest."""
     start = 0
     for _ in range(n):
         start += 1 << ((ALL - start).bit_length() - 1)
@@ -32,25 +32,26 @@ def start_of(ALL, n):
 
 @gluon.constexpr_function
 def width_of(ALL, n):
-    """How many dims the n-th part has."""
+    """Return the number of dims of the n-th part."""
     return 1 << ((ALL - start_of(ALL, n)).bit_length() - 1)
 
 
 @gluon.constexpr_function
 def out_layout(ALL, n):
-    """How a warpgroup's threads hold the n-th part of 64 outputs."""
+    """Return the register layout of the n-th part of 64 outputs."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width_of(ALL, n), 16])
 
 
 @gluon.constexpr_function
 def weights_layout(ALL, n):
-    """How they hold the weights that the n-th part of the values is multiplied by: the same registers for each part."""
+    """Return the register layout of the weights that multiply the n-th part of the values: the same registers for each part."""
     return gl.DotOperandLayout(0, out_layout(ALL, n), k_width=2)
 
 
 @gluon.jit
 def descriptors(X, batch, heads, length, strides, SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, ALL: gl.constexpr):
-    """Of each part of a tensor of logical BHSD, for tiles of SIZE positions of one head: all begin at its first dim."""
+    """Make a descriptor of each part of a logical BHSD tensor, for tiles of SIZE positions of one head. All begin at the tensor's first
+    dim."""
     found = ()
     for n in gl.static_range(parts_in(ALL)):
         found += (descriptor(X, batch, heads, length, strides, SIZE, HEAD_DIM, width_of(ALL, n)),)
@@ -59,7 +60,7 @@ def descriptors(X, batch, heads, length, strides, SIZE: gl.constexpr, HEAD_DIM: 
 
 @gluon.jit
 def room(ELEMENT: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.constexpr, of, ALL: gl.constexpr):
-    """Shared memory for COUNT tiles of each part. of: `descriptors` of the parts."""
+    """Allocate shared memory for COUNT tiles of each part. of: `descriptors` of the parts."""
     found = ()
     for n in gl.static_range(parts_in(ALL)):
         found += (gl.allocate_shared_memory(ELEMENT, [COUNT, 1, 1, SIZE, width_of(ALL, n)], of[n].layout),)
@@ -68,7 +69,7 @@ def room(ELEMENT: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.constexpr, of, ALL
 
 @gluon.jit
 def fetch_parts(of, batch, head, position, barrier, tiles, place, ALL: gl.constexpr):
-    """Ask for all parts of a tile, and have the barrier expect them. tiles: of `room`."""
+    """Load all parts of a tile, and have the barrier expect them. tiles: of `room`."""
     BYTES: gl.constexpr = of[0].block_type.nbytes // width_of(ALL, 0) * ALL
     mbarrier.expect(barrier, BYTES)
     for n in gl.static_range(parts_in(ALL)):
@@ -79,7 +80,7 @@ def fetch_parts(of, batch, head, position, barrier, tiles, place, ALL: gl.conste
 
 @gluon.jit
 def rows_at(tiles, place, SIZE: gl.constexpr, ALL: gl.constexpr):
-    """All parts of a tile as (SIZE, dims of the part)."""
+    """Return all parts of a tile as (SIZE, dims of the part)."""
     found = ()
     for n in gl.static_range(parts_in(ALL)):
         found += (tiles[n].index(place).reshape([SIZE, width_of(ALL, n)]),)
@@ -88,7 +89,7 @@ def rows_at(tiles, place, SIZE: gl.constexpr, ALL: gl.constexpr):
 
 @gluon.jit
 def scores_of(q, k, scores, ALL: gl.constexpr):
-    """q kᵀ, under way. q, k: of `rows_at`; what `scores` has does not count."""
+    """Start q kᵀ. q, k: of `rows_at`. The values in `scores` are overwritten."""
     for n in gl.static_range(parts_in(ALL)):
         scores = warpgroup_mma(q[n], k[n].permute([1, 0]), scores, use_acc=n > 0, is_async=True)
     return scores
@@ -96,7 +97,7 @@ def scores_of(q, k, scores, ALL: gl.constexpr):
 
 @gluon.jit
 def no_outputs(ALL: gl.constexpr):
-    """Each part of 64 outputs, 0."""
+    """Return zeros for each part of 64 outputs."""
     found = ()
     for n in gl.static_range(parts_in(ALL)):
         found += (gl.zeros([ROWS, width_of(ALL, n)], gl.float32, layout=out_layout(ALL, n)),)
@@ -105,7 +106,7 @@ def no_outputs(ALL: gl.constexpr):
 
 @gluon.jit
 def outputs_of(weights, v, out, ALL: gl.constexpr):
-    """Each part of the outputs, and that of a tile added to it, under way: as many products as there are parts. v: of `rows_at`."""
+    """Start adding a tile to each part of the outputs, with a product a part. v: of `rows_at`."""
     found = ()
     for n in gl.static_range(parts_in(ALL)):
         own = gl.convert_layout(weights, weights_layout(ALL, n), assert_trivial=True)
@@ -115,7 +116,7 @@ def outputs_of(weights, v, out, ALL: gl.constexpr):
 
 @gluon.jit
 def outputs_there(out, ALL: gl.constexpr):
-    """`outputs_of`, when they have come."""
+    """Wait for the products of `outputs_of`."""
     found = warpgroup_mma_wait(0, deps=out)
     if parts_in(ALL) == 1:
         found = (found,)
@@ -124,7 +125,7 @@ def outputs_there(out, ALL: gl.constexpr):
 
 @gluon.jit
 def times(out, of_rows, ALL: gl.constexpr):
-    """Each part of the outputs times a number of its row."""
+    """Multiply each part of the outputs by a number of its row."""
     found = ()
     for n in gl.static_range(parts_in(ALL)):
         own = gl.convert_layout(of_rows, gl.SliceLayout(1, out_layout(ALL, n)), assert_trivial=True)
@@ -134,7 +135,7 @@ def times(out, of_rows, ALL: gl.constexpr):
 
 @gluon.jit
 def zero_where(is_empty, out, ALL: gl.constexpr):
-    """Each part of the outputs, 0 in some rows, whatever is there."""
+    """Set some rows of each part of the outputs to 0, also where they hold NaN."""
     found = ()
     for n in gl.static_range(parts_in(ALL)):
         own = gl.convert_layout(is_empty, gl.SliceLayout(1, out_layout(ALL, n)), assert_trivial=True)
@@ -144,7 +145,7 @@ def zero_where(is_empty, out, ALL: gl.constexpr):
 
 @gluon.jit
 def sums_of(out, LAYOUT: gl.constexpr, ALL: gl.constexpr):
-    """The sum of each row's outputs, in a layout of rows."""
+    """Return the sum of each row's outputs, in a layout of rows."""
     total = gl.convert_layout(gl.sum(out[0], 1), LAYOUT, assert_trivial=True)
     for n in gl.static_range(1, parts_in(ALL)):
         total += gl.convert_layout(gl.sum(out[n], 1), LAYOUT, assert_trivial=True)
@@ -153,7 +154,7 @@ def sums_of(out, LAYOUT: gl.constexpr, ALL: gl.constexpr):
 
 @gluon.jit
 def put(out, tiles, place, ALL: gl.constexpr):
-    """Each part of the outputs of 64 queries into shared memory. tiles: of `room`."""
+    """Store each part of the outputs of 64 queries to shared memory. tiles: of `room`."""
     for n in gl.static_range(parts_in(ALL)):
         tiles[n].index(place).reshape([ROWS, width_of(ALL, n)]).store(out[n].to(tiles[n].dtype))
 

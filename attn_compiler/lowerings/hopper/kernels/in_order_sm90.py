@@ -1,7 +1,7 @@
-"""How blocks of keys take turns at a tile of dq, in Gluon, so that its sums come in one order: a counter for each tile says how many blocks
-have added theirs.
+"""Turns of key blocks at a tile of dq, in Gluon, so that it is summed in a fixed order: a counter of each tile tells how many blocks have
+added their part.
 
-Blocks are handed out in the order in which they add. So the first one that is not done waits for none, whichever programs run at once.
+Programs take blocks in the order in which they add. So the first unfinished block waits for none, whichever programs run at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attn_compiler.lowerings.shared.kernels.optional import list_of
 
 @gluon.jit
 def place_in_order(item, work):
-    """As `scheduling_sm90.place`. Each head has its blocks in the order of their numbers."""
+    """Return the place as `scheduling_sm90.place`, with each head's blocks in the order of their numbers."""
     of_section, within = item // (work.section * work.blocks), item % (work.section * work.blocks)
     first = of_section * work.section
     together = gl.maximum(gl.minimum(work.section, work.heads_of_all - first), 1)
@@ -23,7 +23,7 @@ def place_in_order(item, work):
 
 @gluon.jit
 def rank(Ranks, work, batch, head, block, tile, how: gl.constexpr):
-    """How many blocks add to a tile before this one does."""
+    """Return the number of blocks that add to a tile before this one does."""
     if Ranks is None:
         found = block
         if how.HAS_LEFT:
@@ -35,9 +35,9 @@ def rank(Ranks, work, batch, head, block, tile, how: gl.constexpr):
 
 @gluon.jit
 def last_first(i, visits, ahead):
-    """The i-th tile of queries of a block, from the last one on, and how many listed tiles come before the next one.
+    """Return a block's i-th tile of queries, from the last one on, and the number of listed tiles before the next one.
 
-    ahead: how many come before this one.
+    ahead: listed tiles before this one.
     """
     done = ahead
     if visits.List is None:
@@ -58,7 +58,7 @@ def last_first(i, visits, ahead):
 
 @gluon.jit
 def await_turn(turn, wanted):
-    """Until a counter says that so many have added their part."""
+    """Wait until a counter reaches the wanted number of blocks."""
     ASM: gl.constexpr = (
         "{ .reg .pred is_mine; .reg .b32 found; "
         "AGAIN: ld.acquire.gpu.global.b32 found, [$1]; setp.ge.s32 is_mine, found, $2; @!is_mine bra AGAIN; "
@@ -69,12 +69,12 @@ def await_turn(turn, wanted):
 
 @gluon.jit
 def give_turn(turn):
-    """One more has added its part."""
+    """Count this block's part as added."""
     gl.atomic_add(turn, 1, sem="release")
 
 
 @gluon.jit
 def sums_have_come():
-    """Wait until what this thread has had the copy engine add is in memory. `tma.store_wait` waits until it has been read."""
+    """Wait until the copy engine has added this thread's parts to memory. `tma.store_wait` waits only until it has read them."""
     ASM: gl.constexpr = "cp.async.bulk.wait_group 0; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,6 +1,6 @@
-"""What the kernel for Hopper takes and hands on as named tuples: shared/kernels/tuples.py says how. Nothing here imports triton.
+"""Named tuples that the kernels for Hopper take and pass on, as in shared/kernels/tuples.py. Imports no Triton.
 
-Its tensors are parameters of their own: Triton's launcher makes no descriptor of a tuple's member.
+Their tensors are parameters of their own: Triton's launcher makes no descriptor of a tuple's member.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class ForwardSwitches(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time switches of the forward."""
 
     HEAD_DIM_QK: Any
     HEAD_DIM_V: Any
@@ -17,8 +17,8 @@ class ForwardSwitches(NamedTuple):
     V_ALL: Any  # and of v
     BLOCK_M: Any  # queries of a block: 64 for each warpgroup that computes
     BLOCK_N: Any  # keys of a tile
-    STAGES: Any  # tiles of keys and values that are in shared memory
-    QUERY_STAGES: Any  # blocks whose queries are: 2 if they may come while the block before is under way
+    STAGES: Any  # tiles of keys and values in shared memory
+    QUERY_STAGES: Any  # blocks of queries in shared memory: 2 if they may be loaded while the block before is computed
     HAS_LEFT: Any
     HAS_RIGHT: Any
     MASK_ALL: Any  # no tile goes without its mask
@@ -27,22 +27,22 @@ class ForwardSwitches(NamedTuple):
     ORDERED: Any  # blocks come by the lengths of their lists
     CONSUMERS: Any  # warpgroups that compute, 2 or 3
     REGISTERS: Any  # of a thread that computes
-    OUT_IN_Q: Any  # outputs leave from where the queries were
-    OVERLAPS: Any  # a warpgroup has its softmax while the tensor cores take the outputs of its tile before, which takes registers
+    OUT_IN_Q: Any  # outputs are stored from the queries' shared memory
+    OVERLAPS: Any  # a warpgroup's softmax overlaps with the outputs of its tile before, which takes registers
     TURNS: Any  # two warpgroups take turns: one's products while the other has its softmax
     ADDED_STAGES: (
         Any  # tiles of what is added to the scores that are in shared memory for each warpgroup; 0: nothing is
     )
-    ADDED_EARLY: Any  # it is read while q kᵀ is under way, which takes registers
-    BY_DISTANCE: Any  # that is numbers by distance, else a bias
+    ADDED_EARLY: Any  # the added tile is read while q kᵀ is in flight, which takes registers
+    BY_DISTANCE: Any  # biases by distance are added, else a dense bias
     BATCH_LAST: Any  # blocks of all batch rows come before the next head's
-    LOW_AGAIN: Any  # rows that may have got nothing but low numbers are marked, too
+    LOW_AGAIN: Any  # rows whose scores may all be very low (a mask by addition) are marked, too
     PART: Any  # of a head dim wider than 256: the dims of a tile in shared memory; else 0
     TILE: Any  # rows of a tile whose parts have places in turn: BLOCK_N
 
 
 class ForwardWork(NamedTuple):
-    """What there is to do for all programs."""
+    """Work of all programs."""
 
     section: Any  # heads that take turns, see `turn`
     blocks: Any  # of queries of a head
@@ -53,7 +53,7 @@ class ForwardWork(NamedTuple):
 
 
 class RingBarriers(NamedTuple):
-    """When queries, and the parts of tiles that have places in turn, have come, and when they may be written over."""
+    """Barriers of queries and of the ring's parts: loaded, and free to be overwritten."""
 
     q_full: Any
     q_empty: Any
@@ -75,9 +75,9 @@ class Adding(NamedTuple):
 
 
 class AddedTiles(NamedTuple):
-    """Tiles of it in shared memory, of each stage those of all warpgroups; all are None where nothing is added."""
+    """Tiles of the added tensor in shared memory, of each stage those of all warpgroups. All are None where nothing is added."""
 
-    of: Any  # the descriptor that they come by
+    of: Any  # their descriptor
     at: Any  # Adding
     tiles: Any
     full: Any  # when they have come
@@ -85,7 +85,7 @@ class AddedTiles(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What masks and scores read, of all batch rows and heads, or of one."""
+    """Operands of masks and scores, of all batch rows and heads, or of one."""
 
     Rows: Any
     Keys: Any
@@ -96,7 +96,7 @@ class Masks(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Which tiles a block visits: first those that need their mask, then a run of those that don't."""
+    """Tiles that a block visits: first those that need their mask, then a run of those that don't."""
 
     List: Any  # where the former are listed, or None: on both sides of the run
     partial: Any  # how many need their mask
@@ -107,7 +107,7 @@ class Visits(NamedTuple):
 
 
 class Warpgroup(NamedTuple):
-    """What a warpgroup keeps of its 64 queries of a block. Of each row, in the layout of a tile's rows: least, most, document, rows."""
+    """State of a warpgroup's 64 queries of a block. Of each row, in the layout of a tile's rows: least, most, document, rows."""
 
     q: Any
     least: Any  # the first key that a row may use
@@ -122,7 +122,7 @@ class Warpgroup(NamedTuple):
 
 
 class GradSwitches(NamedTuple):
-    """What the backward kernel is compiled for."""
+    """Compile-time switches of the backward kernel."""
 
     HEAD_DIM_QK: Any
     HEAD_DIM_V: Any
@@ -144,7 +144,7 @@ class GradSwitches(NamedTuple):
 
 
 class GradTiles(NamedTuple):
-    """In shared memory, for a backward."""
+    """Buffers of a backward in shared memory."""
 
     q: Any
     g: Any  # of the output's gradient
@@ -163,7 +163,7 @@ class GradTiles(NamedTuple):
 
 
 class GradBarriers(NamedTuple):
-    """When tiles of a backward have come, and when they may be written over."""
+    """Barriers of a backward's tiles: loaded, and free to be overwritten."""
 
     kv_full: Any
     kv_empty: Any
@@ -177,7 +177,7 @@ class GradBarriers(NamedTuple):
 
 
 class QueryMasks(NamedTuple):
-    """What masks say of the queries of a batch row."""
+    """Mask operands of the queries of a batch row."""
 
     Rows: Any
     rows_side: Any  # MaskStrides.rows_side
@@ -186,7 +186,7 @@ class QueryMasks(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """What a warpgroup keeps of its 64 keys of a block. Of each, in the layout of a tile's rows: keys, least, most, document."""
+    """State of a warpgroup's 64 keys of a block. Of each, in the layout of a tile's rows: keys, least, most, document."""
 
     keys: Any  # the key's number
     least: Any  # the first query that may use it
@@ -199,8 +199,8 @@ class KeyBlock(NamedTuple):
 
 
 class WideSwitches(NamedTuple):
-    """What the backward's kernels for head dims above 256 are compiled for. Of a block's rows, queries or keys, a program has the
-    gradients; tiles are of the others."""
+    """Compile-time switches of the backward's kernels for head dims above 256. A program computes gradients of a block's rows (queries or
+    keys); tiles are of the other side."""
 
     HEAD_DIM_QK: Any
     HEAD_DIM_V: Any
@@ -227,7 +227,7 @@ class WideSwitches(NamedTuple):
 
 
 class WideTiles(NamedTuple):
-    """In shared memory, for dq or dk of wide heads: parts of a block's own rows, and of the others' tiles."""
+    """Buffers in shared memory for dq or dk of wide heads: parts of a block's own rows, and of the other side's tiles."""
 
     own: Any  # of q, by key of k
     own_v: Any  # of the output's gradient, by key of v
@@ -237,7 +237,7 @@ class WideTiles(NamedTuple):
 
 
 class WideBarriers(NamedTuple):
-    """When those have come, and when they may be written over."""
+    """Barriers of `WideTiles`: loaded, and free to be overwritten."""
 
     own_full: Any
     own_empty: Any

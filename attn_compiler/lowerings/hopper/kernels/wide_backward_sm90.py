@@ -1,11 +1,11 @@
 """The gradients of q or of k for Hopper and head dims above 256, in Gluon: a program has 64 rows of one, and visits tiles of the other.
 
-Registers of two warpgroups hold the sums of those rows, half of the head dim each. Both products of a tile that its scores' gradients come
-from are of all head dims: one warpgroup has the scores, the other one the weights' gradients, and tells them by shared memory. There the
-scores' gradients take their place, which both multiply with their half of the same tile that the scores came from.
+Registers of two warpgroups hold the sums of those rows, half of the head dim each. The scores and the weights' gradients of a tile are
+products over all head dims: one warpgroup computes the scores, the other one the weights' gradients, which it passes through shared
+memory. The scores' gradients take their buffer. Both warpgroups multiply them by their half of the tile that gave the scores.
 
-So each of dq, dk and dv (wide_values_sm90.py) has a pass of its own: eight products where there have to be five. Each number has one
-writer, and every run gives the same bits. Gradients that come out as NaN raise a flag, as in backward_sm90.py.
+Each of dq, dk and dv (wide_values_sm90.py) so has a pass of its own: eight products where five would do. Each element has one writer, and
+every run gives the same bits. A gradient that is NaN raises a flag, as in backward_sm90.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
 
 @gluon.constexpr_function
 def share_of(consumer, PARTS):
-    """The parts of the head dim that a warpgroup has the sums of: the first one, and the one after the last."""
+    """Return the first part of the head dim that a warpgroup sums, and the one after the last."""
     half = (PARTS + 1) // 2
     return (half, PARTS) if consumer else (0, half)
 
@@ -65,7 +65,7 @@ def parts_of_share(consumer, PARTS):
 
 @gluon.jit
 def _scores(n, tiles, barriers, LAYOUT: gl.constexpr, how: gl.constexpr):
-    """(rows, others) of the n-th tile."""
+    """Return the scores (rows, others) of the n-th tile."""
     PARTS: gl.constexpr = how.QK_ALL // how.PART
     scores = gl.zeros([ROWS, how.TILE], gl.float32, layout=LAYOUT)
     for part in gl.static_range(PARTS):
@@ -80,7 +80,7 @@ def _scores(n, tiles, barriers, LAYOUT: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def _grad_weights(n, delta, tiles, barriers, LAYOUT: gl.constexpr, how: gl.constexpr):
-    """The weights' gradients (rows, others) of the n-th tile, of which the last part's product is under way, and delta as it is."""
+    """Start the weights' gradients (rows, others) of the n-th tile: the last part's product is in flight. Returns delta unchanged."""
     PARTS: gl.constexpr = how.V_ALL // how.PART_V
     found = gl.zeros([ROWS, how.TILE], gl.float32, layout=LAYOUT)
     for part in gl.static_range(PARTS):
@@ -91,7 +91,7 @@ def _grad_weights(n, delta, tiles, barriers, LAYOUT: gl.constexpr, how: gl.const
         own = tiles.own_v.index(part).reshape([ROWS, how.PART_V])
         found = warpgroup_mma(own, others.permute([1, 0]), found, use_acc=part > 0, is_async=True)
         if part > 0:
-            # The sums stay under way, so what is handed through is another number.
+            # The sums stay in flight, so another value is passed through.
             delta = warpgroup_mma_wait(1, deps=(delta,))
             mbarrier.arrive(barriers.v_empty.index((at - 1) % how.STAGES_V))
     return found, delta
@@ -99,7 +99,7 @@ def _grad_weights(n, delta, tiles, barriers, LAYOUT: gl.constexpr, how: gl.const
 
 @gluon.jit
 def _hand_over(n, found, delta, tiles, barriers, how: gl.constexpr):
-    """The weights' gradients less delta to who has the weights."""
+    """Pass the weights' gradients less delta to the warpgroup that has the weights."""
     PARTS: gl.constexpr = how.V_ALL // how.PART_V
     found = warpgroup_mma_wait(0, deps=(found,))
     mbarrier.arrive(barriers.v_empty.index((n * PARTS + PARTS - 1) % how.STAGES_V))
@@ -107,7 +107,7 @@ def _hand_over(n, found, delta, tiles, barriers, how: gl.constexpr):
         beside = found - delta[None, :]
     else:
         beside = found - delta[:, None]
-    # Until the other warpgroup has multiplied what is there. This one has.
+    # Until the other warpgroup has multiplied the last gradients, as this one has.
     mbarrier.wait(barriers.grads_empty, (n & 1) ^ 1)
     tiles.grads.store(narrowed(beside, tiles.own))
     fence_async_shared()
@@ -116,7 +116,7 @@ def _hand_over(n, found, delta, tiles, barriers, how: gl.constexpr):
 
 @gluon.jit
 def _add(consumer: gl.constexpr, n, sums, tiles, barriers, how: gl.constexpr):
-    """What the scores' gradients of the n-th tile add to a warpgroup's share."""
+    """Add the product of the n-th tile's score gradients to a warpgroup's share."""
     PARTS: gl.constexpr = how.QK_ALL // how.PART
     FIRST: gl.constexpr = first_of_share(consumer, PARTS)
     COUNT: gl.constexpr = parts_of_share(consumer, PARTS)
@@ -148,7 +148,7 @@ def _no_sums(consumer: gl.constexpr, how: gl.constexpr):
 def _leave(
     consumer: gl.constexpr, Grad, Flag, stride, batch, head, block, sums, scale, work, how: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup's share of the gradient of 64 rows."""
+    """Store a warpgroup's share of the gradient of 64 rows."""
     LAYOUT: gl.constexpr = out_layout(how.PART, 0)
     PARTS: gl.constexpr = how.QK_ALL // how.PART
     length = work.sizes.seqlen_q
@@ -156,7 +156,7 @@ def _leave(
         length = work.sizes.seqlen_kv
     rows = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     inside = (rows < length)[:, None]
-    # What Triton knows of arguments it does not know in the partitions of warps.
+    # Triton's facts on arguments (alignment) are lost in the partitions of warps.
     of_rows = gl.multiple_of(rows.to(gl.int64) * stride.s, 8)[:, None]
     of_head = gl.multiple_of(Grad, 16) + (batch.to(gl.int64) * stride.b + head.to(gl.int64) * stride.h)
     for part in gl.static_range(parts_of_share(consumer, PARTS)):
@@ -174,7 +174,7 @@ def _leave(
 def _weights_of_queries(
     scores, tile, base, own, masks, seqlen_kv, MASKED: gl.constexpr, LAYOUT: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
-    """What the weights' gradients (queries, keys) are multiplied by. base: -lse of each query, in units of log 2."""
+    """Return the factor of the weights' gradients (queries, keys). base: -lse of each query, in units of log 2."""
     factor = own.factor
     if how.SOFTCAP:
         scores = tanh(scores * factor)
@@ -197,7 +197,7 @@ def _weighted(
     n, tile, sums, base, own, stats, masks, tiles, barriers, sizes,
     MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """The n-th tile, of the warpgroup that has the scores."""
+    """Process the n-th tile in the warpgroup that has the scores."""
     LAYOUT: gl.constexpr = layouts.SCORES
     if how.BY_KEY:
         start = tile * how.TILE
@@ -224,7 +224,7 @@ def _with_scores(
     Grad, Flag, stride, RowStats, stats_rows, masks, masking, tiles, barriers, work, rounds, scale, factor, softcap,
     how: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that has the scores of each tile, and the first half of the sums."""
+    """Run the warpgroup that has the scores of each tile, and the first half of the sums."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.TILE, 16]
     )
@@ -290,7 +290,7 @@ def _with_scores(
 
 @gluon.jit
 def _delta(stats, stats_rows, block, tile, LAYOUT: gl.constexpr, how: gl.constexpr):
-    """Of a tile's queries, or of the block's."""
+    """Load delta of a tile's queries, or of the block's."""
     if how.BY_KEY:
         at = tile * how.TILE + gl.arange(0, how.TILE, layout=gl.SliceLayout(0, LAYOUT))
     else:
@@ -302,7 +302,7 @@ def _delta(stats, stats_rows, block, tile, LAYOUT: gl.constexpr, how: gl.constex
 def _with_grad_weights(
     Grad, Flag, stride, RowStats, stats_rows, tiles, barriers, work, rounds, scale, how: gl.constexpr
 ):
-    """The warpgroup that has the weights' gradients of each tile, a tile ahead, and the second half of the sums."""
+    """Run the warpgroup that has the weights' gradients of each tile, a tile ahead, and the second half of the sums."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.TILE, 16]
     )
@@ -338,11 +338,11 @@ def attention_grad_wide_sm90(
     Q, K, V, GradOut, RowStats, Grad, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, stride_q, stride_k, stride_v,
     stride_g, stride_grad, stats_rows, masking, lists, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Grad is dq, or, BY_KEY, what each head of queries adds to dk, (B, Hq, Skv, D).
+    """Write dq to Grad, or, BY_KEY, the part of dk of each query head, (B, Hq, Skv, D).
 
-    Grid: up to blocks · heads_of_all, for `blocks` blocks of 64 rows of each of heads_of_all = B · Hq heads: no more than run at once,
-    each then computes several. num_warps: 4. HOW: `WideSwitches`. Lists: of tiles of the others, a list for TOGETHER blocks. The other
-    operands: as of `attention_backward_sm90`.
+    Grid: up to blocks · heads_of_all, for `blocks` blocks of 64 rows of each of heads_of_all = B · Hq heads. No more programs than run at
+    once; each computes several blocks. num_warps: 4. HOW: `WideSwitches`. Lists: tiles of the other side, one list for TOGETHER blocks.
+    The other operands: as of `attention_backward_sm90`.
     """
     how: gl.constexpr = members(HOW)
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)

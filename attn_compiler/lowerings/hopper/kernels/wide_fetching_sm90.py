@@ -1,4 +1,5 @@
-"""The warpgroup of the backward for wide heads that has the copy engine fetch parts of tiles, in Gluon, and the barriers of dq and dk."""
+"""The producer warpgroup of the backward for wide heads, which has the copy engine load parts of tiles, and the barriers of dq and dk. In
+Gluon."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
 @gluon.jit
 def wide_barriers_of(STAGES: gl.constexpr, STAGES_V: gl.constexpr):
-    """Of a block's own rows, of STAGES and STAGES_V parts of tiles, each read last by one warpgroup, and of a tile's gradients."""
+    """Make barriers of a block's own rows, of STAGES and STAGES_V parts of tiles, each read last by one warpgroup, and of a tile's
+    gradients."""
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
     own_full = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     own_empty = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
@@ -59,7 +61,7 @@ def wide_barriers_of(STAGES: gl.constexpr, STAGES_V: gl.constexpr):
 
 @gluon.jit
 def _fetch_own(of, batch, head, start, nth, tiles, full, empty, PARTS: gl.constexpr, PART: gl.constexpr):
-    """Ask for the rows of the nth block, in parts."""
+    """Load the rows of the nth block, in parts."""
     mbarrier.wait(empty, (nth & 1) ^ 1)
     mbarrier.expect(full, of.block_type.nbytes * PARTS)
     for part in gl.static_range(PARTS):
@@ -70,7 +72,7 @@ def _fetch_own(of, batch, head, start, nth, tiles, full, empty, PARTS: gl.conste
 def _fetch_others(
     of, batch, head, start, n, tiles, full, empty, PARTS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Ask for the parts of the n-th tile, each as soon as who reads it last has let go of what is in its place."""
+    """Load the parts of the n-th tile, each as soon as its last reader has freed its buffer."""
     for part in gl.static_range(PARTS):
         place = (n * PARTS + part) % STAGES
         mbarrier.wait(empty.index(place), (((n * PARTS + part) // STAGES) & 1) ^ 1)
@@ -80,8 +82,8 @@ def _fetch_others(
 
 @gluon.jit
 def fetch_wide(of_own, of_own_v, of_others, of_others_v, tiles, barriers, work, rounds, how: gl.constexpr):
-    """For each block its rows, and the tiles of the others. Of a tile the part that makes the weights' gradients comes first: they are
-    under way while the tile before has its softmax."""
+    """Load each block's rows, and the tiles of the other side. The weights' gradients' part of a tile comes first: their product runs while
+    the tile before has its softmax."""
     PARTS: gl.constexpr = how.QK_ALL // how.PART
     PARTS_V: gl.constexpr = how.V_ALL // how.PART_V
     n = 0
@@ -128,8 +130,8 @@ def fetch_wide(of_own, of_own_v, of_others, of_others_v, tiles, barriers, work, 
 
 @gluon.jit
 def fetch_for_values(of_k, of_q, of_g, tiles, barriers, work, rounds, how: gl.constexpr):
-    """For each block its keys, and in each pass over the queries the parts of all their tiles: those of q, and then those of the output's
-    gradient of the tile before. Runs ahead into the next pass and block."""
+    """Load each block's keys, and in each pass over the queries the parts of all tiles: those of q, then those of the output's gradient of
+    the tile before. Runs ahead into the next pass and block."""
     K_PARTS: gl.constexpr = how.QK_ALL // how.PART
     V_PARTS: gl.constexpr = how.V_ALL // how.PART
     n = 0

@@ -1,8 +1,8 @@
-"""The gradient of v for Hopper and head dims above 256, in Gluon: as forward_wide_sm90.py, with keys in place of queries, and weights by
+"""The gradient of v for Hopper and head dims above 256, in Gluon: as forward_wide_sm90.py, with keys in place of queries, and weights from
 the rows' lse.
 
-A program has 128 keys and passes over the queries once for each 256 dims of the values. The scores are transposed, (keys, queries), so that
-weights stay in registers as the left operand of their product with the output's gradient.
+A program has 128 keys and passes over the queries once for each 256 dims of the values. The scores are transposed, (keys, queries), so
+that weights stay in registers as the left operand of their product with the output's gradient.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts, Shar
 def _weights(
     scores, tile, base, own, masks, tiles, sizes, MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
-    """Of a tile, as the left operand of a product."""
+    """Return the weights of a tile as the left operand of a product."""
     found, _ = weights_of(scores, tile * how.TILE, MASKED, base, None, own, masks, sizes, layouts, how)
     return gl.convert_layout(narrowed(found, tiles.k), weights_layout(how.PART, 0), assert_trivial=True)
 
 
 @gluon.jit
 def _base(stats, tile, layouts: gl.constexpr, how: gl.constexpr):
-    """-lse of a tile's queries, in units of log 2."""
+    """Load -lse of a tile's queries, in units of log 2."""
     return gl.load(stats + tile * how.TILE + gl.arange(0, how.TILE, layout=gl.SliceLayout(0, layouts.SCORES)))
 
 
@@ -59,7 +59,8 @@ def _step(
     i, tile, done, state, parts, own, stats, masks, tiles, barriers, sizes,
     MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """The i-th tile of a pass, and the sums of the one before. `done` parts came before the pass. state: sums, and the weights before."""
+    """Process the scores of a pass's i-th tile, and the sums of the one before. `done`: parts before the pass. state: sums, and the weights
+    before."""
     K_PARTS: gl.constexpr = how.QK_ALL // how.PART
     V_PARTS: gl.constexpr = how.V_ALL // how.PART
     sums, weights = state
@@ -79,14 +80,14 @@ def _step(
 def _tiles(
     done, visits, parts, own, stats, masks, tiles, barriers, sizes, layouts: gl.constexpr, how: gl.constexpr
 ):  # fmt: skip
-    """The sums over all tiles of a pass but the last one, and the weights of that."""
+    """Run the sums over all tiles of a pass but the last one, and return its weights."""
     K_PARTS: gl.constexpr = how.QK_ALL // how.PART
     partial = visits.partial
     count = partial + visits.full_last - visits.full_first
     sums = ()
     for _ in gl.static_range(how.V_ALL // how.PART):
         sums += (gl.zeros([ROWS, how.PART], gl.float32, layout=out_layout(how.PART, 0)),)
-    # The first tile has none before it. It is masked, needed or not.
+    # The first tile has none before it. It is masked always.
     tile = nth_tile(0, visits)
     base = _base(stats, tile, layouts, how)
     scores, base = scores_in_parts(parts, done, base, tiles, barriers, layouts.SCORES, how)
@@ -108,11 +109,11 @@ def _tiles(
 
 @gluon.jit
 def _store(GradV, Flag, sums, rows, first, length, stride, how: gl.constexpr):
-    """The gradient of 64 values from the dim `first` on, of a head. stride: from one key to the next."""
+    """Store the gradient of 64 values of a head from the dim `first` on. stride: from one key to the next."""
     LAYOUT: gl.constexpr = out_layout(how.PART, 0)
     own = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     inside = (own < length)[:, None]
-    # What Triton knows of arguments it does not know in the partitions of warps.
+    # Triton's facts on arguments (alignment) are lost in the partitions of warps.
     of_rows = gl.multiple_of(own.to(gl.int64) * stride, 8)[:, None]
     for n in gl.static_range(how.V_ALL // how.PART):
         if how.MARKS:
@@ -127,7 +128,7 @@ def _compute(
     consumer: gl.constexpr, GradV, Flag, stride, RowStats, stats_rows, masks, masking, tiles, barriers, work, rounds, factor,
     softcap, how: gl.constexpr,
 ):  # fmt: skip
-    """64 keys of each of this program's blocks, in each pass."""
+    """Compute 64 keys of each block of this program, in each pass."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.TILE, 16]
     )
@@ -183,7 +184,7 @@ def attention_grad_v_wide_sm90(
     Q, K, GradOut, RowStats, GradV, Flag, Rows, Keys, DocumentsQ, DocumentsK, Lists, Slopes, stride_q, stride_k, stride_g,
     stride_dv, stats_rows, masking, lists, sizes, section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
-    """GradV: what each head of queries adds to dv, (B, Hq, Skv, D). Grid, num_warps and operands: as `attention_grad_wide_sm90`, with
+    """Write the part of dv of each query head to GradV, (B, Hq, Skv, D). Grid, num_warps and operands: as `attention_grad_wide_sm90`, with
     blocks of 128 keys. HOW: V_ALL are the dims of a pass, and STAGES parts of PART dims are in shared memory."""
     how: gl.constexpr = members(HOW)
     rounds = (blocks * heads_of_all + gl.num_programs(0) - 1) // gl.num_programs(0)

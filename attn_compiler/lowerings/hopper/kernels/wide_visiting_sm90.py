@@ -1,4 +1,4 @@
-"""Which blocks and tiles the backward's kernels for wide heads have, in Gluon: of queries, or by key of keys."""
+"""Blocks and tiles of the backward's kernels for wide heads, in Gluon: of queries, or by key of keys."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit, qu
 
 @gluon.jit
 def wide_block(nth, work, how: gl.constexpr):
-    """This program's nth block: whether there is one, its number, batch row, head of queries, and that head among those of all rows."""
+    """Return whether this program has an nth block, then its number, batch row, head of queries, and that head's number among all batch
+    rows."""
     is_one, block, row = turn(nth, work.section, work.blocks, work.heads_of_all)
-    # Where there is none, that of the first one is read.
+    # Without an nth block, the first one's list is read.
     block, row = gl.where(is_one, block, 0), gl.where(is_one, row, 0)
     batch, head = row // work.sizes.heads_q, row % work.sizes.heads_q
     if how.ORDERED:
@@ -30,13 +31,13 @@ def wide_block(nth, work, how: gl.constexpr):
 
 @gluon.jit
 def list_of_wide_block(work, batch, head, block, how: gl.constexpr):
-    """Where the list of a block begins, which TOGETHER blocks share, or None."""
+    """Return the address of the list that TOGETHER blocks share, or None."""
     return list_of(work.Lists, batch, head, block // how.TOGETHER, work.lists)
 
 
 @gluon.jit
 def wide_visits(List, block, sizes, how: gl.constexpr):
-    """partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its pairs is allowed."""
+    """Return partial, first, second, full_first and full_last of `Visits`: one tile at least, even if none of its pairs is allowed."""
     if how.BY_KEY:
         partial, first, second, full_first, full_last = queries_to_visit(List, block * how.BLOCK_N, sizes, how)
     else:

@@ -1,1 +1,1 @@
-"""Triton kernels of linear attention. They import triton, so they come late."""
+"""Triton kernels of linear attention. They import triton, so they are imported late."""

@@ -43,7 +43,7 @@ def reverse_pass(
 ):  # fmt: skip
     """Grid: (WV / BV pieces B H,). Grad: of o, (B, S, H, DV), contiguous. Grad_last: of the state after each piece. Afters: D of each
     chunk, (B, H, chunks, DK, DV) in float32. Grad_values: dy with DELTA, (B, H, chunks, C, DV) in float32. Grad_first: of the first state,
-    or None. Locals: None, or of each piece by itself the gradient of its first state, (B, H, pieces, WK, WV); then nothing else is stored.
+    or None. Locals: None, or the gradient of each piece's first state by itself, (B, H, pieces, WK, WV); then nothing else is stored.
     Others: as in forward.py."""
     columns: tl.constexpr = WV // BV
     row, piece = (tl.program_id(0) // columns // pieces).to(tl.int64), tl.program_id(0) // columns % pieces
@@ -106,8 +106,8 @@ def value_gradients(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
     PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Without the delta rule, of v, of beta and of the skip. Grid: (chunks B H,). Grad_v: (B, S, H, DV). Grad_beta: (B, S, H). Part_skip:
-    (B, H, chunks). All contiguous. Others: as in `reverse_pass`."""
+    """Compute the gradients of v, beta and skip without the delta rule. Grid: (chunks B H,). Grad_v: (B, S, H, DV). Grad_beta: (B, S, H).
+    Part_skip: (B, H, chunks). All contiguous. Others: as in `reverse_pass`."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
@@ -147,10 +147,10 @@ def head_gradients(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, DS: tl.constexpr,
     DELTA: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of a decay a head, of DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k: of b q and a k, (B, S, H, DK) in float32. With
-    DELTA, Grad_v: (B, S, H, DV), and Part_beta: as Part_g. Part_g: sums over DS channels, (WK / DS, B, S, H), each `shares_g` numbers after
-    the one before. All contiguous. OF_ROWS: as PARTS, of products that nothing but the gradients of q and k have. Others: as in
-    `reverse_pass`."""
+    """Compute the gradients of a chunk with a decay a head, for DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k: of b q and
+    a k, (B, S, H, DK) in float32. With DELTA, Grad_v: (B, S, H, DV), and Part_beta: as Part_g. Part_g: sums over DS channels, (WK / DS, B,
+    S, H), each `shares_g` numbers after the one before. All contiguous. OF_ROWS: PARTS of products for the gradients of q and k alone.
+    Others: as in `reverse_pass`."""
     share = tl.program_id(0) % (WK // DS)
     at = (tl.program_id(0) // (WK // DS)).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
@@ -158,7 +158,7 @@ def head_gradients(
     i, d = tl.arange(0, C), share * DS + tl.arange(0, DS)
     token = chunk * C + i
     is_seen, is_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
-    # What is no sum over channels is of the first share.
+    # The first share adds the terms that are no sums over channels.
     once = tl.where(share == 0, 1.0, 0.0)
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
@@ -219,7 +219,7 @@ def head_gradients(
         both += of_lower * beta[:, None]
         dl *= beta[:, None]
         dk = product((dl + tl.trans(dl)) * a[None, :], k, OF_ROWS, dk)
-    # A decay is between all tokens before it and all others of the chunk. Nothing is added that would be subtracted again.
+    # A decay lies between all tokens before it and all others of the chunk. Nothing is added that would be subtracted again.
     between = tl.cumsum(both, 0, reverse=True) + kept[None, :]
     dg = tl.cumsum(dc, 0, reverse=True) + tl.sum(tl.where(is_before, between, 0.0), 1) + dend * tl.exp(end)
     to_number = share * shares_g + (batch * length + token) * heads + head
@@ -236,7 +236,7 @@ def row_gradients(
     X, Part, Grad_x, groups, length, chunks, scale, eps, x_b, x_s, x_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, NORM: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of q or k, of that of their normalised rows. Grid: (chunks B groups,). X: (B, S, groups, DK). Part: of the
+    """Compute the gradient of q or k from that of their normalised rows. Grid: (chunks B groups,). X: (B, S, groups, DK). Part: of the
     PIECES heads of each group, (B, S, groups PIECES, DK) in float32. Grad_x: (B, S, groups, DK), contiguous."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     batch, group = row // groups, row % groups

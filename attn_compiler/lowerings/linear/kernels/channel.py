@@ -1,9 +1,9 @@
-"""A decay for each channel of k: what does not depend on the state, in three kernels. Words as in forward.py, but c is of each channel.
+"""A decay for each channel of k: all that does not depend on the state, in three kernels. Names as in forward.py, but c is of each channel.
 
     A = stril(Σ aᵢ kᵢ aⱼ kⱼ exp(cᵢ - cⱼ)), L = β A;  P = tril(Σ bᵢ qᵢ aⱼ kⱼ exp(cᵢ - cⱼ))        sums over channels
 
-The exponent is none of a product: exp(c) exp(-c) would overflow. Rows go by blocks of 16. What comes before a block is a product around the
-block's first row, whose exponents are none above 0. Within a block it goes key by key.
+The exponent belongs to no product: exp(c) exp(-c) would overflow. Rows go by blocks of 16. The part before a block is a product around the
+block's first row, whose exponents are at most 0. Within a block it goes key by key.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def channel_pairs(
     q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """16 rows of a chunk. Grid: (C / 16 chunks B H,). Lower: L, (B, H, chunks, C, C) in float32. Others: as in forward.py."""
+    """Compute 16 rows of a chunk. Grid: (C / 16 chunks B H,). Lower: L, (B, H, chunks, C, C) in float32. Others: as in forward.py."""
     blocks: tl.constexpr = C // 16
     block = tl.program_id(0) % blocks
     at = (tl.program_id(0) // blocks).to(tl.int64)
@@ -68,7 +68,7 @@ def channel_pairs(
     pairs, lower = product(q * grown, tl.trans(keys), PARTS), product(k * grown, tl.trans(keys), PARTS)
     for one in tl.range(0, 16):
         j = block * 16 + one
-        # Of the chunk's last rows there may be none; a and k are 0 there.
+        # The chunk's last rows may be beyond the sequence; a and k are 0 there.
         is_key = (d < DK) & (chunk * C + j < length)
         key = tl.load(K + (chunk * C + j).to(tl.int64) * k_s + d, mask=is_key, other=0.0).to(tl.float32)
         key *= tl.load(Norms + C + j)
@@ -85,7 +85,7 @@ def channel_pairs(
 
 @assembled_jit
 def channel_inverse(Lower, Inverse, C: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr):
-    """T of L. Grid: (chunks B H,)."""
+    """Compute T of L. Grid: (chunks B H,)."""
     at = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, C)
     of_pairs = i[:, None] * C + i[None, :]

@@ -24,9 +24,9 @@ def channel_gradients(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, DS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What states have to do with, of DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k, Part_late: of b q, of a k as the
-    later, as the earlier of a pair, (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL, (B, H,
-    chunks, C, C). Part_beta: as Part_g in backward.py. All in float32. Grad_v: (B, S, H, DV)."""
+    """Compute the gradients through the states, for DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k, Part_late: of b q, of a
+    k as the later, as the earlier of a pair, (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL,
+    (B, H, chunks, C, C). Part_beta: as Part_g in backward.py. All in float32. Grad_v: (B, S, H, DV)."""
     share = tl.program_id(0) % (WK // DS)
     at = (tl.program_id(0) // (WK // DS)).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
@@ -50,7 +50,7 @@ def channel_gradients(
         u = rows(Values + at * C * DV, i, C, DV, e, DV, WV)
         dy = rows(Grad_values + at * C * DV, i, C, DV, e, DV, WV)
         dend += tl.sum(after * state, 1)
-        # What is no sum over channels is of the first share.
+        # The first share adds the terms that are no sums over channels.
         if share == 0:
             store_rows(Grad_v + to_v, dy * beta[:, None], token, length, heads * DV, e, DV, WV)
             dbeta += tl.sum(dy * rows(V, token, length, v_s, e, DV, WV).to(tl.float32), 1)
@@ -84,8 +84,8 @@ def channel_pair_gradients(
     heads, group, length, chunks, shares_g, q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of 16 rows of a chunk. Grid: (C / 16 chunks B H,). Part_q, Part_k: become what is of b q and of a k in all. Grad_sums: dc but for the
-    end, (B, H, chunks, C, WK). Grad_beta: (B, S, H). Others: as in `channel_gradients`."""
+    """Add the gradients through the pairs of 16 rows of a chunk. Grid: (C / 16 chunks B H,). Part_q, Part_k: become the whole gradients of
+    b q and of a k. Grad_sums: dc but for the end, (B, H, chunks, C, WK). Grad_beta: (B, S, H). Others: as in `channel_gradients`."""
     blocks: tl.constexpr = C // 16
     first = tl.program_id(0) % blocks * 16
     at = (tl.program_id(0) // blocks).to(tl.int64)
@@ -157,7 +157,7 @@ def channel_pair_gradients(
 def decay_gradients(
     Grad_sums, Ends, Grad_g, heads, length, chunks, C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr,
 ):  # fmt: skip
-    """Of g, of dc. Grid: (chunks B H,). Grad_g: (B, S, H, DK), contiguous."""
+    """Compute the gradient of g from dc. Grid: (chunks B H,). Grad_g: (B, S, H, DK), contiguous."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     i, d = tl.arange(0, C), tl.arange(0, WK)

@@ -39,8 +39,8 @@ def head_chunks(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
     PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). G, Beta: (B, S, H). Inverse (only of DELTA), Pairs: T and P, (B, H, chunks, C, C).
-    Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
+    """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). G, Beta: (B, S, H). Inverse (with DELTA alone), Pairs: T and P, (B, H, chunks, C,
+    C). Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
@@ -75,11 +75,11 @@ def state_pass(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_OUT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (WIDE / BV pieces B H,); a sequence has `pieces` of `of_piece` chunks. V: (B, S, H, DV). Out: the same, contiguous, or None.
-    Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), how much of v is added to the result, or None. First: the state before each piece,
-    or None. Last: (B, H, ...), contiguous, or None. States: the state before each chunk, (B, H, chunks, DK, DV) in float32, or None.
-    Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early, Later: of CHANNEL, as in channel.py. Locals: what
-    pieces.py joins, or None: (B, H, pieces, WK, WIDE), of each piece by itself the last state, and in columns from WV on what it makes of
-    the identity. OF_OUT: as PARTS, of products that nothing but the result has. Others: as in `head_chunks`."""
+    Sums: with CHANNEL (B, H, chunks, C, WK). Skip: (H,), the factor of v that is added to the result, or None. First: the state before
+    each piece, or None. Last: (B, H, ...), contiguous, or None. States: the state before each chunk, (B, H, chunks, DK, DV) in float32, or
+    None. Values: u with DELTA, (B, H, chunks, C, DV) in float32, or None. Queries, Early, Later: of CHANNEL, as in channel.py. Locals: the
+    operand of pieces.py, or None: (B, H, pieces, WK, WIDE), each piece's last state by itself, and in columns from WV on its matrix M.
+    OF_OUT: PARTS of products for the result alone. Others: as in `head_chunks`."""
     columns: tl.constexpr = WIDE // BV
     row, piece = (tl.program_id(0) // columns // pieces).to(tl.int64), tl.program_id(0) // columns % pieces
     batch, head = row // heads, row % heads
@@ -149,7 +149,7 @@ def one_token(
     DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Of one token. Grid: (WV / BV B H,). Tensors: as in `state_pass`, of one token."""
+    """Compute one token. Grid: (WV / BV B H,). Tensors: as in `state_pass`, of one token."""
     columns: tl.constexpr = WV // BV
     row = (tl.program_id(0) // columns).to(tl.int64)
     batch, head = row // heads, row % heads

@@ -1,8 +1,7 @@
-"""States between the pieces of a sequence, of what each piece makes by itself.
+"""States between the pieces of a sequence, from each piece's own results.
 
-The recurrence is linear in the state: what a piece makes of the state S before it is M S + L. L is its last state where it begins at 0. M
-is what it makes of the identity, which is exp(sum of g) without the delta rule. Backwards, M transposed goes from D after a piece to D
-before it.
+The recurrence is linear in the state: a piece maps the state S before it to M S + L. L is its last state where it begins at 0. M is its
+map of the identity, which is exp(sum of g) without the delta rule. Backwards, M transposed maps D after a piece to D before it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ def join_pieces(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, LOCAL: tl.constexpr,
     WIDE: tl.constexpr, DELTA: tl.constexpr, REVERSED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (WV / BV B H,). Locals: L, (B, H, pieces, WK, LOCAL), or backwards its gradient. Wholes: M, in columns from WV on of
-    (B, H, pieces, WK, WIDE); only of DELTA. Sums: as in forward.py. Edge: the first state, or REVERSED the last one's gradient; None: 0.
-    Between: the state before each piece, or REVERSED the gradient of that after it, (B, H, pieces, DK, DV). All but Edge in float32."""
+    """Grid: (WV / BV B H,). Locals: L, (B, H, pieces, WK, LOCAL), or backwards its gradient. Wholes: M, in columns from WV on of (B, H,
+    pieces, WK, WIDE); only of DELTA. Sums: as in forward.py. Edge: the first state, or REVERSED the last one's gradient; None: 0. Between:
+    the state before each piece, or REVERSED the gradient of that after it, (B, H, pieces, DK, DV). All but Edge in float32."""
     columns: tl.constexpr = WV // BV
     row = (tl.program_id(0) // columns).to(tl.int64)
     d, e = tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
@@ -46,7 +45,7 @@ def join_pieces(
 
 @triton.jit
 def _decay(Sums, first, of_piece, chunks, C: tl.constexpr):
-    """The sum of g over the chunks of a piece."""
+    """Return the sum of g over the chunks of a piece."""
     total = 0.0
     for at in range(first, tl.minimum(first + of_piece, chunks)):
         total += tl.load(Sums + at * 2 * C + C - 1)

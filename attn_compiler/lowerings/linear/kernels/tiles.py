@@ -1,9 +1,8 @@
-"""What the kernels of linear attention are made of: products of parts, the inverse of a triangle, rows of tensors.
+"""Building blocks of the kernels of linear attention: products of parts, the inverse of a triangle, rows of tensors.
 
-A product of bfloat16 alone loses two thirds of the bits that the models' own functions hold, which compute in float32. So a number in
-float32 is taken as a sum of numbers in bfloat16. Two numbers hold 16 bits: enough where the result is in bfloat16. Three hold all 24 bits,
-for results in float32.
-A number that is bfloat16 in memory is the first of them.
+The models' own functions compute in float32; products of bfloat16 would lose two thirds of their bits. So a number in float32 becomes a
+sum of numbers in bfloat16. Two hold 16 bits, enough for results in bfloat16; three hold all 24 bits, for results in float32. A number that
+is bfloat16 in memory is its own first part.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import triton.language as tl
 
 @triton.jit
 def product(a, b, PARTS: tl.constexpr, to=None):
-    """a @ b in float32, added to `to` if there is one. PARTS: of each factor in float32, numbers in bfloat16; 0: by products of float32
-    (three of TF32).
+    """Return a @ b in float32, added to `to` if given. PARTS: bfloat16 parts of each float32 factor; 0: products of float32 (three of
+    TF32).
 
-    Factors in bfloat16 are taken as they are.
+    Factors in bfloat16 are taken unchanged.
     """
     if PARTS == 0:
         out = tl.dot(a.to(tl.float32), b.to(tl.float32), to, input_precision="tf32x3")
@@ -34,7 +33,7 @@ def product(a, b, PARTS: tl.constexpr, to=None):
 
 @triton.jit
 def _parts(x):
-    """A tile in float32 as the sum of three in bfloat16."""
+    """Split a float32 tile into a sum of three in bfloat16."""
     first = x.to(tl.bfloat16)
     rest = x - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
@@ -43,9 +42,9 @@ def _parts(x):
 
 @triton.jit
 def _sum_of(first, second, third, b, PARTS: tl.constexpr, to):
-    """(first + second + third) @ b, added to `to`. b: in float32 or bfloat16.
+    """Return (first + second + third) @ b, added to `to`. b: in float32 or bfloat16.
 
-    Of three parts the smallest products are added up first, and `to` last: tensor cores cut off what a sum has no bits for, so each
+    With three parts the smallest products are added up first, and `to` last: tensor cores cut off bits that a sum does not hold, so each
     product that is added to a large sum loses a bit of it.
     """
     if b.dtype == tl.float32:
@@ -67,7 +66,7 @@ def _sum_of(first, second, third, b, PARTS: tl.constexpr, to):
 
 @triton.jit
 def _sum_with(a, first, second, third, PARTS: tl.constexpr, to):
-    """As `_sum_of`: a @ (first + second + third), of a in bfloat16."""
+    """Return a @ (first + second + third), as `_sum_of`, for a in bfloat16."""
     if PARTS == 3:
         out = _added(tl.dot(a, first, tl.dot(a, second, tl.dot(a, third))), to)
     else:
@@ -82,7 +81,7 @@ def _added(out, to):
 
 @triton.jit
 def store_parts(X, at, plane, value, PARTS: tl.constexpr):
-    """What `load_parts` gives again: in float32, or in its parts in bfloat16, each `plane` numbers after the one before."""
+    """Store a tile for `load_parts`: in float32, or as its parts in bfloat16, each `plane` numbers after the one before."""
     if PARTS == 0:
         tl.store(X + at, value)
     else:
@@ -95,7 +94,7 @@ def store_parts(X, at, plane, value, PARTS: tl.constexpr):
 
 @triton.jit
 def load_parts(X, at, plane, PARTS: tl.constexpr):
-    """A tile of what was stored in parts, in float32."""
+    """Load a tile that was stored in parts, in float32."""
     value = tl.load(X + at).to(tl.float32)
     if PARTS != 0:
         value += tl.load(X + plane + at).to(tl.float32)
@@ -106,8 +105,8 @@ def load_parts(X, at, plane, PARTS: tl.constexpr):
 
 @triton.jit
 def stored_product(X, at, plane, other, TURNED: tl.constexpr, PARTS: tl.constexpr, to=None):
-    """x @ other, or xᵀ @ other where TURNED, of a tile x that was stored in at least as many parts: those go to the tensor cores as they
-    are. to: as of `product`."""
+    """Return x @ other, or xᵀ @ other where TURNED, of a tile x that was stored in at least as many parts, which go to the tensor cores
+    unchanged. to: as in `product`."""
     first = _stored(X + at, TURNED)
     if PARTS == 0:
         out = product(first, other, PARTS, to)
@@ -126,10 +125,10 @@ def _stored(at, TURNED: tl.constexpr):
 
 @triton.jit
 def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
-    """(1 + lower)⁻¹ of a strictly lower triangular tile (C, C) in float32.
+    """Return (1 + lower)⁻¹ of a strictly lower triangular tile (C, C) in float32.
 
-    First of the blocks of 16 on the diagonal, D, row by row: a series of powers would lose all bits where keys are equal, as those of
-    padding are. Then 1 + lower = (1 + D)(1 + N), and N is nilpotent over C / 16 blocks.
+    First the blocks of 16 on the diagonal, D, row by row: a series of powers would lose all bits where keys are equal, as those of padding
+    are. Then 1 + lower = (1 + D)(1 + N), and N is nilpotent over C / 16 blocks.
     """
     i = tl.arange(0, C)
     is_block = (i[:, None] // 16) == (i[None, :] // 16)
@@ -146,7 +145,7 @@ def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _of_blocks(blocks, C: tl.constexpr):
-    """As `inverse`, of a tile that is 0 but for its blocks of 16 on the diagonal."""
+    """Return the `inverse` of a tile that is 0 outside its blocks of 16 on the diagonal."""
     many: tl.constexpr = C // 16
     n = tl.arange(0, many)
     is_own = (n[:, None] == n[None, :])[:, None, :, None]
@@ -162,7 +161,7 @@ def _of_blocks(blocks, C: tl.constexpr):
 
 @triton.jit
 def rows(X, token, length, stride, d, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of a tensor at tokens, (C, D); zeros from `length` on, and beyond DIM. X: of the first row. d: the columns."""
+    """Load rows of a tensor at tokens, (C, D); zeros from `length` on, and beyond DIM. X: of the first row. d: the columns."""
     is_in = token[:, None] < length
     if DIM != WIDTH:
         is_in = is_in & (d[None, :] < DIM)
@@ -171,7 +170,7 @@ def rows(X, token, length, stride, d, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_rows(X, value, token, length, stride, d, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Inverse of `rows`."""
+    """Store rows at tokens; the inverse of `rows`."""
     is_in = token[:, None] < length
     if DIM != WIDTH:
         is_in = is_in & (d[None, :] < DIM)
@@ -181,13 +180,13 @@ def store_rows(X, value, token, length, stride, d, DIM: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def numbers(X, token, length, stride):
-    """A number for each token, in float32; zeros from `length` on."""
+    """Load a number for each token, in float32; zeros from `length` on."""
     return tl.load(X + token.to(tl.int64) * stride, mask=token < length, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def exact_sums(g):
-    """The sum of g (C,) up to each token, and what float32 has no bits for of it: sums may be large where their differences are small."""
+    """Return the sum of g (C,) up to each token, and its rounding error in float32: sums may be large where their differences are small."""
     sums = tl.cumsum(g.to(tl.float64), 0)
     c = sums.to(tl.float32)
     return c, (sums - c.to(tl.float64)).to(tl.float32)
@@ -195,20 +194,20 @@ def exact_sums(g):
 
 @triton.jit
 def pairs_of(c, less):
-    """The sum of g from each token to each other one, (C, C), of what `exact_sums` gives."""
+    """Return the sum of g from each token to each other one, (C, C), from the results of `exact_sums`."""
     return (c[:, None] - c[None, :]) + (less[:, None] - less[None, :])
 
 
 @triton.jit
 def sums_of(Sums, i, C: tl.constexpr):
-    """Of a chunk: the sum of g up to each token, to the chunk's end, and from each token to the end. Sums: (2, C), of `exact_sums`."""
+    """Return a chunk's sums of g up to each token, to the chunk's end, and from each token to the end. Sums: (2, C), of `exact_sums`."""
     c, end = tl.load(Sums + i), tl.load(Sums + C - 1)
     return c, end, (end - c) + (tl.load(Sums + 2 * C - 1) - tl.load(Sums + C + i))
 
 
 @triton.jit
 def norm_factor(x, eps, NORM: tl.constexpr):
-    """What rows are multiplied by to be normalised, (C,); 1 where they are taken as they are."""
+    """Return the factors that normalise rows, (C,); 1 without NORM."""
     wide = x.to(tl.float32)
     squares = tl.sum(wide * wide, 1)
     return tl.rsqrt(squares + eps) if NORM else squares * 0.0 + 1.0
@@ -216,7 +215,7 @@ def norm_factor(x, eps, NORM: tl.constexpr):
 
 @triton.jit
 def of_state(X, d, e, stride_k, stride_v, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr):
-    """A part of a state (K, V) in float32: rows d, columns e; zeros beyond its sizes."""
+    """Load a part of a state (K, V) in float32: rows d, columns e; zeros beyond its sizes."""
     at = X + d[:, None] * stride_k + e[None, :] * stride_v
     if DK == WK and DV == WV:
         found = tl.load(at).to(tl.float32)
@@ -229,7 +228,7 @@ def of_state(X, d, e, stride_k, stride_v, DK: tl.constexpr, WK: tl.constexpr, DV
 def store_state(
     X, value, d, e, stride_k, stride_v, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr
 ):
-    """Inverse of `of_state`."""
+    """Store a part of a state; the inverse of `of_state`."""
     at = X + d[:, None] * stride_k + e[None, :] * stride_v
     if DK == WK and DV == WV:
         tl.store(at, value.to(X.dtype.element_ty))

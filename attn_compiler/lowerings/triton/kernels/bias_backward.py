@@ -1,7 +1,7 @@
-"""Gradients of what is added to the scores: a bias that broadcasts, or one number for each distance of key and query.
+"""Gradients of tensors added to the scores: a bias that broadcasts, or one number for each distance of key and query.
 
-Each program owns a tile of the result and adds up, in a fixed order, the scores' gradients of everything that broadcasts to it. It
-reads them where the backward kept them (backward.py), or takes two products again for each tile of the scores. No atomics.
+Each program owns a tile of the result and adds up, in a fixed order, the scores' gradients of everything that broadcasts to it. It reads
+them from the backward's copy (backward.py), or computes two products again for each tile of the scores. No atomics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from attn_compiler.lowerings.shared.kernels.tuples import Added, MaskOperands, P
 
 
 class _Given(NamedTuple):
-    """What the scores' gradients follow from, of all batch rows and heads."""
+    """Operands of the scores' gradients, of all batch rows and heads."""
 
     Q: Any
     K: Any
@@ -48,7 +48,7 @@ class _Given(NamedTuple):
 
 
 class _Lying(NamedTuple):
-    """How they lie."""
+    """Strides of the operands."""
 
     q: Any  # Strides
     k: Any
@@ -62,7 +62,7 @@ class _Lying(NamedTuple):
 def _scores_gradient(
     start_q, start_k, batch, head, given, lying, sizes, how: tl.constexpr, SPARSE: tl.constexpr
 ):  # fmt: skip
-    """(M, N) gradient of the logits of one tile, 0 where a pair is not allowed. given: `_Given`; lying: `_Lying`.
+    """Return the (M, N) gradient of the logits of one tile, 0 where a pair is not allowed. given: `_Given`; lying: `_Lying`.
 
     SPARSE: whole tiles may be without an allowed pair, and are left out. A branch in the loop costs its pipelining.
     """
@@ -139,7 +139,7 @@ def attention_grad_bias(
     HOW: tl.constexpr, SPARSE: tl.constexpr,
     ONE_B: tl.constexpr, ONE_H: tl.constexpr, ONE_Q: tl.constexpr, ONE_K: tl.constexpr,
 ):  # fmt: skip
-    """Grad: the bias' own shape, strides given, any float dtype. ONE_*: it has size one there, so that axis is summed over.
+    """Grad: the bias' own shape, strides given, any float dtype. ONE_*: the bias has size one there, so that axis is summed over.
     stride_grad: `GradStrides`; the other tuples: tuples.py.
 
     Grid: (blocks of queries · blocks of keys, heads, batch rows) of the bias, one along each axis of size one.
@@ -163,7 +163,7 @@ def attention_grad_bias(
     count_h = sizes.heads_q if ONE_H else 1
     count_m = tl.cdiv(sizes.seqlen_q, how.BLOCK_M) if ONE_Q else 1
     count_n = blocks_k if ONE_K else 1
-    # One loop over all axes that are summed: loads of the next tile are under way only within the innermost.
+    # One loop over all summed axes: only the innermost loop prefetches the next tile.
     for i in range((batch_size if ONE_B else 1) * count_h * count_m * count_n):
         n, rest = i % count_n, i // count_n
         m, rest = rest % count_m, rest // count_m
@@ -194,10 +194,10 @@ def attention_grad_distances(
     pitch, stats_rows, stride_q, stride_k, stride_v, stride_g, masking, adding, batch_size, sizes,
     HOW: tl.constexpr, SPARSE: tl.constexpr, ONE_H: tl.constexpr,
 ):  # fmt: skip
-    """Sums over tiles along a diagonal: BLOCK_M = BLOCK_N, so that an element of a tile has one distance on all of them.
+    """Sum tiles along a diagonal: BLOCK_M = BLOCK_N, so that an element of a tile has one distance on all of them.
 
-    Sums: float32 (Hq|1, 1, nQ + nK - 1, 2, M), contiguous, for the diagonals k block - q block = d - (nQ - 1), as
-    `attention_sum_diagonals` takes them. Grid: (nQ + nK - 1, heads, 1).
+    Sums: float32 (Hq|1, 1, nQ + nK - 1, 2, M), contiguous, for the diagonals k block - q block = d - (nQ - 1), for
+    `attention_sum_diagonals`. Grid: (nQ + nK - 1, heads, 1).
     """
     how: tl.constexpr = members(HOW)
     given = _Given(

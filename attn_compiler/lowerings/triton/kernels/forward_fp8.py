@@ -1,6 +1,6 @@
 """Attention forward on FP8 tensors, otherwise as forward.py: its masks, score changes, tile lists, and its lse.
 
-What differs is what FP8's few bits ask for:
+It differs where FP8's few bits ask for it:
 - Tensor cores of sm90 sum FP8 products in some 14 bits (https://github.com/vllm-project/flash-attention/pull/104). So weights · v is
   summed over one tile of keys there, and over the tiles in float32.
 - Weights are rounded 2**8 times as large: at most 256 of the format's 448, so those down to 2**-14 of the largest stay normal numbers.
@@ -46,7 +46,7 @@ from attn_compiler.lowerings.shared.kernels.tile_parts import (
 from attn_compiler.lowerings.shared.kernels.tile_visits import keys_to_visit, partial_tile
 from attn_compiler.lowerings.shared.kernels.tuples import Added, KeyMasks, Pairs, Positions, QueryRows
 
-#: log2 of what weights are rounded at; see above
+#: log2 of the rounded weights' factor; see above
 WEIGHT = tl.constexpr(8.0)
 
 
@@ -55,16 +55,16 @@ def _load_turned(
     x, start, seen, SIZE: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr,
     CHECK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """(PART, SIZE) elements of a tensor with positions last, as they lie there: head dims from FIRST, positions from `start`. Zeros
-    beyond the head dim and, if CHECK, where `seen` (1, SIZE) does not hold; what is beyond the length has been made 0. x: `Positions`
-    whose stride is that of head dims."""
+    """Load (PART, SIZE) elements of a tensor with positions last: head dims from FIRST, positions from `start`. Zeros beyond the head dim
+    and, if CHECK, where `seen` (1, SIZE) is False; elements beyond the length are 0 in memory. x: `Positions` whose stride is that of head
+    dims."""
     positions = tl.arange(0, SIZE)[None, :]
     dims = FIRST + tl.arange(0, PART)[:, None]
     pointers = (
         x.base + tl.multiple_of(start, SIZE) + tl.multiple_of(dims.to(tl.int64) * x.stride, [ALIGN, ALIGN]) + positions
     )
     if CHECK:
-        # Of the last 16 positions, those beyond the length are anywhere.
+        # Among the last 16 positions, those beyond the length may stand anywhere.
         inside = start + positions < (x.length + 15) // 16 * 16
         if seen is not None:
             inside = inside & seen
@@ -80,13 +80,14 @@ def _load_turned(
 
 @triton.jit
 def _as_v_lies(weights, SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """(SIZE, KEYS) weights in the order of v's positions (fp8_rounding.in_order): for tensor cores of sm90 that is each thread's own."""
+    """Return (SIZE, KEYS) weights in the order of v's positions (fp8_rounding.in_order): for tensor cores of sm90 that is each thread's
+    own."""
     groups = tl.reshape(weights, (SIZE, KEYS // 16, 2, 4, 2))
     return tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), (SIZE, KEYS))
 
 
 class _Queries(NamedTuple):
-    """What a program keeps of its block of queries."""
+    """State that a program keeps for its block of queries."""
 
     rows: Any  # QueryRows
     q_0: Any  # tiles of the first and the further head dims
@@ -98,7 +99,7 @@ class _Queries(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The keys and values of a head, and what masks and scores have for them."""
+    """The keys and values of a head, with their mask and score operands."""
 
     k: Any  # Positions
     v: Any  # Positions; its stride is that of head dims
@@ -112,14 +113,14 @@ class _Head(NamedTuple):
 def _step(
     total, peak, out_0, out_1, descale_v, tile, own, of, sizes, how: tl.constexpr, SCALE_BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """One block of keys of the online softmax. total, out_0, out_1 are 2**8 times too large, the latter in units of v's newest descale,
-    descale_v. own: `_Queries`; of: `_Head`."""
+    """Process one block of keys in the online softmax. total, out_0, out_1 are 2**8 times too large, the latter in units of v's newest
+    descale, descale_v. own: `_Queries`; of: `_Head`."""
     start = tile * how.BLOCK_N
     keys = start + tl.arange(0, how.BLOCK_N)[None, :]
     rows, masks, seqlen_kv = own.rows, of.masks, sizes.seqlen_kv
     queries = rows.queries
     keys_allowed, document_k, values_seen = None, None, None
-    # Of band and keys, what nobody sees is 0 already (fp8/visible_keys.py).
+    # Keys that a band or a vector of keys hides are 0 already (fp8/visible_keys.py).
     UNSEEN: tl.constexpr = MASKED and (
         rows.lower is not None or masks.Documents is not None or masks.mask.base is not None
     )
@@ -137,7 +138,7 @@ def _step(
     if how.QK_1 > 0:
         k_1 = load_tile(of.k, start, None, how.BLOCK_N, how.QK_0, how.QK_1, how.HEAD_DIM_QK, MASKED, how.ALIGN)
         qk = tl.dot(own.q_1, tl.trans(k_1), qk, out_dtype=SUM)
-    # Of int8, whole numbers.
+    # Products of int8 are whole numbers.
     qk = qk.to(tl.float32)
     factor = 1.0
     if how.PLAIN:
@@ -152,7 +153,7 @@ def _step(
             qk, queries, keys, bias, distances, of.added.slope, sizes.scale, sizes.changed_by, how.CHANGE, how.FAST_TANH, False
         )  # fmt: skip
     else:
-        # What the shift adds is the same for all keys, and comes at the end.
+        # The shift is the same for all keys, and is added at the end.
         scale = sizes.scale * descale
         logits, _ = change(
             qk, queries, keys, bias, distances, of.added.slope, scale, sizes.changed_by, how.CHANGE, how.FAST_TANH, False
@@ -270,7 +271,7 @@ def attention_forward_fp8(
 
     if Shift is not None and how.CHANGE == "unchanged":
         moved = peak + tl.load(Shift + row * sizes.seqlen_q + offsets, mask=inside, other=0.0) * (sizes.scale * LOG2E)
-        # A row without keys has no scores to move, also where q holds NaN.
+        # A row without keys has no scores to shift, also where q holds NaN.
         peak = tl.where(total == 0.0, peak, moved)
     if Sinks is not None:
         sink = tl.load(Sinks + head).to(tl.float32) * LOG2E

@@ -1,8 +1,8 @@
-"""The gradient of q, and that of what is added to the scores, of scores' gradients that the pass of dk and dv kept (kv_backward.py).
+"""The gradients of q and of tensors added to the scores, from the scores' gradients that the pass of dk and dv kept (kv_backward.py).
 
-Both read all that was kept, which is far more than anything else they read. So programs of both that read the same follow each other,
-and what one reads from memory the other finds in the L2 cache. A group of programs has a span of queries. Of each head and batch row that
-what is added is shared by, there is a program of dq for each block of queries. After these come those of the other gradient.
+Both read all of these, far more than anything else. So programs of both that read the same tiles follow each other, and one finds in the
+L2 cache what the other has read from memory. A group of programs has a span of queries. For each head and batch row that shares the added
+tensor, it has a program of dq for each block of queries. Then come the programs of the other gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from attn_compiler.lowerings.shared.kernels.tuples import KeyMasks, MaskOperands
 
 
 class _Kept(NamedTuple):
-    """The kept gradients of scores, and what masks say of them, of all batch rows and heads."""
+    """The kept gradients of scores, and their mask operands, of all batch rows and heads."""
 
     Scores: Any
     pitch: Any
@@ -48,8 +48,8 @@ class _Kept(NamedTuple):
 
 @triton.jit
 def _step_q(grad_0, grad_1, tile, rows, masks, k, scores, pitch, sizes, how: tl.constexpr, MASKED: tl.constexpr):
-    """What one block of keys adds to the gradient of a block of queries. rows: `QueryRows`; masks: `KeyMasks`; k: `Positions`; scores:
-    of this head."""
+    """Add one block of keys to the gradient of a block of queries. rows: `QueryRows`; masks: `KeyMasks`; k: `Positions`; scores: of this
+    head."""
     start = tile * how.BLOCK_N
     seqlen_q, seqlen_kv = sizes.seqlen_q, sizes.seqlen_kv
     of_keys = start + tl.arange(0, how.BLOCK_N)[:, None]
@@ -75,7 +75,7 @@ def _step_q(grad_0, grad_1, tile, rows, masks, k, scores, pitch, sizes, how: tl.
 
 @triton.jit
 def _grad_q(block, head, batch, K, GradQ, Tiles, stride_k, stride_dq, of, lists, sizes, how: tl.constexpr):
-    """of: `_Kept`."""
+    """Compute dq of one block of queries. of: `_Kept`."""
     operands, masking = of.operands, of.masking
     start = block * how.BLOCK_M
     offsets = start + tl.arange(0, how.BLOCK_M)
@@ -117,7 +117,7 @@ def _grad_q(block, head, batch, K, GradQ, Tiles, stride_k, stride_dq, of, lists,
 def _kept_tile(
     start_q, start_k, batch, head, of, sizes, how: tl.constexpr, SIZE: tl.constexpr, SPARSE: tl.constexpr
 ):  # fmt: skip
-    """(SIZE, SIZE) float32, 0 where a pair is not allowed. of: `_Kept`. SPARSE: there may be such pairs, and tiles that were not
+    """Load (SIZE, SIZE) float32, 0 where a pair is not allowed. of: `_Kept`. SPARSE: there may be such pairs, and tiles that were not
     written."""
     queries = start_q + tl.arange(0, SIZE)[:, None]
     keys = start_k + tl.arange(0, SIZE)[None, :]
@@ -134,7 +134,7 @@ def _grad_bias(
     start_q, start_k, head_0, batch_0, count_h, count, Grad, stride_grad, of, sizes, how: tl.constexpr,
     SIZE: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    """of: `_Kept`."""
+    """Compute one tile of the bias's gradient. of: `_Kept`."""
     total = tl.zeros([SIZE, SIZE], tl.float32)
     for i in range(count):
         batch, head = batch_0 + i // count_h, head_0 + i % count_h
@@ -151,8 +151,8 @@ def _sum_diagonal(
     first_block, blocks, diagonal, head_0, count_h, count, Sums, of, sizes, how: tl.constexpr,
     SIZE: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles whose block of keys is `diagonal` after their block of queries, of so many blocks of queries from the first on: summed
-    along their own diagonals, 2 · SIZE float32 to Sums. of: `_Kept`."""
+    """Sum tiles whose block of keys is `diagonal` after their block of queries, of `blocks` blocks of queries from the first on, along
+    their own diagonals: 2 · SIZE float32 to Sums. of: `_Kept`."""
     first = tl.maximum(first_block, -diagonal)
     last = tl.minimum(
         tl.minimum(first_block + blocks, tl.cdiv(sizes.seqlen_q, SIZE)), tl.cdiv(sizes.seqlen_kv, SIZE) - diagonal
@@ -176,13 +176,13 @@ def attention_grad_q_kept(
     stride_k, stride_dq, pitch, stride_grad, masking, lists, batch_size, sizes, HOW: tl.constexpr,
     ONE_B: tl.constexpr, ONE_H: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    """GradQ in logical BHSD, and nothing else or one of
+    """Write GradQ in logical BHSD, and at most one of:
 
-    Grad: the gradient of a bias (B|1, Hq|1, Sq, Skv), strides given, any float dtype.
-    Sums: float32 (Hq|1, spans, nK + SPAN / SIZE - 1, 2, SIZE), contiguous, for `attention_sum_diagonals`.
+    Grad: the gradient of a bias (B|1, Hq|1, Sq, Skv), strides given, any float dtype. Sums: float32 (Hq|1, spans, nK + SPAN / SIZE - 1, 2,
+    SIZE), contiguous, for `attention_sum_diagonals`.
 
-    ONE_*: that has size one there, so the axis is summed over, in a fixed order. Its tiles have SIZE queries and keys. SPAN: queries of
-    a group of programs, a multiple of BLOCK_M and SIZE. Grid: (spans · all programs of one, heads and batch rows that are not summed
+    ONE_*: the tensor has size one there, so the axis is summed over, in a fixed order. Its tiles have SIZE queries and keys. SPAN: queries
+    of a group of programs, a multiple of BLOCK_M and SIZE. Grid: (spans · all programs of one, heads and batch rows that are not summed
     over). stride_grad: `GradStrides`; the other tuples: tuples.py.
     """
     how: tl.constexpr = members(HOW)
@@ -197,7 +197,7 @@ def attention_grad_q_kept(
     elif Sums is not None:
         of_other = blocks_k + SPAN // SIZE - 1
     spans = tl.cdiv(sizes.seqlen_q, SPAN)
-    # Under a causal mask the last queries have most to do, and begin.
+    # Under a causal mask the last queries have the most work, and begin.
     span, part = spans - 1 - tl.program_id(0) // (of_dq + of_other), tl.program_id(0) % (of_dq + of_other)
     if part < of_dq:
         block, member = span * (SPAN // how.BLOCK_M) + part // count, part % count
