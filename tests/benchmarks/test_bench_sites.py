@@ -1,14 +1,30 @@
-"""Random sites are measured side by side, one that fails is a row, and the summary says how the choice stands."""
+"""Benchmarks of sites, built and random, their memory and peers."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import bench_sites, harness, random_sites
+from attn_compiler.compiling.comparing.comparison import Comparison
+from attn_compiler.compiling.comparing.sides import Side
+from attn_compiler.reporting import doctor
+from attn_compiler.reporting.report import Reports
+from benchmarks import bench_memory, bench_peers, bench_sites, built_sites, harness, random_sites
+from benchmarks.bench_memory import COLUMNS as MEMORY_COLUMNS, row_of
+from benchmarks.bench_peers import CASES, Job
 from benchmarks.bench_sites import COLUMNS
+from benchmarks.kernel_cases import Problem
+from benchmarks.peer_sides import Peer
+from benchmarks.random_sites import LAYOUTS, Site
+from tests.benchmarks.peer_stand_ins import stand_ins  # noqa: F401 - a fixture
 
+# Random sites are measured side by side, one that fails is a row, and the summary says how the choice stands.
 SITES = random_sites.sites(0, 3)
 
 
@@ -58,3 +74,166 @@ def test_every_side_of_small_sites_has_a_row_and_a_later_run_adds_others(tmp_pat
     assert [row["side"] for row in found if row["number"] == "1"] == ["inductor", "attn_compiler"]
     assert all(float(row["us_p50"]) > 0 and not row["failure"] for row in found)
     assert all(row["numerics"] == "ok" for row in found if row["side"] != "inductor")
+
+
+# Each drawn site can be built and called, with gradients where it trains, in every layout and number of layers.
+DRAWN = random_sites.sites(0, 320)
+
+
+def _one_of_each() -> Iterator[Site]:
+    """Of each mask, causal or not, the first site that trains and the first one that does not."""
+    first = {(site.mask, site.causal, site.training): site for site in reversed(DRAWN)}
+    yield from (first[key] for key in sorted(first))
+
+
+EACH = list(_one_of_each())
+
+
+@pytest.mark.parametrize("site", EACH, ids=lambda site: f"{site.mask}-{site.causal}-{site.training}")
+def test_each_mask_is_built_and_has_gradients_where_it_trains(site: Site) -> None:
+    built = built_sites.build(site.shortened, device="cpu", dtype=torch.float32)
+    (out,) = built.call(*built.operands)
+    assert out.shape == built.grad_out.shape
+    kept = out if built.used is None else out.where(built.used, 0.0)
+    assert bool(kept.isfinite().all())
+    assert bool(built.leaves) is site.training
+    if site.training:
+        gradients = torch.autograd.grad(out, built.leaves, built.grad_out)
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def test_layouts_are_the_same_attention() -> None:
+    """Of the same q, k and v, which only lie in memory in another way."""
+    site = next(one for one in DRAWN if one.layout == "packed" and one.mask == "none" and not one.training).shortened
+    built = built_sites.build(site, device="cpu", dtype=torch.float32)
+    (expected,) = built.call(*built.operands)
+    for layout in ("projected", "contiguous"):
+        other = dataclasses.replace(site, layout=layout)
+        parts = built.operands[0].chunk(3, dim=-1)
+        if layout == "contiguous":
+            parts = tuple(x.unflatten(-1, (-1, site.head_dim)).transpose(1, 2).contiguous() for x in parts)
+        (out,) = built_sites.build(other, device="cpu", dtype=torch.float32).call(*parts)
+        flat = out.transpose(1, 2).flatten(2) if layout == "contiguous" else out
+        torch.testing.assert_close(flat, expected)
+
+
+@pytest.mark.parametrize("site", EACH, ids=lambda site: f"{site.mask}-{site.causal}-{site.training}")
+def test_layers_share_a_mask_but_not_what_each_learns(site: Site) -> None:
+    """Each layer is the attention of its own operands."""
+    one, three = (built_sites.build(site.shortened, device="cpu", dtype=torch.float32, layers=n) for n in (1, 3))
+    has_own = site.mask in ("learned", "table")
+    of_mask = len(one.operands) - (1 if site.layout == "packed" else 3)
+    width = len(one.operands) - of_mask
+    assert len(three.operands) == 3 * width + of_mask * (3 if has_own else 1)
+    outs = three.call(*three.operands)
+    masks = three.operands[3 * width :]
+    for layer, out in enumerate(outs):
+        mask = masks[layer * of_mask : (layer + 1) * of_mask] if has_own else masks
+        (alone,) = one.call(*three.operands[layer * width : (layer + 1) * width], *mask)
+        torch.testing.assert_close(out, alone, equal_nan=True)
+
+
+# A seed draws the same sites everywhere, within bounds.
+def test_a_seed_draws_the_same_and_another_one_others() -> None:
+    assert random_sites.sites(0, 20) == DRAWN[:20]
+    assert random_sites.sites(1, 20) != DRAWN[:20]
+
+
+def test_sites_are_many_different_ones_within_bounds() -> None:
+    assert len(set(DRAWN)) == len(DRAWN)
+    assert all(site.flops <= random_sites.MOST_FLOPS and site.bytes <= random_sites.MOST_BYTES for site in DRAWN)
+    assert {site.layout for site in DRAWN} == set(LAYOUTS)
+    assert {32, 64, 128, 256} <= {site.head_dim for site in DRAWN}
+    assert any(site.seqlen_q % 2 and site.seqlen_q > 49 for site in DRAWN)
+    assert any(site.repeated for site in DRAWN)
+    assert len({site.mask for site in DRAWN}) == 10
+
+
+# Rows of `attn_compiler.compare`.
+def _comparison(*sides: Side) -> Comparison:
+    return Comparison(
+        model="Model",
+        inputs=(),
+        training=False,
+        modes="in eval()",
+        settings={},
+        facts=doctor.machine_facts(),
+        sides=sides,
+        drew_random_numbers=False,
+        reports=Reports([]),
+    )
+
+
+def test_a_row_has_memory_in_mib_and_nothing_for_what_is_not_known() -> None:
+    ours = Side(name="attn_compiler", milliseconds=(1.0, 2.0, 3.0), ratio=1.5, held_bytes=2**20, peak_bytes=3 * 2**20)
+    row = row_of(_comparison(Side(name="eager"), Side(name="inductor", failure="ValueError: no"), ours))
+    assert row.keys() <= set(MEMORY_COLUMNS)
+    assert (row["gain"], row["attn_compiler_p50_ms"]) == ("1.500", "2")
+    assert (row["attn_compiler_held_mib"], row["attn_compiler_peak_mib"]) == ("1", "3")
+    assert row["eager_p50_ms"] == row["inductor_peak_mib"] == row["attn_compiler_outputs_apart"] == ""
+    assert row["failure"] == "inductor: ValueError: no"
+
+
+def test_what_is_there_is_kept_and_what_is_too_late_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def measured(words: str, *_: object) -> Comparison:
+        asked.append(words)
+        return _comparison(Side(name="attn_compiler", ratio=1.0))
+
+    monkeypatch.setattr(bench_memory, "measure", measured)
+    file = tmp_path / "rows.csv"
+    common = ["--device", "cpu", "--output", str(file)]
+    assert bench_memory.main(["--cases", "bert/sdpa/train", *common]) == 0
+    assert bench_memory.main(["--cases", "bert/sdpa/train", "vit/sdpa/train", "--append", *common]) == 0
+    assert bench_memory.main(["--cases", "t5/sdpa/train", "--append", "--budget-seconds", "-1", *common]) == 0
+    assert asked == ["bert/sdpa/train", "vit/sdpa/train"]
+    with file.open(newline="") as text:
+        assert [row["model"] for row in csv.DictReader(text)] == ["bert", "vit"]
+
+
+# Rows of peers.
+ON_CPU = ("triton", "fa4", "cudnn_flex", "flex")
+
+
+def job_of(place: int, folder: Path, sides: tuple[str, ...] = ON_CPU, **further: object) -> Job:
+    given: dict[str, object] = {"device": "cpu", "seconds": 0.001, "by": float("inf"), **further}
+    return Job(case=CASES[place].small, sides=sides, progress=str(folder / "side"), **given)  # type: ignore[arg-type]
+
+
+def rows_of(job: Job) -> list[dict[str, str]]:
+    return bench_peers.rows_of(job, bench_peers.prepare(job, threading.Lock())())
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("place", range(3))
+def test_every_side_is_checked_and_timed(place: int, tmp_path: Path) -> None:
+    job = job_of(place, tmp_path)
+    rows = rows_of(job)
+    assert [(row["side"], row["pass"]) for row in rows] == [(s, p) for s in ON_CPU for p in bench_peers.PASSES]
+    # FlexAttention has no backward on a CPU.
+    assert [(row["side"], row["pass"]) for row in rows if row.get("failure")] == [("flex", "both")]
+    ran = [row for row in rows if not row.get("failure")]
+    assert [row for row in ran if float(row["error"]) > 1e-5] == []
+    assert [row for row in ran if row["side"] != "triton" and float(row["differs"]) > 1e-5] == []
+    assert all(float(row["tflops"]) >= 0 and float(row["p50_us"]) > 0 for row in ran)
+    assert {row["side"] for row in rows if row.get("plan_us")} == {"cudnn_flex", "flex"}
+    assert job.under_way == "timing"
+    assert set().union(*rows) <= set(bench_peers.COLUMNS)
+    bench_peers.print_table(rows)
+    assert bench_peers.failures(rows) == 0
+
+
+@pytest.mark.further
+def test_a_wrong_side_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(problem: Problem) -> Peer:
+        peer = bench_peers.PEERS["triton"](problem)
+        return Peer(side=peer.side, pairs=peer.pairs, whole=lambda x: x * 1.05)
+
+    monkeypatch.setattr(bench_peers, "PEERS", {**bench_peers.PEERS, "fa4": wrong})
+    rows = rows_of(job_of(0, tmp_path, ("triton", "fa4")))
+    marked = {(row["side"], row["pass"]) for row in rows if "WRONG" in bench_peers._cell(row)}
+    assert marked == {("fa4", "forward"), ("fa4", "both")}
+    assert bench_peers.failures(rows) == 0
+    assert bench_peers.failures([row | {"side": "hopper"} for row in rows]) == 1

@@ -1,7 +1,8 @@
-"""The gate's command, with rows that take no time; a planted slower ratio has to be named."""
+"""The gate of benchmarks: cases, rules, power."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gate, gate_cases, gate_rule, harness
+from benchmarks import bench_mla, decode_cases, gate, gate_cases, gate_power, gate_rule, harness, select_cases
 from benchmarks.gate import Found
 from benchmarks.gate_rule import OURS, PEER
 
+# The gate's command, with rows that take no time.
 ROWS = tuple(
     gate_cases.Row(
         name=name, kind="kernel", peer="inductor", make=lambda device: lambda seconds: {OURS: [1.0], PEER: [2.0]}
@@ -175,3 +177,111 @@ def test_a_run_that_says_nothing_of_a_row_is_never_slower() -> None:
     assert not gate_rule.is_slower(
         gate_rule.Baseline(value=0.0, runs=1, spread=0.01), [gate_rule.Run(value=-0.5, noise=math.inf)]
     )
+
+
+# The gate's rows.
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_there_is_some_of_every_kind_and_no_name_twice(device: str) -> None:
+    rows = gate_cases.rows(device)
+    assert {row.kind for row in rows} == {"kernel", "decode", "end to end", "first step"}
+    assert len({row.name for row in rows}) == len(rows)
+
+
+def test_a_name_says_the_kind_on_every_device() -> None:
+    """What reads the rounds of several runs knows rows by their names alone."""
+    named = {(row.name, row.kind) for device in ("cpu", "cuda:0") for row in gate_cases.rows(device)}
+    assert len(named) == len({name for name, _ in named})
+
+
+def test_both_sides_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short steps are called several times in a row, and the times are those of one call."""
+    called: list[str] = []
+
+    def step(side: str) -> torch.Tensor:
+        called.append(side)
+        return torch.ones(())
+
+    monkeypatch.setattr(gate_cases, "_times", lambda step: 3)
+    timed = gate_cases.in_turn({side: functools.partial(step, side) for side in (OURS, PEER)}, "cpu")
+    monkeypatch.setattr(
+        harness, "interleave", lambda steps, *given, **named: {s: [6.0] for s in steps if steps[s]() is not None}
+    )
+    assert timed(0.0) == {OURS: [2.0], PEER: [2.0]}
+    assert called == [OURS] * 3 + [PEER] * 3
+
+
+def test_a_turn_is_long_enough_for_the_clock() -> None:
+    assert gate_cases._times(lambda: torch.ones(())) > 100
+    slow = torch.ones(700, 700)
+    assert gate_cases._times(lambda: [slow @ slow for _ in range(20)][-1]) == 1
+
+
+def test_whole_models_are_short() -> None:
+    model, given = gate_cases.model_of("bert", "eager", "train_padded", "cpu")
+    assert model.training
+    assert len(model.encoder.layer) == 2
+    assert given["input_ids"].shape == given["attention_mask"].shape == (1, 128)
+    assert not given["attention_mask"].all()
+
+
+def test_names_of_cases_are_known() -> None:
+    """What a row of a GPU reads when it is made, which no machine without one does."""
+    assert {"causal_d128_s2048", "padded_d64_s2048"} <= select_cases.BY_NAME.keys()
+    assert {"b16_4k_half", "b1_32k"} <= decode_cases.BY_NAME.keys()
+    assert {"v2_lite_b1_4k"} <= {case.name for case in bench_mla.GPU_CASES}
+    assert {"small_b1_256"} <= {case.name for case in bench_mla.SMALL_CASES}
+
+
+# The simulation of the gate.
+KINDS = {"a": "kernel", "b": "kernel"}
+
+
+def runs(within: float, between: float, count: int = 6) -> list[dict[str, dict[str, list[float]]]]:
+    chance = random.Random(1)
+    found = []
+    for _ in range(count):
+        run = {}
+        for name in KINDS:
+            off = chance.gauss(0, between)
+            run[name] = {OURS: [1.0] * 40, PEER: [math.exp(off + chance.gauss(0, within)) for _ in range(40)]}
+        found.append(run)
+    return found
+
+
+def test_a_steady_machine_catches_five_percent_without_false_alarms() -> None:
+    powers, of_all = gate_power.simulate(gate_power.noises(runs(0.01, 0.002), KINDS), 3, trials=300)
+    assert of_all == 0
+    for power in powers:
+        assert power.caught == 1
+        assert power.least is not None
+        assert 0.03 <= power.least <= 0.05
+
+
+def test_noise_costs_power_and_makes_few_alarms() -> None:
+    powers, of_all = gate_power.simulate(gate_power.noises(runs(0.01, 0.03), KINDS), 3, trials=300)
+    assert of_all <= 0.03
+    assert all(power.caught < 0.5 for power in powers)
+    assert all(power.least is None or power.least > 0.08 for power in powers)
+
+
+def test_one_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="two runs"):
+        gate_power.noises(runs(0.01, 0.01, count=1), KINDS)
+
+
+def test_a_row_that_failed_in_a_run_is_left_out() -> None:
+    some = runs(0.01, 0.002)
+    some[2]["b"] = {"failure": "no"}  # type: ignore[dict-item]
+    assert list(gate_power.noises(some, KINDS)) == ["a"]
+
+
+def test_the_command_says_whether_the_power_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_power.gate_cases, "rows", lambda device: [_row(name) for name in KINDS])
+    for name, between, status in (("steady", 0.002, 0), ("noisy", 0.05, 1)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(runs(0.01, between)))
+        assert gate_power.main([str(path), "--trials", "200"]) == status
+
+
+def _row(name: str) -> gate_power.gate_cases.Row:
+    return gate_power.gate_cases.Row(name=name, kind="kernel", peer="inductor", make=lambda device: lambda seconds: {})

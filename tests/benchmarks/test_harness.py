@@ -1,13 +1,21 @@
+"""The harness: sides take turns, compared and linked; releases of Triton."""
+
 from __future__ import annotations
 
 import csv
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import harness
+from benchmarks import compare, harness, kernel_code, linking, waves
+from benchmarks.compare import Case
 from benchmarks.harness import BACKEND, BASELINE
 
 
@@ -60,3 +68,223 @@ def test_environment_names_the_commit_and_the_versions() -> None:
     assert where["commit"] == "abc1234"
     assert where["torch"] == torch.__version__
     assert where["device"]
+
+
+def test_relative_error_is_over_all_tensors_together() -> None:
+    reference = [torch.tensor([3.0]), torch.tensor([4.0])]
+    assert compare.relative_error(reference, reference) == 0
+    assert abs(compare.relative_error([torch.tensor([3.0]), torch.tensor([4.5])], reference) - 0.1) < 1e-6
+
+
+def test_an_error_that_is_no_number_is_wrong() -> None:
+    model = nn.Linear(4, 4)
+    case = Case(model=model, inputs={"input": torch.randn(2, 4)})
+    assert compare.numerics(case, lambda: torch.full((2, 4), torch.nan))["numerics"] == "WRONG"
+
+
+def test_numerics_compares_only_valid_positions() -> None:
+    model = nn.Linear(4, 4)
+    inputs = {"input": torch.randn(2, 3, 4)}
+    valid = torch.tensor([[True, True, False], [True, True, True]])
+
+    def ours() -> torch.Tensor:
+        output = model(inputs["input"]).detach()
+        output[0, 2] = 100.0
+        return output
+
+    assert compare.numerics(Case(model=model, inputs=inputs, valid=valid), ours)["numerics"] == "ok"
+    assert compare.numerics(Case(model=model, inputs=inputs), ours)["numerics"] == "WRONG"
+
+
+def test_tensors_in_a_list_are_in_float32_too() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            return sum((self.linear(x) for x in xs), torch.zeros((), dtype=self.linear.weight.dtype))
+
+    model, inputs = Sum(), {"xs": [torch.randn(2, 4, dtype=torch.bfloat16) for _ in range(2)]}
+    case = Case(model=model, inputs=inputs)
+    assert compare.numerics(case, harness.make_step(model, inputs, training=False))["numerics"] == "ok"
+
+
+def test_numerics_of_a_training_step_compares_gradients() -> None:
+    model = nn.Linear(4, 4)
+    inputs = {"input": torch.randn(2, 4)}
+    case = Case(model=model, inputs=inputs, training=True)
+    right = harness.make_step(model, inputs, training=True)
+
+    def wrong() -> torch.Tensor:
+        output = right()
+        assert model.weight.grad is not None
+        model.weight.grad *= 1.01
+        return output
+
+    assert compare.numerics(case, right)["numerics"] == "ok"
+    assert compare.numerics(case, wrong)["numerics"] == "WRONG"
+
+
+def test_nothing_compiled_is_no_site() -> None:
+    assert compare.chosen(()) == {"sites": "0", "misses": "0", "lowerings": ""}
+
+
+def test_each_side_gets_its_own_model_and_ours_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = {}
+
+    def noted(model: nn.Module, *, backend: str, options: object, dynamic: bool) -> nn.Module:
+        compiled[backend] = (model, options, dynamic)
+        return model
+
+    monkeypatch.setattr(torch, "compile", noted)
+    ours, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    case = Case(model=ours, baseline=other, inputs={"input": torch.randn(2, 4)})
+    compare.compile_both(case, {"lowering": "triton"})
+    assert compiled == {"inductor": (other, None, False), "attn_compiler": (ours, {"lowering": "triton"}, False)}
+    compare.compile_both(Case(model=ours, inputs=case.inputs))
+    assert compiled == {"inductor": (ours, None, False), "attn_compiler": (ours, None, False)}
+
+
+def _script(path: Path, code: int) -> str:
+    path.write_text(f"#!/bin/sh\nexit {code}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_one_that_compiles_and_does_not_link_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, right = _script(tmp_path / "broken", 1), _script(tmp_path / "right", 0)
+    monkeypatch.setenv("CXX", broken)
+    monkeypatch.setattr(linking, "OTHERS", ("no such compiler", right))
+    assert linking.compiler.__wrapped__() == right
+
+
+def test_this_machines_compiler_links() -> None:
+    found = linking.compiler()
+    assert found is not None
+    assert linking.settings() == {"cpp.cxx": (None, found)}
+
+
+# How the machine code of two checkouts is compared.
+SAME = {"registers": "64", "stack": "0", "shared": "1024", "instructions": "9"} | dict.fromkeys(
+    ("sass", "moved", "opcodes"), "a"
+)
+
+
+def row(case: str, **other: str) -> dict[str, str]:
+    return {"case": case, "kernel": "attention_forward", "nth": "0", **SAME, **other}
+
+
+def test_an_instruction_is_read_without_its_address() -> None:
+    line = "        /*00b0*/              @!P0 LDG.E.128 R4, [R2.64] ;                 /* 0x0000000402047981 */"
+    assert kernel_code._instruction(line) == "@!P0 LDG.E.128 R4, [R2.64]"
+    assert kernel_code._instruction(".text.attention_forward:") == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict"),
+    [
+        ({"sass": "b"}, "arguments elsewhere"),
+        ({"sass": "b", "moved": "b"}, "the same instructions, reordered"),
+        (
+            {"sass": "b", "moved": "b", "opcodes": "b", "registers": "80"},
+            "another: registers 64 to 80, stack 0 to 0, shared 1024 to 1024, instructions 9 to 9",
+        ),
+    ],
+)
+def test_the_smallest_difference_is_named(other: dict[str, Any], verdict: str) -> None:
+    said = kernel_code.compare([row("one"), row("two")], [row("one", **other), row("two")])
+    assert said == [f"one attention_forward 0: {verdict}", f"1 {verdict}, 1 the same machine code"]
+
+
+def test_a_kernel_of_one_checkout_alone_is_named() -> None:
+    assert kernel_code.compare([row("one")], [])[0] == "one attention_forward 0: only before"
+
+
+# Cases are prepared side by side and finished in turn.
+
+#: seconds that no test waits, however busy the machine is
+NEVER = 3600.0
+
+
+def prepare(case: str, lock: AbstractContextManager[Any]) -> waves.Finish:
+    """Of processes: each case says what it does."""
+    if case == "dies":
+        os._exit(1)
+    if case == "late":
+        time.sleep(NEVER)
+    if case == "late with the lock":
+        with lock:
+            time.sleep(NEVER)
+    with lock:
+        prepared = time.monotonic()
+
+    def finish() -> waves.Row | None:
+        if case == "dies later":
+            os._exit(1)
+        begun = time.monotonic()
+        time.sleep(0.1)
+        times = {"prepared": str(prepared), "begun": str(begun), "ended": str(time.monotonic())}
+        return None if case == "none" else {"pid": str(os.getpid()), **times}
+
+    return finish
+
+
+def run(cases: list[str], jobs: int, *, until: float = float("inf"), **further: Any) -> list[Any]:
+    given: dict[str, Any] = {"wave_seconds": NEVER, "finish_seconds": NEVER, **further}
+    return list(waves.run(cases, prepare, jobs=jobs, until=until, **given))
+
+
+def run_beside_a_late_one(cases: list[str], jobs: int, **further: Any) -> dict[str, Any]:
+    """Waves that end before a late one does, and are long enough for the others on this machine, as it is now."""
+    seconds, others = 1.25, [case for case in cases if not case.startswith("late")]
+    while True:
+        found = dict(run(cases, jobs, wave_seconds=seconds, **further))
+        if seconds > NEVER / 20 or all("pid" in (found[case] or ()) for case in others):
+            return found
+        seconds *= 4
+
+
+def test_a_wave_is_prepared_whole_before_its_cases_are_finished_one_by_one() -> None:
+    found = run(["a", "b", "c"], 2)
+    assert [case for case, _ in found] == ["a", "b", "c"]
+    first, second, third = (row for _, row in found)
+    assert first["pid"] != second["pid"]
+    assert first["pid"] == third["pid"]
+    assert float(second["prepared"]) < float(first["begun"])
+    assert float(first["ended"]) < float(second["begun"])
+    assert float(second["ended"]) < float(third["prepared"])
+
+
+def test_one_that_dies_costs_its_own_case() -> None:
+    found = dict(run(["dies", "none", "dies later", "a"], 2))
+    assert found["dies"] == {"failure": "its process died"}
+    assert found["none"] is None
+    assert found["dies later"]["failure"].startswith("EOFError")
+    assert "pid" in found["a"]
+
+
+def test_one_that_is_late_is_left_behind() -> None:
+    found = run_beside_a_late_one(["late", "a"], 2)
+    assert found["late"] == {"failure": "it was not compiled in time"}
+    assert "pid" in found["a"]
+
+
+def test_what_a_late_one_held_is_free_again() -> None:
+    found = run_beside_a_late_one(["late with the lock", "a", "b"], 1)
+    assert found["late with the lock"] == {"failure": "it was not compiled in time"}
+    assert "pid" in found["a"]
+    assert "pid" in found["b"]
+
+
+def test_cases_of_a_wave_are_finished_in_turns() -> None:
+    """Forwards, then backwards; one that dies has that as its row, and its worker's next case another worker."""
+
+    def merge(rows: Sequence[waves.Row]) -> waves.Row:
+        return {"begun": " ".join(row.get("begun", row.get("failure", "")) for row in rows)}
+
+    cases = ["a", "dies later", "b", "c"]
+    found = {case: row["begun"] for case, row in run(cases, 3, turns=2, merge=merge) if row}
+    assert found["dies later"].startswith("EOFError")
+    times = sorted((float(time), case) for case in ("a", "b", "c") for time in found[case].split())
+    assert [case for _, case in times] == ["a", "b", "b", "a", "c", "c"]

@@ -1,16 +1,24 @@
-"""The set that nothing was tuned for: it follows its rule, and what its models are called with is padded and random."""
+"""Models that nothing is tuned for, found and standing."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from benchmarks import held_out, models
+from benchmarks import found, held_out, members, models, standing
+from benchmarks.bench_held_out import summed_up
+from benchmarks.members import Limits, Row
 from tests.hf.today.every import MODEL, MODELS
+from tests.passes.compiling import compiled
 
+# The set that nothing was tuned for.
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -71,3 +79,152 @@ def test_an_image_model_gets_noise_and_keeps_what_says_where_things_are() -> Non
     assert given["encoder_attention_mask"].sum(-1).tolist() == [300, 225]
     assert given["added_cond_kwargs"] == {"resolution": None, "aspect_ratio": None}
     assert case.valid is None
+
+
+def test_the_sum_names_the_slowest_and_counts_what_failed() -> None:
+    rows = [
+        {"model": "A", "call": "training", "ratio": "2.0"},
+        {"model": "B", "call": "prefill padded", "ratio": "0.5"},
+        {"model": "C", "call": "training", "ratio": "", "failure": "RuntimeError: no"},
+    ]
+    assert summed_up(rows) == "2 cases, geometric mean 1.00x, the slowest 0.50x (B, prefill padded), 1 failed"
+    assert summed_up(rows[2:]) == "nothing was measured"
+
+
+# Columns that say what was found.
+def test_sites_are_counted_by_what_is_known_of_their_masks() -> None:
+    def function(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        causal = torch.ones(8, 8, dtype=torch.bool).tril()
+        x = F.scaled_dot_product_attention(q, q, q, attn_mask=causal)
+        x = F.scaled_dot_product_attention(x, x, x, attn_mask=causal)
+        x = F.scaled_dot_product_attention(x, x, x)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    run = compiled(function)
+    run(torch.randn(1, 2, 8, 16), torch.rand(8, 8) > 0.1)
+    columns = found.columns(run.reports)
+    assert set(columns) == set(found.COLUMNS)
+    assert (columns["graphs"], columns["sites"], columns["misses"]) == ("1", "4", "0")
+    assert (columns["proved"], columns["dense"]) == ("3", "1")
+    assert "causal (proved) x2" in columns["masks"]
+    assert "none x1" in columns["masks"]
+    assert columns["why"].startswith("mask: ")
+
+
+def test_a_site_that_is_left_as_it_was_says_why() -> None:
+    run = compiled(lambda q: F.scaled_dot_product_attention(q, q, q), lowerings=["sdpa_flash"])
+    run(torch.randn(1, 2, 8, 16))
+    columns = found.columns(run.reports)
+    assert columns["lowerings"] == "untouched x1"
+    assert columns["why"].startswith("sdpa_flash: ")
+
+
+def test_a_miss_is_no_site_and_says_what_was_seen() -> None:
+    run = compiled(lambda q: (q @ q.mT).square().softmax(-1) @ q)
+    run(torch.randn(1, 2, 8, 16))
+    columns = found.columns(run.reports)
+    assert (columns["sites"], columns["misses"]) == ("0", "1")
+    assert columns["why"]
+    assert found.columns(()) == {name: "0" if name in found.COLUMNS[:5] else "" for name in found.COLUMNS}
+
+
+def rows(case: str, which: str, chosen: str, **times: float) -> list[dict[str, str]]:
+    return [
+        {"case": case, "pass": which, "side": side, "chosen": "yes" if side == chosen else "", "p50_us": str(took)}
+        for side, took in times.items()
+    ]
+
+
+def test_best_and_regret() -> None:
+    (shape,) = standing.of(rows("a", "forward", "fa4", fa4=103.0, sdpa_cudnn=100.0, sdpa=150.0, presented=50.0))
+    assert (shape.best, shape.regret) == ("sdpa_cudnn", pytest.approx(1.03))
+    assert shape.ratio("sdpa") == pytest.approx(150 / 103)
+    assert shape.ratio("flex") is None
+
+
+def test_the_choice_is_the_best_where_another_is_as_fast() -> None:
+    (shape,) = standing.of(rows("a", "forward", "fa4", sdpa_cudnn=100.0, fa4=100.0))
+    assert (shape.best, shape.regret) == ("fa4", 1.0)
+
+
+def test_shapes_without_a_measured_choice_are_left_out() -> None:
+    failed = rows("a", "forward", "fa4", fa4=1.0, sdpa=1.0)
+    failed[0] |= {"p50_us": "", "failure": "RuntimeError"}
+    assert standing.of(failed) == []
+    assert standing.summary([]) == "nothing was measured"
+
+
+def test_summary() -> None:
+    measured = [
+        *rows("a", "forward", "fa4", fa4=100.0, sdpa=200.0, presented=400.0),
+        *rows("a", "backward", "fa4", fa4=100.0, sdpa=50.0),
+        *rows("b", "forward", "triton", triton=102.0, fa4=100.0, sdpa=102.0),
+    ]
+    said = standing.summary(standing.of(measured))
+    assert "3 shapes, 2 of them" in said
+    assert "within 3% of the best side: 66.7%; more than 10% slower: 1" in said
+    assert "worst: a backward, fa4 takes 2.000 times sdpa" in said
+    assert "sdpa over ours, geometric mean of 3: 1.000" in said
+    assert "presented over ours, geometric mean of 1: 4.000" in said
+
+
+# Cases that groups of processes measure.
+LONG = 600.0
+
+
+def member(rank: int, folder: str, case: str) -> None:
+    """What the case says: "answer", "raise" (the second process), "die" (the second process), "late" or "slow"."""
+    if case == "die":
+        if rank:
+            os._exit(7)
+        time.sleep(3600)
+    members.write(rank, folder, lambda: _measured(rank, folder, case), lambda error: f"{type(error).__name__}: {error}")
+
+
+def _measured(rank: int, folder: str, case: str) -> Row:
+    if case == "raise" and rank:
+        raise RuntimeError("no such thing")
+    if case in ("raise", "late"):
+        time.sleep(3600)
+    members.wait_for_turn(rank, folder)
+    if case == "slow":
+        time.sleep(3600)
+    begin = time.monotonic()
+    time.sleep(0.2)
+    return {"rank": str(rank), "begin": str(begin), "end": str(time.monotonic())}
+
+
+def run(cases: list[str], **limits: Any) -> list[tuple[str, Row]]:
+    given = Limits(**{"together": 2, "seconds": LONG, "turn_seconds": LONG, **limits})
+    # What the target is in. A server of forks that runs already has imported something else: each process imports this then.
+    found = members.rows(cases, member, processes=2, limits=given, until=time.monotonic() + LONG, imports=(__name__,))
+    return list(found)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize(
+    ("case", "limits", "failure"),
+    [
+        ("raise", {}, "rank 1: RuntimeError: no such thing"),
+        ("die", {}, "a process died, exit codes [-9, 7]"),
+        ("late", {"seconds": 1.0}, "TimeoutError: not ready after 1 s"),
+        ("slow", {"turn_seconds": 1.0}, "TimeoutError: not timed within 1 s"),
+    ],
+)
+def test_what_fails_is_a_row_and_nothing_is_left(case: str, limits: dict[str, float], failure: str) -> None:
+    assert run([case], **limits) == [(case, {"failure": failure})]
+
+
+def test_one_group_is_timed_at_a_time_and_a_failure_costs_no_other() -> None:
+    found = run(["answer", "raise", "answer"], together=3)
+    assert [case for case, _ in found] == ["answer", "raise", "answer"]
+    assert found[1][1] == {"failure": "rank 1: RuntimeError: no such thing"}
+    first, last = found[0][1], found[2][1]
+    assert first["rank"] == last["rank"] == "0"
+    assert float(first["end"]) <= float(last["begin"])
+
+
+def test_no_wave_begins_after_the_budget(tmp_path: Path) -> None:
+    limits = Limits(together=1, seconds=LONG, turn_seconds=LONG)
+    left = members.rows(["answer"], member, processes=2, limits=limits, until=time.monotonic() - 1, imports=(__name__,))
+    assert not list(left)

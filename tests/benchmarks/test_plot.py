@@ -1,10 +1,15 @@
+"""Plots and tables of results, as files."""
+
 from __future__ import annotations
 
+import csv
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import plot
+from benchmarks import bench_tables, plot, plot_learning, plot_select, summary
 
 ROW = {
     "model": "llama",
@@ -46,3 +51,186 @@ def test_a_dark_page_has_light_words_and_neither_has_a_ground() -> None:
     light, dark = plot.style(dark=False), plot.style(dark=True)
     assert light["text.color"] != dark["text.color"]
     assert light["savefig.facecolor"] == dark["savefig.facecolor"] == "none"
+
+
+ROWS = [
+    {"way": "bfloat16", "seed": "0", "step_20": "4.0", "step_40": "3.0"},
+    {"way": "bfloat16", "seed": "1", "step_20": "2.0", "step_40": "1.0"},
+    {"way": "block", "seed": "0", "step_20": "5.0", "step_40": ""},
+]
+
+
+def test_a_curve_is_the_mean_of_all_seeds_where_each_has_a_loss() -> None:
+    assert plot_learning.curves(ROWS) == {"bfloat16": [(20, 3.0), (40, 2.0)], "block": [(20, 5.0)]}
+
+
+def test_others_are_held_against_bfloat16_where_both_have_a_loss() -> None:
+    assert plot_learning.above({"bfloat16": [(20, 2.0)], "block": [(20, 2.5), (40, 1.0)]}) == {"block": [(20, 25.0)]}
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_draws_a_picture(tmp_path: Path, dark: bool) -> None:
+    pytest.importorskip("matplotlib", reason="drawing wants matplotlib: pip install -e '.[dev]'")
+    plot_learning.draw(ROWS, tmp_path / "x.png", dark=dark)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_measured_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing wants matplotlib: pip install -e '.[dev]'")
+    with pytest.raises(ValueError, match="nothing was measured"):
+        plot_learning.draw([], tmp_path / "x.png")
+
+
+def rows(which: str) -> list[dict[str, str]]:
+    where = {
+        "device": "NVIDIA H200",
+        "torch": "2.11.0",
+        "cudnn": "91900",
+        "dtype": "bfloat16",
+        "triton": "3.6.0",
+        "flash_attn_4": "",
+        "cudnn_frontend": "",
+    }
+    sides = {"fa4": "100", "sdpa_cudnn": "99", "sdpa": "120", "presented": "300", "triton": ""}
+    return [
+        {
+            **where,
+            "case": "causal_d64_s512",
+            "pass": which,
+            "side": side,
+            "p50_us": took,
+            "rounds": "9",
+            "chosen": "yes" * (side == "fa4"),
+        }
+        for side, took in sides.items()
+    ]
+
+
+def test_draws_a_picture_of_a_selection(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_select.draw([*rows("forward"), *rows("backward")], tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_measured_of_a_selection_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="nothing was measured"):
+        plot_select.draw([], tmp_path / "x.png")
+
+
+def test_a_kind_has_its_smallest_ratio_the_mean_and_the_largest() -> None:
+    slower = [{**row, "case": "causal_d64_s2048"} for row in rows("forward")]
+    for row in slower:
+        if row["side"] == "sdpa":
+            row["p50_us"] = "480"
+    found = plot_select.spreads(plot_select.select_rows.replayed([*rows("forward"), *slower]))
+    least, mean, most = found["causal"]["sdpa"]
+    assert most / least == pytest.approx(4)
+    assert mean == pytest.approx((least * most) ** 0.5)
+    assert plot_select._kind(plot_select.select_rows.replayed(slower)[0]) == "causal"
+
+
+def row(model: str, implementation: str, scenario: str, ratio: str, **more: str) -> dict[str, str]:
+    return {
+        "model": model,
+        "implementation": implementation,
+        "scenario": scenario,
+        "dtype": "bfloat16",
+        "forced": "",
+        "lowerings": "fa4 x8",
+        "inductor_p50_ms": "46.42",
+        "attn_compiler_p50_ms": "31.51",
+        "ratio": ratio,
+        **more,
+    }
+
+
+def test_means_are_geometric_and_say_of_how_many() -> None:
+    rows = [
+        row("llama", "sdpa", "prefill", "2.0"),
+        row("bert", "sdpa", "prefill", "8.0"),
+        row("bert", "sdpa", "train_padded", "1.0"),
+        row("llama", "flex_attention", "prefill", "1.5"),
+    ]
+    assert list(summary.means(rows)) == [
+        "| Inductor with | prefill | train, padded | all | smallest |",
+        "|---|---|---|---|---|",
+        "| sdpa | 4.00 (2) | 1.00 (1) | 2.52 (3) | 1.00 (bert, train, padded) |",
+        "| flex_attention | 1.50 (1) |  | 1.50 (1) | 1.50 (llama, prefill) |",
+    ]
+
+
+def test_a_row_of_the_table() -> None:
+    assert list(summary.table([row("llama", "sdpa", "prefill_padded", "1.460")]))[2:] == [
+        "| llama | sdpa | prefill, padded | fa4 ×8 | 46.4 | 31.5 | 1.460 |"
+    ]
+
+
+def test_newer_rows_count_where_they_were_measured() -> None:
+    old = [row("llama", "sdpa", "train", "1.0"), row("llama", "sdpa", "prefill", "1.0")]
+    new = [
+        row("llama", "sdpa", "prefill", "", failure="late"),
+        row("llama", "sdpa", "train", "1.5"),
+        row("bert", "eager", "train", "1.2"),
+    ]
+    found = summary.merged(old, new)
+    assert [(r["model"], r["scenario"], r["ratio"]) for r in found] == [
+        ("llama", "prefill", "1.0"),
+        ("llama", "train", "1.5"),
+        ("bert", "train", "1.2"),
+    ]
+
+
+def test_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    base, newer = tmp_path / "base.csv", tmp_path / "newer.csv"
+    for path, rows in (
+        (base, [row("llama", "sdpa", "train", "1.0")]),
+        (newer, [row("llama", "sdpa", "train", "1.5", extras="a 1")]),
+    ):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    monkeypatch.setattr(sys, "argv", ["summary", str(base), "--newer", str(newer)])
+    summary.main()
+    with base.open(newline="") as file:
+        (kept,) = csv.DictReader(file)
+    assert (kept["ratio"], kept["extras"]) == ("1.5", "a 1")
+    assert "| llama | sdpa | train | fa4 ×8 | 46.4 | 31.5 | 1.5 |" in capsys.readouterr().out
+
+
+# The benchmark of tables' gradients, of small sites on a CPU.
+@pytest.mark.parametrize("mask", ["buckets", "table"])
+def test_a_row_for_each_side(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_tables, "_ROUNDS", 1)
+    monkeypatch.setattr(
+        bench_tables,
+        "SIDES",
+        {"eager": None, "math": {"backend": "attn_compiler", "options": {"lowerings": ["math"], "inner": "aot_eager"}}},
+    )
+    eager, ours = bench_tables.rows("cpu", [torch.float32], {mask: [(2, 3, 9, 8)]})
+    assert (eager["lowering"], ours["lowering"], ours.get("failure")) == ("", "math", None)
+    assert float(ours["error"]) < 1e-5
+    assert float(ours["differs"]) == 0
+    assert set(ours) <= {*bench_tables.COLUMNS}
+
+
+@pytest.mark.parametrize(
+    ("side", "of_eager", "differs", "off"),
+    [
+        ("triton", "1.9", "0", False),
+        ("triton", "2.1", "0", True),
+        ("triton", "1", "1e-3", True),
+        ("inductor", "9", "1", False),
+    ],
+)
+def test_what_breaks_the_rule(side: str, of_eager: str, differs: str, off: bool) -> None:
+    assert bench_tables.is_off({"side": side, "of_eager": of_eager, "differs": differs}) == off
+
+
+def test_a_side_that_fails_is_a_row() -> None:
+    broken = {"broken": {"backend": "no such backend"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_tables, "SIDES", broken)
+        (row,) = bench_tables.rows("cpu", [torch.float32], {"table": [(1, 1, 4, 8)]})
+    assert "no such backend" in row["failure"]

@@ -1,19 +1,28 @@
-"""Rows follow from the measured times, and those that are committed are what the committed times give."""
+"""Rows of choice are made of what was measured."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from attn_compiler.lowerings.choice import priorities
+from attn_compiler.lowerings.choice import priorities, shape_class
 from attn_compiler.spec.target import Target
-from benchmarks import select_cases, select_rows
+from benchmarks import bench_kernels, bench_select, kernel_cases, kernel_peers, select_cases, select_rows, standing
+from benchmarks.kernel_cases import Case, Problem
+from benchmarks.kernel_peers import Side
+from benchmarks.select_cases import BY_NAME, CASES, DROPOUT, DROPOUT_CASES, spec_of
 from benchmarks.select_rows import Evidence
+from tests.lowerings.fa4.stand_in import StandIn, flash  # noqa: F401 - a fixture
 from tests.lowerings.specs import CAUSAL, make_spec
 
+# Rows follow from the measured times, and those that are committed are what the committed times give.
 TARGET = Target.fake(flash_attn_4="4.0.0b36")
 
 
@@ -234,3 +243,127 @@ def test_replaying_puts_today_s_choice_into_the_measured_shapes() -> None:
     where = {"cudnn": "91900", "torch": "2.11.0+cu130", "triton": "3.6.0", "flash_attn_4": "", "cudnn_frontend": ""}
     (shape,) = select_rows.replayed([row | where for row in measured])
     assert (shape.chosen, shape.best) == ("sdpa_cudnn", "sdpa_flash")
+
+
+# Sides are the lowerings that take a shape and the peers, one of them chosen (Triton in its interpreter).
+KINDS = ["causal_d64_s8192", "causal_gqa_d64_s8192", "full_d64_s2048", "window_d64_s2048", "padded_d64_s2048"]
+
+
+def small(name: str) -> Case:
+    return select_cases.BY_NAME[name].small
+
+
+def problem_of(name: str, *, training: bool = True) -> Problem:
+    return kernel_cases.build(small(name), device="cpu", dtype=torch.float32, training=training)
+
+
+def outcome(side: Side, problem: Problem) -> list[Tensor]:
+    out = side.call()
+    used = kernel_cases.used_queries(problem.case)
+    grads = torch.autograd.grad(out, side.leaves[:3], bench_kernels.gradient_of_out(problem))
+    return [out.detach().where(used, 0.0), *grads]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sides_compute_the_same(name: str) -> None:
+    problem = problem_of(name)
+    expected = outcome(bench_select.sdpa(problem), problem)
+    for make in (bench_select.presented, bench_select.lowering("triton"), bench_select.lowering("reference")):
+        for mine, right in zip(outcome(make(problem), problem), expected, strict=True):
+            assert torch.allclose(mine, right, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["sinks_window_gqa_d64_s2048", "softcap_d64_s2048"])
+def test_what_sdpa_has_no_argument_for_is_no_side_of_it(name: str) -> None:
+    problem = problem_of(name)
+    for make in (bench_select.sdpa, bench_select.presented):
+        with pytest.raises(ValueError, match="neither softcap nor sinks"):
+            make(problem)
+    side = bench_select.lowering("triton")(problem)
+    assert len(side.leaves) == 3 + ("sinks" in name)
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(side.call().sum(), side.leaves))
+
+
+def test_the_lowerings_of_a_machine_and_its_choice(monkeypatch: pytest.MonkeyPatch, flash: StandIn) -> None:  # noqa: F811
+    machine = Target.fake(flash_attn_4="4.0.0b36")
+    monkeypatch.setattr(Target, "current", lambda device: machine)
+    for name in ("causal_d64_s512", "padded_d64_s2048", "softcap_d64_s8192"):
+        case = select_cases.BY_NAME[name]
+        spec = select_cases.spec_of(case, training=False)
+        problem = dataclasses.replace(problem_of(name), spec=spec, case=case)
+        makes, chosen = bench_select.sides_of(problem, ["sdpa", "flex"])
+        assert "triton" in makes
+        assert ("fa4" in makes) == (case.padding is None)
+        assert ("sdpa_cudnn" in makes) == (case.softcap is None)
+        assert ("flex" in makes) == ("flex" in case.peers)
+        assert chosen in makes
+        assert not set(makes) & {"reference", "math", "untouched", "sdpa_cpu_flash"}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, output: Path, *further: str) -> list[dict[str, str]]:
+    arguments = ["bench_select", "--device", "cpu", "--size", "small", "--seconds", "0.001", "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--output", str(output), *further])
+    assert bench_select.main() == 0
+    if not output.exists():
+        return []
+    with output.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_that_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "select.csv"
+    common = ("--cases", "causal_d64_s512", "--peers", "sdpa", "presented")
+    assert run(monkeypatch, output, *common, "--budget-seconds", "-1") == []
+    assert "2 passes left for a run with --append" in capsys.readouterr().out
+    first = run(monkeypatch, output, *common, "--append", "--passes", "forward")
+    assert {row["side"] for row in first} == {"triton", "sdpa", "presented"}
+    assert [row["side"] for row in first if row["chosen"]] == ["sdpa"]
+    assert all(float(row["p50_us"]) > 0 and row["commit"] == "abc" for row in first)
+    assert all(float(row["error"]) < 1e-4 for row in first if row["side"] != "sdpa")
+    both = run(monkeypatch, output, *common, "--append")
+    assert both[: len(first)] == first
+    assert {row["pass"] for row in both[len(first) :]} == {"backward"}
+    assert len(standing.of(both)) == 2
+    assert "2 shapes, 1 of them" in capsys.readouterr().out
+
+
+def test_the_grid_has_what_it_should() -> None:
+    assert len(BY_NAME) == len(CASES) >= 60
+    assert {case.head_dim for case in CASES} == {64, 96, 128, 256}
+    assert {case.seqlen for case in CASES} == {512, 1024, 2048, 4096, 8192, 32768}
+    assert any(case.heads_kv < case.heads_q for case in CASES)
+    assert {case.name for case in CASES if case.peers} == set(select_cases._FLEX)
+    for case in CASES:
+        assert case.heads_q % case.heads_kv == 0
+        assert set(case.peers) <= set(kernel_peers.PEERS)
+        assert case.name.endswith(f"_d{case.head_dim}_s{case.seqlen}")
+
+
+def test_a_run_that_is_cut_off_has_some_of_everything() -> None:
+    sorts = {case.name.split("_d")[0].removesuffix("_gqa") for case in CASES}
+    assert {case.name.split("_d")[0].removesuffix("_gqa") for case in CASES[:52]} >= sorts - {
+        "padded_causal",
+        "lengths_causal",
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_its_spec_is_of_the_sort_that_its_name_says(case: Case) -> None:
+    spec = select_cases.spec_of(case, training=True)
+    shape = shape_class.classify(spec)
+    assert shape.mask == {"padded": "padding"}.get(case.name.split("_")[0], case.name.split("_")[0])
+    assert (shape.head_dim, shape.seqlens) == (case.head_dim, (case.seqlen, case.seqlen))
+    assert shape.grouped == (case.heads_kv < case.heads_q)
+    assert spec.needs_grad
+    assert not select_cases.spec_of(case, training=False).needs_grad
+
+
+def test_cases_with_dropout_are_asked_for_by_name_alone() -> None:
+    asked = [case for case, _ in bench_select.plan(["dropout*"], ["forward"])]
+    assert sorted(case.name for case in asked) == sorted(case.name for case in DROPOUT_CASES)
+    assert all(case.name.startswith(DROPOUT) and case.dropout_p == 0.1 for case in asked)
+    assert not {case.name for case, _ in bench_select.plan(["*"], ["forward"])} & {case.name for case in asked}
+    # Spec and sides have it, so that what is timed is what is chosen for.
+    assert all(spec_of(case, training=True).score.dropout_p == 0.1 for case in asked)

@@ -1,18 +1,22 @@
-"""Kernels by release of Triton: what was kept covers every family and release, and what got worse is named."""
+"""Kernels compiled by each release of Triton, and interpreted."""
 
 from __future__ import annotations
 
 import collections
+import csv
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED
+from benchmarks import triton_interpreted, triton_releases
+from benchmarks.triton_releases import RESULTS, ROOT
+
 pytest.importorskip("triton")
 
-from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED
-from benchmarks import triton_releases
 
-
+# Kernels by release of Triton.
 def row(**other: str) -> dict[str, str]:
     usual = {"triton": "3.9.0", "case": "triton causal_64", "kernel": "attention_forward", "nth": "0"}
     return {**usual, "spilled": "16", "shared": "1024", **other}
@@ -61,3 +65,29 @@ def test_the_section_is_of_known_cases_and_of_every_family() -> None:
 
 def test_the_section_has_its_rows() -> None:
     assert set(triton_releases.SECTION) <= {each["case"] for each in triton_releases.kept()}
+
+
+# Tests in the interpreter of each release.
+_REPORT = """<testsuites><testsuite>
+<testcase name="a"/><testcase name="b"><failure/></testcase><testcase name="c"><skipped/></testcase><testcase name="d"/>
+<testcase name="e"><error/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_ends_are_counted() -> None:
+    found = triton_interpreted.counted(ElementTree.fromstring(_REPORT))
+    assert found == {"passed": 2, "failure": 1, "skipped": 1, "error": 1}
+
+
+def test_each_family_but_those_in_gluon_has_tests() -> None:
+    assert set(triton_interpreted.TESTS) == set(COMPILED) - {"hopper", "hopper_fp8", "decode_latent_sm90"}
+    assert all((ROOT / path).is_file() for paths in triton_interpreted.TESTS.values() for path in paths)
+
+
+def test_what_was_tried_was_right() -> None:
+    """And of each family in some release."""
+    with (RESULTS.parent / "triton_interpreted.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [each for each in rows if each["failed"] != "0"] == []
+    assert {each["lowering"] for each in rows} <= set(triton_interpreted.TESTS)
+    assert all(int(each["passed"]) > 10 for each in rows)

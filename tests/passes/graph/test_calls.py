@@ -1,21 +1,28 @@
-"""The name of what a node calls and the arguments that it is given, however that is written."""
+"""Calls of libraries, of autograd functions and of what is opaque: which are seen through, and which are left whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
+from attn_compiler.passes.graph import autograd_functions, opaque_calls, whole_calls
+from attn_compiler.passes.graph.autograd_functions import Inside
 from attn_compiler.passes.graph.calls import argument, target_name, with_arguments
+from attn_compiler.passes.graph.whole_calls import WholeCall
+from tests import library_kernels
+from tests.library_kernels import FlashAttnFunc, flash_attn_func
 from tests.passes.compiling import compiled
+from tests.passes.library_inputs import qkv
 
-Tensor = torch.Tensor
 
-
+# The name of what a node calls and the arguments that it is given, however that is written.
 @pytest.mark.parametrize(
     ("target", "name"),
     [
@@ -113,3 +120,186 @@ def test_attention_is_found_however_its_arguments_are_given(name: str) -> None:
     assert run.report.num_sites == 1
     assert run.report.num_misses == 0
     assert run.site.decision.lowering != "untouched"
+
+
+# What an autograd.Function around a library's kernel calls besides, and what its forward does around the kernel.
+@pytest.fixture(autouse=True)
+def _libraries() -> Iterator[None]:
+    with library_kernels.installed():
+        yield
+
+
+def _captured(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    found: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        found.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    (gm,) = found
+    return gm
+
+
+def _function(function: Callable[..., Any], head_dim: int = 8) -> tuple[fx.Node, fx.Node]:
+    """The call of the autograd.Function, and the kernel in its forward."""
+    gm = _captured(function, *(x.requires_grad_() for x in qkv(head_dim=head_dim)))
+    (node,) = (n for n in gm.graph.nodes if target_name(n) == "autograd_function_apply")
+    kernel = autograd_functions.kernel_of(node)
+    assert kernel is not None
+    return node, kernel
+
+
+class Louder(FlashAttnFunc):
+    """Its gradient is twice the kernel's."""
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return library_kernels._gradients(ctx, dout.mul(2))
+
+
+class Shifted(FlashAttnFunc):
+    """What it gives is not the kernel's."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        return FlashAttnFunc.forward(ctx, *given).add(1)
+
+
+class Without(FlashAttnFunc):
+    """Its backward calls no kernel."""
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, *_ = ctx.saved_tensors
+        return *(torch.empty_like(x) for x in (q, k, v)), None, None, None, None
+
+
+def _apply(kind: type[FlashAttnFunc]) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    return lambda q, k, v: kind.apply(q, k, v, 0.3, True, (-1, -1), 0.0)
+
+
+def test_a_kernel_and_its_own_gradient_are_all_that_is_called() -> None:
+    node, kernel = _function(_apply(FlashAttnFunc))
+    assert opaque_calls.name_of(kernel) == "flash_attn::_flash_attn_forward"
+    assert autograd_functions.differs(node, kernel) is None
+    backward = autograd_functions.backward_of(node, kernel)
+    assert opaque_calls.qualified(backward) == "flash_attn::_flash_attn_backward"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Louder, "also calls mul"), (Shifted, "also calls add"), (Without, "calls 0 kernels of the library, not one")],
+)
+def test_what_else_is_called_is_named(kind: type[FlashAttnFunc], said: str) -> None:
+    node, kernel = _function(_apply(kind))
+    assert said in str(autograd_functions.differs(node, kernel))
+
+
+def test_no_other_node_has_a_kernel_inside() -> None:
+    gm = _captured(lambda q, k, v: flash_attn_func(q, k, v).cos(), *(x.requires_grad_() for x in qkv()))
+    found = [autograd_functions.kernel_of(node) for node in gm.graph.nodes]
+    assert [x is not None for x in found].count(True) == 1
+
+
+@pytest.mark.parametrize("head_dim", [8, 12])
+def test_the_forward_is_done_around_another_kernel(head_dim: int) -> None:
+    """The library pads head dims to a multiple of 8, and cuts what it gives."""
+    node, kernel = _function(_apply(FlashAttnFunc), head_dim)
+    inside = Inside(node, kernel)
+    inputs = dict(zip(inside.inputs, qkv(head_dim=head_dim), strict=True))
+    padded = -(-head_dim // 8) * 8
+    q, k, v = inside.values(kernel.args[:3], inputs)  # type: ignore[arg-type]
+    assert {x.shape[-1] for x in (q, k, v)} == {padded}
+    for x, own in zip((q, k, v), inputs.values(), strict=True):
+        assert torch.equal(x[..., :head_dim], own)
+        assert not x[..., head_dim:].any()
+    attention = torch.randn(q.shape)
+    assert torch.equal(inside.result(attention, inputs), attention[..., :head_dim])
+
+
+# Which calls are one op, with which arguments.
+aten = torch.ops.aten
+MODE = FakeTensorMode()
+
+
+def _x() -> Tensor:
+    return MODE.from_tensor(torch.empty(2, 3, 4, 4))
+
+
+def _read(target: Any, *values: Any, op: str = "call_function", **named: Any) -> tuple[WholeCall | None, list[fx.Node]]:
+    """What is read of a call, and the nodes of its tensors."""
+    graph, env = fx.Graph(), dict[fx.Node, Any]()
+
+    def node(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        made = graph.placeholder("x")
+        env[made] = x
+        return made
+
+    call = graph.create_node(op, target, tuple(map(node, values)), {name: node(x) for name, x in named.items()})
+    return whole_calls.read(call, env), list(env)
+
+
+@pytest.mark.parametrize(
+    ("target", "op", "found"),
+    [
+        (torch.matmul, "call_function", aten.matmul.default),
+        (operator.matmul, "call_function", aten.matmul.default),
+        ("matmul", "call_method", aten.matmul.default),
+        (operator.and_, "call_function", aten.bitwise_and.Tensor),
+        (torch.add, "call_function", aten.add.Tensor),
+        (operator.le, "call_function", aten.le.Tensor),
+        (aten.mul.Tensor, "call_function", aten.mul.Tensor),
+    ],
+)
+def test_two_tensors_are_given_to_one_op(target: Any, op: str, found: Any) -> None:
+    whole, nodes = _read(target, _x(), _x(), op=op)
+    assert whole == WholeCall(op=found, args=tuple(nodes), kwargs={})
+
+
+def test_arguments_are_where_tracing_has_them() -> None:
+    whole, (q, k, v, mask) = _read(F.scaled_dot_product_attention, _x(), _x(), _x(), attn_mask=_x(), scale=0.5)
+    assert whole is not None
+    assert (whole.args, whole.kwargs) == ((q, k, v, mask), {"scale": 0.5})
+    # What comes behind the last that is not the default is left out, and what comes before it is not.
+    whole, (q, k, v) = _read(F.scaled_dot_product_attention, _x(), _x(), value=_x(), is_causal=True, enable_gqa=False)
+    assert whole is not None
+    assert (whole.args, whole.kwargs) == ((q, k, v, None, 0.0, True), {})
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: _read(torch.mul, _x(), 2.0),
+        lambda: _read(torch.add, _x(), _x(), out=_x()),
+        lambda: _read(torch.add, _x(), _x(), alpha=0.5),
+        lambda: _read(F.scaled_dot_product_attention, _x(), _x(), _x(), None, 0),
+        lambda: _read(F.scaled_dot_product_attention, _x(), _x()),
+        lambda: _read(F.scaled_dot_product_attention, _x(), _x(), _x(), query=_x()),
+        lambda: _read(operator.iadd, _x(), _x()),
+        lambda: _read(torch.cat, _x(), _x()),
+        lambda: _read(torch.matmul, torch.empty(2, 2), _x()),
+    ],
+    ids=[
+        "a number",
+        "out",
+        "another type",
+        "an integer",
+        "too few",
+        "twice",
+        "in place",
+        "other ops",
+        "no fake tensor",
+    ],
+)
+def test_other_calls_are_traced(read: Callable[[], tuple[WholeCall | None, Any]]) -> None:
+    assert read()[0] is None
+
+
+def test_calls_under_autocast_are_traced() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _read(torch.matmul, _x(), _x())[0] is None
+    assert _read(torch.matmul, _x(), _x())[0] is not None

@@ -1,22 +1,34 @@
-"""The operands that a kernel gets: each in (batch, heads, sequence, head dim), against a hand-written arrangement of the inputs."""
+"""Programs as graphs, the site in them, and what is asked first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
+from attn_compiler import ContextParallel
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
+from attn_compiler.options.options import Options
+from attn_compiler.passes import rewrite
+from attn_compiler.passes.graph.axes import Atom
+from attn_compiler.passes.graph.first_look import SharedGraph
+from attn_compiler.passes.graph.site import Operand, Refused, Term
+from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.torch_private import rank_sync
 from tests.passes.compiling import compiled, mark
+from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model, causal, fresh_mesh
 
+# The operands that a kernel gets.
 B, H, HKV, S, D = 2, 4, 2, 6, 8
-Tensor = torch.Tensor
 NAMES = ("q", "k", "v", "mask")
 
 
@@ -267,3 +279,103 @@ def test_a_bias_is_scaled_in_the_dtype_of_the_scores(
     run = compiled(function, inner="eager", lowering="reference")
     torch.testing.assert_close(run(q, k, v, bias), function(q, k, v, bias), atol=2e-3, rtol=2e-3)
     assert given == [dtype]
+
+
+def _operand(*own: Atom, reads: dict[Atom, Atom]) -> Operand:
+    node = fx.Graph().placeholder("x")
+    return Operand(node=node, used=node, dims=(), root=node, root_dims=tuple((atom,) for atom in own), reads=reads)
+
+
+def _atom(size: int) -> Atom:
+    return Atom(sympy.Integer(size))
+
+
+def test_an_operand_varies_along_what_it_has_an_axis_for() -> None:
+    heads, keys, repeated, own_heads, own_keys = map(_atom, (4, 6, 2, 4, 6))
+    operand = _operand(own_heads, own_keys, reads={heads: own_heads, keys: own_keys})
+    assert operand.varies_along(heads)
+    assert operand.varies_along(keys)
+    assert not operand.varies_along(repeated)
+
+
+def test_an_axis_that_was_read_above_is_none_of_the_operands() -> None:
+    """A head axis that was repeated into being: the root has no atom for it."""
+    heads, gone = _atom(4), _atom(4)
+    assert not _operand(_atom(6), reads={heads: gone}).varies_along(heads)
+
+
+def test_an_axis_that_was_split_is_known_by_its_parts() -> None:
+    whole = _atom(6)
+    operand = _operand(whole, reads={})
+    whole.split(sympy.Integer(2))
+    assert whole.parts is not None
+    inner, site = whole.parts[1], _atom(3)
+    operand.reads[site] = inner
+    assert operand.varies_along(site)
+
+
+def test_a_term_may_depend_on_everything_until_it_is_proved_not_to() -> None:
+    assert Term(operand=_operand(reads={})).along == "bhqk"
+
+
+def test_a_refusal_says_why_and_where() -> None:
+    node = fx.Graph().placeholder("x")
+    refused = Refused(
+        code=Code.SOFTMAX_AXIS,
+        rule="the softmax is over the keys",
+        observed="the queries",
+        at=node,
+        progress=2,
+        remedy="none",
+    )
+    assert (refused.reason.rule, refused.reason.observed) == ("the softmax is over the keys", "the queries")
+    assert refused.at is node
+
+
+# What is kept of a graph before its attentions are rewritten.
+def _unit(attend: Any, data: Data, **description: Any) -> Unit:
+    """Of the graph of a model, rewritten for two ranks."""
+    found: list[Unit] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.extend(rewrite(gm, Options(context_parallel=cp, inner="eager", verify=True)).units)
+        return gm.forward
+
+    with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_sync, "agree", lambda *_, **__: None)
+        cp = ContextParallel(mesh, **description)
+        torch.compile(Model(None, attend, None), backend=backend)(torch.randn(BATCH, LENGTH, WIDTH), **data)
+    (unit,) = found
+    return unit
+
+
+def _of_text(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: Data) -> torch.Tensor:
+    text = data["text"]
+    other = torch.nn.functional.scaled_dot_product_attention(q, model.split(model.k(text)), model.split(model.v(text)))
+    return causal(model, q, k, v, data) + other
+
+
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all", "ring"])
+def test_a_site_of_the_model_s_own_graph_knows_what_took_its_place(method: str) -> None:
+    unit = _unit(None, {}, method=method)
+    assert isinstance(unit.outcome, SharedGraph)
+    look = unit.outcome.first_look
+    assert look is not None
+    (site,) = look.sites
+    assert site not in unit.found.sites
+    assert site.spec is not None
+    assert (site.spec.seqlen_q, site.spec.mask.is_causal) == (LENGTH, True)
+    assert list(look.axes.values()) == [1]
+    assert look.mirror is not unit.mirror
+    assert look.is_shared(site)
+    assert look.final is not None
+    assert look.new_out(site) in {node.name for node in look.final.nodes}
+    assert look.new_out(site) not in {node.name for node in look.original.nodes}
+
+
+def test_a_site_whose_keys_every_rank_has_was_not_rewritten() -> None:
+    unit = _unit(_of_text, {"text": torch.randn(BATCH, 7, WIDTH)}, replicated=("text",))
+    assert isinstance(unit.outcome, SharedGraph)
+    look = unit.outcome.first_look
+    assert look is not None
+    assert [look.is_shared(site) for site in look.sites] == [False, True]

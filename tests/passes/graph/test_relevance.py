@@ -1,21 +1,28 @@
-"""What the mirror may leave out: never a view, a write, or anything that an attention is made of."""
+"""Which nodes count: those that are read by one reader, equal, or spelled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from attn_compiler.passes.graph import relevance
+from attn_compiler.passes.graph import relevance, sole_reader
 from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.equal import are_equal
+from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.unit import is_anchor_like
-from tests.passes.compiling import captured, compiled
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+from tests.passes.compiling import captured, compiled, mirror_of
+from tests.passes.matched_sites import matched
 
+# What the mirror may leave out.
 B, H, S, D = 2, 4, 6, 8
-Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 
 
@@ -154,3 +161,166 @@ def test_what_comes_to_nothing() -> None:
         "cos": False,
         "sin": False,
     }
+
+
+# What is made for an attention alone, and what something else needs.
+SOLE_B, SOLE_H, SOLE_S, SOLE_D = 2, 2, 5, 4
+Model = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def _made_for(model: Model) -> set[str] | None:
+    """Names of the Dynamo nodes that are made for the attention, from the projection on."""
+    given = (
+        torch.randn(SOLE_B, SOLE_H, 1, SOLE_D),
+        torch.randn(SOLE_B, SOLE_H, SOLE_S, 6),
+        torch.randn(SOLE_D, 6),
+    )
+    mirror, match = matched(model, *given)
+    projections = [node for node in mirror.graph.nodes if node.target is torch.ops.aten.linear.default]
+    found = sole_reader.made_for(mirror, match, projections)
+    return None if found is None else {node.name for node in found}
+
+
+def _attend(q: Tensor, k: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, k)
+
+
+def _plain(q: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return _attend(q, linear(x, weight).transpose(2, 3).mT * 2)
+
+
+def _into_fresh_memory(q: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    k = torch.empty(SOLE_B, SOLE_H, SOLE_S, 2 * SOLE_D)
+    k[..., :SOLE_D].copy_(linear(x, weight))
+    k[..., SOLE_D:] = x[..., :SOLE_D]
+    return _attend(torch.cat((q, q), -1), k)
+
+
+def test_all_from_the_first_tensor_to_the_attention_is_made_for_it() -> None:
+    found = _made_for(_plain)
+    assert found is not None
+    assert len(found) == 4
+    assert not any("scaled_dot_product_attention" in name or name.startswith("l_") for name in found)
+
+
+def test_fresh_memory_that_is_written_belongs_to_it() -> None:
+    found = _made_for(_into_fresh_memory)
+    assert found is not None
+    assert "k" in found
+    assert any("setitem" in name for name in found)
+    assert not any(name.startswith("cat") for name in found)
+
+
+def _returned(q: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    k = linear(x, weight)
+    return _attend(q, k), k
+
+
+def _read_before(q: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    k = linear(x, weight)
+    return _attend(q, k.mT.mT), k.mT.sum()
+
+
+def _written_into_an_input(q: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    cache = x[..., :SOLE_D]
+    cache.copy_(linear(x, weight))
+    return _attend(q, cache)
+
+
+def _memory_read_elsewhere(q: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    k = torch.zeros(SOLE_B, SOLE_H, SOLE_S, SOLE_D)
+    other = k[0]
+    k.copy_(linear(x, weight))
+    return _attend(q, k), other
+
+
+@pytest.mark.parametrize(
+    "model", [_returned, _read_before, _written_into_an_input, _memory_read_elsewhere], ids=lambda model: model.__name__
+)
+def test_another_reader_is_seen(model: Model) -> None:
+    assert _made_for(model) is None
+
+
+def test_a_number_of_it_is_another_reader() -> None:
+    def model(q: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        k = linear(x, weight)
+        return _attend(q, k) * k.mean()
+
+    assert _made_for(model) is None
+
+
+# Which nodes hold equal elements because they are made alike.
+LENGTHS = torch.tensor([2, 3])
+
+
+def _are_equal(function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> bool:
+    """Of the two tensors that `function` gives."""
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = function(x)
+        return one.cos(), other.sin()
+
+    mirror = mirror_of(run, LENGTHS.clone())
+    (one,) = (n.args[0] for n in mirror.graph.nodes if n.target is torch.ops.aten.cos.default)
+    (other,) = (n.args[0] for n in mirror.graph.nodes if n.target is torch.ops.aten.sin.default)
+    return are_equal(mirror, one, other)
+
+
+def _mask(x: Tensor, more: int = 0) -> Tensor:
+    return torch.arange(5)[None, :] < x[:, None] + more
+
+
+def test_what_is_made_alike_is_equal() -> None:
+    assert _are_equal(lambda x: (_mask(x), _mask(x)))
+    assert _are_equal(lambda x: (x.split([1, 1])[1], x.split([1, 1])[1]))
+
+
+def _written(x: Tensor) -> tuple[Tensor, Tensor]:
+    one = _mask(x)
+    x.add_(1)
+    return one, _mask(x)
+
+
+def _written_afterwards(x: Tensor) -> tuple[Tensor, Tensor]:
+    one, other = _mask(x), _mask(x)
+    other[0] = True
+    return one, other
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (_mask(x), _mask(x, 1)),
+        lambda x: (_mask(x), ~_mask(x)),
+        lambda x: (_mask(x), _mask(x)[:, :4]),
+        lambda x: (x.split([1, 1])[0], x.split([1, 1])[1]),
+        lambda x: (x.float() * 1, x.float() * 1.0 + 0),
+        lambda x: (torch.rand_like(x.float()), torch.rand_like(x.float())),
+        lambda x: (x < torch.rand(2), x < torch.rand(2)),
+        _written,
+        _written_afterwards,
+    ],
+)
+def test_what_is_made_otherwise_or_written_is_not(function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    assert not _are_equal(function)
+
+
+# What a graph's calls were spelled out as, added up step by step.
+REASON = Reason(code=Code.FAULT, rule="a rule", observed="something else")
+
+
+def test_calls_that_are_left_come_after_those_before() -> None:
+    first, second = fx.Graph().placeholder("first"), fx.Graph().placeholder("second")
+    one = Spelling(moved=("softmax",)).leaving({first: REASON})
+    both = one.leaving({second: REASON})
+    assert list(one.left) == [first]
+    assert list(both.left) == [first, second]
+    assert both.moved == ("softmax",)
+    assert both.leaving({}) is both
+
+
+def test_a_graph_is_as_it_came_until_something_was_spelled_out() -> None:
+    assert not Spelling().is_any
+    assert not Spelling(left={fx.Graph().placeholder("x"): REASON}).is_any
+    assert Spelling(expanded=("multi_head_attention_forward",)).is_any
+    assert Spelling(local={fx.Graph().placeholder("x"): "said"}).is_any

@@ -1,7 +1,9 @@
-"""Steps run in their order, go on where one says, and what fails of a graph on trial is for its judge."""
+"""The pipeline: its steps, their work, and what fails."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,15 @@ from torch import fx
 
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph.unit import Unit, units
-from attn_compiler.passes.pipeline import running, steps
-from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep
-from attn_compiler.passes.pipeline.work import Work
-from attn_compiler.reasons.errors import PassFailed
+from attn_compiler.passes.pipeline import rooms, running, steps
+from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep, check_contracts
+from attn_compiler.passes.pipeline.steps import PIPELINE
+from attn_compiler.passes.pipeline.work import Work, located, timed
+from attn_compiler.reasons.errors import PassFailed, UnknownOption
 from tests.passes.compiling import captured
 
 
+# Steps run in their order, go on where one says, and what fails of a graph on trial is for its judge.
 @pytest.fixture
 def work() -> Work:
     gm, _ = captured(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), torch.randn(1, 2, 4, 8))
@@ -126,3 +130,92 @@ def test_a_graph_that_a_step_shows_is_dumped(work: Work, monkeypatch: pytest.Mon
     )
     names = [path.name for path in tmp_path.rglob("*.txt") if "shown" in path.read_text()]
     assert [name.split(".")[0].split("_", 1)[-1] for name in names] == ["a"]
+
+
+# What holds of any tuple of steps.
+def _step(name: str, **further: Any) -> PipelineStep:
+    return PipelineStep(name=name, run=_nothing, **further)
+
+
+def test_steps_after_what_they_need_pass() -> None:
+    check_contracts((_step("a"), _step("b", needs=("a",), leads=("a",)), _step("c", needs=("a", "b"))))
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ((_step("a", needs=("b",)), _step("b")), r"the pass 'a' needs \['b'\], which nothing before it gives"),
+        ((_step("a"), _step("a")), "two passes are called 'a'"),
+        ((_step("a", leads=("b",)),), r"the pass 'a' leads to \['b'\], which is no pass"),
+    ],
+    ids=["too early", "twice", "nowhere"],
+)
+def test_others_are_refused(steps: tuple[PipelineStep, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_contracts(steps)
+
+
+# The pipeline keeps its contracts, and names everything that is done to a graph.
+def test_pipeline_keeps_its_contracts() -> None:
+    check_contracts(PIPELINE)
+
+
+@pytest.mark.parametrize("position", range(1, len(PIPELINE)))
+def test_a_pass_that_comes_too_early_is_refused(position: int) -> None:
+    """Every neighbour exchange breaks a contract: no two passes may be swapped unnoticed."""
+    swapped = list(PIPELINE)
+    swapped[position - 1], swapped[position] = swapped[position], swapped[position - 1]
+    with pytest.raises(ValueError, match=rf"the pass '{PIPELINE[position].name}' needs"):
+        check_contracts(tuple(swapped))
+
+
+def test_a_pass_that_is_missing_is_named_by_what_it_gives() -> None:
+    without = tuple(step for step in PIPELINE if step.name != "select")
+    with pytest.raises(ValueError, match="select"):
+        check_contracts(without)
+
+
+def test_steps_on_units_stand_in_one_row() -> None:
+    on = [step.on for step in PIPELINE]
+    first, last = on.index("unit"), len(on) - on[::-1].index("unit")
+    assert set(on[first:last]) == {"unit"}
+
+
+def test_options_that_rewrite_a_graph_go_on_from_its_mirror() -> None:
+    assert {step.name for step in PIPELINE if "mirror" in step.leads} == {"context_parallel", "unpad"}
+
+
+# What there is of a rewriting while it goes on.
+def test_seconds_of_a_part_are_added_up() -> None:
+    work = Work(gm=fx.symbolic_trace(lambda x: x), options=Options())
+    work.seconds["match"] = 1.0
+    with timed("match", work.seconds):
+        pass
+    assert 1.0 <= work.seconds["match"] < 2.0
+
+
+def test_time_counts_where_the_part_fails() -> None:
+    seconds = {"match": 0.0}
+    with pytest.raises(KeyError), timed("match", seconds):
+        raise KeyError
+    assert seconds["match"] > 0
+
+
+def test_an_exception_says_which_pass_it_came_from() -> None:
+    with pytest.raises(PassFailed, match="recover"), located("recover", None):
+        raise ZeroDivisionError
+    own = UnknownOption.__new__(UnknownOption)
+    with pytest.raises(UnknownOption) as found, located("recover", None):
+        raise own
+    assert found.value is own
+
+
+# What steps call is imported at once.
+def test_all_that_steps_call_is_there_and_nothing_else() -> None:
+    called = set(re.findall(r"\brooms\.(\w+)", inspect.getsource(steps)))
+    assert called == set(rooms.__all__)
+
+
+def test_steps_import_nothing_else_late_but_types() -> None:
+    late = re.findall(r"(?m)^    +from (\S+) import", inspect.getsource(steps))
+    assert set(late) == {"attn_compiler.passes.pipeline", "attn_compiler.passes.context_parallel.spread"}
