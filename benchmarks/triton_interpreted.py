@@ -25,8 +25,8 @@ from benchmarks.triton_releases import ROOT, WHEELS, environment_of, write
 #: of each lowering the tests that run its kernels
 TESTS = {
     "triton": ("tests/lowerings/triton/test_launch.py",),
-    "triton_fp8": ("tests/lowerings/triton/test_fp8_launch.py",),
-    "decode": ("tests/lowerings/decode/kernels/test_decode.py", "tests/lowerings/decode/kernels/test_decode_fp8.py"),
+    "triton_fp8": ("tests/lowerings/triton/test_fp8.py",),
+    "decode": ("tests/lowerings/decode/kernels/test_decode.py",),
     "decode_latent": ("tests/lowerings/decode/kernels/test_decode_latent.py",),
 }
 

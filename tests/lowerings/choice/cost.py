@@ -7,7 +7,7 @@ numbers from the L2 cache, which counts as memory does.
 
 Speeds of machines are those of data sheets; `SHARES` has what part of that a kernel reaches. The figures compare kernels on one machine,
 and estimate no times. They err to PyTorch's side: cuDNN's masks took longer on an H200 than they do here. Where the model says that
-ours is faster with a mask, it was measured to be, in each case of select_h200.csv (tests/lowerings/choice/test_cost.py).
+ours is faster with a mask, it was measured to be, in each case of select_h200.csv (tests/lowerings/choice/test_shape_class.py).
 """
 
 from __future__ import annotations

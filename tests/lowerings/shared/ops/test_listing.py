@@ -1,4 +1,4 @@
-"""Lists of tiles by PyTorch's ops, against a search through all pairs; the kernels' are kernels/test_tile_lists.py's."""
+"""Lists of tiles by PyTorch's ops, against a search through all pairs; the kernels' are kernels/test_tiles.py's."""
 
 from __future__ import annotations
 
