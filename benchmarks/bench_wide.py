@@ -119,7 +119,7 @@ def run(problem: kernel_problems.Problem, variant: dict[str, int], read: tuple[A
     """Our backward with a choice of blocks for dq and dk. read: what it reads, as the leaf op takes it."""
     chosen = plan.wide_blocks_of
     kernels: dict[str, Callable[[], object]] = {}
-    same = replaying.Alike(device=problem.q.device)
+    same = replaying.CallCache(device=problem.q.device)
 
     def blocks(spec: Any, grad: str) -> Any:
         found = chosen(spec, grad)

@@ -42,7 +42,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every launch of a test is a first one."""
     torch._dynamo.reset()
-    monkeypatch.setattr(replaying, "_ALIKE", on_device.KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", on_device.KnownCalls())
     yield
     torch._dynamo.reset()
 
@@ -175,7 +175,7 @@ def test_dropout_is_the_same_in_a_backward_by_its_definition(monkeypatch: pytest
     torch.manual_seed(3)
     expected = _step(_compiled(dropped), inputs)
     torch._dynamo.reset()
-    monkeypatch.setattr(replaying, "_ALIKE", on_device.KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", on_device.KnownCalls())
     _Planted(monkeypatch, "attention_grad_q", ERRORS["launch error"])
     torch.manual_seed(3)
     got, said = _warned(lambda: _step(_compiled(dropped), inputs))

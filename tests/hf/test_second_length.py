@@ -112,7 +112,7 @@ def reads_a_dense_mask(spec: AttentionSpec, lowering: str, target: Target) -> bo
     if lowering == "untouched":
         return True
     if lowering.startswith("sdpa_"):
-        told = cudnn_called.as_told(spec, target) if lowering == "sdpa_cudnn" else spec
+        told = cudnn_called.with_flag(spec, target) if lowering == "sdpa_cudnn" else spec
         return told.added_tensor is not None
     return bool(parts.parts(spec).kinds & {"mask", "bias"})
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a planted fai
 @pytest.fixture(autouse=True)
 def _told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each failure is told."""
-    monkeypatch.setattr(replaying, "_ALIKE", on_device.KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", on_device.KnownCalls())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

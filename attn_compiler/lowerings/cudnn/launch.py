@@ -31,7 +31,7 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import (
     Tensors,
 )
 from attn_compiler.lowerings.shared.launching.on_device import Empty, on
-from attn_compiler.lowerings.shared.launching.replaying import Alike, Start, replay_of
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, Start, replay_of
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs, like_output
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.reasons.errors import CudnnRefused
@@ -82,7 +82,7 @@ class PlanForward(ForwardBody):
 
     __slots__ = ()
 
-    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+    def first(self, given: ForwardArguments, same: CallCache) -> Outputs:
         """Find the plan. Raises CudnnRefused where cuDNN has none, which compilation has ruled out for its own strides."""
         q, k, v, operands, text = given
         if not _all_aligned((q, k, v)):
@@ -117,7 +117,7 @@ class PlanBackward(BackwardBody):
 
     __slots__ = ()
 
-    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
+    def first(self, given: BackwardArguments, same: CallCache) -> Gradients:
         """Find the plan, as `PlanForward.first`."""
         readable = given._replace(
             q=_aligned(given.q),

@@ -37,7 +37,7 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import (
     Outputs,
 )
 from attn_compiler.lowerings.shared.launching.on_device import Empty, new_outputs, on
-from attn_compiler.lowerings.shared.launching.replaying import Alike, Returned, flat, replay_of
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, Returned, flat, replay_of
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
@@ -161,7 +161,7 @@ class FlashForward(ForwardBody):
 
     __slots__ = ()
 
-    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+    def first(self, given: ForwardArguments, same: CallCache) -> Outputs:
         q, k, v, operands, text = given
         with on(q.device):
             named = {"q": q, "k": k, "v": v} | _sinks(operands)
@@ -179,7 +179,7 @@ class FlashBackward(BackwardBody):
 
     __slots__ = ()
 
-    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
+    def first(self, given: BackwardArguments, same: CallCache) -> Gradients:
         grad_out, grad_lse, q, k, v, operands, out, lse, text = given
         if 0 in grad_out.stride():
             # A stride of 0 has kernels of its own, which were not compiled ahead. contiguous() keeps it on an axis of one element.
@@ -219,7 +219,7 @@ def _first(
     inputs: Named,
     outputs: Named,
     returned: Returned | None,
-    same: Alike,
+    same: CallCache,
 ) -> Named:
     """Call a function that fills in the outputs, and keep its replay. Returns the function's other tensors.
 

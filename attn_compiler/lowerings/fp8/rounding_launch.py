@@ -23,7 +23,7 @@ from attn_compiler.lowerings.fp8.rounding import EACH, Per, Rounding, count, emp
 from attn_compiler.lowerings.shared.calls.arguments import along
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
-from attn_compiler.lowerings.shared.launching.replaying import alike
+from attn_compiler.lowerings.shared.launching.replaying import call_cache
 
 #: positions that a program rounds at once
 PART = 128
@@ -52,7 +52,7 @@ def round_fp8(
 ) -> list[torch.Tensor]:
     """Launch `fp8_rounding.round_fp8`."""
     how, named = Rounding.from_text(text), _named(tensors, mean, seen)
-    same = alike("round_fp8", f"{text} {list(named)} {len(largest)}", [*named.values(), *largest])
+    same = call_cache("round_fp8", f"{text} {list(named)} {len(largest)}", [*named.values(), *largest])
     with on(tensors[0].device):
         outputs: list[torch.Tensor] = []
         for i, (x, each) in enumerate(zip(tensors, how.each, strict=True)):
@@ -74,7 +74,7 @@ def largest_fp8(
 ) -> torch.Tensor:
     """Launch `fp8_rounding.largest_fp8`."""
     how, named = Rounding.from_text(text), _named(tensors, mean, seen)
-    same = alike("largest_fp8", f"{text} {list(named)}", list(named.values()))
+    same = call_cache("largest_fp8", f"{text} {list(named)}", list(named.values()))
     with on(tensors[0].device):
         kept = _zeros(tensors, how.per or "tensor")
         named |= {"kept": kept}
@@ -85,7 +85,7 @@ def largest_fp8(
 def mean_fp8(k: torch.Tensor, rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
     """Launch `fp8_rounding.mean_fp8`."""
     given = {"x": k} if seen is None else {"x": k, "seen": seen}
-    same = alike("mean_fp8", f"{rotated} {len(given)}", list(given.values()))
+    same = call_cache("mean_fp8", f"{rotated} {len(given)}", list(given.values()))
     batch, heads, length, head_dim = k.shape
     parts = triton.cdiv(length, _SUMS * _SUM_PART)
     with on(k.device):

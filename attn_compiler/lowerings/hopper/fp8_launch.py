@@ -24,7 +24,7 @@ from attn_compiler.lowerings.shared.kernels import tiles_sm90
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
 from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.lowerings.shared.launching.launch import Arguments, Make, ReadyKernel, launch
-from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache
 from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_tiles
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF, HALVES
@@ -59,7 +59,7 @@ def _operands(prepared: Prepared) -> tuple[str, ...]:
     return (*quantise.names(prepared.call.spec), *prepared.operands)
 
 
-def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
+def _run(prepared: Prepared, same: CallCache, tensors: Named) -> list[ReadyKernel | None]:
     if not tensors["Out"].numel():
         return [None]
     kernel = forward_fp8_sm90.attention_forward_fp8_sm90

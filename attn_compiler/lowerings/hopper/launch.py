@@ -38,7 +38,7 @@ from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes, Strides
 from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache
 
 #: rows that a program searches for marked ones
 _TOGETHER = 1024
@@ -58,7 +58,7 @@ def kernel_of(prepared: Prepared) -> Any:
     return wide if is_wide(prepared.call.spec) else forward_sm90.attention_forward_sm90
 
 
-def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
+def _run(prepared: Prepared, same: CallCache, tensors: Named) -> list[ReadyKernel | None]:
     ran = [launch(kernel_of(prepared), same, tensors, lambda: _forward(prepared, tensors))]
     if same.fact("again", lambda: _comes_again(prepared, tensors["Q"], tensors["K"])):
         ran.append(launch(attention_again, same, tensors, lambda: _again(prepared, tensors)))
@@ -69,7 +69,7 @@ def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | 
 class _Forward(Forward):
     """The forward, which copies the added tensor first where the copy engine can't read it."""
 
-    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+    def first(self, given: ForwardArguments, same: CallCache) -> Outputs:
         if added.begins_between_vectors(prepare(given.text).plan, given.operands):
             return self(*given._replace(operands=added.with_copy(given.operands)))
         return Forward.first(self, given, same)

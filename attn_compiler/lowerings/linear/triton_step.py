@@ -18,7 +18,7 @@ from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.launching.on_device import on
-from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 
 _OP = "linear_one_token"
 _NAMES = ("q", "k", "v", "g", "beta", "skip", "first")
@@ -32,7 +32,7 @@ def one_token(
     if noter() is None:
         operands = _apart(operands, state)
     inputs = [*operands, state]
-    same = alike(_OP, text, inputs)
+    same = call_cache(_OP, text, inputs)
     if same.replay is not None:
         out: Tensor = same.replay.run(inputs)[0]
         return out
@@ -55,7 +55,7 @@ def _apart(operands: list[Tensor], state: Tensor) -> list[Tensor]:
     return [x.clone() if x.untyped_storage().data_ptr() == memory else x for x in operands]
 
 
-def _first(given: dict[str, Tensor], text: str, same: Alike) -> Tensor:
+def _first(given: dict[str, Tensor], text: str, same: CallCache) -> Tensor:
     """Run the first call of a layout. It is not replayed where an operand has to be copied."""
     call = LinearTensors.of(_OP, dict(given), text)
     with on(same.device):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, in_half, readable, strides, tile
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 from attn_compiler.spec.linear import LinearForm
 
 #: axes of operands, for the names of their strides
@@ -50,7 +50,7 @@ class LinearTensors:
     form: LinearForm
     sizes: LinearSizes
     named: dict[str, Tensor]
-    same: Alike
+    same: CallCache
 
     @staticmethod
     def of(op: str, given: dict[str, Tensor | None], text: str, *more: Tensor) -> LinearTensors:
@@ -62,7 +62,7 @@ class LinearTensors:
             if x is not None
         }
         sizes = LinearSizes.of(named["q"], named["v"], is_half=in_half(named["q"], named["k"], named["v"]))
-        same = alike(op, f"{text} {list(named)}", [*named.values(), *more])
+        same = call_cache(op, f"{text} {list(named)}", [*named.values(), *more])
         return LinearTensors(form=form, sizes=sizes, named=named, same=same)
 
     @property

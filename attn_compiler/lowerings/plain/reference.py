@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -172,16 +172,12 @@ def _scores(q: torch.Tensor, k: torch.Tensor, operands: Tensors, spec: Attention
     dtype = torch.float64 if spec.score.softmax_dtype == "float64" else computed_in(q.dtype)
     added, sinks = _split(operands, spec)
     raw = (q.to(dtype) @ repeated(k, q).to(dtype).transpose(-1, -2)) * spec.score.scale
-    changed = logits = score_changes.applied(_call, raw, spec.score.pointwise)
+    changed = logits = score_changes.applied(operator.call, raw, spec.score.pointwise)
     for tensor in added:
         logits = torch.where(tensor, logits, -torch.inf) if tensor.dtype == torch.bool else logits + tensor.to(dtype)
     if spec.mask.flagged is not None:
         logits = torch.where(_causal(spec.mask.flagged, logits), logits, -torch.inf)
     return _Scores(changed=changed, logits=logits, sinks=None if sinks is None else sinks.to(dtype))
-
-
-def _call(function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
-    return function(*arguments)
 
 
 def _causal(kind: Causal, logits: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from attn_compiler.lowerings.shared.limits import common as limits, mask_limits,
 from attn_compiler.lowerings.shared.limits.common import torch_release
 from attn_compiler.lowerings.shared.limits.takes import CUDNN, Takes, check_gpu, refused
 from attn_compiler.lowerings.shared.parts import mask_nodes, unused
-from attn_compiler.lowerings.shared.parts.flags import as_told
+from attn_compiler.lowerings.shared.parts.flags import with_flag
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
@@ -64,12 +64,12 @@ class _Pinned(Lowering, ABC):
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         # Without such a machine all other checks would go by a wrong architecture.
         machine = self.unavailable(target) or limits.check_device(spec, self.device)
-        return machine or self._refused(self.as_told(spec, target), target)
+        return machine or self._refused(self.with_flag(spec, target), target)
 
-    def as_told(self, spec: AttentionSpec, target: Target) -> AttentionSpec:
+    def with_flag(self, spec: AttentionSpec, target: Target) -> AttentionSpec:
         """Return the spec that the kernel is called with: with a causal flag for a mask tensor that means the same, if the kernel takes
         it."""
-        return as_told(spec, lambda told: self._refused(told, target))
+        return with_flag(spec, lambda told: self._refused(told, target))
 
     def _refused(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [*refused(self._taken(target), spec), *self._limits(spec, target)]
@@ -93,7 +93,7 @@ class SdpaCudnn(_Pinned):
         return LayoutDemand(alignment=_CUDA_ALIGNMENT, zero_strides=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        spec = self.as_told(spec, emitter.target)
+        spec = self.with_flag(spec, emitter.target)
         bias = _tensor(spec, operands)
         if bias is not None:
             bias = mask_nodes.additive(emitter, bias, emitter.value(operands.q).dtype, keep=(torch.float32,))
@@ -156,7 +156,7 @@ class SdpaFlash(_Pinned):
         return LayoutDemand(alignment=_CUDA_ALIGNMENT)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        spec = self.as_told(spec, emitter.target)
+        spec = self.with_flag(spec, emitter.target)
         outputs = emitter.call(
             torch.ops.aten._scaled_dot_product_flash_attention.default,
             operands.q,
@@ -203,7 +203,7 @@ class SdpaEfficient(_Pinned):
         return LayoutDemand(alignment=_CUDA_ALIGNMENT)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        spec = self.as_told(spec, emitter.target)
+        spec = self.with_flag(spec, emitter.target)
         q, k, v = (_with_aligned_ones(emitter, node) for node in (operands.q, operands.k, operands.v))
         if spec.is_gqa and torch_release(str(torch.__version__)) < _EFFICIENT_GQA:
             k, v = (_repeat_heads(emitter, spec, node) for node in (k, v))
@@ -286,7 +286,7 @@ class SdpaCpuFlash(_Pinned):
         return LayoutDemand()
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
-        spec = self.as_told(spec, emitter.target)
+        spec = self.with_flag(spec, emitter.target)
         operands = unused.with_keys_cleared(emitter, spec, operands)
         mask = _tensor(spec, operands)
         if mask is not None:

@@ -23,7 +23,7 @@ from attn_compiler.lowerings.shared.calls.arguments import (
 )
 from attn_compiler.lowerings.shared.calls.forward_call import Exact, Forward
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache
 from attn_compiler.lowerings.triton.kernels import forward_fp8
 from attn_compiler.spec.attention import AttentionSpec
 
@@ -48,7 +48,7 @@ def _operands(prepared: Prepared) -> tuple[str, ...]:
     return (*quantise.names(prepared.call.spec), *prepared.operands)
 
 
-def _run(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
+def _run(prepared: Prepared, same: CallCache, tensors: Named) -> list[ReadyKernel | None]:
     arguments = functools.partial(_arguments, prepared, tensors)
     return [launch(forward_fp8.attention_forward_fp8, same, tensors, arguments)]
 

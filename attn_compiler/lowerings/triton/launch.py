@@ -30,7 +30,7 @@ from attn_compiler.lowerings.shared.calls.backward_call import BackwardByKernels
 from attn_compiler.lowerings.shared.calls.forward_call import Forward
 from attn_compiler.lowerings.shared.kernels import backward, forward as forward_kernels, kv_backward
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache
 
 #: a learned bias' backward keeps the scores' gradients up to this size, and computes larger ones twice: see `_add_scores`
 _MOST_KEPT_BYTES = 2 << 30
@@ -38,7 +38,7 @@ _MOST_KEPT_BYTES = 2 << 30
 _PITCH = 16
 
 
-def _run_forward(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
+def _run_forward(prepared: Prepared, same: CallCache, tensors: Named) -> list[ReadyKernel | None]:
     arguments = functools.partial(_forward, prepared, tensors)
     return [launch(forward_kernels.attention_forward, same, tensors, arguments)]
 

@@ -27,7 +27,7 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BuiltPlan, list[int]]]:
     """What was executed; plans come from a recording frontend, and tensors of the CPU stand in for those of a GPU."""
     executed: list[tuple[BuiltPlan, list[int]]] = []
-    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(launch, "cudnn_version", lambda: 91900)
     monkeypatch.setattr(plans, "cudnn_version", lambda: 91900)
     monkeypatch.setattr(plans, "_is_here", lambda target: True)
@@ -186,7 +186,7 @@ def test_a_place_looks_at_its_tensors_once(
         grads = backward_(grad_out, lse, q, k, v, [], out, lse, text)[:3]
         assert launches[-1][1] == [t.data_ptr() for t in (q, k, v, out, lse, grad_out, *grads)]
         if step == 0:
-            monkeypatch.setattr(leaf_calls, "alike", None)
+            monkeypatch.setattr(leaf_calls, "call_cache", None)
 
 
 def test_a_place_without_gradients_makes_no_statistics(launches: list[tuple[BuiltPlan, list[int]]]) -> None:

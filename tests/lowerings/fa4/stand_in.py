@@ -243,7 +243,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """In flash_attn's place; what was looked up before and after is forgotten."""
     stand_in = StandIn()
     monkeypatch.setattr(launch, "_flash", lambda: stand_in)
-    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: -1)
     forget()
     yield stand_in

@@ -125,7 +125,7 @@ def test_what_is_replayed_does_not_grow_without_a_bound(
     for length in (16, 24, 32, 32, 16):
         q, k, v = torch.randn(3, 1, 4, length, 64, dtype=torch.bfloat16).unbind()
         torch.ops.attn_compiler.fa4.default(q, k, v, [], text)
-    assert len(replaying._ALIKE) == 2
+    assert len(replaying._CACHES) == 2
     assert [call["out"].shape[1] for call in flash.forwards] == [16, 24, 32, 16]
 
 
@@ -277,12 +277,12 @@ def test_kernels_of_hopper_compile_without_a_gpu(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_numbers_on_a_gpu(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call, and one that is replayed, of other numbers."""
-    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     text = text_here(inputs(problem, device="cuda"))
     for seed in (0, 1):
         built = inputs(problem, device="cuda", seed=seed)
         numerics.assert_within_rule(numerics.with_gradients(attention(built, text), built), built)
-    replays = [same.replay for same in replaying._ALIKE.values()]
+    replays = [same.replay for same in replaying._CACHES.values()]
     assert len(replays) == 2
     assert None not in replays, "what the functions did was not replayed"
 

@@ -155,7 +155,7 @@ def outputs(problem: Problem, *, programs: int = 3) -> tuple[Tensor, Tensor]:
     out, lse = in_torch(problem, programs=programs)
     again = found.get("attention_again")
     if again is not None:
-        same = replaying.Alike(device=out.device)
+        same = replaying.CallCache(device=out.device)
         launching.launch(attention_again, same, {**tensors, "Out": out, "Lse": lse}, lambda: again)
     return out, lse
 
@@ -176,7 +176,7 @@ def emulated(problem: Problem, *, programs: int, together: bool) -> Iterator[Non
 
     def start(kernel: Any, same: Any, tensors: Any, arguments: Callable[[], Arguments], part: str = "") -> None:
         if kernel not in _EMULATED:
-            launching.launch(kernel, replaying.Alike(device=problem.q.device), tensors, arguments, part)
+            launching.launch(kernel, replaying.CallCache(device=problem.q.device), tensors, arguments, part)
             return
         asked = arguments()
         for name in {asked.tensors[parameter] for parameter in _WRITTEN & asked.tensors.keys()}:

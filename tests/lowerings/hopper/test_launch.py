@@ -288,9 +288,9 @@ def test_calls_are_none_of_the_triton_familys() -> None:
     problem = problems.build(BY_NAME["causal"])
     inputs = (problem.q, problem.k, problem.v)
     ops = (launch.forward.op, triton_launch.forward.op)
-    first, second = (replaying.alike(op, problem.text, inputs) for op in ops)
+    first, second = (replaying.call_cache(op, problem.text, inputs) for op in ops)
     assert first is not second
-    assert replaying.alike(ops[0], problem.text, inputs) is first
+    assert replaying.call_cache(ops[0], problem.text, inputs) is first
 
 
 # Nothing that a call launches is compiled by the call.

@@ -11,7 +11,7 @@ import torch
 
 from attn_compiler.lowerings.shared.calls.arguments import Prepared, alignment, common, operand_parameters, strides
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel
-from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Backward:
     """
 
     prepared: Prepared
-    same: Alike
+    same: CallCache
     tensors: dict[str, torch.Tensor]
     start: Callable[..., ReadyKernel | None]
     ran: list[ReadyKernel | None] = field(default_factory=list)

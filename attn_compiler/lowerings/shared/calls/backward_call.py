@@ -25,7 +25,7 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import (
 from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readable
 from attn_compiler.lowerings.shared.launching.launch import ReadyKernel
 from attn_compiler.lowerings.shared.launching.on_device import on
-from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient
 
 #: names of a backward's inputs, before those of the operands
@@ -57,7 +57,7 @@ class BackwardByKernels(BackwardBody):
     def differentiable(self, given: BackwardArguments) -> tuple[str, ...]:
         return prepare(given.text).plan.differentiable
 
-    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
+    def first(self, given: BackwardArguments, same: CallCache) -> Gradients:
         """Return the gradients of q, k, v and of the plan's differentiable operands, as `ops.BACKWARD_SCHEMA` says."""
         with on(given.q.device):
             shared = self.begin(*given)
@@ -78,7 +78,7 @@ class BackwardByKernels(BackwardBody):
         given = BackwardArguments(*arguments)
         q, k, v, grad_out, grad_lse, lse = given.q, given.k, given.v, given.grad_out, given.grad_lse, given.lse
         prepared = prepare(given.text)
-        same = alike(self.op, given.text, backward_inputs(given))
+        same = call_cache(self.op, given.text, backward_inputs(given))
         same.any_size = prepared.any_size
         if same.fact("unreadable", lambda: is_unreadable(q, k, v, grad_out)):
             q, k, v, grad_out = map(readable, (q, k, v, grad_out))

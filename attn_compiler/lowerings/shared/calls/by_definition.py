@@ -9,7 +9,8 @@ Triton does not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -176,7 +177,7 @@ class _Part:
         broadcastable."""
         allowed = self._allowed()
         raw = self.queries(allowed) @ self.keys(allowed).transpose(-1, -2) * self.given.scale
-        changed = score_changes.applied(_call, raw, self.given.change)
+        changed = score_changes.applied(operator.call, raw, self.given.change)
         return torch.where(allowed, changed + self._added(), -torch.inf), changed, allowed
 
     def queries(self, allowed: Tensor) -> Tensor:
@@ -286,7 +287,3 @@ def philox(seed: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor
 def _folded(grad: Tensor, heads: int) -> Tensor:
     """Sum query heads that read one kv head."""
     return torch.unflatten(grad, 1, (heads, -1)).sum(2) if heads else grad
-
-
-def _call(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    return function(*arguments)

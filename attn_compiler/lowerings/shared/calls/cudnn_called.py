@@ -25,12 +25,12 @@ def unavailable(target: Target) -> list[Reason]:
 def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Return why it can't serve a site. The reasons of a machine that can't run it stand alone."""
     machine = unavailable(target) or limits.check_device(spec, "cuda")
-    return machine or _refused(as_told(spec, target), target)
+    return machine or _refused(with_flag(spec, target), target)
 
 
-def as_told(spec: AttentionSpec, target: Target) -> AttentionSpec:
+def with_flag(spec: AttentionSpec, target: Target) -> AttentionSpec:
     """Return the spec that the kernel is called with (flags.py)."""
-    return flags.as_told(spec, lambda told: _refused(told, target))
+    return flags.with_flag(spec, lambda told: _refused(told, target))
 
 
 def check_beyond_takes(spec: AttentionSpec, target: Target) -> list[Reason]:

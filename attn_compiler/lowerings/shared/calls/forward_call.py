@@ -13,7 +13,7 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import ForwardArguments, Fo
 from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readable
 from attn_compiler.lowerings.shared.launching.launch import ReadyKernel
 from attn_compiler.lowerings.shared.launching.on_device import on
-from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
 
 #: q, k and v
@@ -30,7 +30,7 @@ class Forward(ForwardBody):
     """
 
     operands: Callable[[Prepared], tuple[str, ...]]
-    run: Callable[[Prepared, Alike, Named], list[ReadyKernel | None]]
+    run: Callable[[Prepared, CallCache, Named], list[ReadyKernel | None]]
     restore: Callable[[Prepared, Named], Exact] | None = None
 
     def definition(self, given: ForwardArguments) -> Attention:
@@ -39,7 +39,7 @@ class Forward(ForwardBody):
         exact = (given.q, given.k, given.v) if self.restore is None else self.restore(prepared, tensors)
         return prepared.attention(*exact, tensors)
 
-    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+    def first(self, given: ForwardArguments, same: CallCache) -> Outputs:
         q, k, v, operands, text = given
         prepared = prepare(text)
         same.any_size = prepared.any_size

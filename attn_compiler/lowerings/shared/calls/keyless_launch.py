@@ -13,7 +13,7 @@ from attn_compiler.lowerings.shared.calls.arguments import Named, Prepared, stri
 from attn_compiler.lowerings.shared.calls.backward import Backward
 from attn_compiler.lowerings.shared.kernels import keyless_rows as kernels
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache
 
 #: partial sums of a head
 _CHUNKS = 8
@@ -23,7 +23,7 @@ _SCAN = 1024
 _MOST_OF_TILE = 8192
 
 
-def fill(prepared: Prepared, same: Alike, tensors: Named) -> list[ReadyKernel | None]:
+def fill(prepared: Prepared, same: CallCache, tensors: Named) -> list[ReadyKernel | None]:
     """Fill rows of Out whose lse is -inf. Returns the results of `launch`: none beside a bias, where the kernel itself gives the mean."""
     if prepared.plan.bias:
         return []

@@ -19,7 +19,7 @@ from attn_compiler.lowerings.shared.calls.by_definition import Attention
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from attn_compiler.lowerings.shared.launching.dry_run import noter, recorder
 from attn_compiler.lowerings.shared.launching.on_device import new_lse, on
-from attn_compiler.lowerings.shared.launching.replaying import BETWEEN, Alike, Replay, alike
+from attn_compiler.lowerings.shared.launching.replaying import BETWEEN, CallCache, Replay, call_cache
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient, empty_outputs
 
 Tensors = Sequence[torch.Tensor]
@@ -96,7 +96,7 @@ class ForwardBody(abc.ABC):
     op: str
 
     @abc.abstractmethod
-    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+    def first(self, given: ForwardArguments, same: CallCache) -> Outputs:
         """Run the first call of a layout. Stores the replay in `same`."""
 
     @abc.abstractmethod
@@ -113,7 +113,7 @@ class ForwardBody(abc.ABC):
     def __call__(self, *given: Any) -> Outputs:
         """Return out and lse. given: as in ForwardArguments."""
         inputs = forward_inputs(given)
-        same = alike(self.op, given[-1], inputs)
+        same = call_cache(self.op, given[-1], inputs)
         if same.replay is None:
             arguments = ForwardArguments(*given)
             return or_else(
@@ -133,7 +133,7 @@ class BackwardBody(abc.ABC):
     op: str
 
     @abc.abstractmethod
-    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
+    def first(self, given: BackwardArguments, same: CallCache) -> Gradients:
         """Run the first call of a layout. Stores the replay in `same`."""
 
     @abc.abstractmethod
@@ -163,7 +163,7 @@ class BackwardBody(abc.ABC):
     def __call__(self, *given: Any) -> Gradients:
         """Return the gradients of q, k, v and of the operands that have one. given: as in BackwardArguments."""
         inputs = backward_inputs(given)
-        same = alike(self.op, given[-1], inputs)
+        same = call_cache(self.op, given[-1], inputs)
         if same.replay is None:
             arguments = BackwardArguments(*given)
             return or_else(
@@ -186,7 +186,7 @@ class BodySite:
         """Call the body, at first and where an address is no multiple of a vector. Such a call does not decide the replay."""
         found = self.body(*given)
         if not any(x.data_ptr() & BETWEEN for x in inputs):
-            self.replay = alike(self.body.op, given[-1], inputs).replay
+            self.replay = call_cache(self.body.op, given[-1], inputs).replay
         return found
 
 

@@ -11,7 +11,7 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.kernels.tile_lists import tile_bounds, tile_lists, tile_order
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
-from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 from attn_compiler.lowerings.shared.ops.listing import OF_KEYS, OF_QUERIES, UNIT, ListAsked, listed
 
 Tensor = torch.Tensor
@@ -36,7 +36,7 @@ def lists(*given: Any) -> Tensor:
 def _by_kernels(*given: Any) -> Tensor:
     asked = ListAsked.from_arguments(*given)
     have = asked.tensors
-    same = alike("tile_lists", f"{tuple(have)} {asked.numbers}", list(have.values()))
+    same = call_cache("tile_lists", f"{tuple(have)} {asked.numbers}", list(have.values()))
     with on(same.device):
         have |= {"lists": (made := same.empty("lists", asked.empty))}
         bounds = _bounds(same, asked, made)
@@ -48,7 +48,7 @@ def _by_kernels(*given: Any) -> Tensor:
     return made
 
 
-def _bounds(same: Alike, asked: ListAsked, made: Tensor) -> dict[str, Tensor]:
+def _bounds(same: CallCache, asked: ListAsked, made: Tensor) -> dict[str, Tensor]:
     queries, keys = asked.blocks
 
     def room(numbers: int, blocks: int) -> Tensor:

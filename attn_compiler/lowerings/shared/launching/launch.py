@@ -25,7 +25,7 @@ from attn_compiler.lowerings.shared.launching import any_size, cache_keys, drive
 from attn_compiler.lowerings.shared.launching.compiling import wait_for
 from attn_compiler.lowerings.shared.launching.dry_run import noter, recorder
 from attn_compiler.lowerings.shared.launching.dry_tensors import pointers
-from attn_compiler.lowerings.shared.launching.replaying import Alike, Start
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, Start
 from attn_compiler.lowerings.shared.limits.common import MAX_GRID
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.lowerings.shared.parts.kernel_plan import MOST_BLOCKS
@@ -112,7 +112,7 @@ def _again(first: Any, make: Make) -> Make:
 
 def launch(
     kernel: Any,
-    same: Alike,
+    same: CallCache,
     tensors: Mapping[str, torch.Tensor],
     arguments: Callable[[], Arguments],
     part: str = "",
@@ -136,7 +136,7 @@ def launch(
     return ready
 
 
-def _start(ready: ReadyKernel, same: Alike, tensors: Mapping[str, torch.Tensor]) -> None:
+def _start(ready: ReadyKernel, same: CallCache, tensors: Mapping[str, torch.Tensor]) -> None:
     values = ready.values.copy()
     for position, name in ready.where:
         values[position] = tensors[name].data_ptr()
@@ -146,7 +146,7 @@ def _start(ready: ReadyKernel, same: Alike, tensors: Mapping[str, torch.Tensor])
 
 
 def _first_launch(
-    kernel: Any, same: Alike, tensors: Mapping[str, torch.Tensor], found: Arguments
+    kernel: Any, same: CallCache, tensors: Mapping[str, torch.Tensor], found: Arguments
 ) -> ReadyKernel | None:
     """Launch for the first time. Returns the data for further launches; None if there is nothing to launch, or nothing to keep."""
     if 0 in found.grid:

@@ -83,7 +83,7 @@ class Replay:
 
 
 @dataclass(kw_only=True)
-class Alike:
+class CallCache:
     """Calls of an op with one text, whose tensors have the same shapes, strides, dtypes, device and alignment.
 
     launches: prepared launches, by the family's own key.
@@ -177,16 +177,16 @@ def flat(returned: Iterable[Any]) -> list[Any]:
     return [one for x in returned for one in (x if isinstance(x, list) else [x])]
 
 
-_ALIKE: KnownCalls[Alike] = KnownCalls()
+_CACHES: KnownCalls[CallCache] = KnownCalls()
 
 
-def alike(op: str, text: str, tensors: Sequence[torch.Tensor]) -> Alike:
+def call_cache(op: str, text: str, tensors: Sequence[torch.Tensor]) -> CallCache:
     """Return the data that earlier calls of an op with this text left, on tensors of the same layout.
 
     A call whose launches are recorded has stand-ins for tensors: it reads nothing and leaves nothing.
     """
     if noter() is not None or recorder() is not None:
-        return Alike(device=tensors[0].device)
+        return CallCache(device=tensors[0].device)
     bits = 0
     lying: list[Any] = [op, text, tensors[0].get_device()]
     for x in tensors:
@@ -194,5 +194,5 @@ def alike(op: str, text: str, tensors: Sequence[torch.Tensor]) -> Alike:
         lying += (x.shape, x.stride(), x.dtype)
     if bits % VECTOR:
         lying += [x.data_ptr() % VECTOR for x in tensors]
-    found = _ALIKE.get(key := tuple(lying))
-    return _ALIKE.keep(key, Alike(device=tensors[0].device)) if found is None else found
+    found = _CACHES.get(key := tuple(lying))
+    return _CACHES.keep(key, CallCache(device=tensors[0].device)) if found is None else found

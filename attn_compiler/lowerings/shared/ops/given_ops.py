@@ -58,7 +58,7 @@ def register_given(
 
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
         grad_out = prepare_grad_out(grad_out)
-        out, lse, *kept = (ops.of_minus_delta(grad_out), *ctx.saved_tensors) if is_part else ctx.saved_tensors
+        out, lse, *kept = (ops.out_for_minus_delta(grad_out), *ctx.saved_tensors) if is_part else ctx.saved_tensors
         count = leading(ctx.spec)
         found, operands = read(kept[:count], ctx.spec), kept[count:]
         leaf = getattr(getattr(torch.ops, NAMESPACE), f"{family}_backward").default

@@ -261,7 +261,7 @@ def _part_backward(
         q, k, v, lse, *operands = ctx.saved_tensors
         leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
         grad_out = prepare_grad_out(grad_out)
-        out = of_minus_delta(grad_out)
+        out = out_for_minus_delta(grad_out)
         *grads, grad_operands = leaf(grad_out, minus_delta, q, k, v, operands, out, lse, ctx.spec)
         found = iter(grad_operands)
         wanted = differentiable(operands, ctx.spec)
@@ -270,7 +270,7 @@ def _part_backward(
     return backward
 
 
-def of_minus_delta(grad_out: torch.Tensor) -> torch.Tensor:
+def out_for_minus_delta(grad_out: torch.Tensor) -> torch.Tensor:
     """Return zeros, the out that a backward gets where its gradient of the lse is minus delta: it then computes that delta itself."""
     return torch.zeros_like(grad_out)
 

@@ -28,7 +28,7 @@ def as_flag(spec: AttentionSpec) -> AttentionSpec | None:
     return dataclasses.replace(spec, mask=mask)
 
 
-def as_told(spec: AttentionSpec, refused: Callable[[AttentionSpec], list[Reason]]) -> AttentionSpec:
+def with_flag(spec: AttentionSpec, refused: Callable[[AttentionSpec], list[Reason]]) -> AttentionSpec:
     """Return the site with a flag for a mask tensor that means the same, if the kernel takes it. refused: its reasons against a site."""
     flagged = as_flag(spec)
     return spec if flagged is None or refused(flagged) else flagged

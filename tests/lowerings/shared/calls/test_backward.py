@@ -23,7 +23,7 @@ from attn_compiler.lowerings.shared.calls.backward_call import BackwardByKernels
 from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.launching.launch import Arguments
 from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
-from attn_compiler.lowerings.shared.launching.replaying import alike
+from attn_compiler.lowerings.shared.launching.replaying import call_cache
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.lowerings.shared.parts import tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
@@ -57,7 +57,7 @@ def started() -> Started:
         tensors = {"Q": problem.q, "K": problem.k, "V": problem.v, **prepared.named(problem.operands)}
         tensors |= {"GradOut": torch.zeros_like(problem.q), "Out": torch.zeros_like(problem.q)}
         tensors["RowStats"] = torch.zeros(*problem.q.shape[:2], 2, 128)
-        same = alike("op_backward", problem.text, (problem.q, problem.k, problem.v))
+        same = call_cache("op_backward", problem.text, (problem.q, problem.k, problem.v))
         shared = Backward(prepared=prepared, same=same, tensors=tensors, start=start)
         shared.launch("kernel", _arguments, "all")
         tensors["Scores"] = torch.zeros(2, 2, 70, 80)
@@ -93,7 +93,7 @@ BIASED = Case(name="backward_call", bias="hqk")
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
 
 
 class Kernels:
@@ -181,7 +181,7 @@ def test_a_gradient_of_the_lse_that_is_no_packed_one_is_copied_and_not_replayed(
 ) -> None:
     problem, kernels = build(BIASED, device="cpu"), Kernels()
     kept: list[Any] = []
-    monkeypatch.setattr(replaying.Alike, "keep", lambda *given, **named: kept.append(named))
+    monkeypatch.setattr(replaying.CallCache, "keep", lambda *given, **named: kept.append(named))
     _call(problem, kernels, grad_lse=torch.tensor(2.0).expand(problem.q.shape[:3]))
     assert kernels.seen[0].tensors["GradLse"].is_contiguous()
     assert (kernels.seen[0].tensors["GradLse"] == 2).all()
@@ -358,10 +358,10 @@ def test_a_machine_that_cannot_run_it_is_judged_alone() -> None:
 def test_a_diagonal_is_told_as_a_flag_where_the_flag_serves() -> None:
     tensor = Dense(shape=(2, 1, 256, 256), dtype="bool")
     spec = make_spec(mask=MaskSpec(kinds=(Causal(),), dense=tensor), seqlen_q=256, seqlen_kv=256)
-    assert cudnn_called.as_told(spec, ANY_H200).mask.dense is None
+    assert cudnn_called.with_flag(spec, ANY_H200).mask.dense is None
     # With a flag it refuses a site with dropout as it does without, so the site is told as it is.
     refused = make_spec(mask=spec.mask, seqlen_q=256, seqlen_kv=256, dropout_p=0.1)
-    assert cudnn_called.as_told(refused, ANY_H200) is refused
+    assert cudnn_called.with_flag(refused, ANY_H200) is refused
 
 
 def test_unequal_head_dims_of_unknown_sizes_wait_for_torch_2_13() -> None:

@@ -28,7 +28,7 @@ from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readabl
 from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.launching.dry_tensors import Addresses
 from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
-from attn_compiler.lowerings.shared.launching.replaying import Alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache
 from attn_compiler.lowerings.shared.parts.kernel_plan import FARTHEST
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, KernelFailed
@@ -128,9 +128,9 @@ class Kernel:
 
     def __init__(self) -> None:
         self.seen: list[Named] = []
-        self.same: list[Alike] = []
+        self.same: list[CallCache] = []
 
-    def __call__(self, prepared: Prepared, same: Alike, tensors: Named) -> list[None]:
+    def __call__(self, prepared: Prepared, same: CallCache, tensors: Named) -> list[None]:
         self.seen.append(dict(tensors))
         self.same.append(same)
         tensors["Out"].copy_(tensors["V"][:, :1, :1] * 2)
@@ -141,7 +141,7 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
 
 
 def _call(problem: Problem, kernel: Kernel, *, q: Tensor | None = None, **more: bool) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.launching.dry_run import noting
 from attn_compiler.lowerings.shared.launching.launch import Arguments
 from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls
-from attn_compiler.lowerings.shared.launching.replaying import Alike, Start
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, Start
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.lowerings.shared.ops.listing import OF_KEYS, OF_QUERIES, OPEN, ListAsked
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
@@ -39,7 +39,7 @@ from tests.lowerings.shared.searched_tiles import Mask, tensors
 # The arguments are the schemas', and a body and a place in compiled code replay what was kept.
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
 
 
@@ -61,7 +61,7 @@ class Forward(ForwardBody):
 
     firsts: list[str] = []  # noqa: RUF012
 
-    def first(self, given: ForwardArguments, same: Alike) -> Outputs:
+    def first(self, given: ForwardArguments, same: CallCache) -> Outputs:
         self.firsts.append(given.text)
         same.device, same.empties = torch.device("cpu", 0), {"made": Empty.like(given.q)}
         same.keep([Doubles()], inputs=("q", "k", "v", "mask"), returned=("made", None))
@@ -72,7 +72,7 @@ class Forward(ForwardBody):
 
 
 class Backward(BackwardBody):
-    def first(self, given: BackwardArguments, same: Alike) -> Gradients:
+    def first(self, given: BackwardArguments, same: CallCache) -> Gradients:
         same.device, same.empties = torch.device("cpu", 0), {"made": Empty.like(given.q)}
         names = ("grad_out", "grad_lse", "q", "k", "v", "out", "lse", "bias")
         same.keep([Doubles()], inputs=names, returned=("made", "k", "v", ["bias"]))
@@ -165,7 +165,7 @@ def test_a_place_asks_for_addresses_alone_after_its_first_call(monkeypatch: pyte
     place(bhsd(), bhsd(), bhsd(), [bhsd()], "text")
     backward(bhsd(), lse, bhsd(), bhsd(), bhsd(), [bhsd()], bhsd(), lse, "text")
     assert not Doubles.runs
-    monkeypatch.setattr(leaf_calls, "alike", None)
+    monkeypatch.setattr(leaf_calls, "call_cache", None)
     given = (bhsd(3.0), bhsd(), bhsd(), [bhsd()])
     out, nothing = place(*given, "text")
     assert nothing is None

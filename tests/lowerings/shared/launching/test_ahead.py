@@ -133,7 +133,7 @@ def test_compiled_code_launches_what_was_noted(begun: Begun, monkeypatch: pytest
         return launch(kernel, grid, *positional, **named)
 
     monkeypatch.setattr(launching, "first_launch", looked_at)
-    monkeypatch.setattr(replaying, "_ALIKE", on_device.KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", on_device.KnownCalls())
     compiled()(*INPUTS).sum().backward()
     noted = [(kernel, _told_apart(named)) for kernel, named in zip(begun.kernels, begun.named, strict=True)]
     assert len(launched) >= 6

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.shared.launching import driver_launch, launch as launching
 from attn_compiler.lowerings.shared.launching.launch import Arguments
-from attn_compiler.lowerings.shared.launching.replaying import Alike, Start
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, Start
 
 STREAM, FUNCTION = 77, 4242
 _RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -202,7 +202,7 @@ class Scaled:
     """y = 1.5 x - 2, launched once by Triton; `again` launches it by the driver."""
 
     def __init__(self, x: Tensor) -> None:
-        self.same = Alike(device=x.device)
+        self.same = CallCache(device=x.device)
         numbers = {"n": x.numel(), "factor": 1.5, "some": -2, "BLOCK": 128}
         self.y = torch.empty_like(x)
         ready = launching.launch(
@@ -279,7 +279,7 @@ def test_profilers_name_the_kernel(on_gpu: Scaled) -> None:
 def test_a_replay_launches_by_the_driver() -> None:
     x = torch.randn(256, device="cuda")
     device = torch.device("cuda", torch.cuda.current_device())
-    same = Alike(device=device)
+    same = CallCache(device=device)
     y = same.empty("y", lambda: torch.empty_like(x))
     numbers = {"n": 256, "factor": 1.5, "some": -2, "BLOCK": 128}
     given = Arguments(grid=(2, 1, 1), tensors={"X": "x", "Absent": None, "Y": "y"}, numbers=numbers)

@@ -19,7 +19,7 @@ from attn_compiler.lowerings.shared.kernels import tuples
 from attn_compiler.lowerings.shared.launching import launch as launching, persistent, replaying
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls, new_outputs, on
-from attn_compiler.lowerings.shared.launching.replaying import alike
+from attn_compiler.lowerings.shared.launching.replaying import call_cache
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from tests.lowerings.shared.lying import LYING_OTHERWISE
 
@@ -64,7 +64,7 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
     monkeypatch.setattr(triton.runtime, "driver", mock.Mock())
     triton.runtime.driver.active.get_current_stream.return_value = STREAM
@@ -81,7 +81,7 @@ def arguments(asked: list[int]) -> Callable[[], Arguments]:
 
 
 def run(kernel: Kernel, q: Tensor, out: Tensor, asked: list[int], text: str = "text") -> None:
-    launch(kernel, alike("op", text, (q,)), {"q": q, "out": out, "of another kernel": q}, arguments(asked))
+    launch(kernel, call_cache("op", text, (q,)), {"q": q, "out": out, "of another kernel": q}, arguments(asked))
 
 
 def test_a_launch_says_how_products_and_sums_are_rounded() -> None:
@@ -137,7 +137,7 @@ def test_parts_of_one_kernel_are_kept_apart() -> None:
     kernel, asked = Kernel(), list[int]()
     q = torch.empty(4, 8)
     for part in ("k", "v", "k"):
-        launch(kernel, alike("op", "text", (q,)), {"q": q, "out": q}, arguments(asked), part)
+        launch(kernel, call_cache("op", "text", (q,)), {"q": q, "out": q}, arguments(asked), part)
     assert len(asked) == 2
     assert len(kernel.compiled.runs) == 1
 
@@ -156,7 +156,7 @@ def test_nothing_is_launched_on_an_empty_grid() -> None:
     kernel = Kernel()
     q = torch.empty(0)
     empty = Arguments(grid=(0, 1, 1), tensors={"Q": "q"}, numbers={})
-    launch(kernel, alike("op", "text", (q,)), {"q": q}, lambda: empty)
+    launch(kernel, call_cache("op", "text", (q,)), {"q": q}, lambda: empty)
     assert not kernel.calls
 
 
@@ -183,7 +183,7 @@ def test_what_triton_compiles_in_threads_of_its_own_is_waited_for() -> None:
     q = torch.empty(4, 8)
     for _ in range(2):
         run(kernel, q, q, asked)
-    (ready,) = alike("op", "text", (q,)).launches.values()
+    (ready,) = call_cache("op", "text", (q,)).launches.values()
     assert ready.compiled is compiled
     assert len(compiled.runs) == 1
 
@@ -263,7 +263,7 @@ def further_launches(made: dict[str, Any], tensors: dict[str, str | None]) -> tu
     """The kernel after three calls, of which the third was replayed, and what that one was given and made."""
     kernel, q, out = Kernel(), torch.empty(4, 8), torch.empty(4, 8)
     asked = Arguments(grid=(2, 1, 1), tensors=tensors, numbers={"number": 7}, made=made)
-    same = alike("op", "text", (q,))
+    same = call_cache("op", "text", (q,))
     same.device = torch.device("cpu", 0)
     for _ in range(2):
         ran = [launch(kernel, same, {"q": q, "out": same.empty("out", lambda: out)}, lambda: asked)]
@@ -293,7 +293,7 @@ def test_a_descriptor_is_made_once_and_then_of_other_tensors() -> None:
 def test_no_tensor_of_the_first_call_is_held() -> None:
     kernel, q = Kernel(), torch.empty(4, 8)
     asked = Arguments(grid=(2, 1, 1), tensors={}, numbers={}, made={"Q": ("q", lambda x: Descriptor(x, 64))})
-    launch(kernel, alike("op", "text", (q,)), {"q": q}, lambda: asked)
+    launch(kernel, call_cache("op", "text", (q,)), {"q": q}, lambda: asked)
     kernel.calls.clear()
     held = weakref.ref(q)
     del q

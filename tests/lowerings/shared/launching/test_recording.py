@@ -20,7 +20,7 @@ from attn_compiler.lowerings.shared.launching.dry_run import noter, noting, reco
 from attn_compiler.lowerings.shared.launching.dry_tensors import NoExampleError, Pointer, TensorLayout
 from attn_compiler.lowerings.shared.launching.flat_kernels import FlatLaunch, flat
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
-from attn_compiler.lowerings.shared.launching.replaying import Alike, alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 from tests.lowerings.shared import compiled_flat
 from tests.lowerings.shared.compiled_flat import CASES, Found
 from tests.lowerings.shared.kernels.compilers import printed_by
@@ -62,7 +62,7 @@ def test_other_threads_launch() -> None:
 
 
 def test_a_launch_is_handed_over_and_nothing_is_kept() -> None:
-    taker, same = _Taker(), Alike(device=torch.device("cpu"))
+    taker, same = _Taker(), CallCache(device=torch.device("cpu"))
     arguments = Arguments(grid=(1, 1, 1), tensors={"X": "x"}, numbers={})
     kernel = object()
     with recording(taker):
@@ -75,11 +75,11 @@ def test_a_launch_is_handed_over_and_nothing_is_kept() -> None:
 
 def test_calls_that_are_recorded_know_nothing_of_others() -> None:
     tensors = [torch.empty(3)]
-    known = alike("recorded", "", tensors)
-    assert alike("recorded", "", tensors) is known
+    known = call_cache("recorded", "", tensors)
+    assert call_cache("recorded", "", tensors) is known
     with recording(_Taker()):
-        assert alike("recorded", "", tensors) is not known
-    assert alike("recorded", "", tensors) is known
+        assert call_cache("recorded", "", tensors) is not known
+    assert call_cache("recorded", "", tensors) is known
 
 
 # Launches are noted where somebody notes them, and in no other thread.

@@ -13,13 +13,13 @@ from torch import Tensor
 from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.launching.dry_run import noting
 from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls
-from attn_compiler.lowerings.shared.launching.replaying import Alike, Replay, Returned, Start, alike
+from attn_compiler.lowerings.shared.launching.replaying import CallCache, Replay, Returned, Start, call_cache
 from tests.lowerings.shared.lying import LYING_OTHERWISE
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_ALIKE", KnownCalls())
+    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
 
 
@@ -41,9 +41,9 @@ class Adds:
         return start
 
 
-def kept(*launches: Adds, q: Tensor, zeros: bool = False) -> Alike:
+def kept(*launches: Adds, q: Tensor, zeros: bool = False) -> CallCache:
     """A call of x, that makes y and z and returns z and y."""
-    same = alike("op", "text", (q,))
+    same = call_cache("op", "text", (q,))
     same.device = torch.device("cpu", 0)
     allocate = Empty.zeros_like if zeros else Empty.like
     same.empties = {"y": allocate(torch.empty(8)), "z": allocate(torch.empty(8))}
@@ -69,14 +69,14 @@ def test_what_is_added_up_in_place_begins_with_nothing() -> None:
 
 
 def test_a_call_with_a_launch_that_is_not_ready_is_not_replayed() -> None:
-    same = alike("op", "text", (torch.zeros(8),))
+    same = call_cache("op", "text", (torch.zeros(8),))
     same.device = torch.device("cpu", 0)
     same.keep([Adds(1.0), None], inputs=("x",), returned=("x", None))
     assert same.replay is None
 
 
 def test_calls_on_a_cpu_are_not_replayed() -> None:
-    same = alike("op", "text", (torch.zeros(8),))
+    same = call_cache("op", "text", (torch.zeros(8),))
     same.keep([Adds(1.0)], inputs=("x", "y"), returned=("y", None))
     assert same.replay is None
 
@@ -106,25 +106,25 @@ def test_a_replay_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("other", LYING_OTHERWISE.values(), ids=LYING_OTHERWISE)
 def test_calls_whose_tensors_lie_otherwise_are_not_alike(other: Tensor) -> None:
     x = torch.empty(4, 8)
-    assert alike("op", "text", (x,)) is alike("op", "text", (torch.empty(4, 8),))
-    assert alike("op", "text", (x,)) is not alike("op", "text", (other,))
+    assert call_cache("op", "text", (x,)) is call_cache("op", "text", (torch.empty(4, 8),))
+    assert call_cache("op", "text", (x,)) is not call_cache("op", "text", (other,))
 
 
 def test_another_op_or_text_is_another_call() -> None:
     x = torch.empty(4, 8)
-    assert alike("op", "text", (x,)) is not alike("op", "other", (x,))
-    assert alike("op", "text", (x,)) is not alike("other", "text", (x,))
+    assert call_cache("op", "text", (x,)) is not call_cache("op", "other", (x,))
+    assert call_cache("op", "text", (x,)) is not call_cache("other", "text", (x,))
 
 
 def test_nothing_is_kept_of_calls_whose_launches_are_noted() -> None:
     x = torch.empty(4, 8)
     with noting(lambda *_: None):
-        assert alike("op", "text", (x,)) is not alike("op", "text", (x,))
-    assert not replaying._ALIKE
+        assert call_cache("op", "text", (x,)) is not call_cache("op", "text", (x,))
+    assert not replaying._CACHES
 
 
 def test_an_output_is_like_the_first_one() -> None:
-    same, made = alike("op", "text", (torch.empty(2),)), list[Tensor]()
+    same, made = call_cache("op", "text", (torch.empty(2),)), list[Tensor]()
 
     def make() -> Tensor:
         made.append(torch.empty(3, 5, 4, dtype=torch.float16).transpose(0, 1))
@@ -140,8 +140,8 @@ def test_an_output_is_like_the_first_one() -> None:
 def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KnownCalls, "_MOST", 3)
     for size in range(10):
-        alike("op", "text", (torch.empty(size),))
-    assert len(replaying._ALIKE) <= 3
+        call_cache("op", "text", (torch.empty(size),))
+    assert len(replaying._CACHES) <= 3
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_the_others_start_at_the_top_left_and_keep_the_tensor_for_the_end(name: 
     for corner, keeps in ((START, False), (END, True)):
         spec = dataclasses.replace(proved(corner, head_dim=64), device=target.device)
         assert lowering.why_not(spec, target) == []
-        assert (lowering.as_told(spec, target).mask.dense is not None) is keeps
+        assert (lowering.with_flag(spec, target).mask.dense is not None) is keeps
 
 
 # ---- in the graph, and right ------------------------------------------------------------------------------------------

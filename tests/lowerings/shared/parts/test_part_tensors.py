@@ -70,7 +70,7 @@ def tensors(seqlen_q: int, seqlen_kv: int, seed: int = 0) -> dict[str, torch.Ten
         "padding": numbers(0, 3, BATCH, longest),
         "weights": torch.rand(longest, generator=generator),
         "ids": ids.int(),
-        # Alike in their lower 32 bits.
+        # CallCache in their lower 32 bits.
         "wide": ids * 2**32 + 5,
         "positions": numbers(-2, seqlen_kv + 2, BATCH, seqlen_q),
         "slopes": torch.rand(HEADS, generator=generator),
