@@ -14,7 +14,7 @@ import argparse
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,10 +132,12 @@ def _off(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm()) / size if size else float(x.double().norm())
 
 
-def rows(device: str, dtypes: Sequence[str], lengths: Sequence[int], lowering: str) -> Iterator[dict[str, str]]:
+def rows(
+    device: str, recurrences: Iterable[str], dtypes: Sequence[str], lengths: Sequence[int], lowering: str
+) -> Iterator[dict[str, str]]:
     """A row for each quantity of each call."""
-    for recurrence, ranges in STEPS.items():
-        for dtype, length, steps in ((d, n, s) for d in dtypes for n in lengths for s in ranges):
+    for recurrence in recurrences:
+        for dtype, length, steps in ((d, n, s) for d in dtypes for n in lengths for s in STEPS[recurrence]):
             named = {"recurrence": recurrence, "dtype": dtype, "length": str(length), "steps": "{}..{}".format(*steps)}
             of = problem(recurrence, getattr(torch, dtype), length, steps, device)
             yield from (named | row for row in errors(of, lowering))
@@ -145,6 +147,7 @@ def main() -> int:
     """Measure every call; 0 where the rule holds for every quantity."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--recurrences", nargs="+", default=list(STEPS), choices=STEPS)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--lowering", default="linear_reference")
@@ -154,7 +157,7 @@ def main() -> int:
     options = parser.parse_args()
     where = harness.environment(options.device, options.commit)
     file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)
-    for row in rows(options.device, options.dtypes, options.lengths, options.lowering):
+    for row in rows(options.device, options.recurrences, options.dtypes, options.lengths, options.lowering):
         file.add({**row, **where})
         if is_off(row):
             print(*(f"{name} {row[name]}" for name in COLUMNS), flush=True)
