@@ -241,7 +241,7 @@ def round_by_nodes(emitter: Emitter, x: fx.Node, how: How, seen: fx.Node | None 
 
     Inductor fuses the cast with the tensor's producer, and never writes the tensor in the model's dtype. Where scales come from the data,
     Inductor 2.11 is slower than an op (rounding.py). Rotary embedding, magnitudes of blocks and cast become three kernels, each with a pass
-    of its own over memory. With the largest magnitude of each row for later steps they become one: on an H200 that took as long as rotary
+    of its own over memory. With the largest magnitude of each row for later steps they become one. On an H200 that took as long as rotary
     embedding and op (123 µs for q and k of 67 MB each), or 70 µs longer (in prefill).
     """
     if how.magnitude is None:
