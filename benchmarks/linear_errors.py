@@ -29,14 +29,10 @@ from benchmarks import harness
 RESULTS = Path(__file__).parent / "results" / "linear_errors_cpu.csv"
 DTYPES = ("float32", "bfloat16", "float16")
 LENGTHS = (1, 63, 256, 1000, 8192)
-#: by recurrence: how much a token decays, from weak to strong; of the state space it is dt
-STEPS: Mapping[str, Sequence[tuple[float, float]]] = {
-    "delta": ((0.001, 0.1), (0.1, 1.0), (1.0, 10.0)),
-    "channel": ((0.001, 0.1), (0.1, 1.0), (1.0, 10.0)),
-    "ssd": ((0.001, 0.1), (0.1, 1.0), (1.0, 10.0)),
-}
+#: bounds of what a token decays by, from weak to strong; of the state space they bound dt
+STEPS = ((0.001, 0.1), (0.1, 1.0), (1.0, 10.0))
 COLUMNS = ("recurrence", "dtype", "length", "steps", "lowering", "quantity", "eager", "ours", "ratio")
-_MODULES = {
+RECURRENCES = {
     "delta": ("qwen3_next", "torch_chunk_gated_delta_rule"),
     "channel": ("kimi_linear", "chunk_kimi_delta_attention"),
     "ssd": ("bamba", "mamba2_chunk_scan"),
@@ -56,7 +52,7 @@ class Problem:
 
 
 def _function(recurrence: str) -> Callable[..., Results]:
-    family, name = _MODULES[recurrence]
+    family, name = RECURRENCES[recurrence]
     found = inspect.unwrap(getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name))
     return found  # type: ignore[no-any-return]
 
@@ -137,7 +133,7 @@ def rows(
 ) -> Iterator[dict[str, str]]:
     """A row for each quantity of each call."""
     for recurrence in recurrences:
-        for dtype, length, steps in ((d, n, s) for d in dtypes for n in lengths for s in STEPS[recurrence]):
+        for dtype, length, steps in ((d, n, s) for d in dtypes for n in lengths for s in STEPS):
             named = {"recurrence": recurrence, "dtype": dtype, "length": str(length), "steps": "{}..{}".format(*steps)}
             of = problem(recurrence, getattr(torch, dtype), length, steps, device)
             yield from (named | row for row in errors(of, lowering))
@@ -147,7 +143,7 @@ def main() -> int:
     """Measure every call; 0 where the rule holds for every quantity."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--recurrences", nargs="+", default=list(STEPS), choices=STEPS)
+    parser.add_argument("--recurrences", nargs="+", default=list(RECURRENCES), choices=RECURRENCES)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--lowering", default="linear_reference")

@@ -9,9 +9,9 @@ pytest.importorskip("transformers")
 from benchmarks import linear_errors
 
 
-@pytest.mark.parametrize("recurrence", linear_errors.STEPS)
+@pytest.mark.parametrize("recurrence", linear_errors.RECURRENCES)
 def test_a_row_for_each_quantity(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_errors, "STEPS", {recurrence: [(0.1, 1.0)]})
+    monkeypatch.setattr(linear_errors, "STEPS", [(0.1, 1.0)])
     found = list(linear_errors.rows("cpu", [recurrence], ["float32"], [5], "linear_reference"))
     quantities = {row["quantity"] for row in found}
     assert {"out", "state", "grad of first"} < quantities
