@@ -61,8 +61,8 @@ LINES = {
     "passes/unpad": 2332,
     "passes/writing": 1912,
     "reasons": 807,
-    "reporting": 2621,
-    "spec": 2058,
+    "reporting": 2615,
+    "spec": 2054,
     "torch_private": 4086,
     "verifying": 3601,
 }

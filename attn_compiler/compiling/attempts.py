@@ -22,7 +22,7 @@ class StepFailed(Exception):
         self.error = error
         self.cause = described(error)
 
-    def told(self, options: Options, graph: str, instead: str) -> str:
+    def warn(self, options: Options, graph: str, instead: str) -> str:
         """Warn, and return the text for the report; with options.strict raise instead."""
         said = CompileFailed(step=self.step, graph=graph, cause=self.cause, instead=instead)
         if options.strict:

@@ -140,7 +140,7 @@ def _compile_with(
             _publish(report, own)
         from attn_compiler.passes.writing import summary
 
-        failure = failed.told(own, report.graph, "the model's own graph is compiled")
+        failure = failed.warn(own, report.graph, "the model's own graph is compiled")
         rewritten.take_back(gm)
         torch_packed.forget_guards(rewritten.further_inputs)
         report, plan = summary.taken_back(report, failed.cause, failure), None
@@ -238,7 +238,7 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPl
         with step("prepare the check of options={'verify': True}"):
             return prepare(gm, rewritten)
     except StepFailed as failed:
-        failed.told(options, rewritten.report.graph, "nothing of this graph is checked")
+        failed.warn(options, rewritten.report.graph, "nothing of this graph is checked")
         return None
 
 
@@ -256,4 +256,4 @@ def _publish(report: Report, options: Options) -> None:
         with step("publish the report"):
             publish(report, options)
     except StepFailed as failed:
-        failed.told(options, report.graph, "the model runs, and the report may be missing")
+        failed.warn(options, report.graph, "the model runs, and the report may be missing")

@@ -44,7 +44,7 @@ class Inner:
                 with step("keep tables of cosines and sines"):
                     rotary_tables.keep_tables(graph)
             except StepFailed as failed:
-                failed.told(self.options, torch_compat.graph_name(), "they are computed where they are read")
+                failed.warn(self.options, torch_compat.graph_name(), "they are computed where they are read")
             self._compile_ahead(graph)
 
         return self._compile(gm, example_inputs, key, joint_pass, self._last_pass())
@@ -64,7 +64,7 @@ class Inner:
             with step("compile kernels ahead of their launches"):
                 self.ahead.read(graph)
         except StepFailed as failed:
-            failed.told(self.options, torch_compat.graph_name(), "they are compiled at their first launch")
+            failed.warn(self.options, torch_compat.graph_name(), "they are compiled at their first launch")
 
     def compile_original(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile as the inner compiler alone does, with no pass and no key of ours."""

@@ -34,4 +34,4 @@ def _tell(found: Break) -> None:
             if said is not None:
                 publish(said, own)
     except StepFailed as failed:
-        failed.told(own, found.graph, "the model runs, and the report may miss it")
+        failed.warn(own, found.graph, "the model runs, and the report may miss it")

@@ -29,4 +29,4 @@ def _look() -> None:
         with step("look for functions of linear attention"):
             substitutes.look()
     except StepFailed as failed:
-        failed.told(options_of(given), "any", "those that were not looked at stay the model's own")
+        failed.warn(options_of(given), "any", "those that were not looked at stay the model's own")

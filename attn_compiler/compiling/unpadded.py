@@ -35,7 +35,7 @@ def compile_unpadded(
 ) -> Callable[..., Any]:
     """Return the packed graph's code, and the padded graph's for calls that it may not serve. gm: the packed graph. Later compilations get
     fake inputs, since real ones do not show which of their sizes are fixed."""
-    compilation, copied = torch_packed.Compilation.now(), torch_packed.copied(gm)
+    compilation, copied = torch_packed.Compilation.current(), torch_packed.copied(gm)
     is_recorded = bool(inner.patches.get("triton.cudagraphs"))
     # A CUDA graph would be recorded for each number of tokens. If the user asks for recordings, numbers come in steps.
     has_steps = is_recorded and inner.patches.get(_SKIPS) is False
@@ -49,7 +49,7 @@ def compile_unpadded(
     def again(number: int) -> PackedCode | None:
         further = packed.further(number)
         try:
-            with step(f"compile the packed graph for {number} tokens"), compilation.again():
+            with step(f"compile the packed graph for {number} tokens"), compilation.enter():
                 return code(torch_packed.copied(copied), packed.fakes, further)
         except StepFailed as error:
             torch_packed.forget_guards(further)
@@ -61,7 +61,7 @@ def compile_unpadded(
 
         if padded is not None:
             try:
-                with step("compile the padded graph with its kernels"), compilation.again():
+                with step("compile the padded graph with its kernels"), compilation.enter():
                     zeroing.put_in(padded.graph_module.graph, packed)
                     padded.graph_module.recompile()
                     return inner.compile_rewritten(padded.graph_module, packed.fakes, key)
@@ -71,7 +71,7 @@ def compile_unpadded(
         zeroing.put_in(own.graph, packed)
         own.recompile()
         try:
-            with step("compile the model's own graph"), compilation.again():
+            with step("compile the model's own graph"), compilation.enter():
                 return inner.compile_original(torch_packed.copied(own), packed.fakes)
         except StepFailed as error:
             log.debug("%s: %s; it runs op by op", error.step, error.cause)

@@ -65,5 +65,5 @@ def telling_of_failure(group: str | None, starts_over: Callable[[Exception], boo
             from attn_compiler.torch_private import rank_sync
 
             if not rank_sync.is_fake(group) and not rank_sync.is_at_odds(group):
-                rank_sync.say(group, f"could not compile: {described(error)}")
+                rank_sync.send(group, f"could not compile: {described(error)}")
         raise

@@ -77,12 +77,12 @@ def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | 
             rewritten = run_passes(gm, own, _targets(gm))
             report = dataclasses.replace(rewritten.report, graph=_NAME)
         if not rewritten.failed and rewritten.snapshot is not None and mode is not None:
-            made = _made(program, read, rewritten, mode)
+            made = _rebuilt(program, read, rewritten, mode)
     except AttnCompilerError:
         # Errors of the user, and of strict=True.
         raise
     except Exception as error:  # noqa: BLE001 (it is told, and raised with strict=True)
-        failure = _told(error, own)
+        failure = _failure_text(error, own)
         failed = summary.of_failure(gm, {}, {}, failure)
         report = failed if report is None else summary.taken_back(report, described(error), failure)
     publish(report, own)
@@ -140,7 +140,7 @@ def _targets(gm: fx.GraphModule) -> dict[str, Target]:
     return {type_: dataclasses.replace(Target.current(device), packaged=True) for type_, device in types.items()}
 
 
-def _made(program: ExportedProgram, read: Readable, rewritten: Rewritten, mode: FakeTensorMode) -> ExportedProgram:
+def _rebuilt(program: ExportedProgram, read: Readable, rewritten: Rewritten, mode: FakeTensorMode) -> ExportedProgram:
     with torch_export.without_new_guards(mode):
         replaced = spelled_out(read.graph_module, read.before, mode)
         compiled_ahead(read.graph_module, read.before)
@@ -158,7 +158,7 @@ def _made(program: ExportedProgram, read: Readable, rewritten: Rewritten, mode: 
     return torch_export.with_graph(program, read.graph_module, renamed)
 
 
-def _told(error: Exception, options: Options) -> str:
+def _failure_text(error: Exception, options: Options) -> str:
     """Warn, and return the text for the report; with options.strict raise instead."""
     said = CompileFailed(
         step="make an exported program of the rewritten graph",

@@ -167,7 +167,7 @@ class _Nodes:
 
     # ---- loads ----------------------------------------------------------------------------------------------------
 
-    def _of_one_rank(self, indices: list[fx.Node]) -> list[fx.Node]:
+    def _same_rank(self, indices: list[fx.Node]) -> list[fx.Node]:
         """Give all indices the same rank: PyTorch infers no result shape for a 0-dimensional index beside others."""
         most = max(self.emitter.value(index).dim() for index in indices)
         return [
@@ -182,7 +182,7 @@ class _Nodes:
         if at:
             inside = [self._inside(tensor, dim, index) for dim, index in enumerate(at)]
             load = self.names.learned if value.requires_grad else aten.index.Tensor
-            tensor = self._call(load, tensor, self._of_one_rank(inside))
+            tensor = self._call(load, tensor, self._same_rank(inside))
         if value.dtype == torch.bool:
             return tensor
         return self._as(tensor, self.real if value.dtype.is_floating_point else torch.int64)

@@ -95,7 +95,7 @@ def _bounds(x: Expr, ranges: Ranges) -> Bounds:
     if isinstance(x, Load):
         return _UNKNOWN
     if isinstance(x, Apply) and x.op == "mul":
-        return _product(*(bounds(a, _of_factors(ranges)) for a in x.args))
+        return _product(*(bounds(a, _factor_ranges(ranges)) for a in x.args))
     if isinstance(x, Apply):
         return _bounds_of_result(x.op, [bounds(a, ranges) for a in x.args])
     return _bound(linear(x), ranges, lowest=True), _bound(linear(x), ranges, lowest=False)
@@ -187,7 +187,7 @@ def _most(x: Expr, ranges: Ranges) -> int | None:
     return None if known is None else known.const
 
 
-def _of_factors(ranges: Ranges) -> Ranges:
+def _factor_ranges(ranges: Ranges) -> Ranges:
     """Return the ranges for factors of a product."""
     return {
         name: Linear((), LOADED_FACTOR) if name.endswith("[]") and most.const == LOADED else most

@@ -24,10 +24,10 @@ class Reach:
 
     def times(self, other: Reach) -> Reach:
         """Return the reach of a product, with 0 times infinity as 0."""
-        return _of(*(a * b if a and b else 0.0 for a in (self.low, self.high) for b in (other.low, other.high)))
+        return _hull(*(a * b if a and b else 0.0 for a in (self.low, self.high) for b in (other.low, other.high)))
 
 
-def _of(*ends: float) -> Reach:
+def _hull(*ends: float) -> Reach:
     if any(map(math.isnan, ends)):
         return Reach(low=-math.inf, high=math.inf)
     return Reach(low=min(ends), high=max(ends))
@@ -40,13 +40,13 @@ def reach(x: Expr, within: Ranges) -> Reach:
         case Load():
             return Reach(high=1.0)
         case Const(value=value):
-            return _of(float(value))
+            return _hull(float(value))
         case Apply(op="where", args=(_, a, b)):
             one, other = reach(a, within), reach(b, within)
-            return _of(one.low, one.high, other.low, other.high)
+            return _hull(one.low, one.high, other.low, other.high)
         case _ if kind_of(x) != "float":
             low, high = bounds(x, within)
-            return _of_terms(x, within) if low is None or high is None else _of(float(low), float(high))
+            return _terms_reach(x, within) if low is None or high is None else _hull(float(low), float(high))
         case Apply(op="float" | "rounded", args=(a,)):
             return reach(a, within)
         case Apply(op="add", args=(a, b)):
@@ -54,7 +54,7 @@ def reach(x: Expr, within: Ranges) -> Reach:
         case Apply(op="mul", args=(a, b)) if isinstance(b, Const) or is_known(x):
             return reach(a, within).times(reach(b, within))
         case Apply(op="div", args=(a, Const(value=divisor))) if divisor:
-            return reach(a, within).times(_of(1.0 / divisor))
+            return reach(a, within).times(_hull(1.0 / divisor))
         case Apply(op="min" | "max" as op, args=(a, b)):
             one, other = reach(a, within), reach(b, within)
             choose = min if op == "min" else max
@@ -67,13 +67,13 @@ def reach(x: Expr, within: Ranges) -> Reach:
             return Reach()
 
 
-def _of_terms(x: Expr, within: Ranges) -> Reach:
+def _terms_reach(x: Expr, within: Ranges) -> Reach:
     """Return the reach of an integer without bounds: of its sum, such as 1 - a truth value. Anything else counts as 0."""
     total = Reach()
     if isinstance(x, Linear) and x.terms != ((x, 1),):
-        total = _of(float(x.const))
+        total = _hull(float(x.const))
         for term, factor in x.terms:
-            total = total.plus(reach(term, within).times(_of(float(factor))))
+            total = total.plus(reach(term, within).times(_hull(float(factor))))
     return total
 
 

@@ -94,7 +94,7 @@ def known_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     is_needed = padding is not None and kwargs.get("q_length") == kwargs.get("kv_length") and not bool(padding.all())
     if not is_needed and sdpa_mask(*args, **kwargs) is None:
         return None
-    return _made(_sdpa_masks, args, {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return _compiled(_sdpa_masks, args, {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
 def known_eager_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -102,10 +102,10 @@ def known_eager_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         found: torch.Tensor = eager_mask(*args, **kwargs)
         return found
-    return _made(_eager_masks, args, kwargs)
+    return _compiled(_eager_masks, args, kwargs)
 
 
-def _made(
+def _compiled(
     masks: tuple[Callable[..., Any], Callable[..., Any]], args: tuple[Any, ...], given: dict[str, Any]
 ) -> torch.Tensor:
     """Make a mask by compiled code, in which equal numbers of queries and keys are one number, or one symbol once lengths change."""

@@ -37,7 +37,7 @@ def reset() -> None:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[list[Report]]:
+def collected() -> Iterator[list[Report]]:
     """Collect the block's reports, and remove them from those of `reports` after it."""
     with _lock:
         before = list(_published)

@@ -103,7 +103,7 @@ class RelativeBias:
     def words(self) -> str:
         distance = ix.text(self.distance)
         row = f"bucket({distance})" if self.buckets is not None else f"f({distance})"
-        at = ", ".join(ix.text(i) if _is_plain(i) else row for i in self.at)
+        at = ", ".join(ix.text(i) if isinstance(i, Index | ix.Const) else row for i in self.at)
         name = f"T5 relative bias ({self.buckets.words})" if self.buckets is not None else "relative bias"
         return f"{name} {_times(self.weight)}{self.table}[{at}]{_with_gradient(self.requires_grad)}"
 
@@ -218,10 +218,6 @@ class BiasFormula:
     def may_shut_out(self) -> bool:
         """True if run-time values may make it as low as numbers that mask: (1 - mask) · lowest."""
         return bool(ix.loads(self.value)) and reach(self.value, {}).low <= _MASKS_BELOW
-
-
-def _is_plain(index: Expr) -> bool:
-    return isinstance(index, (Index, ix.Const))
 
 
 ProvedScore = Alibi | RelativeBias | GatheredBias | RegionPenalty | Penalty | Bias | BiasFormula

@@ -38,9 +38,9 @@ class Codec:
         if len(self._by_name) < len(self._classes):
             raise ValueError("two classes of a codec have one name")
         self._brief = brief
-        self._parsed = functools.lru_cache(maxsize=_REMEMBERED)(lambda text: self.made(json.loads(text)))
+        self._parsed = functools.lru_cache(maxsize=_REMEMBERED)(lambda text: self.from_data(json.loads(text)))
 
-    def beside(self, *classes: type[Any], brief: bool = False) -> Codec:
+    def extended(self, *classes: type[Any], brief: bool = False) -> Codec:
         """Return a codec of further classes, too."""
         return Codec((*self._classes, *classes), brief=brief)
 
@@ -62,24 +62,24 @@ class Codec:
         if type(value).__name__ in _EXPRESSIONS:
             return {"expr": type(value).__name__, "of": [self.data(x) for x in _fields(value).values()]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            said = self._said(value)
+            said = self._written_fields(value)
             return {"kind": type(value).__name__, **{name: self.data(x) for name, x in said.items()}}
         if isinstance(value, tuple):
             return [self.data(x) for x in value]
         return value
 
-    def _said(self, value: Any) -> dict[str, Any]:
+    def _written_fields(self, value: Any) -> dict[str, Any]:
         usual = {f.name: f.default for f in dataclasses.fields(value) if self._brief or "unsaid" in f.metadata}
         return {name: x for name, x in _fields(value).items() if name not in usual or not _is_same(x, usual[name])}
 
-    def made(self, data: Any) -> Any:
+    def from_data(self, data: Any) -> Any:
         """Build a value from parsed JSON, the inverse of `data`. Raises ValueError for an unknown class."""
         if isinstance(data, list):
-            return tuple(self.made(x) for x in data)
+            return tuple(self.from_data(x) for x in data)
         if not isinstance(data, dict):
             return data
         if "expr" in data:
-            return _EXPRESSIONS[data["expr"]](*map(self.made, data["of"]))
+            return _EXPRESSIONS[data["expr"]](*map(self.from_data, data["of"]))
         cls = self._by_name.get(data.get("kind", ""))
         if cls is None:
             raise ValueError(
@@ -87,7 +87,7 @@ class Codec:
             )
         if issubclass(cls, enum.Enum):
             return cls(data["value"])
-        return cls(**{name: self.made(x) for name, x in data.items() if name != "kind"})
+        return cls(**{name: self.from_data(x) for name, x in data.items() if name != "kind"})
 
 
 def _fields(value: Any) -> dict[str, Any]:

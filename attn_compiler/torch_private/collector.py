@@ -26,7 +26,7 @@ def paused() -> Iterator[None]:
 def rarely() -> Iterator[None]:
     """Collect young objects only after 50,000 new ones within the block. For blocks of seconds whose objects mostly live on.
 
-    A full collection comes a hundred times as rarely, so garbage is bounded. Threads within one block each leave the setting to the first.
+    A full collection comes a hundred times as rarely, so garbage is bounded. Of threads within the block, only the first changes it.
     Settings made by others meanwhile stay.
     """
     before = gc.get_threshold()

@@ -52,7 +52,7 @@ _kept: list[_Kept] = []
 # ---- for the compilation --------------------------------------------------------------------------------------------
 
 
-def keep(label: str, tensor: torch.Tensor, home: Home | None = None, *, training: bool = False) -> None:
+def register(label: str, tensor: torch.Tensor, home: Home | None = None, *, training: bool = False) -> None:
     """Register a buffer for as long as some compiled graph holds it. label: "model.layers.0.self_attn/amax"."""
     _kept[:] = [kept for kept in _kept if kept.tensor() is not None]
     _kept.append(_Kept(label=label, tensor=weakref.ref(tensor), home=home, training=training))

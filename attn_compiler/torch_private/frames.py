@@ -216,7 +216,7 @@ def captured_with(tensors: Mapping[torch.Tensor, torch.Tensor]) -> fx.GraphModul
     frame = _frame()
     exchange = _Exchange({id(old): new for old, new in tensors.items()})
     try:
-        given = {name: exchange.of(value) for name, value in frame.f_locals.items()}
+        given = {name: exchange.exchanged(value) for name, value in frame.f_locals.items()}
     except RecursionError as error:
         raise NotCaptured("an input is deep within objects") from error
     if exchange.found != exchange.others.keys():
@@ -269,7 +269,7 @@ class _Exchange:
         self._under_way: set[int] = set()
         self._circles: set[int] = set()
 
-    def of(self, value: Any) -> Any:
+    def exchanged(self, value: Any) -> Any:
         """Return the value with its tensors exchanged. Raises NotCaptured for an object that holds itself and one of the tensors."""
         if id(value) in self.others:
             self.found.add(id(value))
@@ -291,8 +291,8 @@ class _Exchange:
     def _copied(self, value: Any) -> Any:
         items = _items(value)
         attributes = _attributes(value)
-        new_items = {key: self.of(item) for key, item in items.items()}
-        new_attributes = {name: self.of(item) for name, item in attributes.items()}
+        new_items = {key: self.exchanged(item) for key, item in items.items()}
+        new_attributes = {name: self.exchanged(item) for name, item in attributes.items()}
         if _are_same(items, new_items) and _are_same(attributes, new_attributes):
             return value
         made: Any = tuple.__new__(type(value), new_items.values()) if isinstance(value, tuple) else copy.copy(value)

@@ -46,10 +46,10 @@ def _env(mode: FakeTensorMode) -> ShapeEnv:
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph over the same parameters, for a compiler to own."""
-    return beside(gm, torch_compat.copied_graph(gm.graph))
+    return with_graph(gm, torch_compat.copied_graph(gm.graph))
 
 
-def beside(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+def with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """Make a module of another graph over the same parameters. AOTAutograd knows the inputs with fixed addresses: CUDA graphs copy the
     others."""
     twin = copy.copy(gm)
@@ -136,12 +136,12 @@ class Compilation:
     id: CompileContext | None
 
     @staticmethod
-    def now() -> Compilation:
+    def current() -> Compilation:
         # PyTorch calls the context with the compilation's number an id.
         return Compilation(context=TracingContext.try_get(), id=CompileContext.try_get())
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         """Enter the compilation. Raises GuardedError for guards that can't be checked any more."""
         with contextlib.ExitStack() as stack:
             if self.id is not None:

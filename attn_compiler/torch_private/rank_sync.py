@@ -92,7 +92,7 @@ def agree(group: str, subject: str, said: str, *, seconds: float) -> None:
     subject: of the comparison, for the error. Ranks that have compiled something else before number their graphs in another way. said: the
     message. The part behind TOLD is not compared, and is shown if something before it differs.
     """
-    keys = say(group, said)
+    keys = send(group, said)
     scope = _scopes[group]
     found = _heard(scope, keys, seconds, lambda text: not _is_same(text, said))
     if len(found) < scope.size and all(_is_same(text, said) for text in found.values()):
@@ -107,7 +107,7 @@ def answers(group: str, subject: str, said: str, *, seconds: float) -> list[str]
     It uses the store of the process group: no collective runs, so none can hang. The n-th message of one rank is compared with the n-th of
     the others, whatever the subject.
     """
-    keys = say(group, said)
+    keys = send(group, said)
     scope = _scopes[group]
     found = _heard(scope, keys, seconds, lambda text: False)
     if len(found) < scope.size:
@@ -115,7 +115,7 @@ def answers(group: str, subject: str, said: str, *, seconds: float) -> list[str]
     return [found[rank] for rank in range(scope.size)]
 
 
-def say(group: str, said: str) -> list[str]:
+def send(group: str, said: str) -> list[str]:
     """Send a message without waiting. Return the keys of all ranks' messages."""
     scope = _scope(group)
     scope.said, scope.entered, scope.runs, scope.differs = scope.said + 1, 0, {}, False
@@ -153,7 +153,7 @@ def _wait_in_call(group: str, scope: _Scope, key: str, code: str, told: str) -> 
                 is_told = True
                 scope.store.set(_waiting_key(scope, scope.own), f"{scope.entered} {code}")
             if _is_elsewhere(scope, code):
-                keys = say(group, told)
+                keys = send(group, told)
                 raise _differing(scope, _heard(scope, keys, _GRACE, lambda text: False))
             if waited > scope.store.timeout.total_seconds():
                 raise RanksDisagree(f"a rank did not come to this call within {waited:.0f} s")

@@ -171,7 +171,7 @@ def watch_starts(tell: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def outside_compilation() -> Iterator[None]:
     """Run calls in the block on real tensors with gradients, outside of any compilation; random state is restored."""
     with tracing(None), _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         yield

@@ -40,7 +40,7 @@ class Compared:
     left_out: bool = False
 
     @staticmethod
-    def together(parts: Iterable[Compared]) -> Compared:
+    def merged(parts: Iterable[Compared]) -> Compared:
         """Sum the elements, and keep the numbers of the part nearest to its limit."""
         elements, nearest, error, allowed = 0, 0.0, 0.0, 0.0
         for part in parts:
@@ -129,7 +129,7 @@ class _Numbers:
         """True if few runs with noise do not show how far roundings move it."""
         return self._rule.weighted is not None and self._moved > STEEP * largest(self._beside, self._counts)
 
-    def beside(self, run: torch.Tensor | None) -> None:
+    def compare_with(self, run: torch.Tensor | None) -> None:
         """Compare again, with the exact result, or with one with noise once that is known. A few runs with noise do not reach the largest
         possible error: hence the same factor."""
         made = _like(run, self.own).to(exact_dtype(self.own.dtype))
@@ -171,7 +171,7 @@ class _Others:
         self._wrong = new != own
         self.settle(0.0)
 
-    def beside(self, run: torch.Tensor | None) -> None:
+    def compare_with(self, run: torch.Tensor | None) -> None:
         self._wrong = self._wrong & (_like(run, self.own) == self.own)
 
     def settle(self, _: float) -> None:
@@ -229,7 +229,7 @@ def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule, words:
             if one.is_open:
                 one.settle(rounding)
     raise_first([*wrong, *(one.mismatch(words) for one in every if one.is_open)])
-    return Compared.together(Compared(elements=one.elements, error=one.found, allowed=one.allowed) for one in every)
+    return Compared.merged(Compared(elements=one.elements, error=one.found, allowed=one.allowed) for one in every)
 
 
 def _run_again(every: Sequence[_Numbers | _Others], run: Run) -> None:
@@ -240,7 +240,7 @@ def _run_again(every: Sequence[_Numbers | _Others], run: Run) -> None:
             return
         made = run(noise)
         for one in left:
-            one.beside(made[one.index])
+            one.compare_with(made[one.index])
 
 
 def _roundings(results: Iterable[torch.Tensor], rounded: torch.dtype | None) -> Iterator[float]:

@@ -92,7 +92,7 @@ class First:
             return None
         backward = None
         with _unhindered(plan, "preparing the check of the gradients"):
-            called = run.called if run is not None else Called.now(plan, args)
+            called = run.called if run is not None else Called.copied(plan, args)
             backward = _Backward(first=self, called=called, edges=watching.edges(args))
         self._backward = self._backward and backward is not None
         return backward
@@ -157,7 +157,7 @@ class _Backward:
         """Note the contents of the call's results, to detect writes by the caller."""
         for place, x in enumerate(found):
             if comparing.is_plain(x):
-                self._results[place] = _Held.now(x)
+                self._results[place] = _Held.take(x)
 
     def done(self, arrived: Arrived) -> None:
         called, self._called = self._called, None
@@ -178,7 +178,7 @@ class _Held:
     is_view: bool
 
     @staticmethod
-    def now(x: torch.Tensor) -> _Held:
+    def take(x: torch.Tensor) -> _Held:
         return _Held(
             alias=x.detach(),
             held=fingerprint(x),
@@ -212,7 +212,7 @@ def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification
         ]
 
     words = whole.words(plan, names)
-    compared = comparing.compare(new, own, lambda noise: whole.again(called, noise), whole.rule(plan), words)
+    compared = comparing.compare(new, own, lambda noise: whole.rerun(called, noise), whole.rule(plan), words)
     return whole.verification(plan, SUBJECT_OUTPUTS, compared)
 
 

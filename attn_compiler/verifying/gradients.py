@@ -64,7 +64,7 @@ def _check_whole(called: Called, arrived: Arrived, backward: SeenBackward, ran: 
     wanted = list(arrived.inputs)
 
     def run(noise: Noise | None) -> list[torch.Tensor | None]:
-        made = whole.again(called, noise, backward)
+        made = whole.rerun(called, noise, backward)
         return [made[i] for i in wanted]
 
     new, own = [arrived.inputs[i] for i in wanted], [ran.gradients[i] for i in wanted]
@@ -100,7 +100,7 @@ class _GradientSession(Session):
         return super().record(node, value)
 
     def _listening(self, value: Any) -> Given:
-        given = Given(autocast=Autocast.now(self._plan.devices))
+        given = Given(autocast=Autocast.current(self._plan.devices))
 
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is not None:

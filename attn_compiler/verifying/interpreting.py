@@ -67,12 +67,12 @@ class Autocast:
     states: tuple[tuple[str, bool, torch.dtype], ...]
 
     @staticmethod
-    def now(devices: Sequence[torch.device]) -> Autocast:
+    def current(devices: Sequence[torch.device]) -> Autocast:
         types = sorted({device.type for device in devices if torch.amp.is_autocast_available(device.type)})
         return Autocast(states=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types))
 
     @contextlib.contextmanager
-    def again(self, *, none: bool = False) -> Iterator[None]:
+    def enter(self, *, none: bool = False) -> Iterator[None]:
         """Enter the same autocast; none: disable autocast."""
         with contextlib.ExitStack() as stack:
             for device_type, enabled, dtype in self.states:

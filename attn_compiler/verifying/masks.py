@@ -53,7 +53,7 @@ def check_mask(site: Site, values: Values) -> Compared:
 
 def _effects(own: list[Own], *, mixed: bool) -> torch.Tensor:
     """Return the model's effect on each pair of a slice. mixed: biases are added besides the mask, so any other number allows."""
-    found = pairs.together([pairs.effects(one, BIASED_MASKED_BELOW if mixed else MASKED_BELOW) for one in own])
+    found = pairs.combined([pairs.effects(one, BIASED_MASKED_BELOW if mixed else MASKED_BELOW) for one in own])
     return torch.where(found == NEITHER, ALLOWED, found).to(torch.int8) if mixed else found
 
 

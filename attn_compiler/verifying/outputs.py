@@ -49,7 +49,7 @@ def read_own(site: Site, body: Body, values: Values) -> None:
     values.mirror(site.match.out)
     recomputing.output(site, body, values)
     for term in pairs.terms(site):
-        pairs.held(term, values)
+        pairs.term_tensor(term, values)
     values.mirror(site.match.v.node)
 
 

@@ -81,12 +81,12 @@ def biases(site: Site) -> tuple[ProvedScore, ...]:
 def read(site: Site, loads: Iterable[tuple[Expr, Mapping[str, Version]]], values: Values) -> None:
     """Read the site's own tensors, and the loads of each expression. Raises NoValueError."""
     for term in terms(site):
-        held(term, values)
+        term_tensor(term, values)
     for x, known in loads:
         loaded([x], known, values)
 
 
-def held(term: Term, values: Values) -> torch.Tensor:
+def term_tensor(term: Term, values: Values) -> torch.Tensor:
     """Return a term's tensor at its use in the model. Raises NoValueError."""
     used = term.operand.used
     return values.tensor(term.operand.node, values.mirror_of(used).order(used))
@@ -126,7 +126,7 @@ def _arranged(match: Match, term: Term, values: Values) -> torch.Tensor:
         recipe = simplified(arrange(operand.dims, reads, pair, broadcast=True))
     except AxisError as error:
         raise NoValueError(f"{operand.node.name} can't be brought into (b, h, q, k): {error}") from error
-    found: torch.Tensor = recipe.run(held(term, values), lambda f, x, *args: f(x, *args), values.size)
+    found: torch.Tensor = recipe.run(term_tensor(term, values), lambda f, x, *args: f(x, *args), values.size)
     return found
 
 
@@ -142,7 +142,7 @@ def effects(one: Own, lowest: float = MASKED_BELOW) -> torch.Tensor:
     return torch.where(masked, MASKED, torch.where(x == 0, ALLOWED, NEITHER)).to(torch.int8)
 
 
-def together(parts: list[torch.Tensor]) -> torch.Tensor:
+def combined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Combine effects: one tensor that masks is enough."""
     result = parts[0]
     for part in parts[1:]:
@@ -159,7 +159,7 @@ def rows_with_keys(site: Site, values: Values) -> torch.Tensor | None:
     found = own(site, values)
     full = tuple(torch.broadcast_shapes(*(one.x.shape for one in found)))  # type: ignore[no-untyped-call]
     for at in slices(full):
-        part = together([effects(one.at(at)) for one in found]) != MASKED
+        part = combined([effects(one.at(at)) for one in found]) != MASKED
         if rows is None:
             rows = torch.empty(*full[:3], 1, dtype=torch.bool, device=part.device)
         sliced(rows, at).copy_(part.any(-1, keepdim=True))

@@ -99,7 +99,7 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
     if rewritten.failed or not (rewritten.report.linear or any(unit.found.sites for unit in rewritten.units)):
         return None
     if rewritten.packed is not None:
-        return _of_packed(gm, rewritten, rewritten.packed)
+        return _packed_plan(gm, rewritten, rewritten.packed)
     graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
     if rewritten.snapshot is not None and rewritten.report.linear:
         # Graphs without softmax attention may call linear attention.
@@ -127,7 +127,7 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
     )
 
 
-def _of_packed(gm: fx.GraphModule, rewritten: Rewritten, packed: Packed) -> CheckPlan:
+def _packed_plan(gm: fx.GraphModule, rewritten: Rewritten, packed: Packed) -> CheckPlan:
     """Plan a graph without padding: outputs and gradients alone, since it has no values of the model."""
     module = torch_packed.copied(packed.original)
     may_write = [packed.writes] * len(_inputs(module))

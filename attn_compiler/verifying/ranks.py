@@ -67,14 +67,14 @@ class Ranks:
         """Tell the waiting ranks that this one will not come."""
         groups = self.beside if isinstance(error, rank_sync.RanksDisagree) else (self.group, *self.beside)
         for group in groups:
-            rank_sync.say(group, f"failed: {described(error)}")
+            rank_sync.send(group, f"failed: {described(error)}")
 
     def raise_first(self, found: Sequence[tuple[int, VerificationMismatch]]) -> None:
         """Raise on every rank the first mismatch of any rank, with a note that names the others. found: this rank's, each with the place of
         its check in the plan."""
         every = [_Found(place=place, rank=self.rank, fields=mismatch.fields()) for place, mismatch in found]
         for group in (self.group, *self.beside):
-            every = _of_all(group, every)
+            every = _all_findings(group, every)
         if not every:
             return
         first, *others = sorted(every, key=lambda one: (one.place, one.rank))
@@ -142,7 +142,7 @@ class _Found:
     fields: dict[str, str]
 
 
-def _of_all(group: str, found: list[_Found]) -> list[_Found]:
+def _all_findings(group: str, found: list[_Found]) -> list[_Found]:
     """Return the findings of every rank of a group. Raises RanksDisagree if the check of one failed."""
     said = json.dumps([dataclasses.asdict(one) for one in found])
     by_rank = rank_sync.answers(group, "what was found", said, seconds=_PATIENCE)

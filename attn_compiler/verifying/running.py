@@ -39,7 +39,7 @@ class Run:
 def run_checks(plan: CheckPlan, args: Sequence[Any]) -> Run:
     """Run the model's own graph and check. Raises VerificationMismatch for the first wrong site. args: as the compiled function gets them;
     neither they nor the state of random number generators change."""
-    called = Called.now(plan, args)
+    called = Called.copied(plan, args)
     session = Session(plan, plan.checks)
     try:
         ran = whole.run_model(called, record=session.record)

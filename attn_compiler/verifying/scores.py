@@ -57,14 +57,14 @@ def check_biases(site: Site, values: Values) -> Compared:
     if not site.added:
         raise NoValueError("the model adds no tensor")
     added, relative = recovered(site, values), rounding(site, values)
-    return Compared.together(_compared(at, added, relative) for at in added.slices())
+    return Compared.merged(_compared(at, added, relative) for at in added.slices())
 
 
 def _compared(at: Slice, added: Recovered, relative: float) -> Compared:
     summands = [kind.summand for kind in pairs.biases(added.site)]
     here = [one.at(at) for one in added.own]
     size = (1, 1, at.end - at.first, added.sizes[3])
-    kept = (pairs.together([pairs.effects(one, BIASED_MASKED_BELOW) for one in here]) != MASKED).expand(size)
+    kept = (pairs.combined([pairs.effects(one, BIASED_MASKED_BELOW) for one in here]) != MASKED).expand(size)
     terms = [(one.x.to(torch.float64) * one.term.weight).expand(size) for one in here if one.adds]
     exact = reduce(torch.add, terms)
     allowed = relative * max(largest(x, kept & x.isfinite()) for x in terms)

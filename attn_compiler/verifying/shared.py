@@ -69,7 +69,7 @@ def check_whole_rows(of: SharedSite, values: Values) -> tuple[Compared, torch.Te
     ranks.meet(f"the attention of {site.module}")
     # Steps that wait for other ranks come first: later findings are this rank's own.
     new = outputs.floating(values.rewritten(of.body, of.new_out))
-    own = _of_part(of, values)
+    own = _part_attention(of, values)
     k, v = (ranks.whole(x, 2) for x in (own.k, own.v))
     loads, score_loads = (
         {name: of.whole.value(version, values, ranks) for name, version in known.items()}
@@ -97,7 +97,7 @@ def check_whole_rows(of: SharedSite, values: Values) -> tuple[Compared, torch.Te
     return compared, out
 
 
-def _of_part(of: SharedSite, values: Values) -> AsRead:
+def _part_attention(of: SharedSite, values: Values) -> AsRead:
     """Return the attention on this rank's part alone, as the model's own graph computes it."""
     match = of.site.match
     tensors = program.build(of.body.mirror, match, RealBuilder(values), recover.compute_dtype(of.body.mirror, match))

@@ -72,7 +72,7 @@ def check_site_gradients(site: Site, body: Body, new_out: fx.Node, given: Given)
     def model(dtype: torch.dtype | None, noise: Noise | None) -> list[torch.Tensor | None]:
         def make(leaves: Mapping[Key, torch.Tensor]) -> torch.Tensor:
             named = {key.name: x for key, x in leaves.items()}
-            with given.autocast.again(none=dtype is not None):
+            with given.autocast.enter(none=dtype is not None):
                 return recomputing.output(site, body, values, dtype=dtype, noise=noise, leaves=named)
 
         with fused_noise(noise, rounded):
@@ -81,7 +81,7 @@ def check_site_gradients(site: Site, body: Body, new_out: fx.Node, given: Given)
     def rewritten(leaves: Mapping[Key, torch.Tensor]) -> Any:
         return dataclasses.replace(values, recorded={**values.recorded, **leaves}).rewritten(body, new_out)
 
-    with given.autocast.again():
+    with given.autocast.enter():
         new = _through(rewritten, values, known, keys, gradient)
     lowering = site.decision.lowering if site.decision is not None else "the kernel"
 

@@ -59,7 +59,7 @@ def watch(
     made = {i: _edge(x) for i, x in enumerate(outs) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
     made = {i: edge for i, edge in made.items() if edge not in before.values()}
     left = {len(outs) + i: _edge(x) for i, x in written.items()}
-    region = _Region.of([*made.values(), *left.values()], set(before.values()))
+    region = _Region.between([*made.values(), *left.values()], set(before.values()))
     if any(edge in region.inside for edge in left.values()):
         raise CannotWatchError("the graph reads an input that needs a gradient again, after it wrote to it")
     for i, edge in made.items():
@@ -93,7 +93,7 @@ class _Region:
     exits: list[Node]
 
     @staticmethod
-    def of(starts: Sequence[Edge], ends: set[Edge]) -> _Region:
+    def between(starts: Sequence[Edge], ends: set[Edge]) -> _Region:
         inside: set[Edge] = set()
         exits: dict[Node, None] = {}
         waiting = [start.node for start in starts]

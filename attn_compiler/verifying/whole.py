@@ -33,7 +33,7 @@ class Called:
     autocast: Autocast
 
     @staticmethod
-    def now(plan: CheckPlan, args: Sequence[Any]) -> Called:
+    def copied(plan: CheckPlan, args: Sequence[Any]) -> Called:
         """Copy the inputs."""
         shared = [is_trained_parameter(x) and not may_write for x, may_write in zip(args, plan.may_write, strict=True)]
         with torch.no_grad():
@@ -43,7 +43,7 @@ class Called:
             args=copies,
             trained=[isinstance(x, torch.Tensor) and x.requires_grad for x in args],
             versions=[fingerprint(x) if keep else None for x, keep in zip(copies, shared, strict=True)],
-            autocast=Autocast.now(plan.devices),
+            autocast=Autocast.current(plan.devices),
         )
 
     def apart(self, ran: Ran) -> str | None:
@@ -117,7 +117,7 @@ def run_model(
             for i in (i for i, trained in enumerate(called.trained) if trained):
                 leaves[i] = values[i].detach().requires_grad_()
                 values[i] = _entered(leaves[i], values[i]) if plan.may_write[i] else leaves[i]
-        with called.autocast.again(none=arithmetic.dtype is not None):
+        with called.autocast.enter(none=arithmetic.dtype is not None):
             outs = interpreting.interpret(plan.module, values, arithmetic, record)
         with fused_noise(arithmetic.noise, plan.rounded):
             gradients = _gradients([*outs, *values], backward, leaves, len(values)) if backward is not None else ()
@@ -179,7 +179,7 @@ def _gradients(
     return found
 
 
-def again(called: Called, noise: Noise | None, backward: SeenBackward | None = None) -> Sequence[Any]:
+def rerun(called: Called, noise: Noise | None, backward: SeenBackward | None = None) -> Sequence[Any]:
     """Return results of the model's own graph in wider numbers, with noise on each step if any; its gradients, given `backward`."""
     ran = run_model(called, Arithmetic(dtype=_wide(called), noise=noise), backward=backward)
     return ran.gradients if backward is not None else results(called.plan, ran.outs, ran.inputs)

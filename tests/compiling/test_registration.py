@@ -126,7 +126,7 @@ def test_a_failure_is_told_with_its_step_and_what_is_done_instead() -> None:
     with pytest.raises(StepFailed) as failed, step("bake"):
         raise ValueError("no flour")
     with pytest.warns(AttnCompilerWarning, match="bake.*no flour"):
-        text = failed.value.told(Options(), "0/0", "bread is bought")
+        text = failed.value.warn(Options(), "0/0", "bread is bought")
     assert "bread is bought" in text
     assert "ValueError: no flour" in text
 
@@ -135,7 +135,7 @@ def test_strict_raises_it() -> None:
     with pytest.raises(StepFailed) as failed, step("bake"):
         raise ValueError("no flour")
     with pytest.raises(CompileFailed) as raised:
-        failed.value.told(Options(strict=True), "0/0", "bread is bought")
+        failed.value.warn(Options(strict=True), "0/0", "bread is bought")
     assert isinstance(raised.value.__cause__, ValueError)
 
 

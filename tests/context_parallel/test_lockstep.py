@@ -55,7 +55,7 @@ def test_a_fake_group_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
 def _told(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at_odds: bool = False, size: int = 2) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(rank_sync, "is_at_odds", lambda _: at_odds)
-    monkeypatch.setattr(rank_sync, "say", lambda _, text: said.append(text))
+    monkeypatch.setattr(rank_sync, "send", lambda _, text: said.append(text))
     with fake_mesh(size) as mesh:
         options = Options(context_parallel=ContextParallel(mesh))
         telling = lockstep.telling_of_failure(options.sequence_group, lambda found: isinstance(found, KeyError))

@@ -77,7 +77,7 @@ def test_a_full_text_says_everything() -> None:
 def test_further_classes() -> None:
     with pytest.raises(ValueError, match="unknown kind, 'Inner'; known are Side"):
         Codec((Side,)).value('{"kind":"Inner","size":1}', Inner)
-    assert Codec((Side,)).beside(Inner).value('{"kind":"Inner","size":1}', Inner) == Inner(size=1)
+    assert Codec((Side,)).extended(Inner).value('{"kind":"Inner","size":1}', Inner) == Inner(size=1)
 
 
 def test_a_text_of_another_class_is_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 import attn_compiler
 from attn_compiler.reasons.fp8_errors import Fp8StateInvalid, Fp8StateMismatch, Fp8StateOutdated
 from attn_compiler.torch_private import fp8_state
-from attn_compiler.torch_private.fp8_state import Home, find, fp8_state_dict, keep, load_fp8_state_dict, others
+from attn_compiler.torch_private.fp8_state import Home, find, fp8_state_dict, load_fp8_state_dict, others, register
 
 pytestmark = pytest.mark.usefixtures("little_to_look_through")
 
@@ -24,8 +24,8 @@ def of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_kept_is_copied_out_and_written_in_place() -> None:
     one, other = torch.ones(4, 1), torch.zeros(4, 2)
-    keep("a/amax", one)
-    keep("c/amax", other)
+    register("a/amax", one)
+    register("c/amax", other)
     saved = fp8_state_dict()
     one.fill_(7.0)
     assert torch.equal(saved["a/amax"], torch.ones(4, 1))
@@ -35,8 +35,8 @@ def test_what_is_kept_is_copied_out_and_written_in_place() -> None:
 
 def test_several_of_one_path_are_numbered() -> None:
     first, second = torch.ones(1), torch.zeros(1)
-    keep("a/amax", first)
-    keep("a/amax", second)
+    register("a/amax", first)
+    register("a/amax", second)
     assert {name: float(x) for name, x in fp8_state_dict().items()} == {"a/amax": 1.0, "a/amax#2": 0.0}
 
 
@@ -44,8 +44,8 @@ def test_what_no_graph_holds_any_more_is_forgotten() -> None:
     """Graphs are cycles: nobody may have collected those of a model that is gone, and names would count them."""
     gone, here = {"tensor": torch.ones(1)}, torch.zeros(1)
     gone["itself"] = gone  # type: ignore[assignment]
-    keep("a/amax", gone["tensor"])
-    keep("a/amax", here)
+    register("a/amax", gone["tensor"])
+    register("a/amax", here)
     gc.disable()
     try:
         del gone
@@ -57,8 +57,8 @@ def test_what_no_graph_holds_any_more_is_forgotten() -> None:
 def test_what_is_not_there_on_one_side_may_be_left_out() -> None:
     """A graph for inference, say, that has not run yet."""
     history, other = torch.zeros(2), torch.zeros(1)
-    keep("a/amax", history)
-    keep("b/amax", other)
+    register("a/amax", history)
+    register("b/amax", other)
     load_fp8_state_dict({"a/amax": torch.ones(2), "a/amax#2": torch.ones(2)}, strict=False)
     assert history.all()
     assert not other.any()
@@ -76,7 +76,7 @@ def test_what_is_not_there_on_one_side_may_be_left_out() -> None:
 )
 def test_other_histories_are_refused_and_nothing_is_written(state: dict[str, torch.Tensor], named: str) -> None:
     history = torch.zeros(2)
-    keep("a/amax", history)
+    register("a/amax", history)
     with pytest.raises(Fp8StateMismatch, match=named):
         load_fp8_state_dict(state)
     assert not history.any()
@@ -86,7 +86,7 @@ def test_histories_of_an_earlier_version_say_how_to_join_them() -> None:
     """Which had one for each of q, k and v, and what the error says to do is right."""
     own = {"a/amax": torch.zeros(4, 6), "a/amax#2": torch.zeros(4, 6)}
     for history in own.values():
-        keep("a/amax", history)
+        register("a/amax", history)
     numbers = {"q": 1.0, "k": 2.0, "v": 3.0}
     state = {f"a/amax_{x}{which}": torch.full((4, 2), n) for x, n in numbers.items() for which in ("", "#2")}
     with pytest.raises(Fp8StateOutdated, match=r"'a/amax_k'.*one for all three \('a/amax' \(4, 6\)") as caught:
@@ -128,8 +128,8 @@ def test_histories_of_an_earlier_version_before_there_are_any() -> None:
 def test_what_no_history_can_hold_is_refused_and_nothing_is_written(given: Any, named: str, strict: bool) -> None:
     """Inf, for one, would give outputs that are not finite for as many steps as a history has."""
     one, other = torch.zeros(2), torch.zeros(2)
-    keep("a/amax", one)
-    keep("b/amax", other)
+    register("a/amax", one)
+    register("b/amax", other)
     with pytest.raises(Fp8StateInvalid, match=named) as caught:
         load_fp8_state_dict({"a/amax": torch.ones(2), "b/amax": given}, strict=strict)
     assert "Nothing was loaded" in str(caught.value)
@@ -139,8 +139,8 @@ def test_what_no_history_can_hold_is_refused_and_nothing_is_written(given: Any, 
 
 def test_a_shape_that_does_not_fit_costs_all_of_them() -> None:
     one, other = torch.zeros(2), torch.zeros(2)
-    keep("a/amax", one)
-    keep("b/amax", other)
+    register("a/amax", one)
+    register("b/amax", other)
     for strict in (True, False):
         with pytest.raises(Fp8StateMismatch, match=r"b/amax is \(2,\), given is \(1, 2\).*Nothing was loaded"):
             load_fp8_state_dict({"a/amax": torch.ones(2), "b/amax": torch.ones(1, 2)}, strict=strict)
@@ -150,8 +150,8 @@ def test_a_shape_that_does_not_fit_costs_all_of_them() -> None:
 def test_what_is_on_one_side_alone_is_not_looked_at() -> None:
     """As the message says of strict=False."""
     history, untouched = torch.zeros(2), torch.full((2,), 5.0)
-    keep("a/amax", history)
-    keep("b/amax", untouched)
+    register("a/amax", history)
+    register("b/amax", untouched)
     given = {"a/amax": torch.ones(2), "gone/amax": torch.tensor([math.nan])}
     assert load_fp8_state_dict(given, strict=False) == ("a/amax",)
     assert history.all()
@@ -161,8 +161,8 @@ def test_what_is_on_one_side_alone_is_not_looked_at() -> None:
 
 def test_a_write_that_fails_half_way_is_taken_back() -> None:
     one, other = torch.full((2,), 3.0), torch.full((2,), 4.0)
-    keep("a/amax", one)
-    keep("b/amax", other)
+    register("a/amax", one)
+    register("b/amax", other)
     copy, calls = torch.Tensor.copy_, []
 
     def fails_once(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_a_write_that_fails_half_way_is_taken_back() -> None:
 
 def test_what_is_given_may_be_a_view_of_what_is_there_or_want_gradients() -> None:
     both = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    keep("a/amax", both)
+    register("a/amax", both)
     load_fp8_state_dict({"a/amax": both.t()})
     assert both.tolist() == [[1.0, 3.0], [2.0, 4.0]]
     load_fp8_state_dict({"a/amax": torch.ones(2, 2, requires_grad=True)})
@@ -188,7 +188,7 @@ def test_what_is_given_may_be_a_view_of_what_is_there_or_want_gradients() -> Non
 
 def test_numbers_of_an_earlier_version_say_what_they_are() -> None:
     history = torch.zeros(2)
-    keep("a/amax", history)
+    register("a/amax", history)
     with pytest.raises(Fp8StateMismatch, match=r"not there: \['a/amax#2'\].*earlier version.*give their model"):
         load_fp8_state_dict({"a/amax": torch.ones(2), "a/amax#2": torch.ones(2)})
 
@@ -208,7 +208,7 @@ def home(module: torch.nn.Module, place: int = 0, kind: str = "recipe") -> Home:
 
 def test_a_history_is_found_by_its_module_place_and_kind_alone() -> None:
     model, history = Pair(), torch.zeros(1)
-    keep("0/amax", history, home(model.layers[0]))
+    register("0/amax", history, home(model.layers[0]))
     assert find(home(model.layers[0])) is history
     for other in (home(model.layers[1]), home(model.layers[0], 1), home(model.layers[0], 0, "other"), None):
         assert find(other) is None
@@ -218,7 +218,7 @@ def test_names_with_a_model_do_not_depend_on_what_was_compiled_first() -> None:
     """Layers that are compiled one by one name themselves alike."""
     model, histories = Pair(), [torch.zeros(1), torch.ones(1)]
     for i in (1, 0):
-        keep("(no module)/amax", histories[i], home(model.layers[i]))
+        register("(no module)/amax", histories[i], home(model.layers[i]))
     assert list(fp8_state_dict()) == ["(no module)/amax", "(no module)/amax#2"]
     saved = fp8_state_dict(model)
     assert {name: float(x) for name, x in saved.items()} == {"layers.0/amax": 0.0, "layers.1/amax": 1.0}
@@ -231,8 +231,8 @@ def test_names_with_a_model_do_not_depend_on_what_was_compiled_first() -> None:
 def test_of_two_models_each_has_its_own_and_wrappers_do_not_count() -> None:
     models, histories = [Pair(), Pair()], [torch.zeros(1), torch.ones(1)]
     for model, history in zip(models, histories, strict=True):
-        keep("layers.0/amax", history, home(model.layers[0]))
-    keep("(no module)/amax", histories[0])
+        register("layers.0/amax", history, home(model.layers[0]))
+    register("(no module)/amax", histories[0])
     assert [float(fp8_state_dict(model)["layers.0/amax"]) for model in models] == [0.0, 1.0]
     compiled = torch.compile(models[1], backend="eager")
     assert list(fp8_state_dict(compiled)) == ["layers.0/amax"]
@@ -243,14 +243,14 @@ def test_of_two_models_each_has_its_own_and_wrappers_do_not_count() -> None:
 def test_what_can_not_be_shared_has_its_reason() -> None:
     module, history = torch.nn.Identity(), torch.zeros(1)
     assert others("a/amax", home(module), training=True) is None
-    keep("a/amax", history, home(module), training=True)
+    register("a/amax", history, home(module), training=True)
     assert others("a/amax", home(module, 0, "other"), training=True) is not None
     assert "another place" in str(others("a/amax", home(module, 1), training=False))
     # A second attention of the module, behind a graph break.
     assert others("a/amax", home(module, 1), training=True) is None
     assert others("a/amax", home(torch.nn.Identity()), training=False) is None
     assert others("b/amax", None, training=False) is None
-    keep("b/amax", torch.zeros(1))
+    register("b/amax", torch.zeros(1))
     kept = torch.zeros(1)
-    keep("b/amax", kept)
+    register("b/amax", kept)
     assert "not known" in str(others("b/amax", None, training=False))

@@ -200,15 +200,15 @@ def test_a_call_waits_no_longer_than_the_store(group_store: dist.HashStore, grou
 
 
 def test_groups_of_the_same_ranks_count_together(group_store: dist.HashStore, group: str) -> None:
-    rank_sync.say(group, "one")
+    rank_sync.send(group, "one")
     other = str(dist.new_group([0, 1]).group_name)
-    assert rank_sync.say(other, "two")[0] == "attn_compiler/0-1/2/0"
+    assert rank_sync.send(other, "two")[0] == "attn_compiler/0-1/2/0"
 
 
 def test_another_store_is_begun_anew(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_sync.say(group, "one")
+    rank_sync.send(group, "one")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
-    assert rank_sync.say(group, "one")[0] == "attn_compiler/0-1/1/0"
+    assert rank_sync.send(group, "one")[0] == "attn_compiler/0-1/1/0"
 
 
 def test_a_fake_group_has_nobody_to_meet(group: str) -> None:

@@ -245,6 +245,6 @@ def test_a_copy_of_dynamos_graph_says_where_parameters_are_from() -> None:
 
 
 def test_outside_of_a_compilation_nothing_is_entered() -> None:
-    with Compilation.now().again():
+    with Compilation.current().enter():
         pass
     assert issubclass(GuardedError, Exception)

@@ -26,10 +26,10 @@ from attn_compiler.verifying.pairs import (
     MASKED,
     NEITHER,
     Own,
+    combined,
     effects,
     sliced,
     slices,
-    together,
     varying,
 )
 from attn_compiler.verifying.values import Values
@@ -310,7 +310,7 @@ def test_a_weight_may_take_the_masking_away() -> None:
 def test_one_that_masks_is_enough() -> None:
     a = torch.tensor([MASKED, MASKED, ALLOWED, ALLOWED, NEITHER, NEITHER], dtype=torch.int8)
     b = torch.tensor([ALLOWED, NEITHER, ALLOWED, NEITHER, MASKED, NEITHER], dtype=torch.int8)
-    assert together([a, b]).tolist() == [MASKED, MASKED, ALLOWED, NEITHER, MASKED, NEITHER]
+    assert combined([a, b]).tolist() == [MASKED, MASKED, ALLOWED, NEITHER, MASKED, NEITHER]
 
 
 # ---- slices -------------------------------------------------------------------------------------------------------

@@ -307,7 +307,7 @@ def _written(q: Tensor, k: Tensor, v: Tensor, counter: Tensor) -> Tensor:
 
 
 def _called(found: Planned) -> Called:
-    return Called.now(found.plan, found.args)
+    return Called.copied(found.plan, found.args)
 
 
 def test_a_run_leaves_the_inputs_alone_and_tells_how_it_left_them() -> None:
@@ -361,7 +361,7 @@ def test_a_parameter_that_is_written_since_is_seen() -> None:
 )
 def test_an_exact_run_is_twice_as_wide(dtype: torch.dtype, wide: torch.dtype) -> None:
     called = _called(planned(planned_causal, *planned_qkv(dtype=dtype)))
-    (out,) = whole.again(called, None)
+    (out,) = whole.rerun(called, None)
     assert out.dtype == wide
-    (noisy,) = whole.again(called, Noise(seed=1))
+    (noisy,) = whole.rerun(called, Noise(seed=1))
     assert 0 < float((noisy - out).abs().max()) < 0.05

@@ -192,7 +192,7 @@ def test_output_written_by_the_caller_through_data() -> None:
 def test_what_the_caller_wrote_is_not_written_twice() -> None:
     """The gradient goes wrong in every arithmetic alike otherwise: each run starts from the inputs of the call."""
     held = planned(lambda q, k, v: causal(q.sin(), k, v), *qkv())
-    called = whole.Called.now(held.plan, held.args)
+    called = whole.Called.copied(held.plan, held.args)
     backward = whole.SeenBackward(arrived={0: torch.ones(SHAPE)}, written={1: torch.zeros(SHAPE)})
     one, other = (whole.run_model(called, backward=backward) for _ in range(2))
     assert torch.equal(one.outs[0], other.outs[0])

@@ -243,7 +243,7 @@ def test_a_rank_whose_check_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_another_rank_failed_by_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(rank_sync, "say", lambda group, text: said.append(f"{group}: {text}"))
+    monkeypatch.setattr(rank_sync, "send", lambda group, text: said.append(f"{group}: {text}"))
     ranks = dataclasses.replace(_ranks(), beside=("heads",))
     ranks.failed(RanksDisagree("rank 1: failed"))
     # Those that share heads did not meet that rank.

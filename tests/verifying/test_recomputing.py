@@ -40,7 +40,7 @@ def _values(found: Planned) -> Values:
         values.recorded[Key(body.index, node.name)] = value
         return value
 
-    whole.run_model(Called.now(found.plan, found.args), record=record)
+    whole.run_model(Called.copied(found.plan, found.args), record=record)
     return values
 
 

@@ -275,14 +275,14 @@ def test_record_says_what_takes_a_value_s_place() -> None:
 
 def test_autocast_again() -> None:
     with torch.autocast("cpu", dtype=torch.float16):
-        state = Autocast.now([torch.device("cpu"), torch.device("meta")])
-    with state.again():
+        state = Autocast.current([torch.device("cpu"), torch.device("meta")])
+    with state.enter():
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.float16
-        with state.again(none=True):
+        with state.enter(none=True):
             assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
-    with torch.autocast("cpu"), Autocast.now([]).again(none=True):
+    with torch.autocast("cpu"), Autocast.current([]).enter(none=True):
         assert torch.is_autocast_enabled("cpu")
 
 

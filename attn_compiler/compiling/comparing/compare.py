@@ -95,7 +95,7 @@ def comparer(
                 INDUCTOR: torch_observe.compile_apart(original, INDUCTOR, dynamic, patches),
                 OURS: torch_observe.compile_apart(original, OURS, dynamic, ours),
             }
-            with publishing.apart() as reports:
+            with publishing.collected() as reports:
                 firsts = _firsts(models, task, folder)
                 timed = sides.in_turns(firsts, models, task, seconds=seconds)
         if all(first.side.failure is not None for first in timed):
@@ -149,7 +149,7 @@ def _warm_up(task: Task, folder: str) -> None:
 
     x = torch.zeros(1, 1, 16, 16, device=task.timed_on, requires_grad=task.training)
     small = Task(inputs=Inputs([x], {}), kept=HeldState([]), names={}, training=task.training, devices=task.devices)
-    with publishing.apart():
+    with publishing.collected():
         _firsts({OURS: torch_observe.compile_apart(attention, OURS, False)}, small, folder)
 
 

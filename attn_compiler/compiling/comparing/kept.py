@@ -30,16 +30,16 @@ def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
     if isinstance(model, nn.Module):
         return list(model.modules())
     if isinstance(model, partial):
-        return _of_all([model.func, *model.args, *model.keywords.values()])
+        return _modules_in([model.func, *model.args, *model.keywords.values()])
     if inspect.ismethod(model):
-        return _of_all([model.__self__])
+        return _modules_in([model.__self__])
     if inspect.isfunction(model):
         names = inspect.getclosurevars(model)
-        return _of_all([*names.nonlocals.values(), *names.globals.values()])
+        return _modules_in([*names.nonlocals.values(), *names.globals.values()])
     return []
 
 
-def _of_all(values: Sequence[Any]) -> list[nn.Module]:
+def _modules_in(values: Sequence[Any]) -> list[nn.Module]:
     held = [value for value in values if isinstance(value, nn.Module | partial) or inspect.ismethod(value)]
     return list(dict.fromkeys(module for value in held for module in modules_of(value)))
 
@@ -53,10 +53,10 @@ class HeldState:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         containers = list(_containers([vars(module) for module in modules]))
-        self._containers = [_Container.now(one) for one in containers]
+        self._containers = [_Container.save(one) for one in containers]
         found = {id(x): x for one in containers for x in _values(one) if isinstance(x, torch.Tensor)}
         self.tensors = tuple(found.values())
-        self._contents = [_Contents.now(part) for x in self.tensors for part in torch_tracing.plain_tensors(x)]
+        self._contents = [_Contents.save(part) for x in self.tensors for part in torch_tracing.plain_tensors(x)]
         self._gradients = [(x, x.grad) for x in self.tensors if x.is_leaf and x.requires_grad]
         self.clear_gradients()
 
@@ -112,7 +112,7 @@ class _Container:
     held: Any
 
     @staticmethod
-    def now(one: Any) -> _Container:
+    def save(one: Any) -> _Container:
         return _Container(one=one, held=copy.copy(one))
 
     @property
@@ -146,7 +146,7 @@ class _Contents:
     saved: torch.Tensor | None
 
     @staticmethod
-    def now(x: torch.Tensor) -> _Contents:
+    def save(x: torch.Tensor) -> _Contents:
         memory = x.detach()
         known = x.layout == torch.strided and x.device.type != "meta"
         return _Contents(x=x, memory=memory, saved=memory.to("cpu", copy=True) if known else None)
@@ -241,7 +241,7 @@ class Inputs:
         found: torch.Tensor = mask.detach().cpu() == 0
         return found if found.any() else None
 
-    def look(self) -> None:
+    def check_writes(self) -> None:
         """Check after a call if it wrote to its inputs, so that later calls get copies."""
         given = self._given or []
         pairs = [(x, y) for x, y in zip(self._leaves, given, strict=True) if isinstance(x, torch.Tensor)]

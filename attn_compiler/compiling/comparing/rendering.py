@@ -108,10 +108,10 @@ def _notes(found: Measured) -> Iterator[str]:
         yield "Times are far apart: something else ran on this machine, or steps differ. Compare again before you go by them."
     yield "gain: how many times as fast as Inductor, the median over rounds in which all took turns."
     yield "first step: it compiles, and finds nothing on disk from before."
-    yield from _of_memory(found)
+    yield from _memory_notes(found)
     for what in ("outputs", "gradients"):
-        yield from _of_differences(found, what)
-    yield from _of_padding(found)
+        yield from _difference_notes(found, what)
+    yield from _padding_notes(found)
     if found.drew_random_numbers:
         yield (
             "The model drew random numbers, others in every compiler: the differences tell nothing. model.eval() switches "
@@ -119,7 +119,7 @@ def _notes(found: Measured) -> Iterator[str]:
         )
 
 
-def _of_memory(found: Measured) -> Iterator[str]:
+def _memory_notes(found: Measured) -> Iterator[str]:
     held = [side.held_bytes for side in found.sides if side.held_bytes is not None]
     if held:
         yield f"peak memory: of the GPU during a step; {decimal(min(held))} of it were held before one."
@@ -127,7 +127,7 @@ def _of_memory(found: Measured) -> Iterator[str]:
         yield "peak memory: not measured, since nothing is on a CUDA device."
 
 
-def _of_padding(found: Measured) -> Iterator[str]:
+def _padding_notes(found: Measured) -> Iterator[str]:
     known = {side.name: side.outputs.at_padding for side in found.sides if side.outputs is not None}
     there = [f"{far:.2g} ({name})" for name, far in known.items() if far is not None]
     if there:
@@ -137,7 +137,7 @@ def _of_padding(found: Measured) -> Iterator[str]:
         yield f"unpad: {', '.join(zeroed)} is 0 at padding."
 
 
-def _of_differences(found: Measured, what: str) -> Iterator[str]:
+def _difference_notes(found: Measured, what: str) -> Iterator[str]:
     known = {side.name: getattr(side, what) for side in found.sides if getattr(side, what) is not None}
     if not known:
         return

@@ -75,7 +75,7 @@ def loss_of(
     """Return the loss of a training step: the model's own, else the outputs' product with fixed noise.
 
     The noise weighs every element alike, and padding not at all. None if no output needs a gradient. noise: drawn so far, by output.
-    padding: as for `apart`.
+    padding: as for `distance`.
     """
     trained = {name: x for name, x in outputs.items() if x.requires_grad}
     own = trained.get("loss")
@@ -94,12 +94,12 @@ def loss_of(
     return torch.stack([term.to(terms[0].device) for term in terms]).sum() if terms else None
 
 
-def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors with comparable elements to the host's memory."""
     return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items() if is_plain(x)}
 
 
-def apart(
+def distance(
     new: Mapping[str, torch.Tensor | None],
     own: Mapping[str, torch.Tensor | None],
     padding: torch.Tensor | None = None,

@@ -119,11 +119,11 @@ def first_step(name: str, model: Callable[..., Any], task: Task) -> FirstStep:
             seconds = time.perf_counter() - begin
             drew = drawn.any
             found = Results(
-                outputs=results.held(results.outputs_of(value)),
+                outputs=results.on_host(results.outputs_of(value)),
                 gradients=_held(task.gradients()) if task.training else None,
             )
             del value
-        task.inputs.look()
+        task.inputs.check_writes()
         return FirstStep(
             side=dataclasses.replace(side, first_seconds=seconds), found=found, drew=drew, writes=task.kept.written
         )
@@ -131,7 +131,7 @@ def first_step(name: str, model: Callable[..., Any], task: Task) -> FirstStep:
         # No side can do what was asked for.
         raise
     except Exception as error:  # noqa: BLE001 (whatever a side fails of is its row)
-        return FirstStep(side=dataclasses.replace(side, failure=_said(error)), error=error)
+        return FirstStep(side=dataclasses.replace(side, failure=_error_text(error)), error=error)
     finally:
         task.prepare()
         task.kept.give_back()
@@ -154,7 +154,7 @@ def with_memory(first: FirstStep, model: Callable[..., Any], task: Task) -> Firs
             task.synchronize()
             peak = sum(torch.cuda.max_memory_allocated(device) for device in task.gpus)
     except Exception as error:  # noqa: BLE001 (whatever a side fails of is its row)
-        return dataclasses.replace(first, side=dataclasses.replace(first.side, failure=_said(error)), error=error)
+        return dataclasses.replace(first, side=dataclasses.replace(first.side, failure=_error_text(error)), error=error)
     finally:
         task.prepare()
         task.kept.give_back()
@@ -201,7 +201,7 @@ def in_turns(
             with leaving_no_trace(task.inputs.generators, task.devices, gradients=task.training):
                 times = timing.interleave(steps, task.timed_on, seconds=seconds, warmup=1, before=before)
         except _SideFailed as failed:
-            side = dataclasses.replace(known[failed.name].side, failure=_said(failed.error))
+            side = dataclasses.replace(known[failed.name].side, failure=_error_text(failed.error))
             known[failed.name] = dataclasses.replace(known[failed.name], side=side, error=failed.error)
             continue
         finally:
@@ -226,19 +226,19 @@ def compared(firsts: Sequence[FirstStep], padding: torch.Tensor | None = None) -
     for first in firsts:
         side = first.side
         if eager is not None and first.found is not None and side.name != EAGER:
-            side = dataclasses.replace(side, outputs=results.apart(first.found.outputs, eager.outputs, padding))
+            side = dataclasses.replace(side, outputs=results.distance(first.found.outputs, eager.outputs, padding))
             if eager.gradients is not None and first.found.gradients is not None:
-                side = dataclasses.replace(side, gradients=results.apart(first.found.gradients, eager.gradients))
+                side = dataclasses.replace(side, gradients=results.distance(first.found.gradients, eager.gradients))
         sides.append(side)
     return sides
 
 
 def _held(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    known = results.held({name: x for name, x in gradients.items() if x is not None})
+    known = results.on_host({name: x for name, x in gradients.items() if x is not None})
     return {name: known.get(name) for name, x in gradients.items() if x is None or name in known}
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return the class and the first lines of an error's message: PyTorch's advice and traces come after."""
     first = str(error).strip().split("\n\n")[0]
     return " ".join(f"{type(error).__name__}: {first}".split())

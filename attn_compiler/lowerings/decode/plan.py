@@ -111,7 +111,7 @@ class DecodeCall:
         return _CODEC.value(text, DecodeCall)
 
 
-_CODEC = CODEC.beside(DecodeCall, Schedule, brief=True)
+_CODEC = CODEC.extended(DecodeCall, Schedule, brief=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -81,4 +81,4 @@ class Fa4Call:
         return _CODEC.value(text, Fa4Call)
 
 
-_CODEC = CODEC.beside(Fa4Call, brief=True)
+_CODEC = CODEC.extended(Fa4Call, brief=True)

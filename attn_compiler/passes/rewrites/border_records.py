@@ -16,7 +16,7 @@ from attn_compiler.spec.attention import CODEC
 from attn_compiler.torch_private import frames as torch_frames, known_masks
 from attn_compiler.torch_private.known_masks import Known
 
-_CODEC = CODEC.beside(Known)
+_CODEC = CODEC.extended(Known)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,7 @@ class KeptFile:
     known: str | None
 
 
-_CODEC = CODEC.beside(
+_CODEC = CODEC.extended(
     KeptFile,
     *record.PARTS,
     *border_records.PARTS,
@@ -88,7 +88,7 @@ class Remembered:
             return None
         data = self.store.get(self.keyed.text)
         try:
-            kept = None if data is None else _CODEC.made(data)
+            kept = None if data is None else _CODEC.from_data(data)
             return kept if isinstance(kept, KeptFile) and self._may_be_done(kept) else None
         except Exception as error:
             if torch_compat.starts_over(error):

@@ -56,7 +56,7 @@ class Before:
     def beside(self, unit: Unit) -> Unit:
         """A unit of its own, to be rewritten as any graph whose padding stays. unit: the packed one."""
         return Unit(
-            graph_module=torch_packed.beside(unit.graph_module, self.graph),
+            graph_module=torch_packed.with_graph(unit.graph_module, self.graph),
             options=unit.options,
             place=unit.place,
             memory=self.memory,

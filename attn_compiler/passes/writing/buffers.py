@@ -89,7 +89,7 @@ def _known(buffer: Buffer, home: fp8_state.Home | None) -> torch.Tensor | None:
 
 def _new(buffer: Buffer, home: fp8_state.Home | None) -> torch.Tensor:
     tensor = _zeros(buffer.value)
-    fp8_state.keep(buffer.label, tensor, home, training=_trains(buffer))
+    fp8_state.register(buffer.label, tensor, home, training=_trains(buffer))
     return tensor
 
 

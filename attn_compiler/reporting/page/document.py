@@ -43,7 +43,7 @@ def page(reports: Sequence[GraphReport]) -> str:
             "main",
             _overview(shown),
             *(graphs.section(report, identity, first) for identity, report in shown.items()),
-            _without_attention(empty),
+            element("p", f"{wording.without_attention(empty)}.", class_="aside") if empty else None,
             id="attentions",
         ),
         element("footer", element("p", f"Made by attn_compiler {_version()}. How to read it: docs/report.md.")),
@@ -166,9 +166,3 @@ def _overview(shown: dict[str, GraphReport]) -> Markup | None:
 
 def _gain(milliseconds: float | None) -> str:
     return "not known" if milliseconds is None else f"{milliseconds:+.3g} ms"
-
-
-def _without_attention(empty: Sequence[GraphReport]) -> Markup | None:
-    if not empty:
-        return None
-    return element("p", f"{wording.without_attention(empty)}.", class_="aside")

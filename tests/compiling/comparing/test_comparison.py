@@ -245,28 +245,28 @@ def test_without_a_loss_every_output_counts_and_the_noise_is_the_same_again() ->
 def test_the_largest_difference_and_where_it_is() -> None:
     own = {"a": torch.tensor([1.0, -8.0]), "b": torch.tensor([True, False]), "c": torch.tensor([1 + 1j])}
     new = {"a": torch.tensor([1.25, -8.0]), "b": torch.tensor([True, False]), "c": torch.tensor([1 + 1j])}
-    assert results.apart(own, own) == results.Distance(largest=0.0, where="a", beside=8.0)
-    assert results.apart(new, own) == results.Distance(largest=0.25, where="a", beside=8.0)
+    assert results.distance(own, own) == results.Distance(largest=0.0, where="a", beside=8.0)
+    assert results.distance(new, own) == results.Distance(largest=0.25, where="a", beside=8.0)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_what_is_no_number_on_one_side_alone_is_infinitely_far(odd: float) -> None:
     own, new = {"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([odd, 2.0])}
-    assert results.apart(new, own).largest == math.inf
-    assert results.apart(new, new).largest == 0
+    assert results.distance(new, own).largest == math.inf
+    assert results.distance(new, new).largest == 0
 
 
 def test_what_only_one_has_is_named() -> None:
     one, two = torch.ones(1), torch.ones(2)
-    found = results.apart({"a": one, "b": one, "d": two}, {"a": one, "c": one, "d": one})
+    found = results.distance({"a": one, "b": one, "d": two}, {"a": one, "c": one, "d": one})
     assert sorted(found.others) == ["b", "c", "d"]
     assert found.largest == 0
 
 
 def test_no_gradient_is_one_of_zeros() -> None:
-    found = results.apart({"a": None, "b": None}, {"a": torch.tensor([0.0, 0.5]), "b": None})
+    found = results.distance({"a": None, "b": None}, {"a": torch.tensor([0.0, 0.5]), "b": None})
     assert found == results.Distance(largest=0.5, where="a", beside=0.5)
-    assert results.apart({"a": torch.tensor([0.25])}, {"a": None}).largest == 0.25
+    assert results.distance({"a": torch.tensor([0.25])}, {"a": None}).largest == 0.25
 
 
 def test_padding_is_compared_apart_and_in_no_loss() -> None:
@@ -275,9 +275,9 @@ def test_padding_is_compared_apart_and_in_no_loss() -> None:
     hidden = torch.zeros(2, 3, 4)
     hidden[padding] = 5.0
     hidden[1, 1, 2] = 0.25
-    far = results.apart({"hidden": hidden, "pooled": torch.full((2, 4), 0.125)}, own, padding)
+    far = results.distance({"hidden": hidden, "pooled": torch.full((2, 4), 0.125)}, own, padding)
     assert (far.largest, far.where, far.at_padding) == (0.25, "hidden", 5.0)
-    assert results.apart({"pooled": torch.ones(2, 4)}, {"pooled": own["pooled"]}, padding).at_padding is None
+    assert results.distance({"pooled": torch.ones(2, 4)}, {"pooled": own["pooled"]}, padding).at_padding is None
     hidden.requires_grad_()
     loss = results.loss_of({"hidden": hidden}, {}, padding)
     assert loss is not None
@@ -287,7 +287,7 @@ def test_padding_is_compared_apart_and_in_no_loss() -> None:
 
 
 def test_all_of_a_tensor_may_be_padding() -> None:
-    far = results.apart({"x": torch.ones(1, 2, 1)}, {"x": torch.zeros(1, 2, 1)}, torch.ones(1, 2, dtype=torch.bool))
+    far = results.distance({"x": torch.ones(1, 2, 1)}, {"x": torch.zeros(1, 2, 1)}, torch.ones(1, 2, dtype=torch.bool))
     assert (far.largest, far.at_padding) == (0.0, 1.0)
 
 
@@ -296,7 +296,7 @@ def test_classes_and_heads_may_be_as_many_as_tokens(shape: tuple[int, ...]) -> N
     padding = torch.tensor([[True, False, False], [False, False, True]])
     new = torch.zeros(shape)
     new[padding] = 5.0
-    far = results.apart({"x": new}, {"x": torch.zeros(shape)}, padding)
+    far = results.distance({"x": new}, {"x": torch.zeros(shape)}, padding)
     assert (far.largest, far.at_padding) == (5.0, None)
     new.requires_grad_()
     loss = results.loss_of({"x": new}, {}, padding)
@@ -309,7 +309,7 @@ def test_padding_of_an_encoder_is_not_a_decoders() -> None:
     wrong = torch.zeros(2, 3, 4)
     wrong[padding] = 5.0
     own = {"logits": torch.zeros(2, 3, 4), "encoder_last_hidden_state": torch.zeros(2, 3, 4)}
-    far = results.apart({"logits": wrong, "encoder_last_hidden_state": own["logits"]}, own, padding)
+    far = results.distance({"logits": wrong, "encoder_last_hidden_state": own["logits"]}, own, padding)
     assert (far.largest, far.where, far.at_padding) == (5.0, "logits", 0.0)
-    far = results.apart({"logits": own["logits"], "encoder_last_hidden_state": wrong}, own, padding)
+    far = results.distance({"logits": own["logits"], "encoder_last_hidden_state": wrong}, own, padding)
     assert (far.largest, far.at_padding) == (0.0, 5.0)

@@ -137,11 +137,11 @@ def test_a_call_that_writes_to_its_inputs_gets_new_ones_each_time() -> None:
     first, _ = inputs.for_call()
     assert first[0] is not x
     assert first[0].requires_grad
-    inputs.look()
+    inputs.check_writes()
     again, kwargs = inputs.for_call()
     assert again[0] is first[0]
     kwargs["scale"].add_(1)
-    inputs.look()
+    inputs.check_writes()
     third, kwargs = inputs.for_call()
     assert third[0] is not first[0]
     assert kwargs["scale"].tolist() == [1]

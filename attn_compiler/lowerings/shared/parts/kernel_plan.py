@@ -129,7 +129,7 @@ class Call:
         return _CODEC.value(text, Call)
 
 
-_CODEC = CODEC.beside(Call, Tiles, Tile, brief=True)
+_CODEC = CODEC.extended(Call, Tiles, Tile, brief=True)
 
 
 #: smallest head dim of a tile that a warpgroup of Hopper multiplies

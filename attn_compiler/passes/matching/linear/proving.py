@@ -95,7 +95,7 @@ def _key(spec: LinearSpec) -> str:
 
 
 def _tested(proposed: Proposed, spec: LinearSpec) -> str:
-    with substitution.apart():
+    with substitution.outside_compilation():
         torch.manual_seed(_SEED)
         is_read = spec.length == _ANY
         steps = None if is_read else same_steps.why_not(proposed, spec)

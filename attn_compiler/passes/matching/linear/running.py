@@ -125,7 +125,7 @@ def _dtypes_of(
     length = 1 if form.recurrence == "ssd" and form.chunk == 1 else 3
     sizes = DrawSizes(batch=2, length=length, heads_k=2 if grouped else 4, heads_v=4, dim_k=5, dim_v=7, sort=SORTS[0])
     shapes = shapes_of(form, sizes)
-    with substitution.apart(), torch.no_grad():
+    with substitution.outside_compilation(), torch.no_grad():
         out, last = proposed.run(
             form, [torch.full(shapes[role], 0.5, dtype=dtype, device="cpu") for role, dtype in dtypes]
         )

@@ -78,6 +78,6 @@ def _steps(proposed: Proposed, spec: LinearSpec, at: DrawSizes) -> _Steps:
     shapes = running.shapes_of(spec.form, at)
     given = [torch.empty(shapes[role], device="meta") for role in spec.form.roles]
     steps = _Steps()
-    with substitution.apart(), torch.no_grad(), torch.device("meta"), steps:
+    with substitution.outside_compilation(), torch.no_grad(), torch.device("meta"), steps:
         proposed.run(spec.form, given)
     return steps
