@@ -83,7 +83,7 @@ def read(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent
     mask, queries = gathering.mask(), gathering.queries
     operands = gathering.of_latent() if of_latent else gathering.of_keys()
     operands = dataclasses.replace(operands, q=gathering.by_query(operands.q), mask=mask)
-    spec = _of_chosen(emitter, spec, operands, of_latent=of_latent)
+    spec = _chosen_spec(emitter, spec, operands, of_latent=of_latent)
     return OverChosen(spec=spec, operands=operands, queries=None if queries == 1 else queries)
 
 
@@ -202,7 +202,7 @@ class _Gathering:
         for _ in range(2 if self.by_head else 1):
             places = self._call(torch.unsqueeze, places, 0)
         heads = ix.mul(H, Const(_group(self._spec) or 1))
-        at = [ix.substitute(self._of_row(x), H, heads) for x in self._chosen.at]
+        at = [ix.substitute(self._without_query(x), H, heads) for x in self._chosen.at]
         load = Load(self._chosen.tensor, (*at, J), "int")
         found = on_nodes.emit(self._emitter, load, self._names((load,), {**self._indices, "j": places}))
         shape = [self._rows, *([self._heads] if self.by_head else []), -1]
@@ -224,7 +224,7 @@ class _Gathering:
 
     def _counting(self, conditions: list[Expr]) -> fx.Node:
         names = self._names(conditions, {**self._indices, "k": self._named})
-        found = [on_nodes.emit(self._emitter, self._of_row(x), names) for x in conditions]
+        found = [on_nodes.emit(self._emitter, self._without_query(x), names) for x in conditions]
         found += [] if self._chosen.distinct else [self._first_of_each()]
         allowed = reduce(lambda a, b: self._call(torch.logical_and, a, b), found)
         whole = self._call(torch.Tensor.expand_as, allowed, self._named)
@@ -243,7 +243,7 @@ class _Gathering:
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
-    def _of_row(self, x: Expr) -> Expr:
+    def _without_query(self, x: Expr) -> Expr:
         """Set the query index to 0 where there is a single query."""
         return ix.substitute(x, Q, ix.ZERO) if self._query is None else x
 
@@ -298,7 +298,7 @@ def _conditions(found: Parts) -> Iterator[Expr]:
         yield found.keys
 
 
-def _of_chosen(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool) -> AttentionSpec:
+def _chosen_spec(emitter: Emitter, spec: AttentionSpec, operands: Operands, *, of_latent: bool) -> AttentionSpec:
     """Return the spec of the chosen keys, with the layout of the gathered tensors."""
 
     def moved(node: fx.Node) -> TensorSpec:

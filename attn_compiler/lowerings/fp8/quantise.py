@@ -132,7 +132,7 @@ class _Quantiser:
                 self._item(outputs, EACH * i + j) for j in range(EACH)
             )
         if history is not None:
-            self._move_on(history, self._item(outputs, EACH * len(rest)))
+            self._shift_history(history, self._item(outputs, EACH * len(rest)))
         if needs_shift(self.spec):
             made["shift"] = self._item(outputs, EACH * len(rest) + 1)
         return made
@@ -193,7 +193,7 @@ class _Quantiser:
                 kept = self._call(op, list(x.values()), mean, self._rounding(how.values(), per), *self._further)
                 return self._parts(kept, x, per)
             case DelayedScaling() as delayed if history is not None:
-                return self._parts(self._of_steps_before(history, delayed), x, delayed.granularity)
+                return self._parts(self._past_magnitudes(history, delayed), x, delayed.granularity)
             case _:
                 return {}
 
@@ -215,13 +215,13 @@ class _Quantiser:
         counts = [rounding.count(self.emitter.value(node), scaling.granularity) for node in x.values()]
         return self.emitter.buffer("amax", (scaling.amax_history_len, sum(counts)))
 
-    def _of_steps_before(self, history: History, scaling: DelayedScaling) -> fx.Node:
+    def _past_magnitudes(self, history: History, scaling: DelayedScaling) -> fx.Node:
         """Return the magnitudes of earlier steps, (n,)."""
         _, before = history
         newest = self._call(aten.slice.Tensor, before, 0, 0, 1) if scaling.amax_compute_algo != "max" else before
         return self._call(torch.amax, newest, 0)
 
-    def _move_on(self, history: History, newest: fx.Node) -> None:
+    def _shift_history(self, history: History, newest: fx.Node) -> None:
         """Shift the buffer by one step."""
         buffer, before = history
         kept = self._call(aten.slice.Tensor, before, 0, 0, self.emitter.value(before).shape[0] - 1)

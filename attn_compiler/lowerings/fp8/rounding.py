@@ -264,10 +264,10 @@ def _round_in_pytorch(
 def _exact(x: torch.Tensor, mean: torch.Tensor | None, how: How, seen: torch.Tensor | None) -> torch.Tensor:
     exact = rotated(x) if how.rotated else x.float()
     exact = exact if mean is None or not how.has_mean else exact - mean[:, :, -1:]
-    return torch.where(_of_positions(seen), exact, 0.0) if seen is not None and how.of_keys else exact
+    return torch.where(_by_position(seen), exact, 0.0) if seen is not None and how.of_keys else exact
 
 
-def _of_positions(seen: torch.Tensor) -> torch.Tensor:
+def _by_position(seen: torch.Tensor) -> torch.Tensor:
     """Return (B|1, S) as (B|1, 1, S, 1)."""
     return seen[:, None, :, None]
 
@@ -320,7 +320,7 @@ def _largest_in_pytorch(
 
 
 def _mean_in_pytorch(k: torch.Tensor, with_rotated: bool, seen: torch.Tensor | None = None) -> torch.Tensor:
-    wide = k.float() if seen is None else torch.where(_of_positions(seen), k.float(), 0.0)
+    wide = k.float() if seen is None else torch.where(_by_position(seen), k.float(), 0.0)
     mean = torch.where(wide.isfinite(), wide, 0.0).mean(2, keepdim=True)
     mean = torch.where(mean.isfinite(), mean, 0.0)
     return torch.cat([mean, rotated(mean)], 2) if with_rotated else mean

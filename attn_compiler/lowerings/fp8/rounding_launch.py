@@ -118,7 +118,7 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
         each = how.each[i] if i < many else how.each[0]
         of_all = named.get(f"largest{i}")
         numbers[f"of_{i}"] = Numbers(
-            **_of_one(named, i, block * (_RUN if each.rotated else 1)),
+            **_tensor_numbers(named, i, block * (_RUN if each.rotated else 1)),
             **_strides(named, f"rounded{i}", "y"),
             **_strides(named, f"restored{i}", "r"),
             largest_b=0 if of_all is None else along(of_all, 0),
@@ -166,7 +166,7 @@ def _looking(named: Named, how: Rounding, many: int) -> Arguments:
     part, looks = (_LOOK_PART // 2, _LOOKS * 4) if _has_rotation(how) else (_LOOK_PART, _LOOKS)
     numbers: dict[str, Any] = {"HOW": LookSwitches(PARTS=looks, PART=part, MEAN_OF=_mean_of(how))}
     for i in range(_MOST):
-        of_one = _of_one(named, i, looks * part)
+        of_one = _tensor_numbers(named, i, looks * part)
         kept_b = of_one["heads"] if per == "row" else 0
         numbers[f"of_{i}"] = LookNumbers(**of_one, kept_b=kept_b, kept_h=int(per != "tensor"))
         numbers[f"EACH{i}"] = Each(
@@ -207,7 +207,7 @@ def _is_narrow(named: Named, head_dim: int) -> bool:
     return all(x.shape[3] <= head_dim for name, x in named.items() if name.startswith("x"))
 
 
-def _of_one(named: Named, i: int, block: int) -> dict[str, int]:
+def _tensor_numbers(named: Named, i: int, block: int) -> dict[str, int]:
     """Return the arguments of one tensor that both kernels take. A missing tensor has no programs, and any other values."""
     x = named.get(f"x{i}", named["x0"])
     batch, heads, length, _ = x.shape
@@ -216,7 +216,7 @@ def _of_one(named: Named, i: int, block: int) -> dict[str, int]:
 
 
 def _widths(named: Named, i: int) -> dict[str, int]:
-    """Return the compile-time arguments of one tensor, as `_of_one`."""
+    """Return the compile-time arguments of one tensor, as `_tensor_numbers`."""
     head_dim = named.get(f"x{i}", named["x0"]).shape[3]
     return {"HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim)}
 

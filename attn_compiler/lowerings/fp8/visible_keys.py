@@ -41,13 +41,13 @@ def keys(spec: AttentionSpec) -> Parts | None:
     found = parts.parts(spec)
     if found.keys_given:
         return Parts(keys_given=True)
-    conditions = [*([] if found.keys is None else [found.keys]), *_of_rows(found), *_of_band(found.band, spec)]
+    conditions = [*([] if found.keys is None else [found.keys]), *_row_bounds(found), *_band_bounds(found.band, spec)]
     if not conditions:
         return None
     return Parts(keys=ix.apply("and", *conditions) if len(conditions) > 1 else conditions[0])
 
 
-def _of_rows(found: Parts) -> Iterator[Expr]:
+def _row_bounds(found: Parts) -> Iterator[Expr]:
     """Yield an interval's sides that are the same for all queries."""
     if found.rows is None:
         return
@@ -58,7 +58,7 @@ def _of_rows(found: Parts) -> Iterator[Expr]:
         yield ix.compare("<", K, upper)
 
 
-def _of_band(band: Band | None, spec: AttentionSpec) -> Iterator[Expr]:
+def _band_bounds(band: Band | None, spec: AttentionSpec) -> Iterator[Expr]:
     """Yield the bounds at the first query's first key and at the last query's last key."""
     if band is None:
         return

@@ -82,7 +82,7 @@ def _is_in_order(shared: Backward) -> bool:
 
 
 def _run(shared: Backward) -> list[torch.Tensor]:
-    shared.launch(around_backward.attention_before_backward, before)
+    shared.launch(around_backward.attention_before_backward, before_arguments)
     if is_wide(shared.prepared.call.spec):
         for grad in wide_launch.PASSES:
             passed = functools.partial(wide_launch.arguments, grad=grad, leaks=leaks(shared))
@@ -90,7 +90,7 @@ def _run(shared: Backward) -> list[torch.Tensor]:
     else:
         _run_narrow(shared)
     for name in ("K", "V") if "EachK" in shared.tensors else ():
-        shared.launch(around_backward.attention_sum_groups, functools.partial(summed, name=name), name)
+        shared.launch(around_backward.attention_sum_groups, functools.partial(sum_arguments, name=name), name)
     if leaks(shared):
         shared.launch(backward.attention_grad_q, again_q)
         for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
@@ -102,9 +102,9 @@ def _run(shared: Backward) -> list[torch.Tensor]:
 def _run_narrow(shared: Backward) -> None:
     """Compute dq, dk and dv in one pass."""
     if "Ranks" in shared.tensors:
-        shared.launch(around_backward.attention_ranks, ranks)
-    shared.launch(backward_sm90.attention_backward_sm90, main)
-    shared.launch(around_backward.attention_after_backward, after)
+        shared.launch(around_backward.attention_ranks, rank_arguments)
+    shared.launch(backward_sm90.attention_backward_sm90, main_arguments)
+    shared.launch(around_backward.attention_after_backward, after_arguments)
 
 
 def _around(shared: Backward) -> int:
@@ -117,7 +117,7 @@ def leaks(shared: Backward) -> bool:
     return shared.same.fact("leaks", lambda: may_leak(shared.prepared, shared.tensors["Q"], shared.tensors["K"]))
 
 
-def before(shared: Backward) -> Arguments:
+def before_arguments(shared: Backward) -> Arguments:
     """Arguments of the kernel that computes row stats and writes zeros."""
     out, grad_out, rows = shared.tensors["Out"], shared.tensors["GradOut"], shared.tensors["RowStats"].shape[3]
     batch, heads, seqlen_q, _ = out.shape
@@ -130,7 +130,7 @@ def before(shared: Backward) -> Arguments:
     return Arguments(grid=(rows // block, heads, batch), tensors=tensors, numbers=numbers)
 
 
-def ranks(shared: Backward) -> Arguments:
+def rank_arguments(shared: Backward) -> Arguments:
     """Arguments of the kernel that ranks the blocks of each list."""
     listed = shared.tensors["tiles_by_key"]
     spec, blocks = shared.prepared.call.spec, grad_blocks_of(shared.prepared.call.spec)
@@ -150,7 +150,7 @@ def _head_dims(shared: Backward) -> dict[str, int]:
     return {"HEAD_DIM_QK": q.shape[3], "QK_ALL": qk, "HEAD_DIM_V": values.shape[3], "V_ALL": v}
 
 
-def after(shared: Backward) -> Arguments:
+def after_arguments(shared: Backward) -> Arguments:
     """Arguments of the kernel that turns sums into dq."""
     grad_q = shared.tensors["GradQ"]
     batch, heads, seqlen_q, _ = grad_q.shape
@@ -164,7 +164,7 @@ def after(shared: Backward) -> Arguments:
     )
 
 
-def summed(shared: Backward, name: str) -> Arguments:
+def sum_arguments(shared: Backward, name: str) -> Arguments:
     """Arguments of the kernel that sums dk or dv over the query heads of a group."""
     each, grad = shared.tensors[f"Each{name}"], shared.tensors[f"Grad{name}"]
     batch, heads, length, head_dim = grad.shape
@@ -177,7 +177,7 @@ def summed(shared: Backward, name: str) -> Arguments:
     )
 
 
-def main(shared: Backward) -> Arguments:
+def main_arguments(shared: Backward) -> Arguments:
     """Arguments of the backward kernel itself."""
     prepared, q, k = shared.prepared, shared.tensors["Q"], shared.tensors["K"]
     blocks = grad_blocks_of(prepared.call.spec)

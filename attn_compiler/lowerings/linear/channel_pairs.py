@@ -118,7 +118,7 @@ def _setup(ctx: Any, inputs: Sequence[Tensor], output: Sequence[Tensor]) -> None
     ctx.save_for_backward(*inputs)
 
 
-def _of_pairs(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _grad_pairs(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     found: tuple[Tensor, Tensor, Tensor] = _OPS.linear_channel_pairs_backward(*grads, *ctx.saved_tensors)
     return found
 
@@ -126,4 +126,4 @@ def _of_pairs(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _OPS: Any = getattr(torch.ops, NAMESPACE)
 
 register_helper("linear_channel_pairs_backward", _BACKWARD, function=pairs_backward, fake=_fake_backward)
-register_helper("linear_channel_pairs", _PAIRS, function=pairs, fake=_fake_pairs, differentiated=(_setup, _of_pairs))
+register_helper("linear_channel_pairs", _PAIRS, function=pairs, fake=_fake_pairs, differentiated=(_setup, _grad_pairs))

@@ -61,7 +61,7 @@ def by_chunks(given: LinearOperands) -> tuple[Tensor, Tensor]:
     else:
         state = given.first_state.flatten(0, 1)
         states, last, seen = _OPS.linear_scan.default(v, kd, cd, state, w)
-        of_chunk = _of_earlier(pairs, v if w is None else seen)
+        of_chunk = _pair_product(pairs, v if w is None else seen)
         out = torch.baddbmm(_flat(of_chunk), _flat(q * grown), _flat(states))
     return _from_chunks(out.view(*v.shape), batch, length, heads), last.view(batch, heads, *last.shape[1:])
 
@@ -82,10 +82,10 @@ def _one_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Compute a single chunk, without a scan. q: with the decay from the chunk's first token. Without a state, none is read."""
     if given.state is None:
-        return _flat(_of_earlier(pairs, v)), _flat(kd.mT @ v)
+        return _flat(_pair_product(pairs, v)), _flat(kd.mT @ v)
     state = given.state.flatten(0, 1).unsqueeze(0)
     seen = v if w is None else v - w @ state
-    return _flat(_of_earlier(pairs, seen) + q @ state), _flat(state * cd + kd.mT @ seen)
+    return _flat(_pair_product(pairs, seen) + q @ state), _flat(state * cd + kd.mT @ seen)
 
 
 def _dots(rows: Tensor, k: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _solve(lower: Tensor, right: Tensor) -> Tensor:
     return found
 
 
-def _of_earlier(pairs: Tensor, v: Tensor) -> Tensor:
+def _pair_product(pairs: Tensor, v: Tensor) -> Tensor:
     """Multiply pairs by v, with ops chosen as in `_dots`."""
     if not _is_differentiated(pairs, v):
         return triangles.contained_of_earlier(pairs, v)

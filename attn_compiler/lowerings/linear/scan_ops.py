@@ -78,7 +78,7 @@ def _setup_scan(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> No
     ctx.save_for_backward(kd, cd, w, states, u if w is None else v)
 
 
-def _of_scan(ctx: Any, grad_states: Tensor, grad_last: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+def _grad_scan(ctx: Any, grad_states: Tensor, grad_last: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
     kd, cd, w, states, v = ctx.saved_tensors
     after, grad_u, grad_state = _OPS.linear_scan_backward(grad_states, grad_last, grad_v, kd, cd, w)
     grad_cd = (after * states).sum(-1, keepdim=True)
@@ -91,4 +91,4 @@ def _of_scan(ctx: Any, grad_states: Tensor, grad_last: Tensor, grad_v: Tensor) -
 _OPS: Any = getattr(torch.ops, NAMESPACE)
 
 register_helper("linear_scan_backward", _SCAN_BACKWARD, function=scan_backward, fake=_fake_scan_backward)
-register_helper("linear_scan", _SCAN, function=scan, fake=_fake_scan, differentiated=(_setup_scan, _of_scan))
+register_helper("linear_scan", _SCAN, function=scan, fake=_fake_scan, differentiated=(_setup_scan, _grad_scan))

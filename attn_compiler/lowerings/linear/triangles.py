@@ -29,7 +29,7 @@ def dots(x: Tensor, y: Tensor) -> Tensor:
 
 def dots_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of both operands of `dots`."""
-    return of_earlier(grad, y), _of_later(grad, x)
+    return of_earlier(grad, y), _transposed_product(grad, x)
 
 
 def of_earlier(x: Tensor, y: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ def contained_of_earlier(x: Tensor, y: Tensor) -> Tensor:
 
 def of_earlier_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of both operands of `of_earlier`, for x also where it is 0."""
-    return grad @ y.mT, _of_later(x, grad)
+    return grad @ y.mT, _transposed_product(x, grad)
 
 
-def _of_later(x: Tensor, y: Tensor) -> Tensor:
+def _transposed_product(x: Tensor, y: Tensor) -> Tensor:
     """Return xᵀ @ y, for x as in `of_earlier` and y (..., R, D)."""
     found = x.mT @ y
     if _is_finite(found):
@@ -129,18 +129,18 @@ def _keep_solved(ctx: Any, inputs: Sequence[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], output)
 
 
-def _of_dots(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _grad_dots(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = _OPS.linear_dots_backward(grad, *ctx.saved_tensors)
     return found
 
 
-def _of_products(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _grad_product(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     # The incoming gradient's rows of a head are not adjacent.
     found: tuple[Tensor, Tensor] = _OPS.linear_of_earlier_backward(grad.contiguous(), *ctx.saved_tensors)
     return found
 
 
-def _of_solve(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _grad_solve(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = _OPS.linear_solve_backward(grad, *ctx.saved_tensors)
     return found
 
@@ -148,10 +148,10 @@ def _of_solve(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 _OPS: Any = getattr(torch.ops, NAMESPACE)
 
 register_helper("linear_dots_backward", _BACKWARD, function=dots_backward, fake=_fake_backward)
-register_helper("linear_dots", _OP, function=dots, fake=_fake_dots, differentiated=(_keep_both, _of_dots))
+register_helper("linear_dots", _OP, function=dots, fake=_fake_dots, differentiated=(_keep_both, _grad_dots))
 register_helper("linear_of_earlier_backward", _BACKWARD, function=of_earlier_backward, fake=_fake_backward)
 register_helper(
-    "linear_of_earlier", _OP, function=of_earlier, fake=_fake_of_earlier, differentiated=(_keep_both, _of_products)
+    "linear_of_earlier", _OP, function=of_earlier, fake=_fake_of_earlier, differentiated=(_keep_both, _grad_product)
 )
 register_helper("linear_solve_backward", _BACKWARD, function=solve_backward, fake=_fake_backward)
-register_helper("linear_solve", _OP, function=solve, fake=_fake_solve, differentiated=(_keep_solved, _of_solve))
+register_helper("linear_solve", _OP, function=solve, fake=_fake_solve, differentiated=(_keep_solved, _grad_solve))

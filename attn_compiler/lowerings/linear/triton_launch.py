@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import channel, forward as kernels
-from attn_compiler.lowerings.linear.triton_passes import of_states, states
+from attn_compiler.lowerings.linear.triton_passes import edge_strides, states
 from attn_compiler.lowerings.linear.triton_sizes import empty, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -38,7 +38,7 @@ def _launched(
         out, last = outputs(call.form, q, v)
         call.named.update(out=out, last=last)
         if v.shape[1] == 1:
-            call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **of_states(call))
+            call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **edge_strides(call))
         else:
             chunks(call)
             states(call)

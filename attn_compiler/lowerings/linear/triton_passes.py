@@ -51,7 +51,7 @@ def states(call: LinearTensors) -> Pieces:
     sizes = call.sizes
     pieces = Pieces.of(sizes, _processors(call.same.device), is_delta=call.is_delta)
     if pieces.many == 1:
-        call.run(kernels.state_pass, sizes.rows * sizes.blocks, 4, stages_of(call), **of_states(call))
+        call.run(kernels.state_pass, sizes.rows * sizes.blocks, 4, stages_of(call), **edge_strides(call))
         return pieces
     columns = _columns(sizes, is_delta=call.is_delta)
     many = (sizes.batch, sizes.heads, pieces.many)
@@ -66,7 +66,7 @@ def states(call: LinearTensors) -> Pieces:
         part="alone",
         WIDE=columns,
         **pieces.numbers,
-        **of_states(call),
+        **edge_strides(call),
     )
     between = empty((*many, sizes.dim_k, sizes.dim_v), call.named["q"])
     edge = call.named.get("first")
@@ -74,7 +74,7 @@ def states(call: LinearTensors) -> Pieces:
     order = state_strides(call.form, edge, "edge")
     _join(joined, pieces, columns, is_reversed=False, columns=columns, order=order)
     after = call.having(first=between)
-    numbers = {**of_states(call), **_lying(between, "first"), **pieces.numbers}
+    numbers = {**edge_strides(call), **_piece_strides(between, "first"), **pieces.numbers}
     after.run(kernels.state_pass, sizes.rows * pieces.many * sizes.blocks, 4, stages_of(call), part="pieces", **numbers)
     return pieces
 
@@ -98,7 +98,7 @@ def reverse(call: LinearTensors, pieces: Pieces) -> None:
     columns = call.named["wholes"].shape[-1]
     order = state_strides(call.form, last, "edge")
     _join(joined, pieces, width, is_reversed=True, columns=columns, order=order)
-    numbers = {**strides, **_lying(between, "last"), **pieces.numbers}
+    numbers = {**strides, **_piece_strides(between, "last"), **pieces.numbers}
     call.having(grad_last=between).run(kernel, programs, 4, stages_of(call), part="pieces", **numbers)
 
 
@@ -118,7 +118,7 @@ def _join(
     call.run(joining.join_pieces, sizes.rows * sizes.blocks, stages=1, part=part, **numbers)
 
 
-def _lying(between: torch.Tensor, name: str) -> dict[str, int]:
+def _piece_strides(between: torch.Tensor, name: str) -> dict[str, int]:
     """Return strides of states (B, H, pieces, K, V)."""
     return {f"{name}_{letter}": between.stride(at) for at, letter in enumerate("bhpkv")}
 
@@ -128,7 +128,7 @@ def stages_of(call: LinearTensors) -> int:
     return 1 if call.form.channel or not call.sizes.parts else 2
 
 
-def of_states(call: LinearTensors) -> dict[str, Any]:
+def edge_strides(call: LinearTensors) -> dict[str, Any]:
     """Return strides of the first and of the last state."""
     named, form = call.named, call.form
     return {**state_strides(form, named.get("first"), "first"), **state_strides(form, named.get("last"), "last")}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import forward as kernels
-from attn_compiler.lowerings.linear.triton_passes import of_states
+from attn_compiler.lowerings.linear.triton_passes import edge_strides
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.dry_run import noter
@@ -62,7 +62,7 @@ def _first(given: dict[str, Tensor], text: str, same: CallCache) -> Tensor:
         call.named["last"] = call.named["first"]
         v, dtype = call.named["v"], getattr(torch, call.form.out_dtype)
         call.named["out"] = same.empty("out", lambda: torch.empty(v.shape, dtype=dtype, device=v.device))
-        ready = call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **of_states(call))
+        ready = call.run(kernels.one_token, call.sizes.rows * call.sizes.blocks, **edge_strides(call))
     if ready is not None and all(call.named[name] is x for name, x in given.items()):
         # The state has two names in the launch, and one in a replay.
         where = tuple((at, "first" if name == "last" else name) for at, name in ready.where)

@@ -67,7 +67,7 @@ def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argum
     tile, q = prepared.call.tiles.forward, tensors["q8"]
     given = {parameter: tensors[name] for parameter, name in _PARAMETERS.items() if name in tensors}
     numbers = common(prepared, dict(tensors) | given) | lists(tensors.get("tiles")) | strides("o", tensors["Out"])
-    numbers |= _of_fp8(prepared.call.spec, given) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
+    numbers |= _fp8_numbers(prepared.call.spec, given) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
     names = {parameter: name if name in tensors else None for parameter, name in _PARAMETERS.items()}
     further = {"Out": "Out", "Lse": "Lse", "Tiles": prepared.present("tiles"), "Sinks": prepared.present("sinks")}
     return Arguments(
@@ -78,7 +78,7 @@ def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argum
     )
 
 
-def _of_fp8(spec: AttentionSpec, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _fp8_numbers(spec: AttentionSpec, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     found: dict[str, Any] = {"SCALE_BLOCK": quantise.scales_of(spec).block or 0}
     for name in "qkv":
         descale = given[f"Descale{name.upper()}"]
