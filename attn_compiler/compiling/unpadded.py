@@ -62,13 +62,13 @@ def compile_unpadded(
         if padded is not None:
             try:
                 with step("compile the padded graph with its kernels"), compilation.enter():
-                    zeroing.put_in(padded.graph_module.graph, packed)
+                    zeroing.zero_padding(padded.graph_module.graph, packed)
                     padded.graph_module.recompile()
                     return inner.compile_rewritten(padded.graph_module, packed.fakes, key)
             except StepFailed as error:
                 log.debug("%s: %s; the model's own graph is compiled", error.step, error.cause)
         own = torch_packed.copied(packed.original)
-        zeroing.put_in(own.graph, packed)
+        zeroing.zero_padding(own.graph, packed)
         own.recompile()
         try:
             with step("compile the model's own graph"), compilation.enter():

@@ -1,4 +1,4 @@
-"""Context parallelism for users: `ContextParallel`, the option, which cuts batches and puts what comes out together."""
+"""Context parallelism for users: the option `ContextParallel`, which cuts batches and puts results together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank has of a batch: whole tensors are padded, and what models need beside them is added, before they are cut.
+"""A rank's part of a batch: whole tensors are padded, and tensors that models need beside them are added, before they are cut.
 
 All that is a function of the batch, the layout and the rank. So every rank's part can be looked at in one process.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.reasons.errors import ContextParallelInput
 
-#: what losses leave out: the default of torch.nn.functional.cross_entropy's ignore_index
+#: the label that losses leave out: the default of torch.nn.functional.cross_entropy's ignore_index
 IGNORED = -100
-#: Their last axis is the sequence: (B, S), and (3, B, S) for position_ids.
+#: inputs whose last axis is the sequence: (B, S), and (3, B, S) for position_ids
 _LAST = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "token_type_ids"})
-#: (B, S, H)
+#: inputs of (B, S, H)
 _SECOND = frozenset({"inputs_embeds"})
-#: Whose rows are those of the batch, the surest first.
+#: inputs whose rows are those of the batch, the surest first
 _ROWS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "token_type_ids")
 _TARGETS = ("labels", "shift_labels")
 #: (4, B, S): the first of four holds positions in the text, the others those of multimodal rotary embeddings.
@@ -31,14 +31,17 @@ _TEXT_FIRST = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """A batch that can be cut. tensors: along the sequence, of the same length. axes: which of theirs it is. others: what each rank has."""
+    """A batch that can be cut.
+
+    tensors: along the sequence, of the same length. axes: the axis of each that is the sequence. others: values that each rank has.
+    """
 
     tensors: dict[str, Tensor]
     axes: dict[str, int]
     others: dict[str, Any]
 
     def part(self, layout: Layout, rank: int) -> dict[str, Any]:
-        """What a rank has of it."""
+        """Return a rank's part of the batch."""
         parts = {name: layout.part(x, self.axes[name], rank) for name, x in self.tensors.items()}
         return {**parts, **self.others}
 
@@ -53,10 +56,10 @@ def whole(
     pad: bool = True,
     pad_id: int = 0,
 ) -> Whole:
-    """The batch, padded, and with position_ids, attention_mask and shift_labels where they are missing and not in `replicated`.
+    """Return the batch, padded, with position_ids, attention_mask and shift_labels where they are missing and not in `replicated`.
 
     packed: a row holds several documents. No attention_mask is added, and what is padded is one more document.
-    dims: which axis is the sequence, where that is not known of the name or by the dtype. ContextParallelInput says what can't be cut.
+    dims: the axis of the sequence, where name and dtype do not tell it. Raises ContextParallelInput for what can't be cut.
     """
     given = {name: value for name, value in batch.items() if _is_cut(name, value, replicated)}
     others = {name: value for name, value in batch.items() if name not in given}
@@ -94,7 +97,7 @@ def whole(
 
 
 def _is_cut(name: str, value: Any, replicated: tuple[str, ...]) -> bool:
-    """Whether a value is a tensor along the sequence, which each rank gets a part of."""
+    """Return whether a value is a tensor along the sequence, of which each rank gets a part."""
     if name in replicated or value is None or isinstance(value, numbers.Number | str):
         return False
     if isinstance(value, Tensor):
@@ -121,7 +124,7 @@ def _axes(given: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int
         raise _refused(
             tuple(flat),
             "beside tensors of rows, one of a single axis may be along the sequence or along the batch",
-            _shapes(given),
+            ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items()),
             _which(flat[0]),
         )
     return axes
@@ -147,7 +150,7 @@ def _length(given: Mapping[str, Tensor], axes: Mapping[str, int]) -> int:
     if not lengths:
         raise _refused((), "one tensor along the sequence is there", "none", "Give input_ids or inputs_embeds")
     if len(set(lengths.values())) > 1:
-        # The odd one is what its user has to look at.
+        # The message asks about the tensor with the odd length.
         common = max(lengths.values(), key=list(lengths.values()).count)
         odd = [name for name, length in lengths.items() if length != common]
         raise _refused(
@@ -167,7 +170,7 @@ def _length(given: Mapping[str, Tensor], axes: Mapping[str, int]) -> int:
 def _added(
     given: Mapping[str, Tensor], axes: Mapping[str, int], length: int, pads: int, left: set[str]
 ) -> dict[str, Tensor]:
-    """What models would make of a part of the sequence otherwise, and wrongly. Its last axis is the sequence."""
+    """Return inputs that models would otherwise make from a part of the sequence, and wrongly. Their last axis is the sequence."""
     name = next((name for name in _ROWS if name in given), next(iter(given)))
     shape, device = _rows(given[name], axes[name]), given[name].device
     positions = torch.arange(length + pads, device=device)
@@ -184,14 +187,14 @@ def _added(
 
 
 def _rows(x: Tensor, axis: int) -> tuple[int, ...]:
-    """The axes before the sequence in (B, S): none for a sequence without a batch."""
+    """Return the axes before the sequence in (B, S): none for a sequence without a batch."""
     if x.ndim == 1:
         return ()
     return (1,) if axis == 0 else (x.shape[axis - 1],)
 
 
 def _check_one_document(positions: Tensor, axis: int) -> None:
-    """Models of transformers that have no attention_mask take positions that start again for packed documents."""
+    """Refuse positions that start again in a row: models of transformers without an attention_mask take them for packed documents."""
     if positions.ndim == 3 and positions.shape[0] == _TEXT_FIRST:
         positions, axis = positions[0], axis - 1
     if positions.ndim <= 2 and bool((positions.diff(dim=axis) != 1).any()):
@@ -210,7 +213,7 @@ def _padded(name: str, x: Tensor, axis: int, pads: int, pad_id: int, *, packed: 
     shape = list(x.shape)
     shape[axis] = pads
     if name == "position_ids":
-        # They go on: where a mask is made of positions, nothing in the sequence sees what comes after it. Or it is a document of its own.
+        # Positions go on, so that a mask of positions hides the padding behind the sequence. Or the padding is a document of its own.
         steps = torch.arange(1, pads + 1, device=x.device, dtype=x.dtype)
         last = x.narrow(axis, x.shape[axis] - 1, 1)
         last = torch.full_like(last, -1) if packed else last
@@ -240,10 +243,6 @@ def _which(name: str) -> str:
         f"Say which axis is the sequence by dims={{{name!r}: ...}}, or name it in ContextParallel(..., replicated=({name!r},)) if every "
         "rank has it as a whole"
     )
-
-
-def _shapes(given: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
 
 
 def _refused(names: tuple[str, ...], rule: str, observed: str, remedy: str) -> ContextParallelInput:

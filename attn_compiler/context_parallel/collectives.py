@@ -1,8 +1,8 @@
-"""Collectives over the ranks that share a sequence, and a rank as a number of run time: the only users of functional collectives.
+"""Collectives over the ranks that share a sequence, and a rank as a run-time number: the only users of functional collectives.
 
-Each op of ours is spelled out below autograd as PyTorch's functional collectives and views, so that a compiled graph has those as nodes,
-forward and backward, which Inductor may start early and wait for late. Above autograd each is one op: what masks are made of is read up to
-it, and is a tensor of the whole sequence there. No graph holds a rank: it is the same on all of them.
+Each op of ours is decomposed below autograd into PyTorch's functional collectives and views. So a compiled graph has those as nodes,
+forward and backward, which Inductor may start early and wait for late. Above autograd each is one op. Mask reading stops at it, and sees
+a tensor of the whole sequence there. No graph holds a rank: it is the same on all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLLECTIVES = torch.ops._c10d_functional
 
 
 def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
-    """Piece i goes to rank i; from rank i comes piece i."""
+    """Send piece i to rank i, and receive piece i from rank i."""
     sizes = [1] * pieces.shape[0]
     started = _COLLECTIVES.all_to_all_single.default(pieces.contiguous(), sizes, sizes, group)
     theirs: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
@@ -35,7 +35,7 @@ def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def sent_and_received(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
-    """What comes from all ranks, one after the other, for x, whose first sent[0] elements go to rank 0, and so on. Without a gradient."""
+    """Send the first sent[0] elements of x to rank 0, and so on; return the pieces from all ranks in order. Without a gradient."""
     started = _COLLECTIVES.all_to_all_single.default(x, received, sent, group)
     theirs: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
     return theirs
@@ -45,12 +45,12 @@ def _gathered(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str)
     sent = x.to(torch.uint8) if x.dtype == torch.bool else x
     started = _COLLECTIVES.all_gather_into_tensor.default(sent.contiguous(), size, group)
     by_rank = torch.unflatten(_COLLECTIVES.wait_tensor.default(started), 0, (size, x.shape[0]))
-    # A copy even where this is a view: an op gives what is its own.
+    # A copy even where this is a view: an op may not return a view of its input.
     return joined(by_rank, axis, balanced).to(x.dtype).clone(memory_format=torch.contiguous_format)
 
 
 def _gathered_piece(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """(s,) of each rank -> (size · s,)"""
+    """Gather (s,) of each rank into (size · s,)."""
     started = _COLLECTIVES.all_gather_into_tensor.default(x.contiguous(), size, group)
     whole: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
     return whole
@@ -63,9 +63,9 @@ def _scattered_piece(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
 
 def _scattered_sum(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
-    """Each rank's part of the sum over ranks. The sum has at least float32, and is rounded once.
+    """Return each rank's part of the sum over ranks. The sum has at least float32, and is rounded once.
 
-    An exchange, after which each rank adds up what it got: as many bytes as a reduce-scatter. NCCL took 473 µs for that where an exchange
+    After an exchange, each rank adds up what it got: as many bytes as a reduce-scatter. NCCL took 473 µs for that where an exchange
     of more bytes took 267 (two H100, 32 MiB sent, `docs/context_parallel.md`).
     """
     theirs = _exchanged(split(x, axis, size, balanced), group)
@@ -80,24 +80,24 @@ def _summed(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _to_heads(x: torch.Tensor, size: int, balanced: bool, group: str) -> torch.Tensor:
-    """(B, H, n, D), n of the rank -> (B, H / size, N, D), N of the whole sequence."""
+    """Exchange (B, H, n, D), n of the rank, for (B, H / size, N, D), N of the whole sequence."""
     pieces = torch.unflatten(x, 1, (size, x.shape[1] // size)).movedim(1, 0)
     return joined(_exchanged(pieces, group), 2, balanced).clone(memory_format=torch.contiguous_format)
 
 
 def _to_positions(x: torch.Tensor, size: int, balanced: bool, group: str) -> torch.Tensor:
-    """The inverse of `_to_heads`."""
+    """Invert `_to_heads`."""
     by_heads = _exchanged(split(x, 2, size, balanced), group)
     return by_heads.movedim(0, 1).flatten(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _of_slots(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """(B, H, slots, D) -> (B, H, slots · size, D), in the order of positions (context_parallel/slots.py)."""
+    """Gather (B, H, slots, D) into (B, H, slots · size, D), in the order of positions (context_parallel/slots.py)."""
     return slots.joined(parts(x, size, group)).clone(memory_format=torch.contiguous_format)
 
 
 def _same_on_ranks(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """A copy of x, if all ranks have the same. Each rank raises where one differs."""
+    """Return a copy of x, which all ranks have to have alike. Each rank raises where one differs."""
     # A few numbers of each position tell whether ranks were given one sequence. Kernels may round in other ways on other machines.
     by_rank = parts(x[..., :4], size, group).double()
     is_same = torch.isclose(by_rank, by_rank[:1], rtol=2e-2, atol=1e-3, equal_nan=True).all()
@@ -115,7 +115,7 @@ def _same_on_ranks(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 def _with_gradient(
     name: str, forward: Callable[..., torch.Tensor], backward: Callable[..., torch.Tensor]
 ) -> type[torch.autograd.Function]:
-    """An autograd.Function of a collective whose gradient is another one with the same arguments."""
+    """Return an autograd.Function of a collective whose gradient is another collective with the same arguments."""
 
     def _forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
         ctx.given = given
@@ -130,7 +130,7 @@ def _with_gradient(
 
 _GATHER, _WAIT = _COLLECTIVES.all_gather_into_tensor.default, _COLLECTIVES.wait_tensor.default
 _ATEN = torch.ops.aten
-#: what `joined`, and taking keys and values apart, are made of once they are traced
+#: ops of a trace of `joined`, and of splitting into keys and values
 MOVES = frozenset(
     {_WAIT, _ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default, _ATEN.permute.default}
     | {_ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.slice.Tensor, _ATEN.select.int}
@@ -139,9 +139,9 @@ MOVES = frozenset(
 
 
 def gather_again(graph: fx.Graph, group: str) -> None:
-    """Have the backward gather keys and values once more, and not keep them: a rank would hold those of the whole sequence, of every layer.
+    """Let the backward gather keys and values once more instead of keeping them: a rank would hold the whole sequence, of every layer.
 
-    graph: of the forward and the backward, before they are parted.
+    graph: of the forward and the backward, before they are partitioned.
     """
     again: set[fx.Node] = set()
     for node in graph.nodes:
@@ -164,7 +164,7 @@ def _fake_sequence_rank(like: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def parts(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """(size, *shape of x): what each rank of the group has, without a gradient. x has one shape on all of them."""
+    """Return every rank's x, (size, *shape of x), without a gradient. x has one shape on all ranks of the group."""
     sent = x.detach().to(torch.uint8) if x.dtype == torch.bool else x.detach()
     found: torch.Tensor = _WAIT(_GATHER(sent.contiguous()[None], size, group))
     return found.to(x.dtype)
@@ -172,10 +172,10 @@ def parts(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
 # ---- ops -----------------------------------------------------------------------------------------------------------------
 
-#: name -> (arguments besides the tensor, what it does, what its gradient does)
+#: name -> (arguments besides the tensor, function, function of its gradient)
 _OPS: dict[str, tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "gathered_sequence": ("int axis, int size, bool balanced, str group", _gathered, _scattered_sum),
-    # The sum over ranks of their losses is what is differentiated.
+    # The sum of all ranks' losses is differentiated.
     "summed_over_ranks": ("str group", _summed, _summed),
     "heads_for_positions": ("int size, bool balanced, str group", _to_heads, _to_positions),
     "exchanged_pieces": ("str group", _exchanged, _exchanged),

@@ -1,4 +1,4 @@
-"""`ContextParallel`: how a sequence is spread over the ranks of a mesh, and what a training loop needs for that."""
+"""`ContextParallel`: how a sequence is spread over the ranks of a mesh, and the functions that a training loop needs for that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 METHODS = ("auto", "all_gather", "all_to_all", "ring")
 LOAD_BALANCES = ("auto", "head_tail", None)
-#: bytes: what Llama 3 70B has of keys and values in one layer at 2^20 positions, in half precision
+#: bytes of keys and values of one layer of Llama 3 70B at 2^20 positions, in half precision
 GATHER_LIMIT = 4 * 2**30
 
 
@@ -28,16 +28,16 @@ GATHER_LIMIT = 4 * 2**30
 class ContextParallel:
     """`options={"context_parallel": ContextParallel(mesh["cp"])}`: each rank has a part of every sequence.
 
-    InvalidOption says what is wrong when it is built.
+    Raises InvalidOption for a wrong argument when it is built.
 
     mesh: the DeviceMesh of the ranks that share a sequence; it has one dimension.
     method: what attention exchanges. "all_gather": keys and values; "all_to_all": heads for positions; "ring": keys and values of one rank
         after the other.
     load_balance: "head_tail" gives each rank a chunk of the first half and one of the second; None gives it one. "auto" is "head_tail".
     replicated: names of model inputs that every rank has as a whole.
-    allow: names of ops along the sequence that are right on a part of it, as the user knows: "aten.cumsum.default".
+    allow: names of ops along the sequence that the user knows to be right on a part of it: "aten.cumsum.default".
     packed: a row holds several documents, and position_ids start again with each.
-    gather_limit: bytes of the keys and values of one attention and all ranks up to which "auto" gathers them.
+    gather_limit: the most bytes of keys and values of one attention, on all ranks, that "auto" gathers.
     """
 
     mesh: DeviceMesh
@@ -62,33 +62,33 @@ class ContextParallel:
 
     @property
     def size(self) -> int:
-        """How many ranks share a sequence."""
+        """The number of ranks that share a sequence."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
-        """Which of them this process is."""
+        """The index of this process among the ranks."""
         return self.mesh.get_local_rank()
 
     @property
     def group_name(self) -> str:
-        """What PyTorch's collectives call the group of these ranks."""
+        """The name of the ranks' group in PyTorch's collectives."""
         return str(self.mesh.get_group().group_name)
 
     @property
     def is_balanced(self) -> bool:
-        """Whether a rank has two chunks of the sequence. One rank has the sequence in its own order."""
+        """True if a rank has two chunks of the sequence. A single rank has the sequence in its own order."""
         return self.load_balance is not None and self.size > 1
 
     @property
     def digest(self) -> str:
-        """A short hash of what changes compiled code. It is the same on all ranks of the group."""
+        """A short hash of all that changes compiled code. It is the same on all ranks of the group."""
         names = [sorted(set(self.replicated)), sorted(set(self.allow))]
         data = [self.method, self.is_balanced, self.size, *names, self.packed, self.group_name, self.gather_limit]
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """What it was built with, for JSON."""
+        """Return its arguments, for JSON."""
         names = ("method", "load_balance", "replicated", "allow", "packed", "gather_limit")
         return {"mesh": str(self.mesh), **{name: getattr(self, name) for name in names}}
 
@@ -101,24 +101,23 @@ class ContextParallel:
         return hash(self.digest)
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
-        """Itself: it is frozen, and its mesh can't be copied. transformers copies the options of a CompileConfig."""
+        """Return itself: it is frozen, and its mesh can't be copied. transformers copies the options of a CompileConfig."""
         return self
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """int64 (length,): which positions of the whole sequence this rank has. length: of this rank's part."""
+        """Return int64 (length,): the positions of the whole sequence that this rank has. length: of this rank's part."""
         self._check_part("positions", "length", length)
         return self._layout.positions(length, self.rank, device)
 
     def shard(
         self, *, dims: Mapping[str, int] | None = None, pad: bool = True, pad_id: int = 0, **batch: Any
     ) -> dict[str, Any]:
-        """What this rank has of a batch, of which each tensor has the whole sequence and is the same on all ranks.
+        """Return this rank's part of a batch, of which each tensor has the whole sequence and is the same on all ranks.
 
-        The sequence is the last axis of integers and booleans and axis 1 of floating-point numbers, or what dims= says for a name. It
-        is padded at its end to a length that can be cut, input_ids with pad_id; with pad=False that is an error. position_ids and
-        attention_mask are added if they are missing, but no mask of `packed` documents. With labels, shift_labels is added, too: the
-        labels of the next positions.
-        Inputs in `replicated`, numbers, texts and None come back as they are. Gradients go back through inputs_embeds.
+        The sequence is the last axis of integers and booleans and axis 1 of floating-point numbers, or the axis in dims=. It is padded at
+        its end to a length that can be cut, input_ids with pad_id; with pad=False that is an error. position_ids and attention_mask are
+        added if they are missing, but no mask of `packed` documents. With labels, shift_labels is added, too: the labels of the next
+        positions. Inputs in `replicated`, numbers, texts and None come back as they are. Gradients go back through inputs_embeds.
         Raises ContextParallelInput.
         """
         whole = batches.whole(
@@ -127,9 +126,9 @@ class ContextParallel:
         return whole.part(self._layout, self.rank)
 
     def unshard(self, x: Tensor, dim: int = 1, *, length: int | None = None) -> Tensor:
-        """The whole sequence in its order, on every rank. dim: which axis is the sequence. length: that before padding, which is cut off.
+        """Return the whole sequence in its order, on every rank. dim: the axis of the sequence. length: before padding, which is cut off.
 
-        x has the same shape on all ranks. Its gradient is that of the sum of what the ranks make of it, as for `mean`.
+        x has the same shape on all ranks. Its gradient is that of the sum over the ranks' uses of the result, as for `mean`.
         """
         if not -x.ndim <= dim < x.ndim:
             raise _misused(
@@ -149,15 +148,16 @@ class ContextParallel:
         return whole if length is None else whole.narrow(dim, 0, length)
 
     def mean(self, total: Tensor, count: Tensor | float) -> Tensor:
-        """The sum over ranks of `total` by the sum over ranks of `count`: the mean of a loss over all tokens. The same on all ranks.
+        """Return the mean of a loss over all tokens: `total` summed over ranks, divided by `count` summed over ranks. The same on all
+        ranks.
 
-        Its gradients are such that their average over the ranks, which DDP and FSDP take, is the gradient of that mean.
+        The average of its gradients over the ranks, which DDP and FSDP take, is the gradient of that mean.
         """
         if not isinstance(total, Tensor):
             raise _misused(
                 "mean", "total", "it is a tensor", f"a {type(total).__name__}", "Give the sum of this rank's losses"
             )
-        # Counts above 2**24 are no numbers of float32.
+        # float32 can't represent every count above 2**24.
         counts = torch.as_tensor(count, device=total.device, dtype=torch.float64)
         if counts.numel() != 1 and counts.shape != total.shape:
             shapes = f"counts of {tuple(counts.shape)} for totals of {tuple(total.shape)}"
@@ -171,7 +171,7 @@ class ContextParallel:
         counts = counts if counts.shape == total.shape else counts.reshape(()).expand_as(total)
         both = torch.stack([total.double(), counts])
         if self.size > 1:
-            # Imported here: naming the option loads no op.
+            # A late import, so that naming the option loads no op.
             from attn_compiler.context_parallel import collectives as torch_collectives
 
             both = torch_collectives.summed_over_ranks(both, self.group_name)

@@ -1,6 +1,6 @@
-"""What chunks of a sequence need of their neighbours: a halo of so many positions before and after each. Numbers in, numbers out.
+"""The halo of a chunk of a sequence: the positions before and after it that its queries see. Numbers in, numbers out.
 
-A mask that lets a query see the keys near it alone needs no others: those of the chunk, and of its halo.
+Under a mask that lets a query see only near keys, a chunk needs the keys of the chunk and of its halo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attn_compiler.context_parallel.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Halo:
-    """left, right: how many positions before and after each chunk belong to its halo. chunk: positions of a chunk."""
+    """A halo. left, right: positions before and after each chunk. chunk: positions of a chunk."""
 
     left: int
     right: int
@@ -22,22 +22,22 @@ class Halo:
 
     @property
     def tail(self) -> int:
-        """How many positions at the end of a chunk others may need."""
+        """The number of positions at the end of a chunk that others may need."""
         return min(self.left, self.chunk)
 
     @property
     def head(self) -> int:
-        """How many at its beginning."""
+        """The number of positions at the beginning of a chunk that others may need."""
         return min(self.right, self.chunk)
 
     @property
     def keys(self) -> int:
-        """How many keys the queries of a chunk meet."""
+        """The number of keys that the queries of a chunk meet."""
         return self.left + self.chunk + self.right
 
     @property
     def words(self) -> str:
-        """For reports."""
+        """The text for reports."""
         sides = [f"{n} positions {side}" for n, side in ((self.left, "before"), (self.right, "after")) if n]
         return f"halo of {' and '.join(sides) or '0 positions around'} each chunk"
 
@@ -46,9 +46,8 @@ class Halo:
 class HaloPiece:
     """Positions that one rank sends to another, or to itself.
 
-    source, target: a chunk of the sender and one of the receiver, by their places among those that the rank has. start: of the first
-    position among the ends of the source, its tail first, then its head. into: its place in the halo of the target, left before right.
-    count: of positions.
+    source, target: a chunk of the sender and one of the receiver, by index among the rank's chunks. start: of the first position among the
+    ends of the source, its tail first, then its head. into: its place in the halo of the target, left before right. count: of positions.
     """
 
     source: int
@@ -59,7 +58,7 @@ class HaloPiece:
 
 
 def pieces(layout: Layout, halo: Halo, sender: int, receiver: int) -> tuple[HaloPiece, ...]:
-    """What a rank sends to another, in the order in which it is sent."""
+    """Return the pieces that a rank sends to another, in the order in which they are sent."""
     found = [
         piece
         for source, of_sender in enumerate(layout.chunks_of(sender))
@@ -70,9 +69,9 @@ def pieces(layout: Layout, halo: Halo, sender: int, receiver: int) -> tuple[Halo
 
 
 def _between(halo: Halo, apart: int, source: int, target: int) -> Iterator[HaloPiece]:
-    """What a chunk has of the halo of another one. apart: how many chunks later it comes in the sequence."""
+    """Yield a chunk's positions in the halo of another one. apart: how many chunks later the chunk comes in the sequence."""
     if apart < 0:
-        # The end of a chunk, so far before the other that these positions lie between.
+        # The end of a chunk. between: the positions between the two chunks.
         between = (-apart - 1) * halo.chunk
         count = min(halo.chunk, halo.left - between)
         if count > 0:
@@ -89,7 +88,7 @@ def _between(halo: Halo, apart: int, source: int, target: int) -> Iterator[HaloP
 def of_rank(
     layout: Layout, halo: Halo, rank: int
 ) -> tuple[tuple[tuple[HaloPiece, ...], ...], tuple[tuple[HaloPiece, ...], ...]]:
-    """What a rank sends to each, and what comes to it from each."""
+    """Return the pieces that a rank sends to each rank, and those that come to it from each."""
     ranks = range(layout.size)
     sent = tuple(pieces(layout, halo, rank, other) for other in ranks)
     return sent, tuple(pieces(layout, halo, other, rank) for other in ranks)
@@ -97,7 +96,7 @@ def of_rank(
 
 @functools.lru_cache(maxsize=64)
 def most_sent(layout: Layout, halo: Halo) -> int:
-    """The most positions that a rank sends to others."""
+    """Return the most positions that a rank sends to others."""
     return max(
         sum(piece.count for to in range(layout.size) if to != rank for piece in pieces(layout, halo, rank, to))
         for rank in range(layout.size)

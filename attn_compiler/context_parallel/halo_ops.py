@@ -1,6 +1,7 @@
-"""The halo of a rank's chunks comes from the ranks that have it, and its gradient goes back to them.
+"""The exchange of halos: the halo of a rank's chunks comes from the ranks that have it, and its gradient goes back to them.
 
-How much a rank sends to which other depends on the rank, and no graph holds a rank. So the exchange is one op that looks where it runs.
+The amounts that ranks send to each other depend on the rank, and no graph holds a rank. So the exchange is one op that looks where it
+runs.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.torch_private.op_library import NAMESPACE, register_helper
 from attn_compiler.torch_private.rank_sync import rank_of
 
-#: of each rank
+#: pieces by rank
 _Pieces = Sequence[Sequence[HaloPiece]]
 
-#: along which axis of (B, H, chunks, positions, D) positions stand
+#: the axis of positions in (B, H, chunks, positions, D)
 _POSITIONS = 3
 
 
 def _halo(ends: torch.Tensor, left: int, right: int, chunk: int, size: int, balanced: bool, group: str) -> torch.Tensor:
-    """(B, H, chunks of the rank, tail + head, D) -> (B, H, chunks, left + right, D), 0 where the sequence has no such positions."""
+    """Exchange (B, H, rank's chunks, tail + head, D) for (B, H, chunks, left + right, D), 0 outside of the sequence."""
     sending, coming = _pieces(left, right, chunk, size, balanced, group)
     found = _fake_halo(ends, left, right, chunk, size, balanced, group).zero_()
     sent = [[_place(ends, one.source, one.start, one) for one in to] for to in sending]
@@ -36,8 +37,8 @@ def _halo(ends: torch.Tensor, left: int, right: int, chunk: int, size: int, bala
 def _halo_gradient(
     grad: torch.Tensor, left: int, right: int, chunk: int, size: int, balanced: bool, group: str
 ) -> torch.Tensor:
-    """The transpose of `_halo`: what others make of a rank's ends is added up."""
-    # Those who were sent to send back.
+    """Apply the transpose of `_halo`: the gradients of all uses of a rank's ends are added up."""
+    # The receivers send back.
     coming, sending = _pieces(left, right, chunk, size, balanced, group)
     found = _fake_gradient(grad, left, right, chunk, size, balanced, group).zero_()
     sent = [[_place(grad, one.target, one.into, one) for one in to] for to in sending]
@@ -47,7 +48,7 @@ def _halo_gradient(
 
 
 def _pieces(left: int, right: int, chunk: int, size: int, balanced: bool, group: str) -> tuple[_Pieces, _Pieces]:
-    """What this rank sends to each, and what comes to it from each."""
+    """Return the pieces that this rank sends to each rank, and those that come to it from each."""
     halo, layout = Halo(left=left, right=right, chunk=chunk), Layout(size=size, balanced=balanced)
     return of_rank(layout, halo, rank_of(group))
 
@@ -59,7 +60,7 @@ def _place(x: torch.Tensor, chunk: int, start: int, piece: HaloPiece) -> torch.T
 def _exchanged(
     like: torch.Tensor, sent: Sequence[Sequence[torch.Tensor]], coming: Sequence[Sequence[HaloPiece]], group: str
 ) -> list[tuple[HaloPiece, torch.Tensor]]:
-    """Every piece that comes, with its values. sent: what goes to each rank."""
+    """Return every piece that comes, with its values. sent: by receiving rank."""
     b, h, *_, d = like.shape
     flat = [x.reshape(-1) for to in sent for x in to]
     buffer = torch.cat(flat) if flat else like.new_empty(0)

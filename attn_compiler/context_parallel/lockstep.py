@@ -1,4 +1,4 @@
-"""Ranks that share a sequence compile together and call the same compiled code: where one does something else, each of them raises.
+"""Ranks that share a sequence compile together and call the same compiled code: if one does something else, each of them raises.
 
 Their collectives are in the graph. A rank that ran it alone would wait for the others in a collective, which nobody can end.
 """
@@ -15,8 +15,10 @@ from attn_compiler.reasons.errors import ContextParallelUnsupported, described
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Before a graph runs, the ranks of a group meet. group: its name. code: what the graph is called on all ranks. told: what this rank
-    says of it where they differ, a line for each thing."""
+    """A meeting of a group of ranks before a graph runs. group, code: names of the group and of the graph.
+
+    told: this rank's facts where ranks may differ, one on each line.
+    """
 
     group: str
     code: str
@@ -24,7 +26,7 @@ class Meeting:
 
 
 def in_step(compiled: Callable[..., Any], meetings: Sequence[Meeting]) -> Callable[..., Any]:
-    """A graph's compiled function, which meets the other ranks before each call."""
+    """Return a graph's compiled function with a meeting of the ranks before each call."""
     from attn_compiler.torch_private import rank_sync
 
     met = [one for one in meetings if not rank_sync.is_fake(one.group)]
@@ -56,7 +58,7 @@ def _told(observed: str) -> ContextParallelUnsupported:
 def telling_of_failure(group: str | None, starts_over: Callable[[Exception], bool]) -> Iterator[None]:
     """Tell the ranks that share a sequence if this one can't compile: they would wait for it.
 
-    group: the name of theirs; None: no sequence is shared. starts_over: of what is no failure.
+    group: the name of their group; None: no sequence is shared. starts_over: recognises exceptions that are no failure.
     """
     try:
         yield

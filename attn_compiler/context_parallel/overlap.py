@@ -1,5 +1,6 @@
-"""When the gathers of a ring run (passes/context_parallel/ring.py): each begins before the step before it computes, and is waited for where
-it is read. So a rank has the keys and values of two others at a time, and no more: in the backward, too, which gathers them again.
+"""The order of a ring's gathers (passes/context_parallel/ring.py): each begins before the previous step's attention, and is awaited late.
+
+So a rank has the keys and values of two others at a time, and no more: in the backward, too, which gathers them again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from attn_compiler.context_parallel.collectives import MOVES
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ATEN = torch.ops.aten
-#: what a slice of a rank's keys and values is made by, of what is kept
+#: ops that make a slice of a rank's keys and values from the tensors that are kept
 _OF_SLICES = frozenset({_ATEN.unbind.int, _ATEN.select.int, _ATEN.alias.default, _ATEN.clone.default, operator.getitem})
 
 
 def passes(group: str) -> Callable[[fx.Graph], None]:
-    """`move_exchanges` for the ranks of a group, on one graph."""
+    """Return `move_exchanges` for the ranks of a group, on one graph."""
 
     def run_on(graph: fx.Graph) -> None:
         move_exchanges(graph, group)
@@ -30,7 +31,7 @@ def passes(group: str) -> Callable[[fx.Graph], None]:
 
 
 def move_exchanges(graph: fx.Graph, group: str) -> None:
-    """Move nodes of a graph that is to be compiled as it stands: a forward, or a backward."""
+    """Move nodes of a graph that is to be compiled in its own order: a forward, or a backward."""
     gathers = [node for node in graph.nodes if is_piece(node, group)]
     if not gathers:
         return
@@ -42,7 +43,7 @@ def move_exchanges(graph: fx.Graph, group: str) -> None:
 
 
 def is_piece(node: fx.Node, group: str) -> bool:
-    """Whether a node begins a step of a ring: others gather tensors of several axes."""
+    """Return whether a node begins a step of a ring: others gather tensors of several axes."""
     if node.target is not _GATHER or group not in node.args:
         return False
     sent = node.args[0]
@@ -50,7 +51,7 @@ def is_piece(node: fx.Node, group: str) -> bool:
 
 
 def _wait_late(graph: fx.Graph, gathers: set[fx.Node]) -> None:
-    """Move each wait, and the views after it, to what reads them first."""
+    """Move each wait, and the views after it, to its first reader."""
     come: dict[fx.Node, None] = {}
     for node in graph.nodes:
         of_ring = any(x in gathers or x in come for x in node.all_input_nodes)
@@ -63,7 +64,7 @@ def _wait_late(graph: fx.Graph, gathers: set[fx.Node]) -> None:
 
 
 def _begin_before(gather: fx.Node, place: fx.Node) -> None:
-    """Move a gather, and what its slice is taken out by, to before a node, if all that it reads is there."""
+    """Move a gather, and the ops that make its slice, before a node, if all that they read is there."""
     moved: list[fx.Node] = []
     left = [gather]
     while left:

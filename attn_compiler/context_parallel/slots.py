@@ -1,6 +1,6 @@
-"""Which rank keeps which position of a cache: position p is slot p // size of rank p % size. Functions that can be traced.
+"""The distribution of a cache: position p is slot p // size of rank p % size. Functions that can be traced.
 
-So ranks hold as many positions as each other at every length, and nothing moves when the sequence grows.
+So all ranks hold as many positions at every length, and nothing moves when the sequence grows.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from torch import Tensor
 
 
 def count(length: int, size: int) -> int:
-    """How many slots each of `size` ranks needs for `length` positions."""
+    """Return the number of slots that each of `size` ranks needs for `length` positions."""
     return -(-length // size)
 
 
 def positions(slots: int, size: int, rank: Tensor) -> Tensor:
-    """(slots,): int64, the position of each slot of a rank. rank: (), int64."""
+    """Return (slots,), int64: the position of each slot of a rank. rank: (), int64."""
     return torch.arange(slots, device=rank.device) * size + rank
 
 
 def joined(by_rank: Tensor) -> Tensor:
-    """(size, B, H, slots, D) -> (B, H, slots · size, D), in the order of positions."""
+    """Join (size, B, H, slots, D) to (B, H, slots · size, D), in the order of positions."""
     return torch.flatten(torch.movedim(by_rank, 0, 3), 2, 3)
 
 
 def write(kept: Sequence[Tensor], new: Sequence[Tensor], start: Tensor, size: int, rank: Tensor) -> None:
-    """Put what a rank keeps of new positions into its slots. The other positions are not for this rank.
+    """Write a rank's share of new positions into its slots. The other positions are not for this rank.
 
     kept: keys and values, (B, H, slots, D), written in place. new: of each, (B, H, n, D), the same on all ranks. start: (), int64, the
     position of the first of them. rank: (), int64. Positions beyond the slots are an index out of range on every rank.
@@ -44,6 +44,6 @@ def write(kept: Sequence[Tensor], new: Sequence[Tensor], start: Tensor, size: in
     for held, come in zip(kept, new, strict=True):
         values = come.index_select(2, place)
         if at.shape[0] == 1:
-            # A rank that keeps none of them writes back what its slot holds.
+            # A rank that keeps no new position writes the old value of its slot back.
             values = torch.where(is_own, values, held.index_select(2, at.clamp(max=slots - 1)))
         held.index_copy_(2, at, values)

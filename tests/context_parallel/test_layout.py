@@ -13,7 +13,7 @@ from torch import Tensor
 import attn_compiler
 from attn_compiler.context_parallel import ContextParallel, merge_ops as torch_merges
 from attn_compiler.context_parallel.layout import Layout, joined
-from attn_compiler.context_parallel.merging import merged
+from attn_compiler.context_parallel.merge_ops import merged
 from attn_compiler.reasons.errors import InvalidOption
 from tests.meshes import fake_mesh
 

@@ -1,10 +1,10 @@
-"""A graph that was rewritten for its ranks, matched again: it has the attentions that were written, and all ranks have the same."""
+"""The check of a rewritten graph after it is matched again: it has the attentions that were written, and all ranks have the same."""
 
 from __future__ import annotations
 
 import hashlib
 
-from attn_compiler.passes.context_parallel.agreement import Said, together
+from attn_compiler.passes.context_parallel.agreement import RankOutcome, rewrite_on_all_ranks
 from attn_compiler.passes.context_parallel.decoding import amount, note_decoding
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.context_parallel.spread import Rewrite, SequenceRewrite, SlotRewrite, Spread
@@ -13,20 +13,20 @@ from attn_compiler.passes.graph.unit import FoundSites, Unit
 
 
 def agree(unit: Unit, found: FoundSites, spread: Spread, failed: Exception | None) -> SharedGraph:
-    """Raises ContextParallelUnsupported, on all ranks, where one could not rewrite its graph. failed: what matching it again raised."""
+    """Raise ContextParallelUnsupported on all ranks if one could not rewrite its graph. failed: the exception of matching it again."""
 
-    def said() -> Said:
+    def said() -> RankOutcome:
         error = spread.error or failed
         if error is not None:
             raise error
         return _said(found, spread)
 
-    meetings = together(unit, spread.mirror, spread.cp, spread.beside, spread.call, said)
+    meetings = rewrite_on_all_ranks(unit, spread.mirror, spread.cp, spread.beside, spread.call, said)
     return SharedGraph(first_look=None if spread.rewrite is None else spread.rewrite.look, meetings=meetings)
 
 
-def _said(found: FoundSites, spread: Spread) -> Said:
-    """What all ranks have to agree on. Raises CannotShard."""
+def _said(found: FoundSites, spread: Spread) -> RankOutcome:
+    """Return the facts that all ranks have to agree on. Raises CannotShard."""
     rewrite = spread.rewrite
     if rewrite is None:
         raise ValueError("the graph was not rewritten")
@@ -37,11 +37,11 @@ def _said(found: FoundSites, spread: Spread) -> Said:
         outcome = rewrite.outcome
         note_decoding(found, outcome, spread.cp.size)
         text = f"{len(outcome.sent)} attentions to slots, {len(outcome.kept)} that gather, {_digest(specs)}"
-        return Said(text=text, exchanges=True)
+        return RankOutcome(text=text, exchanges=True)
     _note(found, spread, rewrite)
     digest = _digest([*specs, *(one.words for one in rewrite.done.values())])
     text = f"{rewrite.shared} attentions, {list(rewrite.lengths)} positions, {digest}"
-    return Said(text=text, exchanges=bool(rewrite.shared))
+    return RankOutcome(text=text, exchanges=bool(rewrite.shared))
 
 
 def _digest(lines: list[str]) -> str:

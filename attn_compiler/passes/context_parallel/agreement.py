@@ -1,4 +1,4 @@
-"""A graph is rewritten on all ranks that share its sequence, or on none: they compare what they found before one of them goes on."""
+"""A graph is rewritten on all ranks that share its sequence, or on none: they compare their findings before one of them goes on."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ _PATIENCE = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """What became of a graph on one rank. text: what all ranks have to agree on. exchanges: when it runs, ranks wait for each other."""
+class RankOutcome:
+    """The outcome for a graph on one rank. text: all ranks have to agree on it. exchanges: ranks wait for each other when it runs."""
 
     text: str
     exchanges: bool
 
 
-def together(
+def rewrite_on_all_ranks(
     unit: Unit,
     mirror: Mirror,
     cp: ContextParallel,
     beside: Sequence[str],
     of_call: Sequence[str],
-    rewrite: Callable[[], Said],
+    rewrite: Callable[[], RankOutcome],
 ) -> tuple[Meeting, ...]:
-    """Rewrite a graph on all ranks, or raise on all of them. Gives where they meet before each call.
+    """Rewrite a graph on all ranks, or raise on all of them. Returns where they meet before each call.
 
-    beside: groups of ranks that have other heads. of_call: what tells this call apart (rank_facts.py).
+    beside: groups of ranks that have other heads. of_call: the facts of this call (rank_facts.py).
     """
     error: Exception | None = None
     try:
         found = rewrite()
     except CannotShard as cannot:
-        error = told(mirror, cannot.at, cannot.reason)
-        found = Said(text=f"error: {error}", exchanges=False)
+        error = as_user_error(mirror, cannot.at, cannot.reason)
+        found = RankOutcome(text=f"error: {error}", exchanges=False)
     except Exception as failed:  # noqa: BLE001 (it is raised below)
-        # The others are not to wait for a rank that has failed.
-        error, found = failed, Said(text=f"error: {described(failed)}", exchanges=False)
+        # The others must not wait for a rank that has failed.
+        error, found = failed, RankOutcome(text=f"error: {described(failed)}", exchanges=False)
     subject = f"graph {torch_compat.graph_name()}{unit.name}"
-    same = "\n".join([found.text, *rank_facts.of_options(unit.options)])
+    same = "\n".join([found.text, *rank_facts.option_facts(unit.options)])
     beside_of_call = TOLD + "\n".join(of_call)
     try:
         rank_sync.agree(cp.group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)
     except rank_sync.RanksDisagree as differ:
         remedy = "give every rank a batch of the same shapes (ContextParallel.shard does), the same options and the same modes"
         error = _differing(mirror, differ, remedy, error)
-    # Tensor parallelism: what fails for one share of the heads is not to leave the others in a collective.
+    # Tensor parallelism: a failure for one share of the heads must not leave the others in a collective.
     for group in beside:
         has_failed = "compiles" if error is None else "compiles\nan error"
         try:
@@ -88,13 +88,13 @@ def _differing(
         observed=str(differ),
         remedy=remedy,
     )
-    found = told(mirror, None, reason)
+    found = as_user_error(mirror, None, reason)
     found.__cause__ = cause
     return found
 
 
-def told(mirror: Mirror | None, at: fx.Node | None, reason: Reason) -> ContextParallelUnsupported:
-    """A reason as the error that users see. at: the mirror node that it is about."""
+def as_user_error(mirror: Mirror | None, at: fx.Node | None, reason: Reason) -> ContextParallelUnsupported:
+    """Return a reason as the error that users see. at: the mirror node that it is about."""
     is_here = mirror is not None and at is not None and at.graph is mirror.graph
     owner = mirror.owner(at) if is_here and mirror is not None and at is not None else None
     return ContextParallelUnsupported(

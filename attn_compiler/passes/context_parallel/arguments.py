@@ -1,6 +1,6 @@
-"""Which arguments of an op are known to leave each position to itself. One that no line names is refused, unless it has its default.
+"""Arguments of ops that are known to leave each position to itself. Any other argument is refused, unless it has its default.
 
-Tensors among them are looked at by the op's rule in ops.py. Numbers are the same for the whole sequence: compared.py.
+The op's rule in ops.py checks tensors among them. compared.py checks that numbers are the same for the whole sequence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TAKEN: Mapping[object, frozenset[str]] = {
     aten.index_select.default: frozenset({"self", "dim", "index"}),
     aten.gather.default: frozenset({"self", "dim", "index", "sparse_grad"}),
     aten.einsum.default: frozenset({"equation", "tensors"}),
-    # Its gradient by frequency counts the tokens of a rank.
+    # scale_grad_by_freq is refused: it would count the tokens of one rank.
     aten.embedding.default: frozenset({"weight", "indices", "padding_idx", "sparse"}),
     aten.linear.default: frozenset({"input", "weight", "bias"}),
     aten.matmul.default: frozenset({"self", "other"}),
@@ -61,18 +61,18 @@ TAKEN: Mapping[object, frozenset[str]] = {
     aten.rms_norm.default: frozenset({"input", "normalized_shape", "weight", "eps"}),
     aten.cat.default: frozenset({"tensors", "dim"}),
     aten.stack.default: frozenset({"tensors", "dim"}),
-    # A weight is one for each class.
+    # `weight` has one number for each class.
     aten.cross_entropy_loss.default: frozenset(
         {"self", "target", "weight", "reduction", "ignore_index", "label_smoothing"}
     ),
 }
 
-#: types of arguments that a pointwise op computes each element with
+#: types of arguments that do not make a pointwise op mix elements
 _OF_ELEMENTS = ("Tensor", "number", "float", "int", "bool", "str", "ScalarType", "MemoryFormat", "Device", "Layout")
 
 
 def unknown(node: fx.Node) -> Mixes | None:
-    """The first argument of an op of which no line says that positions stay by themselves."""
+    """Return the first argument of an op that is not known to leave each position to itself."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return None

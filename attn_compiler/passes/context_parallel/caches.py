@@ -1,4 +1,4 @@
-"""A cache of keys and values holds those of earlier calls. Each rank would fill it with its own positions, and no mask tells which."""
+"""Caches of keys and values of earlier calls, which are refused: each rank would fill one with its own positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
 
 _ATEN = torch.ops.aten
-#: how caches take new keys in beside those that they hold, which come first among the arguments
+#: ops by which caches add new keys to those that they hold, which are the first argument
 _TAKE_IN = frozenset(
     {
         _ATEN.cat.default,
@@ -42,7 +42,7 @@ def check_uncached(mirror: Mirror, site: Site, replicated: tuple[str, ...]) -> N
 
 
 def _behind(mirror: Mirror, node: fx.Node, replicated: tuple[str, ...]) -> str | None:
-    """The name of what holds earlier keys, if a tensor is a view or a copy of it and of new ones."""
+    """Return the name of the tensor that holds earlier keys, if a node is a view or a copy of it and of new keys."""
     chain = [node]
     while len(chain[-1].all_input_nodes) == 1:
         chain.append(chain[-1].all_input_nodes[0])
@@ -59,7 +59,7 @@ def _taken_into(mirror: Mirror, node: fx.Node, replicated: tuple[str, ...]) -> s
         return None
     held = node.args[0]
     if node.target is _ATEN.index_copy_.default and isinstance(held, fx.Node) and not held.all_input_nodes:
-        # The first call makes what later calls are given.
+        # The first call makes the cache that later calls are given.
         is_made = held.op == "call_function" and held.meta["val"].dim() == _OF_HEADS
         dynamo = mirror.dynamo_node(held) if is_made else None
         if dynamo is not None:
@@ -69,7 +69,7 @@ def _taken_into(mirror: Mirror, node: fx.Node, replicated: tuple[str, ...]) -> s
 
 
 def _input(mirror: Mirror, node: object, replicated: tuple[str, ...]) -> str | None:
-    """The name of the input of (batch, heads, positions, width) that a node is, or is a view of."""
+    """Return the name of the input of (batch, heads, positions, width) that a node is, or is a view of."""
     if not isinstance(node, fx.Node):
         return None
     while len(node.all_input_nodes) == 1:

@@ -1,4 +1,4 @@
-"""How the queries of one attention meet keys of other ranks: what the user asked for, or what sends the least."""
+"""The method by which the queries of one attention meet keys of other ranks: the user's, or the one that sends the least."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.dtypes import BYTES
 from attn_compiler.spec.target import Target
 
-#: where kernels were measured to be as fast with a rank's intervals of keys as with a plain diagonal
+#: the architecture on which kernels were measured to be as fast with a rank's intervals of keys as with a plain diagonal
 _SM = 90
-#: how often keys and values, or their gradients, travel where they are gathered, and all operands where heads are exchanged: without and
-#: with a backward
+#: the number of transfers, without and with a backward: of keys and values (or their gradients) in a gather, of all operands in an exchange
+#: of heads
 _GATHERS, _EXCHANGES = (1, 3), (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodChoice:
-    """method: "all_gather", "all_to_all" or "ring". why: what "auto" chose it for; None where the user named it."""
+    """The chosen method. method: "all_gather", "all_to_all" or "ring". why: the reason of "auto"; None where the user named the method."""
 
     method: str
     why: str | None = None
 
 
 def choice(site: Site, spec: AttentionSpec, cp: ContextParallel, layout: GraphLayout, target: Target) -> MethodChoice:
-    """Raises CannotShard where the method that was asked for can't be.
+    """Choose the method. Raises CannotShard where the user's method is not possible.
 
     "auto" takes a halo where it sends less than all else. It exchanges heads where they can be shared out, which leaves each attention as
-    it was. It gathers where that sends less and positions alone say what is masked. Where heads can't be shared out it gathers up to
+    it was. It gathers where that sends less and the mask depends on positions alone. Where heads can't be shared out it gathers up to
     `gather_limit`, and beyond takes keys and values of one rank at a time.
     """
     heads = (spec.num_heads_q, spec.num_heads_kv)
@@ -68,24 +68,24 @@ def choice(site: Site, spec: AttentionSpec, cp: ContextParallel, layout: GraphLa
 
 
 def _says_less(site: Site, spec: AttentionSpec, size: int) -> bool:
-    """Whether gathering sends less than exchanging heads, and the mask it makes is one of positions: intervals, for kernels."""
+    """Return whether gathering sends less than exchanging heads, under a mask of positions alone, which kernels take as intervals."""
     reads = site.loads or site.score_loads or spec.score.proved or spec.score.bias is not None
     sent = (size - 1) * _bytes(spec.k, spec.v) * _GATHERS[spec.needs_grad]
     return not reads and sent < exchanged_bytes(spec, size) * _EXCHANGES[spec.needs_grad]
 
 
 def gathered_bytes(spec: AttentionSpec, size: int) -> int:
-    """Of all keys and values of one attention, which each rank would have; 0 where sizes are symbols."""
+    """Return the bytes of all keys and values of one attention, which each rank would have; 0 where sizes are symbols."""
     return size * _bytes(spec.k, spec.v)
 
 
 def exchanged_bytes(spec: AttentionSpec, size: int) -> int:
-    """What a rank sends of q, k, v and the output to exchange heads for positions; 0 where sizes are symbols."""
+    """Return the bytes of q, k, v and the output that a rank sends to exchange heads for positions; 0 where sizes are symbols."""
     return (2 * _bytes(spec.q) + _bytes(spec.k, spec.v)) * (size - 1) // size
 
 
 def halo_bytes(site: Site, spec: AttentionSpec, layout: GraphLayout) -> int | None:
-    """What a rank sends of k and v at most; None where the mask lets a query see more than what is near."""
+    """Return the most bytes of k and v that a rank sends for a halo; None where the mask lets a query see more than near keys."""
     if not isinstance(spec.seqlen_q, int):
         return None
     found = sites.halo_of(site, spec, layout, "all_gather")

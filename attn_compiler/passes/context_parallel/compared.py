@@ -1,8 +1,10 @@
-"""The rank's program beside that of the whole sequence. The frame is traced once more, with inputs as long as one process would be given,
-and is to make the same graph: all that may differ is sizes, of what holds the sequence or counts it.
+"""Comparison of the rank's program with that of the whole sequence.
 
-So a number that Python made of the rank's own length is known wherever it comes to stand, whatever was computed, and one that only looks
-like it is none. What has another shape there, and does not hold the sequence, was made of the length (following.py).
+The frame is traced once more, with inputs as long as one process would be given, and has to make the same graph. Only sizes of axes that
+hold the sequence, or that count it, may differ.
+
+So a number that Python made of the rank's own length is found wherever it is used, however it was computed, and a number that only looks
+like the length is not. A tensor that has another shape there, and does not hold the sequence, was made of the length (following.py).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ REMEDY = (
     "right for a part of the sequence, give ContextParallel(..., allow=('length',))"
 )
 
-#: op -> names of arguments that are sizes: a multiple of the length may stand there
+#: op -> names of arguments that are sizes, which may be multiples of the length
 _SIZES: Mapping[object, frozenset[str]] = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.expand.default), frozenset({"size"})),
     **dict.fromkeys((aten.broadcast_to.default, aten.new_zeros.default, aten.new_ones.default), frozenset({"size"})),
@@ -54,9 +56,9 @@ _SIZES: Mapping[object, frozenset[str]] = {
     aten.split.Tensor: frozenset({"split_size"}),
     aten.split_with_sizes.default: frozenset({"split_sizes"}),
 }
-#: what Dynamo calls of DTensors, by name, with sizes among its arguments
+#: names of Dynamo's calls of DTensors that have sizes among their arguments
 _SIZED = wrapped.DOORS | {"view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", "new_empty"}
-#: op -> argument that has to be 0 where a size differs: what begins elsewhere counts from the end
+#: op -> argument that has to be 0 where a size differs: a range that begins elsewhere counts from the end
 _FROM: Mapping[object, str] = {
     aten.arange.start: "start",
     aten.arange.start_step: "start",
@@ -67,14 +69,14 @@ _FROM: Mapping[object, str] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ComparedLengths:
-    """mirror: of the rank. whole: of the whole sequence. wholes: of each node of the one, that of the other."""
+    """The two programs. mirror: of the rank. whole: of the whole sequence. wholes: node of the rank's -> the one of the whole."""
 
     mirror: Mirror
     whole: Mirror
     wholes: Mapping[fx.Node, fx.Node]
 
     def differing_axes(self, node: fx.Node) -> frozenset[int]:
-        """The axes of a value that are of another size for the whole sequence."""
+        """Return the axes of a value that are of another size for the whole sequence."""
         own, whole = tensor_of(self.mirror, node), tensor_of(self.whole, self.wholes[node])
         if not isinstance(own, torch.Tensor) or not isinstance(whole, torch.Tensor):
             return frozenset()
@@ -84,11 +86,11 @@ class ComparedLengths:
 
 
 class NotComparable(Exception):
-    """Why the whole sequence's program is not known. Internal."""
+    """The reason why the whole sequence's program is not known. Internal."""
 
 
 def compare(unit: Unit, mirror: Mirror, cp: ContextParallel, given: Mapping[fx.Node, Input]) -> ComparedLengths:
-    """Raises CannotShard where the programs differ in more than sizes, NotComparable where there is only the rank's own."""
+    """Raise CannotShard where the programs differ in more than sizes, NotComparable where there is only the rank's own."""
     whole = _whole_mirror(unit, cp, given)
     own_nodes, whole_nodes = _nodes(mirror), _nodes(whole)
     wholes: dict[fx.Node, fx.Node] = {}
@@ -126,17 +128,17 @@ def _whole_mirror(unit: Unit, cp: ContextParallel, given: Mapping[fx.Node, Input
     try:
         with torch_tracing.tracing_in(mode):
             other.spelling = plain_calls.spell_out(other)
-            return mirroring.of(other, is_asked_for_all=True)
+            return mirroring.trace_mirror(other, is_whole=True)
     except Exception as error:
         raise NotComparable(described(error)) from error
 
 
 def _longer(x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """An unfilled tensor that lies as x, with so many times the positions."""
+    """Return an unfilled tensor with the layout of x, and `size` times the positions."""
     if type(x) is not torch.Tensor or x.layout != torch.strided:
         raise NotComparable(f"a {type(x).__name__} is given")
     shape = [n * size if i == axis else n for i, n in enumerate(x.shape)]
-    # Axes further out have strides that hold the sequence.
+    # Strides of outer axes are multiples of the sequence's length.
     strides = [s * size if s > x.stride(axis) and n > 1 else s for s, n in zip(x.stride(), x.shape, strict=True)]
     try:
         with torch.no_grad():
@@ -147,7 +149,7 @@ def _longer(x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
 
 
 def _nodes(mirror: Mirror) -> list[fx.Node]:
-    """Without what only reads symbolic sizes."""
+    """Return the nodes that do more than read symbolic sizes."""
     return [node for node in mirror.graph.nodes if not isinstance(node.meta.get("val"), torch.SymInt)]
 
 
@@ -158,7 +160,7 @@ def _check_ranks(own: fx.Node, other: fx.Node) -> None:
 
 
 def _check_numbers(own: fx.Node, other: fx.Node, size: int, wholes: Mapping[fx.Node, fx.Node]) -> None:
-    """Arguments are the same but for sizes. Constants hold the same numbers."""
+    """Raise CannotShard unless arguments are the same but for sizes, and constants hold the same numbers."""
     if own.op == "output":
         return
     a, b = own.meta.get("constant"), other.meta.get("constant")
@@ -180,7 +182,7 @@ def _check_numbers(own: fx.Node, other: fx.Node, size: int, wholes: Mapping[fx.N
 
 
 def _check_closed(own: fx.Node | None, other: fx.Node | None, at: fx.Node, size: int) -> None:
-    """Calls that the mirror does not look into: of DTensors, of vmap's borders."""
+    """Check calls that the mirror does not look into: of DTensors, of vmap's borders."""
     if own is None or other is None:
         return
     mine, theirs = (_leaves((node.args, node.kwargs)) for node in (own, other))
@@ -202,7 +204,7 @@ def _from_zero(node: fx.Node) -> bool:
 
 
 def _arguments(own: fx.Node, other: fx.Node) -> Iterator[tuple[str, Any, Any]]:
-    """Name and values of each argument, those in lists one by one."""
+    """Yield name and values of each argument, those in lists one by one."""
     mine, theirs = _bound(own), _bound(other)
     if mine.keys() != theirs.keys():
         raise _other_program(own, other)
@@ -229,7 +231,7 @@ def _leaves(x: Any) -> list[Any]:
 
 
 def _plain(x: Any) -> Any:
-    """A number as this call has it."""
+    """Return a number with its value in this call."""
     value = x.meta.get("val") if isinstance(x, fx.Node) else x
     return torch_symbols.example(value)
 

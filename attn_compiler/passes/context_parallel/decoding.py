@@ -1,7 +1,8 @@
-"""Attention over a cache that ranks share: each rank attends to the slots that it keeps, and what they have is merged.
+"""Attention over a cache that ranks share: each rank attends to the slots that it keeps, and the results are merged.
 
-The cache gives attention the keys of all ranks (`keys_of_slots`), which is right without this pass. Where k and v are what it gave, a site
-reads the slots instead, its mask at the positions of the slots (position p is slot p // size of rank p % size), and gives its logsumexp.
+The cache gives attention the keys of all ranks (`keys_of_slots`), which is right without this pass. If k and v are these keys and values,
+a site reads the slots instead, and gives its logsumexp. Its mask is taken at the positions of the slots: position p is slot p // size of
+rank p % size.
 """
 
 from __future__ import annotations
@@ -29,21 +30,23 @@ from attn_compiler.passes.writing import lower
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.scores import DenseBias, Sinks, Softcap
 
-#: what is said of a site where nothing is asked for
+#: the note on a site without the option
 NO_OPTION = 'compile with options={"context_parallel": cp}, so that each rank attends to its own'
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotOutcome:
-    """By the module of each site. sent: how many bytes a rank sends in a call, None where sizes are symbols. kept: why the site still
-    gathers keys."""
+    """The outcome by module of each site.
+
+    sent: the bytes that a rank sends in a call, None where sizes are symbols. kept: why the site still gathers keys.
+    """
 
     sent: dict[str, int | None] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
 
 
 def shares_cache(graph: fx.Graph) -> bool:
-    """Whether a graph takes keys out of a cache that ranks share."""
+    """Return whether a graph takes keys out of a cache that ranks share."""
     return any(node.target is torch_collectives.keys_of_slots for node in graph.nodes)
 
 
@@ -52,7 +55,7 @@ def rewrite(
 ) -> tuple[SlotOutcome, FirstLook | None]:
     """Let each site that can read this rank's slots, and merge. The graph has to be matched again if any does.
 
-    Gives the graph as it was, too, with options.verify.
+    With options.verify, also returns the graph as it was.
     """
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     layout = GraphLayout(size=cp.size, group=cp.group_name, is_balanced=False)
@@ -88,7 +91,7 @@ def _look(unit: Unit, mirror: Mirror, sites: Sequence[Site], cp: ContextParallel
         cp=cp,
         beside=(),
         mirror=mirror,
-        original=first_look.copied(unit.graph),
+        original=first_look.runnable_copy(unit.graph),
         sites=tuple(first_look.in_order(mirror, sites)),
         axes={},
         has_whole=True,
@@ -96,7 +99,7 @@ def _look(unit: Unit, mirror: Mirror, sites: Sequence[Site], cp: ContextParallel
 
 
 def note_decoding(found: FoundSites, outcome: SlotOutcome, size: int) -> None:
-    """Say of each site what ranks send for it, or why it still gathers."""
+    """Note on each site the bytes that ranks send for it, or why it still gathers."""
     for site in found.sites:
         if site.module in outcome.sent:
             sent = outcome.sent[site.module]
@@ -109,15 +112,15 @@ def note_decoding(found: FoundSites, outcome: SlotOutcome, size: int) -> None:
 
 
 def amount(sent: int) -> str:
-    """Bytes in words."""
+    """Write bytes in words."""
     return f"{sent / 2**20:.1f} MiB" if sent >= 2**20 else f"{sent} bytes"
 
 
-# ---- why a site still gathers --------------------------------------------------------------------------------------------
+# ---- reasons to gather ---------------------------------------------------------------------------------------------------
 
 
 def why_not(mirror: Mirror, site: Site, spec: AttentionSpec, cp: ContextParallel) -> str | None:
-    """Why a site can't read the slots of this rank alone; None if it can."""
+    """Return why a site can't read the slots of this rank alone; None if it can."""
     match = site.match
     nodes = [_given(x) for x in (match.k, match.v)]
     if any(node is None for node in nodes):
@@ -135,7 +138,7 @@ def why_not(mirror: Mirror, site: Site, spec: AttentionSpec, cp: ContextParallel
 
 
 def _changed(site: Site, spec: AttentionSpec) -> str | None:
-    """What merging does not know of, if anything."""
+    """Return a feature of the site that merging does not support, or None."""
     if spec.needs_grad:
         return "it has a gradient"
     if spec.score.dropout_p:
@@ -153,18 +156,18 @@ def _changed(site: Site, spec: AttentionSpec) -> str | None:
 
 
 def _given(operand: Operand) -> fx.Node | None:
-    """The mirror node that gives the keys of all ranks, if the operand is read from there."""
+    """Return the mirror node that gives the keys of all ranks, if the operand is read from there."""
     return operand.root if operand.root.target is torch_collectives.keys_of_slots else None
 
 
 def _is_as_given(match: Match, operand: Operand) -> bool:
-    """Whether the root's axes are batch, heads, positions and width, one by one."""
+    """Return whether the root's axes are batch, heads, positions and width, one by one."""
     width = match.axes.head_dim_qk if operand is match.k else match.axes.head_dim_v
     return program.is_arranged(operand, (match.axes.batch, match.axes.heads_kv, match.axes.key, width))
 
 
 def _is_unwritten(mirror: Mirror, given: fx.Node, at: fx.Node) -> bool:
-    """Whether the slots hold at a mirror node what they held where the keys of all ranks were made of them."""
+    """Return whether the slots are unchanged at a mirror node since the keys of all ranks were made of them."""
     slots = given.args[0]
     if not isinstance(slots, fx.Node) or mirror.dynamo_node(slots) is None:
         return False
@@ -176,7 +179,7 @@ def _is_unwritten(mirror: Mirror, given: fx.Node, at: fx.Node) -> bool:
 
 
 def _emitted(mirror: Mirror, site: Site, spec: AttentionSpec, builder: GraphBuilder, layout: GraphLayout) -> fx.Node:
-    """What takes the place of the site's output, (B, H, Q, D)."""
+    """Emit the replacement of the site's output, (B, H, Q, D)."""
     match, call = site.match, builder.call
     with builder.without_autocast():
         tensors = program.build(mirror, match, builder, recover.compute_dtype(mirror, match))
@@ -192,7 +195,7 @@ def _emitted(mirror: Mirror, site: Site, spec: AttentionSpec, builder: GraphBuil
 
 
 def _slots(builder: GraphBuilder, operand: Operand) -> fx.Node:
-    """What this rank keeps, of which the operand has the keys of all ranks."""
+    """Return this rank's slots, from which the operand's keys of all ranks are made."""
     kept: fx.Node = operand.root.args[0]  # type: ignore[assignment]
     return builder.leaf(kept)
 
@@ -200,7 +203,7 @@ def _slots(builder: GraphBuilder, operand: Operand) -> fx.Node:
 def _mask(
     builder: GraphBuilder, layout: GraphLayout, match: Match, mask: fx.Node | None, q: fx.Node, k: fx.Node
 ) -> fx.Node | None:
-    """The mask, which broadcasts to (B, H, Q, keys), at the keys of this rank."""
+    """Return the mask, which broadcasts to (B, H, Q, keys), at the keys of this rank."""
     call, value = builder.call, builder.value
     slots, device = int(value(k).shape[2]), value(k).device
 
@@ -224,7 +227,7 @@ def _mask(
 
 
 def _sent(out: torch.Tensor, size: int) -> int | None:
-    """How many bytes a rank sends: its outputs, each row with its logsumexp, to all others."""
+    """Return the bytes that a rank sends: its outputs, each row with its logsumexp, to all others."""
     wide = torch.promote_types(out.dtype, torch.float32).itemsize
     *rows, width = out.shape
     if not all(isinstance(n, int) for n in (*rows, width)):

@@ -1,4 +1,4 @@
-"""The two ways in which q meets keys of other ranks: k and v are gathered, or heads are exchanged for positions."""
+"""Two ways for q to meet keys of other ranks: k and v are gathered, or heads are exchanged for positions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from attn_compiler.passes.graph.emit import GraphBuilder
 
 @dataclass(frozen=True, kw_only=True)
 class PairPlaces:
-    """Where pairs stand in the model, int64 nodes that broadcast to (B, H, Q, N): b is the batch row, q and k are positions of the whole
-    sequence. inside: truth values, which keys are positions of it; None: all are. Others mask nothing else, and hold zeros."""
+    """The model's indices of pairs, int64 nodes that broadcast to (B, H, Q, N). q, k: positions of the whole sequence. b: batch rows.
+
+    inside: truth values, which keys are positions of the sequence; None: all are. No other mask hides keys outside, which hold zeros.
+    """
 
     b: fx.Node
     q: fx.Node
@@ -25,11 +27,11 @@ class PairPlaces:
 
 @dataclass(frozen=True, kw_only=True)
 class Met:
-    """q (B, H, Q, D), k and v (B, Hkv, N, ·) as a rank's attention has them, N the length of the whole sequence.
+    """The operands of a rank's attention: q (B, H, Q, D), k and v (B, Hkv, N, ·), N the length of the whole sequence.
 
-    queries: (Q,) int64, where each query stands in the whole sequence. first_head: (), int64, the head of the model that is the first here;
+    queries: (Q,) int64, the position of each query in the whole sequence. first_head: (), int64, the model's index of the first head here;
     None: the rank has all heads. bytes: that the rank sends in the forward.
-    places: where batch rows, queries and keys are others than those of the model. Then N is what the rank has of the keys.
+    places: the model's indices, where batch rows, queries and keys are others here. Then N is the number of the rank's keys.
     """
 
     q: fx.Node
@@ -42,7 +44,7 @@ class Met:
 
 
 def gather(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
-    """All keys and values come to each rank's queries, in one collective where they are of one dtype."""
+    """Gather all keys and values to each rank's queries, in one collective where they are of one dtype."""
     value = builder.value
     if value(k).dtype == value(v).dtype:
         both = layout.gathered(builder, builder.call(torch.cat, (k, v), 3), 2)
@@ -57,7 +59,7 @@ def gather(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v
 
 
 def exchange(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
-    """Each rank gets all positions of its share of the heads, in one collective where q, k and v are alike."""
+    """Give each rank all positions of its share of the heads, in one collective where q, k and v are alike."""
     value = builder.value
     whole: list[fx.Node] = []
     for group in _alike(builder, (q, k, v)):
@@ -81,7 +83,7 @@ def exchange(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node,
 
 
 def _alike(builder: GraphBuilder, operands: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Neighbours of one dtype and head dim, which travel together."""
+    """Group neighbours of one dtype and head dim, which travel together."""
     groups: list[list[fx.Node]] = []
     for x in operands:
         value = builder.value(x)

@@ -1,8 +1,8 @@
-"""Where each value of the mirror holds the sequence: from the inputs on, op by op. What mixes positions has no such place, and says why.
+"""The axes along which each value of the mirror holds the sequence: from the inputs on, op by op. An op that mixes positions says why.
 
-Nothing is taken for granted: an op without a line in axis_rules.py that reads positions mixes them. A tensor that has an element for each
-of the rank's own positions, but was not made of the sequence (an arange), may not meet one that was. Those are positions that the model
-counts itself, and every rank would count from zero.
+An op without a line in axis_rules.py that reads positions is taken to mix them. A tensor may have an element for each of the rank's own
+positions without being made of the sequence (an arange). It may not meet one that was. Those are positions that the model counts itself,
+and every rank would count from zero.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.torch_private import dtensors as torch_dtensors
 
-#: how Dynamo names what belongs to the model: parameters, buffers and attributes of modules
+#: Dynamo's names of the model's own inputs: parameters, buffers and attributes of modules
 _STATE = re.compile(r"(^l_self_)|(_(parameters|buffers|modules)_)|(^self_)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """A graph input with a part of the sequence. node: of the Dynamo graph. axis: of its positions. length: how many."""
+    """A graph input with a part of the sequence. node: of the Dynamo graph. axis: of its positions. length: of that axis."""
 
     node: fx.Node
     axis: int
@@ -40,7 +40,7 @@ class Input:
 
 
 def inputs(graph: fx.Graph, replicated: tuple[str, ...]) -> dict[fx.Node, Input]:
-    """The inputs that `ContextParallel.shard` cuts: whole numbers and truth values along their last axis, others of (B, S, ·) along S."""
+    """Return the inputs that `ContextParallel.shard` cuts: integers and booleans along their last axis, others of (B, S, ·) along S."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
@@ -68,27 +68,27 @@ def _sequence_axis(value: torch.Tensor) -> int | None:
 
 
 def is_state(node: fx.Node) -> bool:
-    """Whether an input is the model's own: it is the same on all ranks."""
+    """Return whether an input is the model's own: it is the same on all ranks."""
     value = node.meta.get("example_value")
     return isinstance(value, torch.nn.Parameter) or _STATE.search(node.name.lower()) is not None
 
 
 def is_named(node: fx.Node, names: tuple[str, ...]) -> bool:
-    """Whether an input is one of those that the user names."""
+    """Return whether the user names an input."""
     return any(re.search(rf"(^|_){re.escape(name)}_?$", node.name) for name in names)
 
 
 def tensor_of(mirror: Mirror, node: fx.Node) -> object:
-    """The tensor that a node stands for: of a DTensor the mirror has what is inside."""
+    """Return the tensor that a node stands for. A DTensor stands for itself here; the mirror has the tensors inside."""
     dynamo = mirror.dynamo_node(node)
     value = None if dynamo is None else dynamo.meta.get("example_value")
     return value if torch_dtensors.is_dtensor(value) else node.meta.get("val")
 
 
 class Following:
-    """places: of each mirror node that is a tensor, where it holds the sequence; or why it has no place any more (Mixes).
+    """Places of the sequence. places: mirror node of a tensor -> where it holds the sequence, or why it has no place any more (Mixes).
 
-    ranks: those that share the sequence. differing: which axes of a value are of another size for the whole sequence, if that is known.
+    ranks: those that share the sequence. differing: returns the axes of a value that are of another size for the whole sequence, if known.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Following:
         self._follow()
 
     def inside(self, mirror: Mirror, known: Mapping[fx.Node, Place]) -> Following:
-        """What one call does, traced by itself. known: the places of its inputs."""
+        """Follow one call, traced by itself. known: the places of its inputs."""
         found = copy.copy(self)
         found.mirror, found._given, found._outs, found.places = mirror, {}, {}, dict(known)
         found._differing = None
@@ -128,21 +128,21 @@ class Following:
         return frozenset(self._atoms.values())
 
     def holds(self, node: fx.Node) -> bool:
-        """Whether a value has an element for each of the rank's positions."""
+        """Return whether a value has an element for each of the rank's positions."""
         place = self.places[node]
         return isinstance(place, Place) and any(atom in self.atoms for atom in axes.flat(place.dims))
 
     def holds_still(self, node: fx.Node) -> bool:
-        """Whether a value has an element for each of the rank's positions, and no op up to it mixed any."""
+        """Return whether a value has an element for each of the rank's positions, and no op up to it mixed any."""
         return isinstance(self.places.get(node), Place) and self.holds(node)
 
     def is_counted(self, node: fx.Node) -> bool:
-        """Whether a value holds numbers that were made of how many positions the rank has."""
+        """Return whether a value holds numbers that were made of the rank's number of positions."""
         place = self.places.get(node)
         return isinstance(place, Place) and place.is_counted and not (place.is_uniform or place.is_repeated)
 
     def looks_like_part(self, node: fx.Node) -> bool:
-        """Whether a graph that takes a value would hold it for a part of the sequence, which it is not."""
+        """Return whether another graph that takes a value would wrongly see a part of the sequence in it."""
         place, value = self.places[node], self._value(node)
         if not isinstance(place, Place) or place.is_uniform or not isinstance(value, torch.Tensor) or self.holds(node):
             return False
@@ -174,7 +174,10 @@ class Following:
         )
 
     def _counted(self, node: fx.Node, found: Place | Mixes) -> Place | Mixes:
-        """What is of another size for the whole sequence is so along it, or was made of its length; so is what was made of that."""
+        """Mark a value as made of the length if it has another size for the whole sequence, or was made of such a value.
+
+        An axis that holds the sequence may have another size.
+        """
         if isinstance(found, Mixes) or self._differing is None or not isinstance(self._value(node), torch.Tensor):
             return found
         longer = self._differing(node)
@@ -185,7 +188,7 @@ class Following:
         given = [place for x in node.all_input_nodes if isinstance(place := self.places[x], Place)]
         counted = [place for place in given if place.is_counted]
         is_counted = not held and bool(longer or counted)
-        # The same for each position, until something works along them.
+        # Such a value is the same for each position, until an op works along positions.
         is_repeated = all(place.is_uniform or place.is_repeated for place in counted) and ops.repeats(
             node, bool(counted)
         )
@@ -202,7 +205,7 @@ class Following:
         return found
 
     def _scaled(self, node: fx.Node, found: Place) -> Place | Mixes:
-        """A factor that looks like the length of a part would be another one for the whole sequence."""
+        """Refuse a factor that looks like the length of a part: it would be another one for the whole sequence."""
         value = node.meta.get("val")
         if node.target not in ops.SCALES or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return found
@@ -226,7 +229,7 @@ class Following:
         return wrapped.on_other_ranks(self, node, Place(dims=dims), x)
 
     def _as_allowed(self, node: fx.Node) -> Place:
-        """An op that the user answers for: its result lies as its first operand of that shape, or has no sequence."""
+        """Place the result of an op that the user allows: as its first operand of that shape, or without sequence."""
         value = self._value(node)
         if not isinstance(value, torch.Tensor):
             return Place(dims=())
@@ -238,7 +241,7 @@ class Following:
         return Place(dims=axes.fresh(axes.shape_exprs(value)))
 
     def _of_site(self, node: fx.Node, site: Site) -> Place | Mixes:
-        """An attention's output has the positions of its queries."""
+        """Place an attention's output, which has the positions of its queries."""
         match = site.match
         found = self.sequence_of(match.q.node, match.q.dims, match.axes.query)
         if found is None:
@@ -255,7 +258,7 @@ class Following:
         return Place(dims=tuple(dims))
 
     def sequence_of(self, node: fx.Node, dims: Dims, wanted: tuple[Atom, ...]) -> Atom | None:
-        """The sequence that an operand holds along one axis of a site; None if it holds none there. Raises CannotShard.
+        """Return the sequence that an operand holds along one axis of a site; None if it holds none there. Raises CannotShard.
 
         dims: of the operand, in the site's atoms. wanted: the site's axis.
         """
@@ -264,10 +267,11 @@ class Following:
             raise refused(place)
         sought = {atom for atom in axes.resolve(wanted) if atom.size != axes.ONE}
         found: set[Atom] = set()
+        has_any = any(atom in self.atoms for atom in axes.flat(place.dims))
         for own, theirs in zip(place.dims, dims, strict=True):
             of_sequence = [atom for atom in axes.resolve(own) if atom in self.atoms]
             of_site = [atom for atom in axes.resolve(theirs) if atom in sought]
-            if bool(of_sequence) != bool(of_site) and (of_sequence or self._has_any(place)):
+            if bool(of_sequence) != bool(of_site) and (of_sequence or has_any):
                 raise CannotShard(
                     "the sequence of q, k and v is their axis of positions",
                     f"{node.name} holds it along another one",
@@ -278,12 +282,9 @@ class Following:
             raise CannotShard("q, k and v each hold one sequence", f"{node.name} holds several", at=node)
         return next(iter(found), None)
 
-    def _has_any(self, place: Place) -> bool:
-        return any(atom in self.atoms for atom in axes.flat(place.dims))
-
 
 def refused(found: Mixes) -> CannotShard:
-    """What mixes positions, as an exception."""
+    """Return the exception for an op that mixes positions."""
     op = found.op or str(found.at.target)
     return CannotShard(
         "outside of attention, each position of the sequence is computed by itself",

@@ -1,7 +1,7 @@
-"""Where a proved mask lets a query see the keys near it alone, a rank needs no others: its own chunks, and a halo around each.
+"""Halos: where a proved mask lets a query see only near keys, a rank needs only its own chunks, and a halo around each.
 
-Chunks of one rank lie apart in the sequence, so each is a row of the batch of its own. Positions of keys are then those of queries but for
-a number that is known, and the mask is the same band of pairs in each chunk. What the ends of the sequence lack is masked.
+Chunks of one rank lie apart in the sequence, so each becomes a separate row of the batch. Positions of keys then differ from those of
+queries by a known number, and the mask is the same band of pairs in each chunk. Positions beyond the ends of the sequence are masked.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from attn_compiler.passes.recovering import kinds
 from attn_compiler.spec import masks
 from attn_compiler.spec.masks import MaskKind
 
-# ---- how wide it is ------------------------------------------------------------------------------------------------------
+# ---- width ---------------------------------------------------------------------------------------------------------------
 
 
 def found(allowed: Expr, length: int, layout: GraphLayout) -> Halo | None:
-    """The halo that the queries of every chunk need, if to send it is less than to gather all keys, and less is kept.
+    """Return the halo that the queries of every chunk need, if it sends and keeps less than a gather of all keys.
 
-    allowed: the proved condition over positions of the whole sequence. length: how many of them a rank has.
+    allowed: the proved condition over positions of the whole sequence. length: the number of them that a rank has.
     """
     lay = Layout(size=layout.size, balanced=layout.is_balanced)
     whole, chunk = length * layout.size, length * layout.size // lay.chunks
@@ -46,13 +46,13 @@ def found(allowed: Expr, length: int, layout: GraphLayout) -> Halo | None:
 
 
 def first_key(known: Iterable[MaskKind], query: int) -> int | None:
-    """No query from this one on uses a key before it; None: nothing says so."""
+    """Return a key before which no query from this one on uses any; None: no kind tells one."""
     bounds = [bound for kind in known if (bound := _first(kind, query)) is not None]
     return max(bounds, default=None)
 
 
 def last_key(known: Iterable[MaskKind], query: int) -> int | None:
-    """No query up to this one uses a key after it; None: nothing says so."""
+    """Return a key after which no query up to this one uses any; None: no kind tells one."""
     bounds = [bound for kind in known if (bound := _last(kind, query)) is not None]
     return min(bounds, default=None)
 
@@ -89,7 +89,7 @@ def _last(kind: MaskKind, query: int) -> int | None:
 
 
 def meet(builder: GraphBuilder, layout: GraphLayout, halo: Halo, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
-    """Each chunk's queries, and its keys with their halo, as a row of the batch. One exchange where k and v are of one dtype."""
+    """Return each chunk's queries, and its keys with their halo, as a row of the batch. One exchange where k and v are of one dtype."""
     value = builder.value
     chunks = _chunks(layout)
     if not halo.left and not halo.right:
@@ -111,14 +111,13 @@ def meet(builder: GraphBuilder, layout: GraphLayout, halo: Halo, q: fx.Node, k: 
 
 
 def _alone(builder: GraphBuilder, layout: GraphLayout, halo: Halo, q: fx.Node, k: fx.Node, v: fx.Node) -> Met:
-    """No chunk needs another one."""
     places = _places(builder, layout, halo, builder.value(q))
     folded, keys, values = (_folded(builder, x, _chunks(layout)) for x in (q, k, v))
     return Met(q=folded, k=keys, v=values, queries=places.q, first_head=None, bytes=0, places=places)
 
 
 def unfolded(builder: GraphBuilder, layout: GraphLayout, out: fx.Node) -> fx.Node:
-    """(B · chunks, H, n, D) -> (B, H, chunks · n, D)"""
+    """Turn (B · chunks, H, n, D) into (B, H, chunks · n, D)."""
     chunks = _chunks(layout)
     if chunks == 1:
         return out
@@ -127,12 +126,12 @@ def unfolded(builder: GraphBuilder, layout: GraphLayout, out: fx.Node) -> fx.Nod
 
 
 def _chunks(layout: GraphLayout) -> int:
-    """How many a rank has."""
+    """Return the number of a rank's chunks."""
     return 2 if layout.is_balanced else 1
 
 
 def _ends(builder: GraphBuilder, halo: Halo, chunks: int, x: fx.Node) -> fx.Node:
-    """(B, H, n, D) -> (B, H, chunks, tail + head, D): what other chunks may need of each."""
+    """Return what other chunks may need of each: (B, H, n, D) -> (B, H, chunks, tail + head, D)."""
     parted = builder.call(torch.unflatten, x, 2, (chunks, halo.chunk))
     cuts = [(halo.chunk - halo.tail, halo.tail), (0, halo.head)]
     parts = [builder.call(torch.narrow, parted, 3, start, n) for start, n in cuts if n]
@@ -140,13 +139,13 @@ def _ends(builder: GraphBuilder, halo: Halo, chunks: int, x: fx.Node) -> fx.Node
 
 
 def _come(builder: GraphBuilder, layout: GraphLayout, halo: Halo, ends: fx.Node) -> fx.Node:
-    """The halo of each of the rank's chunks, left before right."""
+    """Return the halo of each of the rank's chunks, left before right."""
     lies = (layout.size, layout.is_balanced, layout.group)
     return builder.call(torch_halos.halo, ends, halo.left, halo.right, halo.chunk, *lies)
 
 
 def _joined(builder: GraphBuilder, halo: Halo, chunks: int, own: fx.Node, around: fx.Node) -> fx.Node:
-    """(B · chunks, H, left + n + right, D)"""
+    """Join chunks and halos to (B · chunks, H, left + n + right, D)."""
     call = builder.call
     middle = call(torch.unflatten, own, 2, (chunks, halo.chunk))
     parts = [middle]
@@ -154,12 +153,12 @@ def _joined(builder: GraphBuilder, halo: Halo, chunks: int, own: fx.Node, around
         parts.insert(0, call(torch.narrow, around, 3, 0, halo.left))
     if halo.right:
         parts.append(call(torch.narrow, around, 3, halo.left, halo.right))
-    # Joined as it is read, so that the batch is no copy.
+    # The axes are moved before the join, so that folding them into the batch makes no copy.
     return call(torch.flatten, call(torch.cat, [call(torch.movedim, x, 2, 1) for x in parts], 3), 0, 1)
 
 
 def _folded(builder: GraphBuilder, x: fx.Node, chunks: int) -> fx.Node:
-    """(B, H, chunks · n, D) -> (B · chunks, H, n, D)"""
+    """Turn (B, H, chunks · n, D) into (B · chunks, H, n, D)."""
     if chunks == 1:
         return x
     parted = builder.call(torch.unflatten, x, 2, (chunks, -1))
@@ -167,12 +166,12 @@ def _folded(builder: GraphBuilder, x: fx.Node, chunks: int) -> fx.Node:
 
 
 def _places(builder: GraphBuilder, layout: GraphLayout, halo: Halo, q: torch.Tensor) -> PairPlaces:
-    """Where queries and keys stand in the whole sequence, and which keys are in it. q: as it was."""
+    """Return the positions of queries and keys in the whole sequence, and which keys are in it. q: before it was folded."""
     call, device, rows = builder.call, q.device, int(q.shape[0]) * _chunks(layout)
     key = (layout, halo, rows, device)
 
     def start() -> fx.Node:
-        """Of each row's chunk, the position of its first query."""
+        """Return the position of the first query of each row's chunk."""
         rank = layout.rank(builder, device)
         front = call(torch.mul, rank, halo.chunk)
         if not layout.is_balanced:
@@ -197,11 +196,11 @@ def _places(builder: GraphBuilder, layout: GraphLayout, halo: Halo, q: torch.Ten
     keys = builder.once(
         ("keys of a halo", key), lambda: call(torch.add, along(halo.keys, -halo.left, 1, 1, 1, -1), first)
     )
-    batch = row if _chunks(layout) == 1 else builder.once(("batch of a halo", key), lambda: _halved(builder, row))
+    batch = (
+        row
+        if _chunks(layout) == 1
+        else builder.once(("batch of a halo", key), lambda: call(torch.div, row, 2, rounding_mode="floor"))
+    )
     is_open = not halo.left and not halo.right
     within = None if is_open else builder.once(("inside of a sequence", key), inside)
     return PairPlaces(b=batch, q=queries, k=keys, inside=within)
-
-
-def _halved(builder: GraphBuilder, row: fx.Node) -> fx.Node:
-    return builder.call(torch.div, row, 2, rounding_mode="floor")

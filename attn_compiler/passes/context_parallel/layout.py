@@ -1,4 +1,4 @@
-"""How a sequence lies on the ranks, as nodes: positions, and the whole of what each rank has a part of."""
+"""The layout of a sequence on the ranks, as nodes: positions, and the whole of a tensor of which each rank has a part."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from attn_compiler.passes.graph.emit import GraphBuilder
 
 @dataclass(frozen=True, kw_only=True)
 class GraphLayout:
-    """size: ranks. group: the name of their process group. is_balanced: each rank has one chunk from the front of the sequence and one
-    from its back, of 2 · size; else one piece."""
+    """A layout. size: ranks. group: the name of their process group.
+
+    is_balanced: each rank has one chunk from the front of the sequence and one from its back, of 2 · size; else one piece.
+    """
 
     size: int
     group: str
     is_balanced: bool
 
     def rank(self, builder: GraphBuilder, device: torch.device) -> fx.Node:
-        """(): int64, a number of run time: no graph holds it, so the ranks' graphs are equal."""
+        """Return the rank, () int64, a run-time number: no graph holds it, so the ranks' graphs are equal."""
 
         def make() -> fx.Node:
             like = builder.call(torch.zeros, (), dtype=torch.int64, device=device)
-            # Of 32 bits, so that it is known that no position wraps around.
+            # The rank has 32 bits, which proves that no position wraps around.
             rank = builder.call(torch_collectives.sequence_rank, like, self.group)
             return builder.call(torch.Tensor.to, rank, torch.int64)
 
         return builder.once(("sequence rank", self, device), make)
 
     def positions(self, builder: GraphBuilder, length: int, device: torch.device) -> fx.Node:
-        """(length,): int64, where each of this rank's positions stands in the whole sequence."""
+        """Return (length,) int64, the position of each of this rank's elements in the whole sequence."""
         return builder.once(("positions", self, length, device), lambda: self._positions(builder, length, device))
 
     def _positions(self, builder: GraphBuilder, length: int, device: torch.device) -> fx.Node:
@@ -48,13 +50,13 @@ class GraphLayout:
         return builder.call(torch.where, builder.call(torch.lt, own, half), front, back)
 
     def gathered(self, builder: GraphBuilder, x: fx.Node, axis: int) -> fx.Node:
-        """What all ranks have, in the order of the sequence along the axis."""
+        """Gather the parts of all ranks, in the order of the sequence along the axis."""
         return builder.call(torch_collectives.gathered_sequence, x, axis, self.size, self.is_balanced, self.group)
 
     def to_heads(self, builder: GraphBuilder, x: fx.Node) -> fx.Node:
-        """(B, H, n, D) -> (B, H / size, size · n, D)"""
+        """Exchange (B, H, n, D) for (B, H / size, size · n, D)."""
         return builder.call(torch_collectives.heads_for_positions, x, self.size, self.is_balanced, self.group)
 
     def to_positions(self, builder: GraphBuilder, x: fx.Node) -> fx.Node:
-        """The inverse of `to_heads`."""
+        """Invert `to_heads`."""
         return builder.call(torch_collectives.positions_for_heads, x, self.size, self.is_balanced, self.group)

@@ -1,8 +1,8 @@
-"""What code around a graph may have left out of a mask, because it saw a rank's part of the sequence.
+"""Parts of a mask that code around a graph may have left out, because it saw a rank's part of the sequence.
 
-A model that makes its masks around its layers leaves out a window that is wider than the sequence it is given, and finds no second document
-where each rank has one. A layer that is compiled by itself is told "causal" then. The first is told by what modules of transformers say of
-themselves, the second by the user (`packed`).
+A model that makes its masks around its layers leaves out a window that is wider than the sequence it is given, and finds no second
+document where each rank has one. A layer that is compiled by itself is told "causal" then. Modules of transformers tell the window
+themselves; the user tells that there are documents (`packed`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.recovering import kinds
 from attn_compiler.torch_private import frames as torch_frames
 
-#: what a user may name in ContextParallel(allow=...) for modules that say something else by these words
+#: the name in ContextParallel(allow=...) for modules that mean something else by these attributes
 WINDOW = "window"
 
-#: how modules of transformers and their configurations name windows, by how their layers' kinds begin
+#: the beginning of a layer's kind in transformers -> the name of the window in its module or configuration
 _WINDOWS = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
 _WHOLE_MODEL = "compile the whole model in one graph, which makes the mask there"
 _CAUSAL = ix.compare("<=", ix.Index("k"), ix.Index("q"))
@@ -32,10 +32,10 @@ def check_window(mirror: Mirror, site: Site, length: int) -> None:
     if owner is None or _relates_positions(site):
         return
     module = torch_frames.owner_of(owner.meta.get("nn_module_stack"))
-    found = told(module)
+    found = named_window(module)
     if found is None or found[1] >= length:
         if any(width < length for width in _windows(module)):
-            # Its code is not to serve another layer of the model, which has the window.
+            # This layer's code must not serve another layer of the model, which has the window.
             torch_frames.guard_modules()
         return
     raise CannotShard(
@@ -47,7 +47,7 @@ def check_window(mirror: Mirror, site: Site, length: int) -> None:
 
 
 def check_documents(site: Site, wholes: Wholes) -> None:
-    """Raise CannotShard where the mask reads nothing of which the graph has a part: it does not tell documents apart."""
+    """Raise CannotShard where the mask reads no tensor that holds the sequence: it does not tell documents apart."""
     names = () if site.condition is None else site.condition.facts.tensors
     if not any(wholes.is_shared(site.loads[name]) for name in names):
         raise CannotShard(
@@ -58,8 +58,8 @@ def check_documents(site: Site, wholes: Wholes) -> None:
         )
 
 
-def told(module: Any) -> tuple[str, int] | None:
-    """The window that a module of transformers has, with what it is called; None if it has none, or is another's module."""
+def named_window(module: Any) -> tuple[str, int] | None:
+    """Return the window of a module of transformers, with its name; None if the module has none, or is another library's."""
     config = getattr(module, "config", None)
     kind = _kind(module, config)
     for begins, name in _WINDOWS.items():
@@ -72,14 +72,14 @@ def told(module: Any) -> tuple[str, int] | None:
 
 
 def _windows(module: Any) -> list[int]:
-    """Those of all layers."""
+    """Return the windows of all layers."""
     config = getattr(module, "config", None)
     values = [getattr(config, name, None) for name in _WINDOWS.values()]
     return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
 
 
 def _kind(module: Any, config: Any) -> str | None:
-    """ "sliding_attention", "full_attention" ...; None where the configuration does not say it of each layer."""
+    """Return "sliding_attention", "full_attention" ...; None where the configuration does not list the layers' kinds."""
     every, at = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if not isinstance(every, (list, tuple)) or not isinstance(at, int) or not 0 <= at < len(every):
         return None
@@ -87,6 +87,6 @@ def _kind(module: Any, config: Any) -> str | None:
 
 
 def _relates_positions(site: Site) -> bool:
-    """Whether the mask says more of pairs than that keys come before queries."""
+    """Return whether the mask relates queries and keys by more than that keys come before queries."""
     parts = () if site.condition is None else kinds.conjuncts(site.condition)
     return any({"q", "k"} <= part.facts.indices and part != _CAUSAL for part in parts)

@@ -1,4 +1,4 @@
-"""Numbers that may come from the length of a rank's part. Python computes with lengths where no graph shows it, and the whole is longer."""
+"""Numbers that may come from the length of a rank's part: Python computes with lengths outside of the graph, and the whole is longer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Expr, Linear
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 
-#: what a user may name in ContextParallel(allow=...): numbers of the model that look like the length of a rank's part
+#: the name in ContextParallel(allow=...) for numbers of the model that look like the length of a rank's part
 LENGTH = "length"
 
 IF_CHANCE = (
@@ -16,29 +16,29 @@ IF_CHANCE = (
     f"ContextParallel(..., allow=({LENGTH!r},))"
 )
 
-#: what gives another number where it is computed in other steps, or in another dtype
+#: ops that give another number when computed in other steps, or in another dtype
 _ROUNDED = frozenset({"div", "log", "exp", "pow"})
 
 
 def is_near(number: int, lengths: set[int]) -> bool:
-    """Whether a number may come from a length: of that, Python tells nothing. `k < n - 1` is read as k <= n - 2."""
+    """Return whether a number may be a length, or a number beside one: `k < n - 1` is read as k <= n - 2."""
     return any(length > 2 and -2 + (length < 5) <= abs(number) - length <= 1 for length in lengths)
 
 
 def is_half(number: int, lengths: set[int]) -> bool:
-    """Whether a number may come from half a length."""
+    """Return whether a number may come from half a length."""
     return any(length > 5 and -1 <= abs(number) - length // 2 <= 0 for length in lengths)
 
 
 def is_of_length(number: float, length: int) -> bool:
-    """Whether a number may be a scale that comes from a length."""
+    """Return whether a number may be a scale that comes from a length."""
     return length > 2 and any(
         math.isclose(number, one, rel_tol=1e-9) for one in (length, 1 / length, math.log(length), math.log2(length))
     )
 
 
 def check_numbers(x: Expr, length: int) -> None:
-    """A number that may come from the rank's own length means something else for the whole sequence. Raises CannotShard."""
+    """Raise CannotShard for a number that may come from the rank's own length: the whole sequence has another one."""
     found = _length_in(x, length)
     if found is not None:
         raise CannotShard(
@@ -49,8 +49,7 @@ def check_numbers(x: Expr, length: int) -> None:
 
 
 def check_rounding(x: Expr) -> None:
-    """A whole number or a truth that a rounded one is made to comes out otherwise where the steps before it are rounded otherwise: what is
-    emitted anew has other steps than the model. Raises CannotShard."""
+    """Raise CannotShard if a whole number or a truth value depends on how a number is rounded: emitted ops round in other steps."""
     left = [x]
     while left:
         part = left.pop()
@@ -69,7 +68,7 @@ def _is_rounded(x: Expr) -> bool:
 
 
 def _length_in(x: Expr, length: int) -> Expr | None:
-    """The first part of x that names the length, or a number beside it; or its half, but for distances: windows are often that wide."""
+    """Return the first part of x that names the length, a number beside it, or half of it; half in a distance is allowed, for windows."""
     left = [(x, False)]
     while left:
         part, is_distance = left.pop()
@@ -87,7 +86,7 @@ def _length_in(x: Expr, length: int) -> Expr | None:
 
 
 def _is_of_distance(x: Expr) -> bool:
-    """Whether x is the same for any q and k that are as far apart."""
+    """Return whether x is the same for any q and k that are as far apart."""
     q, k = ix.Index("q"), ix.Index("k")
     key = ix.substitute(x, k, ix.add(k, ix.ONE))
     return bool(ix.substitute(key, q, ix.add(q, ix.ONE)) == x)

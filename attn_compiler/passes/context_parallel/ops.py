@@ -1,7 +1,7 @@
-"""What each op does with the axis of positions: `place` gives where its result holds the sequence, or why it has no place.
+"""The effect of each op on the axis of positions: `place` tells where its result holds the sequence, or why it has no place.
 
-axis_rules.py has a line for each op, and arguments.py one for what it may be given. Here stands what ranks ask besides: what is the same
-number everywhere, what is a share of a sum, and what is written in place.
+axis_rules.py has a line for each op, and arguments.py one for its arguments. This file adds the questions of ranks: values that are the
+same number everywhere, shares of a sum, and writes in place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 
 def place(context: Places, node: fx.Node) -> Place | Mixes:
-    """The place of a node, whose inputs have one. Raises AxisError where a view splits the sequence."""
+    """Return the place of a node, whose inputs have one. Raises AxisError where a view splits the sequence."""
     given = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), (torch.Tensor, tuple, list))]
-    # What is written into later, by whatever way, may hold a number for each position.
+    # A tensor that is written into later may hold a number for each position.
     is_written = (
         bool(context.mirror.writers_into(node).nodes) if isinstance(node.meta.get("val"), torch.Tensor) else False
     )
@@ -69,7 +69,7 @@ def _of_value(node: fx.Node, *, is_uniform: bool = False) -> Place:
 
 
 def _of_share(context: Places, node: fx.Node, given: Sequence[fx.Node]) -> Place | Mixes:
-    """A share of a sum stays one where the sum over all ranks comes out in the end: under a factor, and beside other shares."""
+    """Keep a share of a sum one where the sum over all ranks will be right: under a factor, and beside other shares."""
     shares = [x for x in given if place_of(context, x).is_share]
     others = [x for x in given if x not in shares]
     is_first = node.args and node.args[0] in shares
@@ -86,7 +86,7 @@ def _of_share(context: Places, node: fx.Node, given: Sequence[fx.Node]) -> Place
 
 
 def repeats(node: fx.Node, is_of_repeated: bool) -> bool:
-    """Whether a result has the same numbers for each of the rank's positions. is_of_repeated: its operands have, or some of them."""
+    """Return whether a result has the same numbers for each of the rank's positions. is_of_repeated: some of its operands have."""
     return _keeps_uniform(node) if is_of_repeated else node.target in (aten.expand.default, aten.broadcast_to.default)
 
 
@@ -109,19 +109,16 @@ def _ruled(context: Places, node: fx.Node, rule: axis_rules.Rule) -> Place | Mix
         if node.target is aten.slice.Tensor:
             return Mixes(at=node, why="it takes a part of the rank's positions", remedy=_SHIFTED)
         return Mixes(at=node, why=found.why, remedy=found.remedy)
-    if _is_written(node) and not context.holds(views.source(node)):
+    is_mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    if is_mutable and not context.holds(views.source(node)):
         return Mixes(at=node, why="it writes positions into a tensor that has none")
     if node.target is aten.cross_entropy_loss.default:
         return _added_up(node, Place(dims=found.dims))
     return Place(dims=found.dims, several=found.several)
 
 
-def _is_written(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def _added_up(node: fx.Node, losses: Place) -> Place | Mixes:
-    """A sum over the rank's positions is its part of the sum over all; a mean is the mean of nothing that is asked for."""
+    """Place a loss: the sum over the rank's positions is a share of the whole sum. A mean over them is refused."""
     reduction = views.argument(node, "reduction", 1)
     if reduction == 1:
         return Mixes(
@@ -141,6 +138,6 @@ _UNIFORM = frozenset(
     | {aten.new_ones.default, aten.new_full.default}
 )
 _LIKE = frozenset({aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default})
-#: what multiplies all elements by a number that is the same on all ranks; the other argument may not be a share
+#: ops that scale all elements by a number that is the same on all ranks; the other argument may not be a share
 SCALES = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
 _ADDS = frozenset({aten.add.Tensor, aten.sub.Tensor})

@@ -1,4 +1,4 @@
-"""Where a value holds the sequence, or why it has no such place; and what rules ask of that."""
+"""The place of the sequence in a value, or the reason why there is none; and the questions that rules ask of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.graph.axis_rules import Mixed
 from attn_compiler.passes.graph.mirror import Mirror
 
-#: what to do where a model counts positions itself
+#: the remedy where a model counts positions itself
 GIVE_POSITIONS = (
     "pass position_ids (ContextParallel.shard gives them), so that the model does not count positions itself"
 )
@@ -21,10 +21,13 @@ GIVE_POSITIONS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
-    """dims: the axes of a value; those of positions hold the sequence's atoms. several: of an op with several results, of each.
-    is_uniform: all elements are one number, so that each rank has the same of it. is_share: a sum over the rank's own positions, which is a
-    share of the sum over all. is_counted: it does not hold the sequence, and was made of how many positions the rank has.
-    is_repeated: that only says how often it has the same numbers."""
+    """The place of the sequence in a value.
+
+    dims: the axes; those of positions hold the sequence's atoms. several: for an op with several results, of each.
+    is_uniform: all elements are one number, which is the same on each rank. is_share: a sum over the rank's own positions, which is a
+    share of the sum over all. is_counted: it does not hold the sequence, and was made of the rank's number of positions. is_repeated:
+    that number only tells how often the same numbers are repeated.
+    """
 
     dims: Dims
     several: tuple[Dims, ...] | None = None
@@ -36,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mixes:
-    """Why a value has no place. at: the op that mixes positions. op: its name, if the node's target is none."""
+    """The reason why a value has no place. at: the op that mixes positions. op: its name, if the node's target is none."""
 
     at: fx.Node
     why: str
@@ -45,7 +48,7 @@ class Mixes:
 
 
 class Places(Protocol):
-    """What is known so far of a graph. places: of each mirror node that is a tensor. ranks: those that share the sequence."""
+    """The places known so far in a graph. places: of each mirror node that is a tensor. ranks: those that share the sequence."""
 
     mirror: Mirror
     ranks: frozenset[int]
@@ -53,7 +56,7 @@ class Places(Protocol):
 
     @property
     def atoms(self) -> frozenset[Atom]:
-        """The sequences, by their lengths."""
+        """Return the sequences, by their lengths."""
         ...
 
     def holds(self, node: fx.Node) -> bool: ...
@@ -61,7 +64,7 @@ class Places(Protocol):
     def is_counted(self, node: fx.Node) -> bool: ...
 
     def inside(self, mirror: Mirror, known: Mapping[fx.Node, Place]) -> Places:
-        """What one call does, traced by itself. known: the places of its inputs."""
+        """Follow one call, traced by itself. known: the places of its inputs."""
         ...
 
 
@@ -74,7 +77,7 @@ def place_of(context: Places, node: fx.Node) -> Place:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Positions that ranks share, as the table of all ops asks for them."""
+    """Positions that ranks share, for the table of all ops."""
 
     context: Places
 
@@ -88,7 +91,7 @@ class Sequences:
         return place_of(self.context, node)
 
     def cannot_meet(self, operands: Sequence[tuple[fx.Node, Dim]], *, whole: bool) -> Mixed | None:
-        """A number for each position has to be one for each position of the sequence, unless all numbers are the same."""
+        """Refuse numbers for positions that are not those of the sequence, unless all numbers are the same."""
         first = next(dim for _, dim in operands if axis_rules.has(self, dim))
         for x, dim in operands:
             place = place_of(self.context, x)
@@ -107,7 +110,7 @@ def has(context: Places, dim: Dim) -> bool:
 
 
 def alike(atoms: frozenset[Atom], a: Dim, b: Dim) -> bool:
-    """Whether two dimensions hold the same sequence at the same place among axes of the same sizes."""
+    """Return whether two dimensions hold the same sequence at the same place among axes of the same sizes."""
     long = [[x for x in axes.resolve(dim) if x.size != axes.ONE] for dim in (a, b)]
     if len(long[0]) != len(long[1]):
         return False

@@ -1,4 +1,4 @@
-"""What a rank says of itself to those that share its sequence: the options, which have to be the same, and what tells its call apart."""
+"""A rank's facts for the ranks that share its sequence: its options, which have to be the same, and the properties of its call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from attn_compiler.torch_private import frames as torch_frames
 _OWN = frozenset({"strict", "dump_dir", "check_invariants", "cache_rewrites"})
 
 
-def of_options(options: Options) -> list[str]:
-    """A line for each option that all ranks have to give alike."""
+def option_facts(options: Options) -> list[str]:
+    """Return a line for each option that all ranks have to set alike."""
     found = []
     for name in (field.name for field in dataclasses.fields(options) if field.name not in _OWN):
         value = getattr(options, name)
@@ -34,8 +34,8 @@ def _of_description(cp: ContextParallel) -> list[str]:
     return [f"{name}: {value!r}" for name, value in given.items()]
 
 
-def of_call(graph: fx.Graph) -> list[str]:
-    """A line for each thing that tells apart the calls which a graph serves, and why it was compiled if another one was there already."""
+def call_facts(graph: fx.Graph) -> list[str]:
+    """Return a line for each property that tells this call from others of the graph, and why it was compiled if there was other code."""
     found = [f"with gradients: {torch.is_grad_enabled()}", *_of_inputs(graph)]
     why = torch_frames.recompilation_reason()
     return found if why is None else [*found, f"the code that was there did not serve: {why}"]

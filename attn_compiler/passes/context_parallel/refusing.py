@@ -1,4 +1,4 @@
-"""Why a graph can't run on parts of a sequence, as an exception that the pass turns into an error for users."""
+"""The reason why a graph can't run on parts of a sequence, as an exception that the pass turns into an error for users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attn_compiler.reasons.decisions import Reason
 
 
 class CannotShard(Exception):
-    """Internal: becomes ContextParallelUnsupported. at: the mirror node that it is about."""
+    """A graph that can't run on parts. Internal: becomes ContextParallelUnsupported. at: the mirror node that it is about."""
 
     def __init__(self, rule: str, observed: str, *, at: fx.Node | None = None, remedy: str | None = None) -> None:
         super().__init__(rule)

@@ -1,9 +1,9 @@
-"""Keys and values of one rank at a time: n steps, in each of which every rank gets those of one rank, and attends to them.
+"""Keys and values of one rank at a time: in each of n steps every rank gets those of one rank, and attends to them.
 
-At first each rank takes its own apart and gives every rank a slice of it, of one exchange. From then on each step is an all-gather of the
-slices of one rank's keys and values, which is the same step on all ranks. So no graph holds a rank, positions of keys are numbers that are
-known, and the gradients of a step are summed by a reduce-scatter. The next step's gather begins before this step's attention. The backward
-gathers again. Results are merged by their logsumexp (merging.py).
+At first each rank splits its own and gives every rank a slice, in one exchange. From then on each step is an all-gather of the slices of
+one rank's keys and values, which is the same step on all ranks. So no graph holds a rank, positions of keys are known numbers, and the
+gradients of a step are summed by a reduce-scatter. The next step's gather begins before this step's attention. The backward gathers again.
+Results are merged by their logsumexp (merging.py).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from attn_compiler.spec.attention import AttentionSpec
 def rewrite(
     mirror: Mirror, site: Site, builder: GraphBuilder, layout: GraphLayout, wholes: Wholes
 ) -> tuple[fx.Node, RewrittenSite]:
-    """As `sites.rewrite`, by this method."""
+    """Rewrite a site as `sites.rewrite`, by this method."""
     spec = site.spec
     if spec is None:
         raise ValueError(f"the site at {site.module} has no spec")
     tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
-    slices = _Slices.of(builder, layout, tensors.k, tensors.v)
+    slices = _Slices.exchanged(builder, layout, tensors.k, tensors.v)
     merge = _Merge(builder=builder)
     parts = 0
-    # Of all pairs, or of none that depend on both: then a rank's two chunks are one part.
+    # If no score depends on positions, a rank's two chunks are one part.
     is_whole = sites.allowed(site, spec) == ix.TRUE and not spec.score.proved
     coming = slices.gathered(0)
     for step in range(layout.size):
@@ -51,7 +51,9 @@ def rewrite(
         if step + 1 < layout.size:
             coming = slices.gathered(step + 1)
         for first, start, count in _ranges(layout, sites.rank_length(spec), step, is_whole=is_whole):
-            k, v = (_cut(builder, x, start, count) for x in (keys, values))
+            k, v = keys, values
+            if builder.value(k).shape[2] != count:
+                k, v = (builder.call(torch.narrow, x, 2, start, count) for x in (keys, values))
             met = _met(builder, layout, tensors.q, k, v, first)
             scores = PlacedScores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
             merge.add(_part(builder, spec, met, scores))
@@ -61,7 +63,7 @@ def rewrite(
 
 
 def _ranges(layout: GraphLayout, length: int, owner: int, *, is_whole: bool) -> Iterator[tuple[int, int, int]]:
-    """Of a rank's keys, those that follow each other in the sequence: the first one's position, its place among them, how many."""
+    """Yield a rank's ranges of keys that are contiguous in the sequence: the first one's position, its index among the keys, the count."""
     if is_whole or not layout.is_balanced:
         yield owner * length, 0, length
         return
@@ -70,12 +72,8 @@ def _ranges(layout: GraphLayout, length: int, owner: int, *, is_whole: bool) -> 
         yield chunk * half, place * half, half
 
 
-def _cut(builder: GraphBuilder, x: fx.Node, start: int, count: int) -> fx.Node:
-    return x if builder.value(x).shape[2] == count else builder.call(torch.narrow, x, 2, start, count)
-
-
 def _met(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: fx.Node, first: int) -> Met:
-    """first: the position of the first key."""
+    """Return the operands of a step. first: the position of the first key."""
     call, value = builder.call, builder.value(q)
     device, rows, count = value.device, int(value.shape[0]), int(builder.value(k).shape[2])
     queries = layout.positions(builder, int(value.shape[2]), device)
@@ -91,7 +89,7 @@ def _met(builder: GraphBuilder, layout: GraphLayout, q: fx.Node, k: fx.Node, v: 
 
 
 def _part(builder: GraphBuilder, spec: AttentionSpec, met: Met, scores: PlacedScores) -> tuple[fx.Node, fx.Node]:
-    """The output and the lse of a part. Sinks come in once, at the end of the merge."""
+    """Return the output and the lse of a part. Sinks come in once, at the end of the merge."""
     both = builder.call(
         attention_with_lse,
         *(met.q, met.k, met.v, sites.joined(builder, scores, builder.value(met.q).dtype)),
@@ -104,7 +102,7 @@ def _part(builder: GraphBuilder, spec: AttentionSpec, met: Met, scores: PlacedSc
 
 @dataclass(kw_only=True)
 class _Merge:
-    """What was merged so far: its output in float32 (float64 for float64), and its lse."""
+    """The merge so far: its output in float32 (float64 for float64), and its lse."""
 
     builder: GraphBuilder
     acc: fx.Node | None = None
@@ -121,17 +119,17 @@ class _Merge:
         self.acc, self.lse = call(operator.getitem, both, 0), call(operator.getitem, both, 1)
 
     def whole(self, sinks: fx.Node | None, of_scores: torch.dtype, dtype: torch.dtype) -> fx.Node:
-        """The output. of_scores: the dtype that sinks join the scores in."""
+        """Return the output. of_scores: the dtype in which sinks join the scores."""
         column = None if sinks is None else program.cast(self.builder, sinks, of_scores)
         return self.builder.call(whole_of_parts, self.acc, self.lse, column, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slices:
-    """What a rank holds of the keys and values of all ranks: a slice of each.
+    """A rank's slices of the keys and values of all ranks.
 
-    apart: for k and v, or for both side by side, a slice of each rank's, by rank. shapes: of what a rank has. bytes: that a rank sends in
-    the forward.
+    apart: for k and v, or for both side by side, a slice of each rank's, by rank. shapes: of a rank's own tensors. bytes: that a rank
+    sends in the forward.
     """
 
     builder: GraphBuilder
@@ -142,7 +140,7 @@ class _Slices:
     bytes: int
 
     @staticmethod
-    def of(builder: GraphBuilder, layout: GraphLayout, k: fx.Node, v: fx.Node) -> _Slices:
+    def exchanged(builder: GraphBuilder, layout: GraphLayout, k: fx.Node, v: fx.Node) -> _Slices:
         call, value = builder.call, builder.value
         widths = (int(value(k).shape[3]), int(value(v).shape[3]))
         own = [call(torch.cat, (k, v), 3)] if value(k).dtype == value(v).dtype else [k, v]
@@ -155,14 +153,13 @@ class _Slices:
             come = call(torch_collectives.exchanged_pieces, to_ranks, layout.group)
             by_rank = call(torch.unbind, come)
             apart.append([call(operator.getitem, by_rank, rank) for rank in range(layout.size)])
-            # The exchange, and then a slice of each rank's to all others.
+            # A rank sends its slices in the exchange, and then in each step one slice to all others.
             one = int(value(flat).numel()) * value(flat).element_size() // layout.size
             sent += (layout.size - 1) * one * (1 + layout.size)
         shapes = [value(x).shape for x in own]
         return _Slices(builder=builder, layout=layout, apart=apart, shapes=shapes, widths=widths, bytes=sent)
 
     def gathered(self, owner: int) -> tuple[fx.Node, fx.Node]:
-        """The keys and values of a rank."""
         call = self.builder.call
         found = []
         for apart, shape in zip(self.apart, self.shapes, strict=True):

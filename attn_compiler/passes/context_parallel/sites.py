@@ -11,9 +11,10 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.context_parallel.halo import Halo
-from attn_compiler.index_expr import Expr, Index, on_nodes
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Test, on_nodes
+from attn_compiler.index_expr.changing import throughout
 from attn_compiler.index_expr.on_nodes import Names
-from attn_compiler.passes.context_parallel import bands, exchanging, halo
+from attn_compiler.passes.context_parallel import exchanging, halo
 from attn_compiler.passes.context_parallel.exchanging import Met
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, check_rounding, is_of_length
@@ -29,15 +30,18 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.scores import DenseBias, Sinks, Softcap
 
-#: parts of the sequence that a rank keeps in a ring
+#: the number of ranks' parts of keys that a rank keeps in a ring
 _OF_RING = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewrittenSite:
-    """What became of one site. method: "all_gather", "all_to_all" or "ring". bytes: that a rank sends in the forward. halo: in words, where
-    one is exchanged and nothing is gathered. parts: attentions that are merged. why: what "auto" chose the method for, where that is
-    not seen. leaves_zero: a query without keys gives 0, where the model gives a mean over the whole sequence."""
+    """The outcome for one site. method: "all_gather", "all_to_all" or "ring". bytes: that a rank sends in the forward.
+
+    halo: in words, where one is exchanged and nothing is gathered. parts: attentions that are merged. why: the reason of "auto" for the
+    method, where the method does not show it. leaves_zero: a query without keys gives 0, where the model gives a mean over the whole
+    sequence.
+    """
 
     method: str
     bytes: int
@@ -48,19 +52,19 @@ class RewrittenSite:
 
     @property
     def words(self) -> str:
-        """How queries meet keys, for reports."""
+        """Return how queries meet keys, for reports."""
         how = self.halo or self.method
         return f"{how}; queries without keys give 0, and not the mean of all ranks' v" if self.leaves_zero else how
 
 
 def check_shareable(site: Site, spec: AttentionSpec) -> None:
-    """Raise CannotShard for what can't be told, or done, of the whole sequence."""
+    """Raise CannotShard for an attention that is not fully understood, or can't be computed over the whole sequence."""
     at = site.match.out
     rule = "an attention over parts of a sequence is understood in full"
     if spec.mask.reason is not None:
         remedy = "compile the whole model in one graph, with attention_mask (batch, positions) or none, and not a mask of pairs"
         raise CannotShard(rule, f"the mask was not understood: {spec.mask.reason}", at=at, remedy=remedy)
-    unknown = [change.words for change in spec.score.changes if not _is_known(change)]
+    unknown = [change.words for change in spec.score.changes if not isinstance(change, (Softcap, Sinks, DenseBias))]
     if unknown or (spec.score.bias is not None and not spec.score.proved):
         raise CannotShard(rule, f"the scores are changed: {spec.score.words}", at=at)
     if site.match.scores.limits:
@@ -100,14 +104,10 @@ def check_scale(site: Site, spec: AttentionSpec) -> None:
         )
 
 
-def _is_known(change: object) -> bool:
-    return isinstance(change, (Softcap, Sinks, DenseBias))
-
-
 def rewrite(
     mirror: Mirror, site: Site, builder: GraphBuilder, layout: GraphLayout, wholes: Wholes, method: str
 ) -> tuple[fx.Node, RewrittenSite]:
-    """What takes the place of the site's output. To be called inside of `builder.at`. Raises CannotShard."""
+    """Emit the replacement of the site's output. To be called inside of `builder.at`. Raises CannotShard."""
     spec = site.spec
     if spec is None:
         raise ValueError(f"the site at {site.module} has no spec")
@@ -129,8 +129,10 @@ def rewrite(
 
 
 def halo_of(site: Site, spec: AttentionSpec, layout: GraphLayout, method: str) -> Halo | None:
-    """What is exchanged in place of all keys, where the mask lets a query see those near it alone. In place of a ring it is no more than a
-    ring keeps: a rank's own keys, a step's, and the next one's."""
+    """Return the halo that is exchanged in place of all keys, where the mask lets a query see only near keys.
+
+    In place of a ring it holds no more than a ring keeps: a rank's own keys, a step's, and the next one's.
+    """
     if method == "all_to_all":
         return None
     found = halo.found(allowed(site, spec), rank_length(spec), layout)
@@ -140,13 +142,34 @@ def halo_of(site: Site, spec: AttentionSpec, layout: GraphLayout, method: str) -
 
 
 def allowed(site: Site, spec: AttentionSpec) -> Expr:
-    """Which pairs take part, over positions of the whole sequence."""
+    """Return the condition of pairs that take part, over positions of the whole sequence."""
     causal = ix.compare("<=", Index("k"), Index("q")) if spec.mask.is_causal else ix.TRUE
-    return ix.apply("and", bands.opened(site.condition or ix.TRUE), causal)
+    return ix.apply("and", with_bounds(site.condition or ix.TRUE), causal)
+
+
+def with_bounds(condition: Expr) -> Expr:
+    """Return the condition with every bounded distance, |q - k| <= w, as one bound of keys on each side.
+
+    Where q is a position of the whole sequence and k begins with the first key of a halo, kernels know the two bounds, and not the
+    distance.
+    """
+    return throughout(condition, _as_bounds)
+
+
+def _as_bounds(x: Expr) -> Expr:
+    if not isinstance(x, Test) or x.relation != ">=" or len(x.form.terms) != 1:
+        return x
+    (term, factor), width = x.form.terms[0], x.form.const
+    if factor != -1 or not isinstance(term, Apply) or term.op != "abs" or not ix.mentions(term, Index("k")):
+        return x
+    (apart,) = term.args
+    return ix.apply(
+        "and", ix.compare("<=", apart, Const(width)), ix.compare(">=", ix.add(apart, Const(width)), Const(0))
+    )
 
 
 def rank_length(spec: AttentionSpec) -> int:
-    """How many positions a rank has."""
+    """Return the number of a rank's positions."""
     if not isinstance(spec.seqlen_q, int):
         raise ValueError("sizes are checked before")
     return spec.seqlen_q
@@ -154,7 +177,7 @@ def rank_length(spec: AttentionSpec) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedScores:
-    """What masks a site and is added to it, at positions of the whole sequence. size: ranks."""
+    """The mask of a site and the additions to its scores, at positions of the whole sequence. size: ranks."""
 
     site: Site
     spec: AttentionSpec
@@ -164,7 +187,7 @@ class PlacedScores:
     size: int
 
     def mask(self) -> fx.Node | None:
-        """Truth values that broadcast to (B, H, Q, N); None where every pair takes part."""
+        """Return truth values that broadcast to (B, H, Q, N); None where every pair takes part."""
         pairs = allowed(self.site, self.spec)
         inside = None if self.met.places is None else self.met.places.inside
         if pairs == ix.TRUE:
@@ -175,7 +198,7 @@ class PlacedScores:
         return self.builder.once(("inside", mask, inside), lambda: self.builder.call(torch.logical_and, mask, inside))
 
     def bias(self) -> fx.Node | None:
-        """Numbers that broadcast to (B, H, Q, N), in float32, or wider if the model's are."""
+        """Return numbers that broadcast to (B, H, Q, N), in float32, or wider if the model's are."""
         real = computed_in(self.builder.value(self.met.q).dtype)
         total: fx.Node | None = None
         for kind in self.spec.score.proved:
@@ -203,7 +226,7 @@ class PlacedScores:
         return on_nodes.emit(self.builder, x, names, real=real)
 
     def _index(self, name: str, q: torch.Tensor) -> fx.Node:
-        """Of the pairs that this rank computes, what each is in the model."""
+        """Return the model's index of each pair that this rank computes."""
         call, device = self.builder.call, q.device
         if self.met.places is not None and name != "h":
             return {"b": self.met.places.b, "q": self.met.places.q, "k": self.met.places.k}[name]
@@ -217,7 +240,7 @@ class PlacedScores:
         return call(torch.Tensor.view, count, shape)
 
     def _loaded(self, x: Expr, name: str, loads: Mapping[str, Version]) -> fx.Node:
-        whole = self.wholes.of(loads[name], name, int(axes.dim_size(self.site.match.axes.query)))
+        whole = self.wholes.whole_of(loads[name], name, int(axes.dim_size(self.site.match.axes.query)))
         shape = self.builder.value(whole).shape
         own = loads[name].node.meta["val"].shape
         within = self._within()
@@ -249,7 +272,7 @@ class PlacedScores:
 
 
 def joined(builder: GraphBuilder, scores: PlacedScores, dtype: torch.dtype) -> fx.Node | None:
-    """What masks and what is added, in one tensor: truth values, or numbers in the scores' dtype. None where there is neither."""
+    """Join mask and bias in one tensor: truth values, or numbers in the scores' dtype. None where there is neither."""
     mask, bias = scores.mask(), scores.bias()
     added = bias if bias is None else program.cast(builder, bias, dtype)
     return mask if added is None else added if mask is None else builder.call(torch.where, mask, added, -math.inf)
@@ -281,7 +304,7 @@ def _written_out(
     cap: float | None,
     sinks: fx.Node | None,
 ) -> fx.Node:
-    """Products and a softmax, for changes that no call of PyTorch's takes."""
+    """Emit products and a softmax, for changes that no call of PyTorch supports."""
     call, value = builder.call, builder.value
     q = value(met.q)
     repeats = q.shape[1] // value(met.k).shape[1]
@@ -305,7 +328,7 @@ def _written_out(
 
 
 def _of_heads(builder: GraphBuilder, met: Met, x: fx.Node) -> fx.Node:
-    """(H,) of the model -> (H,) of this rank."""
+    """Take this rank's heads out of the model's (H,)."""
     if met.first_head is None:
         return x
     device = builder.value(x).device

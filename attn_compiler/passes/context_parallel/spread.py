@@ -1,4 +1,4 @@
-"""What became of a graph whose attentions were rewritten for its ranks, until these agree."""
+"""The state of a graph between the rewriting of its attentions and the agreement of its ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rewrite:
-    """What became of a graph. sites, misses: how many there have to be when it is matched again. look: with options.verify."""
+    """The rewriting of a graph. sites, misses: the numbers to be found when it is matched again. look: with options.verify."""
 
     sites: int
     misses: int
@@ -23,8 +23,10 @@ class Rewrite:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceRewrite(Rewrite):
-    """shared: the attentions whose keys several ranks have. lengths: positions that a rank has. done: by the module of each of these.
-    by_value: said where numbers of the length were looked for by their values alone."""
+    """The rewriting over a shared sequence. shared: the attentions whose keys several ranks have. lengths: positions that a rank has.
+
+    done: by the module of each of these. by_value: a note where numbers of the length were looked for by their values alone.
+    """
 
     shared: int
     lengths: tuple[int, ...]
@@ -34,16 +36,16 @@ class SequenceRewrite(Rewrite):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotRewrite(Rewrite):
-    """Of a graph with a cache that ranks share."""
+    """The rewriting of a graph with a cache that ranks share."""
 
     outcome: SlotOutcome
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spread:
-    """A graph that was rewritten, or was not for an error, and that its ranks have to agree on.
+    """A graph that was rewritten, or has an error, and that its ranks have to agree on.
 
-    beside: groups of ranks that have other heads. mirror: of the graph as it came. call: what is said of it to the other ranks.
+    beside: groups of ranks that have other heads. mirror: of the graph as it came. call: the facts of the call for the other ranks.
     """
 
     cp: ContextParallel
@@ -55,6 +57,6 @@ class Spread:
 
     @property
     def is_other_graph(self) -> bool:
-        """Whether the graph has to be matched again."""
+        """Return whether the graph has to be matched again."""
         rewrite = self.rewrite
         return isinstance(rewrite, SequenceRewrite) or (isinstance(rewrite, SlotRewrite) and bool(rewrite.outcome.sent))

@@ -1,4 +1,4 @@
-"""Every attention of a graph anew, for the whole sequence that ranks share or for the cache that they share."""
+"""The rewriting of every attention of a graph, for the whole sequence or for the cache that ranks share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attn_compiler.passes.context_parallel import (
     sites,
     wrapped,
 )
-from attn_compiler.passes.context_parallel.agreement import told
+from attn_compiler.passes.context_parallel.agreement import as_user_error
 from attn_compiler.passes.context_parallel.compared import NotComparable, compare
 from attn_compiler.passes.context_parallel.decoding import SlotOutcome, note_decoding
 from attn_compiler.passes.context_parallel.following import Following, Input
@@ -42,12 +42,12 @@ from attn_compiler.passes.writing import lower
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import frames as torch_frames, rank_sync
 
-#: what a user may name in ContextParallel(allow=...), besides ops
+#: a name in ContextParallel(allow=...) that is no op
 GRAPH_BREAK = "graph_break"
 
 
 def asked(unit: Unit) -> ContextParallel | None:
-    """The user's ContextParallel, if there are several ranks and each has a part of the sequence.
+    """Return the user's ContextParallel, if there are several ranks and each has a part of the sequence.
 
     None also where keys come from a cache that ranks share: every rank then gets all new tokens and sees all keys.
     """
@@ -55,32 +55,32 @@ def asked(unit: Unit) -> ContextParallel | None:
     return None if found is None or found.size == 1 or decoding.shares_cache(unit.graph) else found
 
 
-def longer(unit: Unit) -> dict[int, int]:
-    """By how many positions a rank has, how many there are. Raises ContextParallelUnsupported."""
+def whole_lengths(unit: Unit) -> dict[int, int]:
+    """Return the length of the whole sequence by the length of a rank's part. Raises ContextParallelUnsupported."""
     cp = asked(unit)
     if cp is None:
         return {}
     try:
         lengths = {one.length for one in following.inputs(unit.graph, cp.replicated).values()}
     except CannotShard as cannot:
-        raise told(None, None, cannot.reason) from None
+        raise as_user_error(None, None, cannot.reason) from None
     return {length: length * cp.size for length in lengths}
 
 
 def check_not_left(unit: Unit) -> None:
     """Raise ContextParallelUnsupported if the passes left the graph alone."""
     if asked(unit) is not None and unit.log.left_alone is not None:
-        raise told(unit.mirror, None, unit.log.left_alone)
+        raise as_user_error(unit.mirror, None, unit.log.left_alone)
 
 
 def spread(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> Spread | None:
     """Rewrite every attention of the graph; None where ranks have nothing to agree on.
 
-    What can't be rewritten, or mixes positions beside attention, is an error, which is raised when all ranks know of it.
+    An attention that can't be rewritten, or another op that mixes positions, is an error, which is raised when all ranks know of it.
     """
     cp = asked(unit)
     if cp is not None:
-        # As the graph came: the rewrite may fail halfway.
+        # The groups are read before the rewrite, which may fail halfway.
         beside = _groups_beside(unit, cp)
         rewrite = functools.partial(_rewritten, unit, mirror, found, targets, cp, beside)
         return _tried(unit, mirror, cp, beside, rewrite)
@@ -100,7 +100,7 @@ def _tried(
     beside: Sequence[str],
     rewrite: Callable[[], SequenceRewrite | SlotRewrite],
 ) -> Spread:
-    before = Spread(cp=cp, beside=tuple(beside), mirror=mirror, call=tuple(rank_facts.of_call(unit.graph)))
+    before = Spread(cp=cp, beside=tuple(beside), mirror=mirror, call=tuple(rank_facts.call_facts(unit.graph)))
     try:
         return dataclasses.replace(before, rewrite=rewrite())
     except Exception as error:  # noqa: BLE001 (the others are not to wait for a rank that has failed: agreeing.py raises it)
@@ -113,11 +113,11 @@ def _decoding(unit: Unit, mirror: Mirror, found: FoundSites, cp: ContextParallel
 
 
 def _groups_beside(unit: Unit, cp: ContextParallel) -> list[str]:
-    """Of the ranks that have the same part of the sequence, and other heads."""
+    """Return the groups of ranks that have the same part of the sequence, and other heads."""
     try:
         given = following.inputs(unit.graph, cp.replicated)
     except CannotShard:
-        # It is told by `_rewritten`, and depends on sizes alone.
+        # `_rewritten` raises the same, which depends on sizes alone.
         return []
     return [group for group in wrapped.groups(unit.graph, given) if group != cp.group_name]
 
@@ -139,7 +139,7 @@ def _rewritten(
         try:
             compared = compare(unit, mirror, cp, given)
         except CannotShard as cannot:
-            # What is known to be wrong of a part by itself is told first.
+            # Errors found in the rank's own program come first.
             difference = cannot
         except NotComparable as error:
             by_value = f"; numbers of the length were looked for by their values alone: {error}"
@@ -177,7 +177,7 @@ def _rewritten(
 
 @dataclass(frozen=True, kw_only=True)
 class _Done:
-    """module: of the site. old: the name of its output. new: what takes that one's place."""
+    """A rewritten site. module: of the site. old: the name of its output. new: the output's replacement."""
 
     module: str
     old: str
@@ -197,14 +197,14 @@ def _look(
         cp=cp,
         beside=tuple(beside),
         mirror=mirror,
-        original=first_look.copied(unit.graph),
+        original=first_look.runnable_copy(unit.graph),
         sites=tuple(first_look.in_order(mirror, found.sites)),
         axes={node.name: one.axis for node, one in given.items()},
     )
 
 
 def _check_frame(unit: Unit, cp: ContextParallel) -> None:
-    """Nothing of the model runs outside of graphs, now or after some more lengths."""
+    """Raise CannotShard if anything of the model runs outside of graphs, now or after some more lengths."""
     if torch_frames.is_cut_into_buckets():
         raise CannotShard(
             "the compiled function is one graph: what masks an attention, and where the sequence is, is known in it",
@@ -227,7 +227,7 @@ def _check_frame(unit: Unit, cp: ContextParallel) -> None:
 
 
 def _check_found(unit: Unit, found: FoundSites, others: list[Miss]) -> None:
-    """Whatever looks like attention was understood. others: what computes each position by itself, and so is none (a router)."""
+    """Raise CannotShard if something that looks like attention was not understood. others: misses within each position (a router)."""
     rule = "every attention of the graph is understood"
     for miss in (miss for miss in found.misses if miss not in others):
         raise CannotShard(rule, str(miss.reason), at=miss.anchor)
@@ -250,7 +250,7 @@ def _check_found(unit: Unit, found: FoundSites, others: list[Miss]) -> None:
 
 
 def _is_shared(places: Following, site: Site, cp: ContextParallel) -> bool:
-    """Whether the keys of a site are on several ranks. Raises CannotShard where that is not known, or not what the rewrite is for."""
+    """Return whether the keys of a site are on several ranks. Raises CannotShard where that is unknown, or can't be rewritten."""
     found = site.match
     of_q = places.sequence_of(found.q.node, found.q.dims, found.axes.query)
     of_k = places.sequence_of(found.k.node, found.k.dims, found.axes.key)
@@ -271,7 +271,7 @@ def _is_shared(places: Following, site: Site, cp: ContextParallel) -> bool:
 
 
 def _is_on_all_ranks(places: Following, site: Site, cp: ContextParallel, *, is_q_too: bool) -> bool:
-    """Whether k and v are of the model itself, or of what the user says that every rank has. is_q_too: and q."""
+    """Return whether k and v come from the model itself, or from inputs that every rank has. is_q_too: and q."""
     seen: set[fx.Node] = set()
     left = [site.match.k.node, site.match.v.node, *([site.match.q.node] if is_q_too else [])]
     while left:
@@ -283,14 +283,14 @@ def _is_on_all_ranks(places: Following, site: Site, cp: ContextParallel, *, is_q
     named = [node for node in given if node is not None and following.is_named(node, cp.replicated)]
     if not all(node is not None and (node in named or following.is_state(node)) for node in given):
         return False
-    # As many of the model's own keys as the rank has positions: the model takes as many as there are.
+    # If the model has as many own keys as the rank has positions, it takes as many as there are positions.
     return bool(named) or (
         not is_q_too and axes.dim_size(site.match.axes.key) not in {atom.size for atom in places.atoms}
     )
 
 
 def _check_outputs(mirror: Mirror, places: Following) -> None:
-    """What the graph gives back, and what it writes, has one place for each of the rank's positions."""
+    """Raise CannotShard if an output or a write of the graph mixes positions, or depends on their number."""
     for writer, _ in mirror.writers:
         found = places.places.get(writer)
         if isinstance(found, Mixes):

@@ -1,4 +1,4 @@
-"""What masks and biases read, for the whole sequence: inputs are gathered, and what the model makes of them is made again."""
+"""Whole tensors for masks and biases: inputs are gathered, and the model's computation from them is repeated."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _RULE = "a mask or bias reads what ranks have parts of, or all of"
 
 
 class Wholes:
-    """Nodes of whole tensors, by those that hold the rank's part; one for all sites.
+    """Nodes of whole tensors, by the nodes that hold the rank's part; one for all sites.
 
-    are_chance: numbers that look like the length of a part are none.
+    are_chance: numbers that look like the length of a part are not taken for it.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Wholes:
         self.are_chance = are_chance
         self._made_of: dict[fx.Node, frozenset[fx.Node]] = {}
 
-    def of(self, version: Version, name: str, length: int) -> fx.Node:
-        """The whole of a tensor that an expression loads from. length: of the rank's part of the sequence. Raises CannotShard."""
+    def whole_of(self, version: Version, name: str, length: int) -> fx.Node:
+        """Return the whole of a tensor that an expression loads from. length: of the rank's part of the sequence. Raises CannotShard."""
         if version.node.graph is not self._mirror.graph:
             raise CannotShard(_RULE, f"{name} is a tensor of another graph", at=None)
         if version.since is not None or version.until is not None:
@@ -62,7 +62,7 @@ class Wholes:
         return self._whole(dynamo)
 
     def is_shared(self, version: Version) -> bool:
-        """Whether a tensor that an expression loads from is made of what ranks have parts of."""
+        """Return whether a tensor that an expression loads from is made of inputs with a part of the sequence."""
         is_here = version.node.graph is self._mirror.graph
         dynamo = self._mirror.dynamo_node(version.node) if is_here else None
         return dynamo is not None and bool(self._inputs(dynamo))
@@ -73,7 +73,7 @@ class Wholes:
         return self._builder.once(("whole", node), lambda: self._made(node))
 
     def _inputs(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The inputs with a part of the sequence that a node is made of."""
+        """Return the inputs with a part of the sequence that a node is made of."""
         if node not in self._made_of:
             own = frozenset((node,)) if node in self._given else frozenset()
             self._made_of[node] = own.union(*(self._inputs(x) for x in node.all_input_nodes))
@@ -94,7 +94,8 @@ class Wholes:
             raise CannotShard(rule, f"{node.name} is {node.format_node()}", at=self._at(node), remedy=IF_CHANCE)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._whole)
         try:
-            made = self._builder.call(_function(node), *args, **kwargs)
+            function: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+            made = self._builder.call(function, *args, **kwargs)
         except Exception as error:
             raise CannotShard(
                 "what makes a mask can be made for the whole sequence", f"{node.name}: {error}", at=self._at(node)
@@ -103,7 +104,7 @@ class Wholes:
         return made
 
     def _check(self, node: fx.Node, made: fx.Node, lengths: set[int]) -> None:
-        """The same shape, but for the sequence."""
+        """Raise CannotShard unless the shape is the same but for the sequence."""
         own, whole = node.meta["example_value"], self._builder.value(made)
         if not isinstance(own, torch.Tensor) or not isinstance(whole, torch.Tensor):
             raise CannotShard(_RULE, f"{node.name} is no tensor", at=self._at(node))
@@ -117,10 +118,6 @@ class Wholes:
 
     def _at(self, node: fx.Node) -> fx.Node | None:
         return next(iter(self._mirror.owned(node)), None)
-
-
-def _function(node: fx.Node) -> Any:
-    return getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
 
 
 def _numbers(node: fx.Node) -> list[int]:

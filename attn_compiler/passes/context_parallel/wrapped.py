@@ -1,7 +1,7 @@
-"""Where DTensors hold the sequence. Tensor parallelism cuts heads and features, and an op on DTensors means the op on whole tensors.
+"""DTensors that hold the sequence. Tensor parallelism cuts heads and features, and an op on DTensors means the op on whole tensors.
 
-So each op is traced on plain tensors of the sizes that the DTensors have as wholes, and that graph is followed like any other. Only what
-goes from local tensors to DTensors and back is told by its name.
+So each op is traced on plain tensors of the DTensors' global sizes, and that graph is followed like any other. Only ops between local
+tensors and DTensors are known by name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror, Origins, opaque
 from attn_compiler.torch_private import dtensors as torch_dtensors, tracing as torch_tracing
 
-#: what gives the same numbers as a tensor of another kind, or in other shares; Dynamo of torch 2.11 writes "prim" before some of them
+#: calls that give the same numbers as another kind of tensor, or in other shares; Dynamo of torch 2.11 writes "prim" before some names
 DOORS = frozenset({"from_local", "of_local", "to_local", "summed_to_local", "share_of", "redistribute", "full_tensor"})
 
 
 def owner(mirror: Mirror, node: fx.Node) -> fx.Node | None:
-    """The call of DTensors that a mirror node stands for, if it is one."""
+    """Return the call of DTensors that a mirror node stands for, if it is one."""
     found = mirror.owner(node) if node.target is opaque else None
     if found is None or not closed.is_closed(found):
         return None
@@ -35,13 +35,13 @@ def owner(mirror: Mirror, node: fx.Node) -> fx.Node | None:
 
 
 def name(mirror: Mirror, node: fx.Node) -> str:
-    """What a mirror node calls, as users name it in `allow`."""
+    """Return the name of a mirror node's function, as users write it in `allow`."""
     made_by = mirror.owner(node) if node.target in (opaque, mutation.effect) else None
     return str(node.target) if made_by is None else target_name(made_by)
 
 
 def place(context: Places, node: fx.Node, call: fx.Node) -> Place | Mixes:
-    """The place of what a call of DTensors gives. node: one of its results in the mirror. call: of the Dynamo graph."""
+    """Return the place of a result of a call of DTensors. node: the result in the mirror. call: of the Dynamo graph."""
     given = [x for x in call.all_input_nodes if isinstance(x.meta.get("example_value"), torch.Tensor)]
     if len(given) != len(node.args):
         return Mixes(at=node, why="nothing is known of what it is given")
@@ -58,7 +58,7 @@ def place(context: Places, node: fx.Node, call: fx.Node) -> Place | Mixes:
     value = values[results.index(node)]
     if not isinstance(value, torch.Tensor):
         return Place(dims=())
-    if _door(call) in DOORS and given:
+    if target_name(call).removeprefix("prim").lstrip(" _") in DOORS and given:
         found = _resized(context, node, of_given[given[0]], given[0].meta["example_value"], value)
     else:
         found = _as_whole(context, node, call, of_given, results.index(node), value)
@@ -66,7 +66,7 @@ def place(context: Places, node: fx.Node, call: fx.Node) -> Place | Mixes:
 
 
 def on_other_ranks(context: Places, node: fx.Node, found: Place, value: Any) -> Place | Mixes:
-    """What a DTensor with a part of the sequence means by its mesh: ranks that share the sequence have other parts of it."""
+    """Refuse a DTensor with the sequence on a mesh whose ranks have other parts of it."""
     if not torch_dtensors.is_dtensor(value) or not any(has(context, dim) for dim in found.dims):
         return found
     if context.ranks & torch_dtensors.other_ranks(value):
@@ -79,7 +79,7 @@ def on_other_ranks(context: Places, node: fx.Node, found: Place, value: Any) -> 
 
 
 def groups(graph: fx.Graph, given: Collection[fx.Node]) -> list[str]:
-    """The process groups over which DTensors lie that are made of these inputs: their ranks compile the same parts of the sequence."""
+    """Return the process groups of DTensors that are made of these inputs: their ranks compile the same parts of the sequence."""
     reached = set(given)
     found: dict[str, None] = {}
     for node in graph.nodes:
@@ -91,16 +91,12 @@ def groups(graph: fx.Graph, given: Collection[fx.Node]) -> list[str]:
     return list(found)
 
 
-def _door(call: fx.Node) -> str:
-    return target_name(call).removeprefix("prim").lstrip(" _")
-
-
 def _is_traced(x: object) -> bool:
     return isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _resized(context: Places, node: fx.Node, of_given: Place, given: Any, value: Any) -> Place | Mixes:
-    """The same numbers, whole or in shares: an axis of another size is one that is cut."""
+    """Return the place of the same numbers, whole or in shares: an axis of another size is one that is cut."""
     before, after = axes.shape_exprs(given), axes.shape_exprs(value)
     if len(before) != len(after) or len(of_given.dims) != len(before):
         return Mixes(at=node, why="it gives other axes than it takes")
@@ -119,7 +115,7 @@ def _resized(context: Places, node: fx.Node, of_given: Place, given: Any, value:
 def _as_whole(
     context: Places, node: fx.Node, call: fx.Node, of_given: dict[fx.Node, Place], at: int, value: Any
 ) -> Place | Mixes:
-    """What the same call does with whole tensors."""
+    """Return the place of the same call's result on whole tensors."""
     traced = _traced(call, list(of_given))
     if traced is None or traced.writers:
         return Mixes(at=node, why="nothing is known of what it does with positions")
@@ -137,7 +133,7 @@ def _as_whole(
 
 
 def _traced(call: fx.Node, given: Sequence[fx.Node]) -> Mirror | None:
-    """A call of DTensors as ATen ops on plain tensors; None where it can't be."""
+    """Trace a call of DTensors as ATen ops on plain tensors; None where that can't be done."""
     mode = torch_tracing.fake_mode_of_values([x.meta["example_value"] for x in given])
     if mode is None:
         return None

@@ -1,1 +1,1 @@
-"""What all passes work on: the unit, its mirror of ATen ops, sites, axes, views, and values."""
+"""The data that all passes work on: the unit, its mirror of ATen ops, sites, axes, views, and values."""

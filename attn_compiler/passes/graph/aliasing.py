@@ -1,4 +1,4 @@
-"""Which storages of a graph are reached from outside of it, and how."""
+"""Storages of a graph that code outside of it can reach."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Storages = set[StorageWeakRef]
 
 @dataclass(kw_only=True, eq=False)
 class Aliases:
-    """Storages of a graph that code outside of it reaches, found from the Dynamo nodes once a graph, before it is rewritten.
+    """Storages of a graph by who outside of it can reach them, found from the Dynamo nodes once a graph, before it is rewritten.
 
-    returned: what it gives back. given: its inputs. parameters: those of them that are parameters. writers: its nodes that write, with
-    the memory that they write to, in order.
+    returned: of the graph's results. given: of its inputs. parameters: of inputs that are parameters. writers: nodes that write, in order,
+    with the storages that each writes to.
     """
 
     graph: fx.Graph
@@ -56,10 +56,10 @@ class Aliases:
 
     @cached_property
     def taken_as_data(self) -> Storages:
-        """What the graph takes `.data` of: autograd does not see writes through that."""
+        """Return the storages of which the graph takes `.data`: autograd does not see writes through `.data`."""
         return set().union(*(memory_of(n) for n in self.graph.nodes if target_name(n) == "_get_data_attr"))
 
 
 def memory_of(node: fx.Node | None) -> Storages:
-    """The storages behind Dynamo's value of a node."""
+    """Return the storages behind Dynamo's value of a node."""
     return set() if node is None else mutation.storages_of(node.meta.get("example_value"))

@@ -1,6 +1,6 @@
-"""Bring a tensor's axes into another order as the fewest view calls: a `Recipe`, run on a fake value or written into a graph.
+"""Bring a tensor's axes into another order by the fewest view calls: a `Recipe`, run on a fake value or written into a graph.
 
-Only `flatten` can cost a copy, where the axes to merge are not adjacent in memory; whoever runs the recipe sees it in the
+Only `flatten` can cost a copy, where the axes to merge are not adjacent in memory. Whoever runs the recipe sees the copy in the
 strides. Sizes stay expressions until the recipe is run, so symbolic sizes work.
 """
 
@@ -40,7 +40,7 @@ class Recipe:
         return "; ".join(f"{v.function.__name__}{v.args}" for v in self.views)
 
     def run(self, x: Any, call: Call, resolve: Resolve) -> Any:
-        """Apply to `x` through call(function, x, *args)."""
+        """Apply the views to `x` through call(function, x, *args)."""
         for view in self.views:
             x = call(view.function, x, *(_resolved(a, resolve) for a in view.args))
         return x
@@ -53,10 +53,10 @@ def _resolved(arg: Any, resolve: Resolve) -> Any:
 
 
 def arrange(root_dims: Dims, reads: dict[Atom, Atom], target: Sequence[Dim], *, broadcast: bool) -> Recipe:
-    """The views that turn a tensor with `root_dims` into one with `target` (atoms of the site, one tuple a dimension).
+    """Return the views that turn a tensor with `root_dims` into one with `target` (atoms of the site, one tuple a dimension).
 
-    reads: site atom -> root atom. A target atom that the tensor does not vary along becomes a stride-0 axis of its size, or, if
-    `broadcast` is set and a whole target dimension has none that vary, an axis of size one.
+    reads: site atom -> root atom. A target atom that the tensor does not vary along becomes a stride-0 axis of its size. If `broadcast` is
+    set, a whole target dimension without varying atoms becomes an axis of size one.
     Raises AxisError when a root axis would be lost.
     """
     recipe = Recipe()
@@ -81,7 +81,7 @@ def _split(recipe: Recipe, own: list[Dim]) -> None:
 
 
 def _drop_units(recipe: Recipe, own: list[Dim]) -> dict[Atom, int]:
-    """Where each atom stands once dimensions of size one are gone. They come back in `_merge`."""
+    """Squeeze all dimensions of size one, which `_merge` adds again, and return the position of each remaining atom."""
     atoms = [a for dim in own for a in (dim or (Atom(axes.ONE),))]
     for i in range(len(atoms) - 1, -1, -1):
         if atoms[i].size == axes.ONE:
@@ -128,7 +128,7 @@ def _merge(recipe: Recipe, wanted: list[Dim]) -> None:
 
 
 def simplified(recipe: Recipe) -> Recipe:
-    """The recipe without pairs of views that undo each other."""
+    """Return the recipe without pairs of views that undo each other."""
     views: list[ViewCall] = []
     for view in recipe.views:
         if views and _undoes(views[-1], view):

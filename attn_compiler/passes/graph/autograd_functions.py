@@ -1,8 +1,8 @@
-"""An autograd.Function around a kernel of a library: what it calls besides.
+"""An autograd.Function around a kernel of a library, and the ops that it calls besides the kernel.
 
 Libraries write the gradient of a kernel as the backward of such a function. Dynamo has it as one higher-order call with two bodies. It
-says nothing but the kernel and its gradient if the forward pads and slices around the kernel, and the backward does so around the
-kernel's own backward.
+means no more than the kernel and its gradient if the forward only pads and slices around the kernel, and the backward around the kernel's
+own backward.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from attn_compiler.passes.graph.calls import target_name
 _NAME = "autograd_function_apply"
 _BODIES = 2
 
-#: what may be done around a kernel; the gradient of the function passes its own `detach`
+#: calls that are allowed around a kernel; the function's gradient passes its own `detach`
 _AROUND = frozenset({"pad", "getitem", "detach", "contiguous", "_set_grad_enabled"})
 _AROUND_BACKWARD = _AROUND | {"empty_like", "empty"}
 
 
 def kernel_of(node: fx.Node) -> fx.Node | None:
-    """The call of a library's attention in the forward of an autograd.Function; None for any other node."""
+    """Return the call of a library's attention in the forward of an autograd.Function; None for any other node."""
     if not bodies.is_higher_order(node) or target_name(node) != _NAME:
         return None
     found = bodies.bodies(node)
@@ -35,9 +35,9 @@ def kernel_of(node: fx.Node) -> fx.Node | None:
 
 
 def differs(node: fx.Node, kernel: fx.Node) -> str | None:
-    """What an autograd.Function calls besides a kernel and one of its library for the gradient; None if nothing. kernel: in the forward.
+    """Name an op that an autograd.Function calls besides its kernel and the kernel's own backward; None if there is none.
 
-    What those calls are given, and what becomes of their results, is another question (library_gradients.py).
+    kernel: the call in the forward. library_gradients.py checks the arguments of those two calls, and the use of their results.
     """
     found = bodies.bodies(node)
     if len(found) != _BODIES:
@@ -50,29 +50,26 @@ def differs(node: fx.Node, kernel: fx.Node) -> str | None:
     if len(backwards) != 1:
         return f"the backward of its autograd.Function calls {len(backwards)} kernels of the library, not one"
     for body, own, around in ((forward, kernel, _AROUND), (backward, backwards[0], _AROUND_BACKWARD)):
-        other = next((n for n in _calls(body) if n is not own and target_name(n) not in around), None)
+        calls = (n for n in body.graph.nodes if n.op not in ("placeholder", "output") and n is not own)
+        other = next((n for n in calls if target_name(n) not in around), None)
         if other is not None:
             return f"its autograd.Function also calls {target_name(other)} ({other.name})"
     return None
 
 
 def backward_of(node: fx.Node, kernel: fx.Node) -> fx.Node:
-    """The call of the kernel's own backward, where nothing differs."""
+    """Return the call of the kernel's own backward, where nothing differs."""
     return _backward_kernels(bodies.bodies(node)[1], kernel)[0]
 
 
-def _calls(body: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
-
-
 def _backward_kernels(backward: fx.GraphModule, kernel: fx.Node) -> list[fx.Node]:
-    """Calls of ops of the kernel's library, of which it has no other in a backward than the backward of this kernel."""
+    """Return the calls of ops of the kernel's library. A library has no other op in a backward than the backward of this kernel."""
     namespace = opaque_calls.namespace_of(kernel)
     return [n for n in backward.graph.nodes if namespace is not None and opaque_calls.namespace_of(n) == namespace]
 
 
 class Inside:
-    """The forward of an autograd.Function with its kernel taken out: what the kernel is given, and what becomes of what it gives."""
+    """The forward of an autograd.Function with its kernel taken out: the kernel's inputs, and what is computed from its output."""
 
     def __init__(self, node: fx.Node, kernel: fx.Node) -> None:
         body = bodies.bodies(node)[0]
@@ -84,12 +81,12 @@ class Inside:
         self.inputs = list(dict.fromkeys(x for x in given if isinstance(x, fx.Node)))
 
     def values(self, nodes: Sequence[fx.Node], of_node: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
-        """What the kernel is given, with gradients. nodes: of the body. of_node: the values of `inputs`."""
+        """Return the kernel's inputs, with gradients. nodes: of the body. of_node: the values of `inputs`."""
         known = self._known(of_node)
         return [_value(n, known) for n in nodes]
 
     def result(self, attention: torch.Tensor, of_node: Mapping[fx.Node, Any]) -> torch.Tensor:
-        """What the function gives. attention: what the kernel would."""
+        """Return the function's output. attention: a value in place of the kernel's output."""
         known = self._known(of_node) | {opaque_calls.attention_of(self._kernel): attention}
         out = self._output[0][0]
         found: torch.Tensor = _value(out, known)
@@ -100,7 +97,7 @@ class Inside:
 
 
 def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """Runs what a node is made by, above what is known."""
+    """Evaluate a node and all that it depends on, down to the known nodes."""
     if node not in known:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _value(n, known))
         if target_name(node) == "detach":

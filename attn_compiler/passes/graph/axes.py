@@ -1,8 +1,8 @@
 """Axes of tensors as products of atoms, followed forward through views.
 
-A dimension is a tuple of `Atom`s in row-major order. Views reorder, merge and split atoms and never move an element, so two
-tensors whose dimensions share atoms are known to agree on what an axis means, whatever the spelling. Splitting is recorded
-in the atom itself: everything that held it sees its parts. Sizes are sympy expressions, compared without adding guards.
+A dimension is a tuple of `Atom`s in row-major order. Views reorder, merge and split atoms and never move an element. So two tensors whose
+dimensions share atoms agree on what an axis means, however it is spelled. A split is recorded in the atom itself, so everything that held
+the atom sees its parts. Sizes are sympy expressions, compared without adding guards.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Dims = tuple[Dim, ...]
 
 
 def size_expr(size: int | torch.SymInt) -> Size:
-    """A size as a sympy expression; never specialises a symbolic one."""
+    """Return a size as a sympy expression; a symbolic one is never specialised."""
     return torch_symbols.expr_of(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
@@ -58,7 +58,7 @@ def shape_exprs(value: torch.Tensor) -> tuple[Size, ...]:
 
 
 def unify(a: int | torch.SymInt, b: int | torch.SymInt) -> None:
-    """Make two symbolic sizes one, by a guard, where the op that reads them can only run if they are equal.
+    """Make two symbolic sizes equal by a guard, for an op that can only run if they are equal.
 
     Most ops add that guard themselves. Sizes that are known, that differ now, or that only the device knows stay as they are.
     """
@@ -73,7 +73,7 @@ def same_size(a: Size, b: Size) -> bool:
 
 
 def exact_quotient(a: Size, b: Size) -> Size | None:
-    """a / b when it is provably whole, else None."""
+    """Return a / b where it is provably whole, else None."""
     if b.is_Integer and a.is_Integer:
         return sympy.Integer(int(a) // int(b)) if int(b) != 0 and int(a) % int(b) == 0 else None
     quotient = sympy.cancel(a / b)
@@ -82,7 +82,7 @@ def exact_quotient(a: Size, b: Size) -> Size | None:
 
 
 def ratio(a: Size, b: Size) -> sympy.Rational | None:
-    """a / b where it is one number, whatever the symbols are, else None."""
+    """Return a / b where it is one number for all values of the symbols, else None."""
     found = sympy.cancel(a / b) if b != 0 and a.free_symbols == b.free_symbols else None
     return found if found is not None and found.is_Rational and found > 0 else None
 
@@ -95,7 +95,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def resolve(dim: Iterable[Atom]) -> Dim:
-    """The atoms of a dimension with every split carried out."""
+    """Return the atoms of a dimension with every split carried out."""
     out: list[Atom] = []
     for atom in dim:
         out.extend(resolve(atom.parts) if atom.parts is not None else (atom,))
@@ -111,7 +111,7 @@ def dim_size(dim: Dim) -> Size:
 
 
 def fresh(sizes: Sequence[Size]) -> Dims:
-    """One new atom a dimension."""
+    """Make one new atom a dimension."""
     return tuple((Atom(size),) for size in sizes)
 
 
@@ -120,7 +120,7 @@ def is_unit(dim: Dim) -> bool:
 
 
 def regroup(dims: Dims, sizes: Sequence[Size]) -> Dims:
-    """The dimensions after a reshape to `sizes`: atoms keep their order, and split where a boundary falls inside one."""
+    """Return the dimensions after a reshape to `sizes`: atoms keep their order, and split where a boundary falls inside one."""
     queue = list(flat(dims))
     out: list[Dim] = []
     for position, size in enumerate(sizes):
@@ -155,7 +155,7 @@ def _take(queue: list[Atom], size: Size, *, next_is_unit: bool) -> Dim:
 
 
 def expand(dims: Dims, sizes: Sequence[Size]) -> Dims:
-    """The dimensions after Tensor.expand: new leading axes and grown unit axes are broadcast atoms."""
+    """Return the dimensions after Tensor.expand: new leading axes and grown unit axes are broadcast atoms."""
     padded: list[Dim] = [()] * (len(sizes) - len(dims)) + list(dims)
     grown = []
     for dim, size in zip(padded, sizes, strict=True):
@@ -167,8 +167,8 @@ def expand(dims: Dims, sizes: Sequence[Size]) -> Dims:
 def align(mine: Dim, theirs: Dim) -> list[tuple[Atom, Atom]]:
     """Pair the atoms of two dimensions of equal size, splitting either side until they correspond one to one.
 
-    Unit atoms are left out: they carry no index. What remains of both is as large on one side as on the other, even where that
-    stands in a guard only (`scores[s0] + slopes[64 - Max(0, 64 - s0)]`).
+    Unit atoms are left out: they carry no index. The last atoms of both sides are paired even where only a guard says that they are of one
+    size (`scores[s0] + slopes[64 - Max(0, 64 - s0)]`).
     """
     left, right = [[a for a in resolve(d) if a.size != ONE] for d in (mine, theirs)]
     pairs: list[tuple[Atom, Atom]] = []
@@ -183,7 +183,7 @@ def align(mine: Dim, theirs: Dim) -> list[tuple[Atom, Atom]]:
 
 
 def _agree(a: Atom, b: Atom) -> bool:
-    """Let two spellings of one size be one; False for two numbers, which can't be."""
+    """Give two atoms one spelling of their size; False for two different numbers."""
     if a.size.is_Integer and b.size.is_Integer:
         return False
     a.size = b.size = min(a.size, b.size, key=lambda size: (not size.is_Integer, not size.is_Symbol))

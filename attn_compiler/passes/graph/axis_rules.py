@@ -1,10 +1,10 @@
-"""What each op does with axes that are followed through a graph: positions that ranks share, or rows and positions that hold padding.
+"""The effect of each op on axes that are followed through a graph: positions that ranks share, or rows and positions that hold padding.
 
-RULES has a line for each op. Two read it: passes/unpad takes padding out, and passes/context_parallel gives each rank a part of the
-sequence. Pointwise ops are told by PyTorch's tag, views by views.py. A rule claims nothing of what a tensor means.
+RULES has a line for each op. Two rooms read it: passes/unpad removes padding, and passes/context_parallel gives each rank a part of the
+sequence. Pointwise ops are known by PyTorch's tag, views by views.py. A rule says nothing of what a tensor means.
 
-passes/spelling/dtensor_rules.py does not read it. It sees calls of Dynamo's graph whose results PyTorch has placed already, and asks
-whether they are an attention's. There a product may not be cut along its rows, which these rules follow.
+passes/spelling/dtensor_rules.py does not read it. That file sees Dynamo's calls, whose results PyTorch has placed already, and asks whether
+they belong to an attention. There a product may not be cut along its rows, which these rules follow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class HasAxes(Protocol):
-    """dims: the axes of a value. several: of an op with several results, of each."""
+    """Axes of a value. dims: its own. several: of each result of an op with several results."""
 
     @property
     def dims(self) -> Dims: ...
@@ -35,7 +35,7 @@ class HasAxes(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Axes:
-    """Of a result: see HasAxes."""
+    """Axes of a result, as in HasAxes."""
 
     dims: Dims
     several: tuple[Dims, ...] | None = None
@@ -43,29 +43,29 @@ class Axes:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """Why an op is not done on each position by itself. remedy: what to do, if something helps."""
+    """The reason why an op does not work on each position by itself. remedy: a change that helps, if there is one."""
 
     why: str
     remedy: str | None = None
 
 
 class Followed(Protocol):
-    """What a rule may ask. words: what is followed, for people."""
+    """The axes that a rule asks about. words: their name in messages."""
 
     @property
     def words(self) -> str: ...
 
     @property
     def atoms(self) -> frozenset[Atom]:
-        """Those that are followed."""
+        """Return the atoms that are followed."""
         ...
 
     def axes_of(self, node: fx.Node) -> HasAxes: ...
 
     def cannot_meet(self, operands: Sequence[tuple[fx.Node, Dim]], *, whole: bool) -> Mixed | None:
-        """Why operands may not meet along one axis of a result, if they may not: one of them is followed there.
+        """Return why operands may not meet along one followed axis of a result; None if they may.
 
-        operands: those of more than one element there. whole: all have an element for each position there, whatever they hold.
+        operands: those with more than one element there. whole: all have an element for each position there, whatever they hold.
         """
         ...
 
@@ -75,14 +75,14 @@ Rule = Callable[[Followed, fx.Node], Axes | Mixed]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """packs: the op is known to do the same on real tokens alone, once padding is out."""
+    """One line of RULES. packs: without padding, the op is known to compute the same on real tokens."""
 
     rule: Rule
     packs: bool = True
 
 
 def line_of(node: fx.Node) -> Line | None:
-    """The line of an op; None if nothing is known of it."""
+    """Return the line of an op; None if nothing is known of it."""
     found = RULES.get(node.target)
     if found is not None:
         return found
@@ -92,17 +92,17 @@ def line_of(node: fx.Node) -> Line | None:
 
 
 def has(context: Followed, dim: Dim) -> bool:
-    """Whether a dimension holds what is followed."""
+    """Return whether a dimension holds a followed atom."""
     return any(atom in context.atoms for atom in axes.resolve(dim))
 
 
 def holds(context: Followed, node: fx.Node) -> bool:
-    """Whether a value does."""
+    """Return whether a value has a dimension with a followed atom."""
     return any(has(context, dim) for dim in context.axes_of(node).dims)
 
 
 def _met(context: Followed, found: Sequence[tuple[fx.Node, Dim]], *, whole: bool) -> Dim | Mixed:
-    """One axis of a result, of the operands' axes that meet there."""
+    """Return the axis of a result at which these axes of the operands meet."""
     long = [(x, axes.resolve(dim)) for x, dim in found if not axes.is_unit(dim)]
     tracked = [dim for _, dim in long if has(context, dim)]
     if not tracked:
@@ -113,7 +113,6 @@ def _met(context: Followed, found: Sequence[tuple[fx.Node, Dim]], *, whole: bool
 def _broadcast(
     context: Followed, operands: Sequence[tuple[fx.Node, Dims]], rank: int, *, whole: bool = False
 ) -> Dims | Mixed:
-    """The axes of what broadcasts operands with these axes."""
     result: list[Dim] = []
     for at in range(rank):
         found = [(x, dims[at - rank + len(dims)]) for x, dims in operands if at - rank + len(dims) >= 0]
@@ -145,7 +144,7 @@ def same(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def view(context: Followed, node: fx.Node) -> Axes | Mixed:
-    """The rule of all ops that views.py knows."""
+    """Follow axes through any op that views.py knows."""
     found = views.forward_whole(node, context.axes_of(views.source(node)).dims, context.atoms)
     return Mixed(why=f"it splits {context.words}") if found is None else Axes(dims=found)
 
@@ -156,7 +155,7 @@ def slice_(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def along_dim(context: Followed, node: fx.Node) -> Axes | Mixed:
-    """An op along axes that it names: none of them may be followed."""
+    """Follow axes through an op along axes that it names: none of those may be followed."""
     dims = context.axes_of(views.source(node)).dims
     rank = len(dims)
     which = views.named_axes(node, rank, "dims" if node.target is aten.flip.default else "dim")
@@ -187,7 +186,7 @@ def linear(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def product(left: int, right: int) -> Rule:
-    """A matrix product of two arguments; others are added to it."""
+    """Return the rule of a matrix product of two arguments; further arguments are added to it."""
 
     def rule(context: Followed, node: fx.Node) -> Axes | Mixed:
         a, b = node.args[left], node.args[right]
@@ -228,7 +227,7 @@ def embedding(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def joined(context: Followed, node: fx.Node) -> Axes | Mixed:
-    """cat and stack: tensors of the same positions one beside the other."""
+    """Follow axes through cat and stack, which join tensors of the same positions."""
     parts: Any = node.args[0]
     rank = views.value(node).dim()
     at = int(views.argument(node, "dim", 0) or 0) % rank  # type: ignore[call-overload]
@@ -247,7 +246,7 @@ def joined(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def losses(context: Followed, node: fx.Node) -> Axes | Mixed:
-    """The losses of each position, before they are added up."""
+    """Follow axes through the losses of each position, before their sum."""
     logits, labels = node.args[0], node.args[1]
     if not isinstance(logits, fx.Node) or not isinstance(labels, fx.Node):
         return Mixed(why="it reads no tensors")
@@ -273,7 +272,7 @@ def bucketized(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def looked_up(context: Followed, node: fx.Node) -> Axes | Mixed:
-    """table[ids], with one tensor of indices."""
+    """Follow axes through table[ids], with one tensor of indices."""
     table, indices = node.args[0], node.args[1]
     given = [(i, x) for i, x in enumerate(indices) if x is not None] if isinstance(indices, (list, tuple)) else []
     if not isinstance(table, fx.Node) or len(given) != 1 or not isinstance(given[0][1], fx.Node):
@@ -285,7 +284,7 @@ def looked_up(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def selected(context: Followed, node: fx.Node) -> Axes | Mixed:
-    """table.index_select(dim, ids)"""
+    """Follow axes through table.index_select(dim, ids)."""
     table, at, ids = node.args
     if not isinstance(table, fx.Node) or not isinstance(ids, fx.Node) or not isinstance(at, int):
         return Mixed(why="it reads no table")
@@ -293,7 +292,7 @@ def selected(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def _read(context: Followed, table: fx.Node, at: int, ids: fx.Node) -> Axes | Mixed:
-    """The axes of ids take the place of one axis of the table, which is none of positions."""
+    """Put the axes of ids in place of one axis of the table, which may not be followed."""
     dims = context.axes_of(table).dims
     if has(context, dims[at]) or (holds(context, table) and holds(context, ids)):
         return Mixed(why=f"it reads some positions of {context.words}")
@@ -301,7 +300,7 @@ def _read(context: Followed, table: fx.Node, at: int, ids: fx.Node) -> Axes | Mi
 
 
 def gathered(context: Followed, node: fx.Node) -> Axes | Mixed:
-    """table.gather(dim, ids): along the other axes, ids stand beside the table's elements."""
+    """Follow axes through table.gather(dim, ids): along the other axes, ids pair with the table's elements."""
     table, at, ids = node.args[:3]
     if not isinstance(table, fx.Node) or not isinstance(ids, fx.Node) or not isinstance(at, int):
         return Mixed(why="it reads no table")
@@ -313,7 +312,7 @@ def gathered(context: Followed, node: fx.Node) -> Axes | Mixed:
 
 
 def einsum(context: Followed, node: fx.Node) -> Axes | Mixed:
-    """A letter that is followed stands in the result, and is the same in each operand that has it."""
+    """Follow axes through einsum: a followed letter stands in the result, and has the same axis in each operand."""
     equation, operands = node.args[0], node.args[1]
     if not isinstance(equation, str) or not isinstance(operands, (list, tuple)) or "." in equation:
         return Mixed(why="its equation is not read")

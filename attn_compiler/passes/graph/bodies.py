@@ -1,6 +1,6 @@
-"""Higher-order calls of a Dynamo graph: the bodies they run, what a body's inputs are at the call, and which of them it writes to.
+"""Higher-order calls of a Dynamo graph: the bodies they run, a body's inputs at the call, and the inputs that it writes to.
 
-Read off Dynamo's nodes and example values alone, so that a body that nothing needs a mirror of costs no tracing.
+Read from Dynamo's nodes and example values alone: a body that needs no mirror costs no tracing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _PASSES_ON = frozenset(
     {"tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "wrap_with_set_grad_enabled"}
 )
 
-#: what `x += y` and its relatives call, as a function or (in underscores) as a method
+#: functions, or methods in underscores, that `x += y` and other augmented assignments call
 _AUGMENTED = frozenset(
     f"i{op}" for op in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
 )
 
-#: end in an underscore, and write no element
+#: methods that end in an underscore and write no element
 _WRITES_NO_ELEMENT = frozenset({"requires_grad_", "detach_", "retain_grad_"})
 
-#: statistics that they update are their second and third argument
+#: functions that update statistics: their second and third argument
 _UPDATES_STATISTICS = frozenset({"batch_norm", "instance_norm"})
 
 
@@ -40,7 +40,7 @@ def is_higher_order(node: fx.Node) -> bool:
 
 
 def bodies(call: fx.Node) -> list[fx.GraphModule]:
-    """The graph modules that a higher-order call is given."""
+    """Return the graph modules that a higher-order call is given."""
     given = [n for n in call.all_input_nodes if n.op == "get_attr"]
     modules = [operator.attrgetter(str(n.target))(n.graph.owning_module) for n in given]
     return [module for module in modules if isinstance(module, fx.GraphModule)]
@@ -51,13 +51,13 @@ def placeholders(body: fx.GraphModule) -> list[fx.Node]:
 
 
 def first_argument(call: fx.Node, body: fx.GraphModule) -> int | None:
-    """The place among the call's arguments of the body's first input; the others follow. None: the call does not just pass on."""
+    """Return the position of the body's first input among the call's arguments; the others follow. None: the call does not just pass on."""
     first = len(call.args) - len(placeholders(body))
     return first if target_name(call) in _PASSES_ON and first >= 1 else None
 
 
 def written_by(call: fx.Node) -> set[fx.Node]:
-    """The inputs of a higher-order call that its bodies may write to; all of them where that is not known."""
+    """Return the inputs of a higher-order call that its bodies may write to; all of them where that is not known."""
     inside = bodies(call)
     if not inside:
         return set(call.all_input_nodes) if call.meta.get("example_value") is None else set()
@@ -73,7 +73,7 @@ def written_by(call: fx.Node) -> set[fx.Node]:
 
 
 def _written_inputs(body: fx.GraphModule) -> list[int]:
-    """The places of the inputs that share their memory with something that the body may write to."""
+    """Return the positions of the inputs that share memory with a value that the body may write to."""
     written = [node for inside in body.graph.nodes for node in writes(inside)]
     values = [node.meta.get("example_value") for node in written]
     inputs = placeholders(body)
@@ -88,13 +88,13 @@ def _written_inputs(body: fx.GraphModule) -> list[int]:
 
 
 def has_known_memory(value: Any) -> bool:
-    """Whether the memory behind the tensors of a value is known; inside a transform of torch.func it is not."""
+    """Return whether the memory behind the tensors of a value is known; inside a transform of torch.func it is not."""
     leaves = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
     return all(isinstance(part, FakeTensor) for x in leaves for part in torch_tracing.plain_tensors(x))
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a Dynamo node may write to in place, by its name and its flags."""
+    """Return the inputs that a Dynamo node may write to in place, judged by its name and its flags."""
     if node.op == "call_module":
         return node.all_input_nodes
     if node.op not in ("call_function", "call_method"):
@@ -124,7 +124,7 @@ def _writes_its_first(name: str) -> bool:
 
 
 def _is_told_to(node: fx.Node) -> bool:
-    """F.relu(x, inplace=True), by keyword or by position."""
+    """Recognise F.relu(x, inplace=True), by keyword or by position."""
     if node.kwargs.get("inplace") is True:
         return True
     if not any(x is True for x in node.args) or not inspect.isfunction(node.target):

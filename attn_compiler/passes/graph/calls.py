@@ -1,4 +1,4 @@
-"""What a Dynamo node calls, and with what. Models give arguments by position or by name."""
+"""Function and arguments of a Dynamo node. Models give arguments by position or by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-#: what PyTorch's own functions call an argument, and the other names by which they take it, as NumPy would
+#: the name of an argument in PyTorch's own functions -> all names by which they take it, NumPy's included
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "input": ("input", "self", "x", "a", "x1"),
     "dim": ("dim", "axis"),
@@ -17,7 +17,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def target_name(node: fx.Node) -> str:
-    """The bare name of what a node calls: "linear" for F.linear, torch.linear, aten.linear.default."""
+    """Return the bare name of what a node calls: "linear" for F.linear, torch.linear, aten.linear.default."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket.__name__)
@@ -25,7 +25,7 @@ def target_name(node: fx.Node) -> str:
 
 
 def is_pytorchs(node: fx.Node) -> bool:
-    """Whether a node calls a method, or a function of PyTorch's or Python's own: nobody else's of the same name."""
+    """Return whether a node calls a method, or a function of PyTorch or Python: not another library's of the same name."""
     if node.op != "call_function":
         return node.op == "call_method"
     module = getattr(node.target, "__module__", None) or ""
@@ -34,24 +34,24 @@ def is_pytorchs(node: fx.Node) -> bool:
     return is_builtin or module.split(".")[0] in ("torch", "_operator")
 
 
-#: what passes that rewrite calls one by one work on each in: it may catch what that raises
+#: makes the context in which a pass rewrites one call; the context may catch exceptions
 Trying = Callable[[fx.Node], contextlib.AbstractContextManager[object]]
 
 
 def untried(_: fx.Node) -> contextlib.AbstractContextManager[object]:
-    """Catches nothing."""
+    """Return a context that catches nothing."""
     return contextlib.nullcontext()
 
 
 def argument(node: fx.Node, position: int, name: str) -> Any:
-    """An argument of a Dynamo node, by whatever name it is given; None if it is not."""
+    """Return an argument of a Dynamo node, by whatever name it is given; None if it is not given."""
     if position < len(node.args):
         return node.args[position]
     return next((node.kwargs[n] for n in _NAMES.get(name, (name,)) if n in node.kwargs), None)
 
 
 def with_arguments(node: fx.Node, **values: tuple[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a Dynamo node with other values for some that it is given. values: the name -> (its position, its value)."""
+    """Return a node's arguments with other values for some that are given. values: name -> (position, value)."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for name, (position, value) in values.items():
         if position < len(args):

@@ -43,14 +43,14 @@ _FOLDABLE = frozenset(
 )
 
 
-#: ops that take shape and dtype from a tensor, and are given the number
+#: ops that take shape and dtype from a tensor, and the number as an argument
 _FILLED = frozenset({aten.new_full.default, aten.full_like.default})
 
 
 def number(mirror: Mirror, value: Any) -> float | None:
-    """The number that an argument of a mirror node is, if it is known while compiling; never a symbolic one.
+    """Return the number that an argument of a mirror node is, if it is known while compiling; never a symbolic one.
 
-    Never one that is written in place, wherever in the graph: what it is then depends on when it is read.
+    A tensor that is written in place anywhere in the graph has no such number: its value depends on when it is read.
     """
     if isinstance(value, bool) or value is None:
         return None
@@ -62,7 +62,7 @@ def number(mirror: Mirror, value: Any) -> float | None:
     return float(folded.item()) if folded is not None and folded.numel() == 1 else None
 
 
-#: ops that give a tensor of one number -> that number, or the argument that it is
+#: ops that fill a tensor with one number -> that number, or the name of the argument that holds it
 _UNIFORM: dict[object, float | str] = {
     aten.full.default: "fill_value",
     aten.full_like.default: "fill_value",
@@ -77,9 +77,9 @@ _UNIFORM: dict[object, float | str] = {
 
 
 def everywhere(mirror: Mirror, value: Any) -> float | None:
-    """The number that every element of a tensor is, or that a number is, if it is known while compiling; as `number` else.
+    """Return the number that all elements of a tensor, or a number itself, are known to be while compiling; None as in `number`.
 
-    Rounded as the model rounds it: to the dtype of the tensor, and of each cast of it.
+    It is rounded like the model's: to the dtype of the tensor, and of each cast of it.
     """
     found = number(mirror, value)
     if found is not None or not isinstance(value, fx.Node):
@@ -96,13 +96,13 @@ def everywhere(mirror: Mirror, value: Any) -> float | None:
 
 
 def _fill(mirror: Mirror, node: fx.Node) -> float | None:
-    """The number that one of _UNIFORM gives everywhere, before it is rounded to the result's dtype."""
+    """Return the number that an op of _UNIFORM gives everywhere, before it is rounded to the result's dtype."""
     fill = _UNIFORM[node.target]
     return number(mirror, views.argument(node, fill)) if isinstance(fill, str) else fill
 
 
 def fixed(value: Any) -> float | None:
-    """The number that a symbolic float argument of a mirror node is in this call, held by a guard from here on; None of anything else.
+    """Return the value of a symbolic float argument in this call, which a guard fixes from here on; None for anything else.
 
     For a number that a kernel is compiled with and no tensor can hold: dynamic=True makes symbolic floats of a model's own numbers.
     """

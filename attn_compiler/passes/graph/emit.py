@@ -1,4 +1,4 @@
-"""Two ways to carry out the same calls: on fake values, to know what would come out, and into the Dynamo graph."""
+"""Two ways to carry out the same calls: on fake values, to know the results, and into the Dynamo graph."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as
 
 X = TypeVar("X")
 
-#: what `GraphBuilder.buffer` asks, with the fake value
+#: makes a buffer of a site for `GraphBuilder.buffer`, from its name and fake value
 MakeBuffer = Callable[[str, torch.Tensor], tuple[fx.Node, fx.Node]]
-#: what `GraphBuilder.loaded` asks for a tensor of another graph
+#: brings a tensor of another graph into this one, for `GraphBuilder.loaded`
 Carry = Callable[[Version], fx.Node]
-#: what `GraphBuilder.note` tells
+#: takes the texts of `GraphBuilder.note`
 Note = Callable[[str], None]
-#: what `GraphBuilder.loaded` asks of a tensor: why a kernel that saves it has to save a copy, if it has to
+#: gives the reason why a kernel that saves a tensor has to save a copy, for `GraphBuilder.loaded`; None if it need not
 Keep = Callable[[fx.Node], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A copy that a site's kernel reads in place of an operand: the node that makes it, and why."""
+    """A copy that a site's kernel reads in place of an operand. node: makes the copy. why: the reason for it."""
 
     node: fx.Node
     operand: str
@@ -48,7 +48,7 @@ class Builder(Protocol[X]):
     """Carries out calls on values of type X: fake tensors or graph nodes."""
 
     def leaf(self, node: fx.Node) -> X:
-        """The value of a mirror node that exists in the Dynamo graph."""
+        """Return the value of a mirror node that exists in the Dynamo graph."""
         ...
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> X: ...
@@ -56,20 +56,20 @@ class Builder(Protocol[X]):
     def value(self, x: X) -> torch.Tensor: ...
 
     def size(self, size: Size, known: list[fx.Node]) -> Any:
-        """A number for a size expression, taken from a dimension of one of the `known` mirror nodes if it is symbolic."""
+        """Return a number for a size expression; a symbolic one is read off a dimension of one of the `known` mirror nodes."""
         ...
 
     def once(self, key: Any, make: Callable[[], X]) -> X:
-        """make(), or what it gave for an equal key before."""
+        """Return make(), or its earlier result for an equal key."""
         ...
 
     def hold(self, x: X, key: Any, *, operand: str, why: str) -> X:
-        """A copy of x that a later write does not reach, in the backward either; one for all that have the same key."""
+        """Return a copy of x that no later write reaches, in the backward either; one copy for all calls with the same key."""
         ...
 
 
 def example(mirror: Mirror, node: fx.Node) -> Any:
-    """Dynamo's own value for a mirror node: the one with the true dtype, strides and requires_grad."""
+    """Return Dynamo's own value for a mirror node: the one with the true dtype, strides and requires_grad."""
     dynamo = mirror.dynamo_node(node)
     if dynamo is None:
         raise AxisError(f"{node.name} exists only inside one call of the graph")
@@ -77,43 +77,46 @@ def example(mirror: Mirror, node: fx.Node) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """Where a size can be seen: it is `times` the dimension of a mirror node, divided by `by`, without a rest."""
+class SizeSource:
+    """A place to read a size from: it is `times` the dimension of a mirror node, divided by `by`, without remainder."""
 
     node: fx.Node
     dim: int
     times: int = 1
     by: int = 1
 
-    def of(self, length: X, call: Callable[[Callable[..., Any], X, int], X]) -> X:
-        """The size, from that dimension."""
+    def size(self, length: X, call: Callable[[Callable[..., Any], X, int], X]) -> X:
+        """Compute the size from the length of that dimension."""
         length = length if self.times == 1 else call(operator.mul, length, self.times)
         return length if self.by == 1 else call(operator.floordiv, length, self.by)
 
 
-def find_size(mirror: Mirror, mode: FakeTensorMode, size: Size, known: list[fx.Node]) -> int | Seen:
-    """A number, or where the `known` nodes have this size, or a part or a multiple of it. Raises AxisError where none has."""
+def find_size(mirror: Mirror, mode: FakeTensorMode, size: Size, known: list[fx.Node]) -> int | SizeSource:
+    """Return a number, or a dimension of the `known` nodes that has this size or a multiple or fraction of it.
+
+    Raises AxisError if none has.
+    """
     size = torch_symbols.simplified(mode, size)
     if size.is_Integer:
         return int(size)
-    found: Seen | None = None
+    found: SizeSource | None = None
     for node in known:
         for dim, length in enumerate(axes.shape_exprs(example(mirror, node))):
             ratio = axes.ratio(size, length)
             if ratio == 1:
-                return Seen(node=node, dim=dim)
+                return SizeSource(node=node, dim=dim)
             if found is None and ratio is not None:
-                found = Seen(node=node, dim=dim, times=int(ratio.p), by=int(ratio.q))
+                found = SizeSource(node=node, dim=dim, times=int(ratio.p), by=int(ratio.q))
     if found is None:
         raise AxisError(f"no tensor of the site has the size {size}")
     return found
 
 
 def copied_before(mirror: Mirror, version: Version, at: fx.Node) -> fx.Node | None:
-    """The Dynamo node before which a tensor has to be copied, so that what it holds then can be read right before `at`.
+    """Return the Dynamo node before which a tensor has to be copied, so that its value of then can be read right before `at`.
 
-    None: it still holds the same there. at: a mirror node with a Dynamo node. Raises AxisError where the tensor belongs to another
-    graph or exists only inside one call, is not yet what it has to be, or carries a gradient that a copy might lose.
+    None: its value is the same at `at`. at: a mirror node with a Dynamo node. Raises AxisError where the tensor belongs to another graph or
+    exists only inside one call, does not have that value yet, or carries a gradient that a copy might lose.
     """
     node = version.node
     if node.graph is not mirror.graph:
@@ -134,19 +137,19 @@ def copied_before(mirror: Mirror, version: Version, at: fx.Node) -> fx.Node | No
 
 
 def holds_from(mirror: Mirror, version: Version, place: int) -> bool:
-    """Whether a tensor holds that right before a place in the order of its mirror, and ever after."""
+    """Return whether a tensor has this value right before a place in the order of its mirror, and ever after."""
     return version.until is None and (version.since is None or _span(mirror, version.since)[1] < place)
 
 
 def _span(mirror: Mirror, node: fx.Node, dynamo: fx.Node | None = None) -> tuple[int, int]:
-    """The first and the last place in the mirror of what a Dynamo node made: the one given, or the one that made `node`."""
+    """Return the first and last place in the mirror of the nodes made for a Dynamo node: the one given, or the owner of `node`."""
     dynamo = dynamo or mirror.owner(node)
     places = [mirror.order(n) for n in mirror.owned(dynamo)] if dynamo is not None else []
     return (min(places), max(places)) if places else (mirror.order(node), mirror.order(node))
 
 
 class FakeBuilder(Generic[X]):
-    """Runs on fake values and leaves the graph alone."""
+    """Runs calls on fake values and leaves the graph alone."""
 
     def __init__(self, mirror: Mirror, mode: FakeTensorMode) -> None:
         self._mirror = mirror
@@ -171,7 +174,7 @@ class FakeBuilder(Generic[X]):
         found = find_size(self._mirror, self._mode, size, known)
         if isinstance(found, int):
             return found
-        return found.of(example(self._mirror, found.node).shape[found.dim], lambda function, *args: function(*args))
+        return found.size(example(self._mirror, found.node).shape[found.dim], lambda function, *args: function(*args))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         return make()
@@ -183,8 +186,8 @@ class FakeBuilder(Generic[X]):
 class GraphBuilder:
     """Writes nodes into the Dynamo graph, each with its value, source line and module path.
 
-    What several sites need is made once, before the first of them (once for each grad mode: a tensor that is made under
-    no_grad would lose its gradient). held: the copies that the site read which is emitted, or was last. made: every node so far.
+    Values that several sites share are made once, before the first site. They are made once for each grad mode: a tensor made under no_grad
+    would lose its gradient. held: the copies read by the site that is, or was last, emitted. made: every node so far.
     """
 
     def __init__(self, graph: fx.Graph, mirror: Mirror, mode: FakeTensorMode) -> None:
@@ -232,7 +235,7 @@ class GraphBuilder:
         carry: Carry | None = None,
         keep: Keep | None = None,
     ) -> Iterator[fx.Node]:
-        """Insert before the Dynamo node of this mirror node, in its name. Gives the Dynamo node."""
+        """Insert before the Dynamo node of this mirror node, in its name, and yield that Dynamo node."""
         self._origin, self._place, self._with_grad = self.leaf(node), node, with_grad
         self._target, self._note, self._buffers, self._carry = target, note, buffers, carry
         self._keep, self.held = keep, []
@@ -245,17 +248,17 @@ class GraphBuilder:
 
     @contextlib.contextmanager
     def without_autocast(self) -> Iterator[None]:
-        """What is called inside has the dtypes that it is called in: a kernel's nodes say theirs themselves. To be used inside of `at`."""
+        """Leave autocast inside the block, within `at`: a kernel's nodes say their dtypes themselves."""
         if self._origin is None:
             raise ValueError("where autocast is to be left is not known outside of `at`")
         region = self._regions[self._origin] if regions.has_autocast(self._graph) else Region()
-        with regions.left(self._graph, region):
+        with regions.without_autocast(self._graph, region):
             yield
 
     @functools.cached_property
     def _regions(self) -> dict[fx.Node, Region]:
-        """The autocast region of each node that the graph had at first. A site is inserted before such a node, and changes no region."""
-        return regions.of(self._graph)
+        """Return the autocast region of each node of the original graph. A site is inserted before such a node, and changes no region."""
+        return regions.by_node(self._graph)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
         if self._buffers is None or self._origin is None:
@@ -265,9 +268,9 @@ class GraphBuilder:
         return self._buffers(name, value)
 
     def erase_unused(self, kept: Collection[fx.Node]) -> None:
-        """Erase what was made and nothing reads, but for `kept`: operands that the lowerings of no site took.
+        """Erase nodes made here that nothing reads, except `kept`: operands that no site's lowering took.
 
-        A call without a value is there for what it does.
+        A call without a value is kept: it has a side effect.
         """
         for node in reversed(self._made):
             if not node.users and node not in kept and node.meta["example_value"] is not None:
@@ -275,13 +278,13 @@ class GraphBuilder:
         self._made.clear()
 
     def forget_erased(self) -> None:
-        """Share no node any more that an attempt made and took back."""
+        """Stop sharing nodes of an attempt that was rolled back."""
         is_erased = torch_snapshots.is_erased
         self._shared = {key: node for key, node in self._shared.items() if not is_erased(node)}
         self._made = [node for node in self._made if not is_erased(node)]
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let `new` take the place of a Dynamo node, also for later sites that read it as a leaf."""
+        """Put `new` in place of a Dynamo node, also for later sites that read it as a leaf."""
         old.replace_all_uses_with(new)
         self._replaced[old] = new
 
@@ -295,10 +298,10 @@ class GraphBuilder:
         return dynamo
 
     def loaded(self, version: Version, name: str = "mask") -> fx.Node:
-        """What a tensor holds between two writes, for what is inserted here. That is the tensor itself, or a copy from before it is
-        written, or an input that stands for it where it is a tensor of the graph that calls this one. name: of the copy, in the report.
+        """Return a tensor's value between two writes, for the nodes inserted here. To be used inside of `at`.
 
-        To be used inside of `at`. Raises AxisError where neither can be had (copied_before).
+        It is the tensor itself, a copy from before the write, or, for a tensor of the calling graph, an input that stands for it. name: of
+        the copy, in the report. Raises AxisError where none of these can be had (copied_before).
         """
         if self._place is None:
             raise ValueError("where to read the tensor is not known outside of `at`")
@@ -312,7 +315,7 @@ class GraphBuilder:
         return self.once(("copied", version), lambda: self._copied(version.node, writer))
 
     def _copied(self, node: fx.Node, writer: fx.Node) -> fx.Node:
-        """A copy of a tensor from right before a Dynamo node writes to it, in that node's name."""
+        """Copy a tensor right before a Dynamo node writes to it, in that node's name."""
         with self._graph.inserting_before(writer):
             origin, self._origin = self._origin, writer
             try:
@@ -326,12 +329,12 @@ class GraphBuilder:
             node.meta.update({k: v for k, v in self._origin.meta.items() if k != "example_value"})
         env = {x: x.meta["example_value"] for x in node.all_input_nodes}
         run = functools.partial(self._run, function, args, kwargs)
-        node.meta["example_value"] = self._values.of(node, env, run, with_grad=self._with_grad)
+        node.meta["example_value"] = self._values.value_of(node, env, run, with_grad=self._with_grad)
         self._made.append(node)
         return node
 
     def _node(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """A tensor's own methods as Dynamo writes them: AOTAutograd keeps no graph in its cache that calls them as functions."""
+        """Add a call. A tensor's own methods are written like Dynamo's: AOTAutograd caches no graph that calls them as functions."""
         if isinstance(function, types.MethodDescriptorType):
             return self._graph.call_method(function.__name__, args, kwargs)
         return self._graph.call_function(function, args, kwargs)
@@ -350,7 +353,7 @@ class GraphBuilder:
         if isinstance(found, int):
             return found
         length = self.call(torch.ops.aten.sym_size.int, self.leaf(found.node), found.dim)
-        return found.of(length, self.call)
+        return found.size(length, self.call)
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
         key = (self._with_grad, key)
@@ -364,7 +367,7 @@ class GraphBuilder:
         return node
 
     def shared_mask(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """`mask` as an additive tensor of `dtype`: True -> 0, False -> -inf. A mask that was written to is another one."""
+        """Return `mask` as an additive tensor of `dtype`: True -> 0, False -> -inf. After a write to the mask it is another tensor."""
         return self.once(("additive", mask, self._versions.get(mask), dtype), lambda: self._additive(mask, dtype))
 
     def _additive(self, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -375,7 +378,7 @@ class GraphBuilder:
 
 
 def _usable(value: Any) -> Any:
-    """A fake value that an op may be tried on.
+    """Return a fake value that an op may be tried on.
 
     The model may write to a base after it took views of the base by `chunk` or `unbind`. From then on autograd refuses every use of such
     a view's fake value, also a use that stands before the write in the graph. A value without that history has the same layout.

@@ -1,4 +1,4 @@
-"""Nodes of a mirror that hold equal elements because they are made alike: a mask that a model writes a second time."""
+"""Nodes of a mirror that hold equal elements because the same ops make them: a mask that a model writes a second time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import fx
 
 from attn_compiler.passes.graph.mirror import Mirror
 
-#: nodes above each other that are looked at
+#: the most levels of inputs that are compared
 _DEEPEST = 40
 
 
 def are_equal(mirror: Mirror, one: fx.Node, other: fx.Node, deepest: int = _DEEPEST) -> bool:
-    """Whether the same ops make both of the same, and nobody writes to anything in between or after."""
+    """Return whether the same ops make both nodes from the same inputs, and nobody writes to anything in between or after."""
     if _is_written(mirror, one) or _is_written(mirror, other):
         return False
     if one is other:
@@ -31,7 +31,7 @@ def _is_written(mirror: Mirror, node: fx.Node) -> bool:
 
 
 def _is_determined(node: fx.Node) -> bool:
-    """Whether its arguments alone say what a node gives: it draws no numbers, and is nobody else's op."""
+    """Return whether a node's result depends on its arguments alone: an ATen op that draws no random numbers and writes nothing."""
     if node.target is operator.getitem:
         return True
     target = node.target

@@ -1,6 +1,6 @@
-"""Fake tensors as data, and tensors like them: of the same sizes, in the memory of others where those were.
+"""Fake tensors as data, and new ones made from it: of the same sizes, sharing memory in the same way.
 
-Sizes are copied as they are. Making a tensor of symbolic ones computes all that is known of it with sympy, again for each tensor.
+Sizes are copied. A new tensor of symbolic sizes would compute with sympy all that is known of them, again for each tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attn_compiler.torch_private import tracing as torch_tracing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeLike:
-    """A tensor. like: on the meta device. memory: in whose it is, the inputs' first; one that is new is that of the first tensor in it."""
+    """The record of a tensor. like: a copy on the meta device. memory: index of its storage; inputs' come first, then new ones in order."""
 
     like: torch.Tensor
     device: torch.device
@@ -26,14 +26,14 @@ class FakeLike:
 
 
 class FakeRecorder:
-    """Takes down tensors that some call made. holders: a tensor in each memory that the call was given."""
+    """Records tensors that a call made. holders: one tensor for each storage that the call was given."""
 
     def __init__(self, holders: Sequence[torch.Tensor]) -> None:
         self._memory = [holder.untyped_storage()._cdata for holder in holders]
         self._dtypes = [holder.dtype for holder in holders]
 
     def made(self, value: Any) -> FakeLike:
-        """To be called within `beside_modes`, without gradients. Raises Unknown for what can't be made again."""
+        """Record a tensor, within `beside_modes` and without gradients. Raises Unknown for one that can't be made again."""
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise Unknown
         for size in (*value.shape, *value.stride(), value.storage_offset()):
@@ -49,7 +49,7 @@ class FakeRecorder:
 
 
 class Remaker:
-    """Makes them again, in their order, for another call. To be used within `beside_modes`, without gradients."""
+    """Makes recorded tensors again, in their order, for another call. To be used within `beside_modes`, without gradients."""
 
     def __init__(self, mode: FakeTensorMode, holders: Sequence[torch.Tensor]) -> None:
         self._mode = mode
@@ -58,7 +58,7 @@ class Remaker:
     def fake(self, made: FakeLike) -> FakeTensor:
         like = made.like
         if made.memory < len(self._holders):
-            # Detached: beside the modes, a view of what wants a gradient would want one.
+            # Outside of the modes, a view of a tensor that requires a gradient would require one, too.
             meta = self._holders[made.memory].detach().as_strided(like.shape, like.stride(), like.storage_offset())
         else:
             meta = torch_tracing.in_new_memory(like)

@@ -1,6 +1,6 @@
-"""One fault costs one thing: an exception while one site, or one call, is worked on is caught here, and that one is left as it was.
+"""One fault costs one thing: an exception at one site, or one call, is caught here, and only that one is left as it was.
 
-What a user learns of it is made here, too: the reason in the report, and one warning for each distinct fault of a graph.
+The user's messages are made here, too: the reason in the report, and one warning for each distinct fault of a graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attn_compiler.torch_private import compat as torch_compat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """site: the module that was worked on. cause: the exception in words."""
+    """An exception of a pass at one site. site: the module that was worked on. cause: the exception in words."""
 
     pass_name: str
     site: str
@@ -27,13 +27,13 @@ class Fault:
 
 @dataclass(kw_only=True, eq=False)
 class Log:
-    """What is noted of one graph while the steps work on it.
+    """Notes on one graph while the steps work on it.
 
     strict: a fault is raised.
     current: the module whose site is being worked on, for messages.
-    faults: what cost one of the sites.
-    unread: what failed in reading masks, which stay tensors (recover.py).
-    left_alone: why the whole graph is left as it is, if it is.
+    faults: exceptions that cost one site each.
+    unread: failures in reading masks, which stay tensors (recover.py).
+    left_alone: the reason why the whole graph is left as it is; None if it is not.
     """
 
     strict: bool
@@ -45,22 +45,22 @@ class Log:
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """What became of the block of `confined`. reason: None if it went through."""
+    """The outcome of the block of `confined`. reason: None if it went through."""
 
     reason: Reason | None = None
 
 
 @contextlib.contextmanager
 def confined(log: Log, pass_name: str, site: str) -> Iterator[Attempt]:
-    """What the block raises is noted in the log and given as a reason; where that is strict it is a PassFailed.
+    """Catch exceptions of the block, note them in the log and give them as a reason; raise PassFailed if the log is strict.
 
-    The block has to leave no trace when it raises. What makes Dynamo start over passes through.
+    The block has to leave no trace when it raises. Exceptions that make Dynamo start over pass through.
     """
     attempt = Attempt()
     try:
         yield attempt
     except Exception as error:
-        # One that already says where it failed comes from a block within this one.
+        # A PassFailed, which already says where it failed, comes from a block within this one.
         if torch_compat.starts_over(error) or isinstance(error, PassFailed):
             raise
         cause = described(error)
@@ -76,12 +76,12 @@ def confined(log: Log, pass_name: str, site: str) -> Iterator[Attempt]:
 
 
 def failed(pass_name: str, site: str, error: Exception) -> PassFailed:
-    """An exception of a pass as an error that says where."""
+    """Return an exception of a pass as an error that names the pass and the site."""
     return PassFailed(pass_name=pass_name, site=site, cause=described(error), reproduce=REPRODUCE)
 
 
 def warned(logs: Iterable[Log]) -> tuple[str, ...]:
-    """Warn once for each distinct fault, wherever it was met, and return what was said."""
+    """Warn once for each distinct fault, wherever it was met, and return the texts."""
     places: dict[tuple[str, str], list[str]] = {}
     for fault in (fault for log in logs for fault in log.faults):
         places.setdefault((fault.pass_name, fault.cause), []).append(fault.site)

@@ -1,4 +1,4 @@
-"""What a graph said of its attentions before they were rewritten for the whole sequence. `verify` holds it against what became of them."""
+"""The attentions of a graph before they were rewritten for the whole sequence. `verify` compares them with the rewritten ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from attn_compiler.torch_private import compat as torch_compat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FirstLook:
-    """Taken before the first rewrite, while bodies of checkpoints stand in the graph.
+    """A record of a graph before its first rewrite, while bodies of checkpoints stand in the graph.
 
-    cp: what the user gave. beside: names of the groups that share heads with this rank. mirror, original: of the graph. sites: found there,
-    in the order of their outputs. axes: name of each input with a part of the sequence -> its axis of positions.
+    cp: the user's description. beside: names of the groups that share heads with this rank. mirror, original: of the graph.
+    sites: of the graph, in the order of their outputs. axes: name of each input with a part of the sequence -> its axis of positions.
     has_whole: each rank can run the model's own graph, which gathers keys out of a cache that ranks share (decoding.py).
-    rewritten: name of a site's output -> the node that took its place in the rewrite; none for a site of which every rank has all keys.
-    parts: name of a site's output -> how many attentions became of it, where that is not one.
-    outs: name of a site's output -> the name of what gives it in `final`. final: the graph after all passes.
+    rewritten: name of a site's output -> the node that replaced it in the rewrite; none for a site of which every rank has all keys.
+    parts: name of a site's output -> the number of attentions that replaced it, where that is not one.
+    outs: name of a site's output -> the name of its replacement in `final`. final: the graph after all passes.
     """
 
     cp: ContextParallel
@@ -41,17 +41,17 @@ class FirstLook:
     final: fx.Graph | None = None
 
     def is_shared(self, site: Site) -> bool:
-        """Whether only all ranks together can tell what a site's output is."""
+        """Return whether only all ranks together can compute a site's output."""
         return not self.has_whole and self._name(site) in self.rewritten
 
     def new_out(self, site: Site) -> str | None:
-        """The name of what gives a site's output in the end."""
+        """Return the name of the node that gives a site's output in the final graph."""
         return self.outs.get(self._name(site))
 
-    def last(self, graph: fx.Graph, mirror: Mirror, sites: Sequence[Site]) -> FirstLook:
-        """With what became of the sites. graph: after all passes. mirror, sites: of the rewritten graph, which has decisions."""
+    def completed(self, graph: fx.Graph, mirror: Mirror, sites: Sequence[Site]) -> FirstLook:
+        """Return the record with each site's outcome. graph: after all passes. mirror, sites: of the rewritten graph, with decisions."""
         left, outs = set(graph.nodes), {}
-        # Attentions stand in the order in which they stood before they were rewritten.
+        # Rewritten attentions keep the order of the original ones.
         every = iter(in_order(mirror, sites))
         for site in self.sites:
             later, *_ = itertools.islice(every, self.parts.get(self._name(site), 1))
@@ -71,25 +71,25 @@ class FirstLook:
 class SharedGraph:
     """A graph that was rewritten for a sequence, or a cache, that ranks share.
 
-    first_look: what was found before, with options.verify. meetings: where its ranks meet before each call.
+    first_look: the graph before, with options.verify. meetings: where its ranks meet before each call.
     """
 
     first_look: FirstLook | None = None
     meetings: tuple[Meeting, ...] = ()
 
-    def last(self, graph: fx.Graph, mirror: Mirror, sites: Sequence[Site]) -> SharedGraph:
-        """As `FirstLook.last`."""
-        look = None if self.first_look is None else self.first_look.last(graph, mirror, sites)
+    def completed(self, graph: fx.Graph, mirror: Mirror, sites: Sequence[Site]) -> SharedGraph:
+        """Complete the first look, as in `FirstLook.completed`."""
+        look = None if self.first_look is None else self.first_look.completed(graph, mirror, sites)
         return dataclasses.replace(self, first_look=look)
 
 
 def in_order(mirror: Mirror, sites: Sequence[Site]) -> list[Site]:
-    """Sites in the order of their outputs."""
+    """Return sites in the order of their outputs."""
     return sorted(sites, key=lambda site: mirror.order(site.match.out))
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy that can be run by itself. The copy leaves out the marks around the bodies of checkpoints, which nothing uses."""
+def runnable_copy(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph so that it can run by itself. Marks around the bodies of checkpoints, which nothing uses, are left out."""
     found = torch_compat.copied_graph(graph)
     for node in found.find_nodes(op="get_attr"):
         if not node.users:

@@ -1,4 +1,4 @@
-"""What a Dynamo node is told apart by: its function, its numbers, and all that a trace sees of the tensors that it is given."""
+"""Keys of Dynamo nodes: the function, its numbers, and all that a trace sees of the tensors that it is given."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _CONSTANTS = (str, type(None), type(...), torch.dtype, torch.device, torch.layou
 
 
 class Unknown(Exception):
-    """Something that a key does not tell apart. Internal: the node is traced."""
+    """A property that a key can't express. Internal: the node is traced."""
 
 
 @dataclass(kw_only=True, slots=True)
 class NodeInputs:
-    """What tensors a Dynamo node is given, in the order of its arguments. holders: one of those in each memory. floats: the nodes that
-    stand for symbolic ones."""
+    """The tensors that a Dynamo node is given, in the order of its arguments.
+
+    holders: one tensor for each storage. floats: the nodes of symbolic floats.
+    """
 
     values: list[Any] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
@@ -35,18 +37,17 @@ class NodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """Among the values of nodes: what an earlier one of several calls gives, which are told apart together."""
+    """The value of an earlier call, where one key is made for several calls."""
 
     index: int
 
 
-#: the node that stands for a tensor or a symbolic float, which is the value of a node that is an argument; None if it is not told apart by
-#: what is seen of it
+#: returns the node that stands for an argument's value, a tensor or a symbolic float; None if a key can't tell it apart
 Stands = Callable[[fx.Node, torch.Tensor | torch.SymFloat], fx.Node | None]
 
 
 def key_of(node: fx.Node, env: Mapping[fx.Node, Any], inputs: NodeInputs, stands: Stands) -> Hashable:
-    """Raises Unknown. inputs: empty, and filled in. env: the values of nodes."""
+    """Return the key of a node. Raises Unknown. inputs: empty, and filled in. env: the values of nodes."""
     if not _is_pytorch(node):
         raise Unknown
     arguments = (_key(x, env, inputs, stands) for x in (node.args, node.kwargs))
@@ -54,14 +55,14 @@ def key_of(node: fx.Node, env: Mapping[fx.Node, Any], inputs: NodeInputs, stands
 
 
 def key_of_all(calls: Sequence[fx.Node], inputs: NodeInputs) -> Hashable:
-    """Of Dynamo nodes that are run one after the other. Raises Unknown."""
+    """Return the key of Dynamo nodes that are run one after the other. Raises Unknown."""
     env: dict[fx.Node, Any] = {x: x.meta.get("example_value") for call in calls for x in call.all_input_nodes}
     env.update((call, Earlier(i)) for i, call in enumerate(calls))
     return tuple(key_of(call, env, inputs, lambda node, value: node) for call in calls)
 
 
 def _is_pytorch(node: fx.Node) -> bool:
-    """Whether a node calls PyTorch or an op of ours: somebody else's function may do something else each time."""
+    """Return whether a node calls PyTorch or an op of ours: another function may do something else each time."""
     if node.op == "call_method":
         return hasattr(torch.Tensor, str(node.target))
     if isinstance(node.target, torch._ops.OpOverload):
@@ -71,7 +72,7 @@ def _is_pytorch(node: fx.Node) -> bool:
 
 
 def _key(x: Any, env: Mapping[fx.Node, Any], inputs: NodeInputs, stands: Stands) -> Hashable:
-    """What a trace can see of an argument; tensors are added to `inputs`."""
+    """Return the key of an argument, and add its tensors to `inputs`."""
     kind = type(x)
     if kind is fx.Node:
         return _input_key(x, env[x], inputs, stands)
@@ -107,7 +108,7 @@ def _input_key(given: fx.Node, value: Any, inputs: NodeInputs, stands: Stands) -
         raise Unknown
     at = next((i for i, known in enumerate(inputs.values) if known is value), len(inputs.values))
     same = next((i for i, known in enumerate(inputs.nodes) if known is node), at)
-    # First: a tensor that is not strided has no memory to ask for.
+    # This comes first: a tensor that is not strided has no storage to ask for.
     told = _tensor_key(value)
     key = at, same, _memory(value, inputs), told
     if at == len(inputs.values):
@@ -117,7 +118,7 @@ def _input_key(given: fx.Node, value: Any, inputs: NodeInputs, stands: Stands) -
 
 
 def _float_key(given: fx.Node, value: torch.SymFloat, inputs: NodeInputs, stands: Stands) -> Hashable:
-    """Layers have each a float of their own, such as the probability of their dropout: what counts is which of a call's floats are one."""
+    """Return the key of a symbolic float. Layers have floats of their own (dropout): it counts which of a call's floats are the same."""
     told, node = torch_symbols.float_key(value), stands(given, value)
     if told is None or node is None:
         raise Unknown
@@ -151,8 +152,10 @@ def _tensor_key(value: FakeTensor) -> Hashable:
 
 
 def number(size: int | torch.SymInt) -> Hashable:
-    """A size, or the expression of a symbolic one with what is known of its symbols by now. Raises Unknown where a symbol is no size of an
-    input: what tracing makes of those goes by when it meets them."""
+    """Return a size, or a symbolic one's expression with all that is known of its symbols by now.
+
+    Raises Unknown where a symbol is no size of an input: tracing reads what is known of those when it meets them.
+    """
     if not isinstance(size, torch.SymInt):
         return size
     found = torch_symbols.expr_of_inputs(size)

@@ -1,9 +1,9 @@
-"""What tracing made of a Dynamo node, kept to be made again: equal layers are traced once.
+"""Traced ATen nodes of Dynamo nodes, kept to be made again: equal layers are traced once.
 
-A fragment is the ATen nodes of one Dynamo node as data. It is made again for another node that calls the same function of PyTorch's on
-the same numbers and on tensors that agree in all that a trace can see. That is dtype, device, shape, strides, offset, requires_grad, which
-of them are one tensor or share memory, and the same grad mode and autocast. So no layer has to be detected. What writes in place, makes a
-constant, reads values or has a result that is no tensor is traced each time, and so is whatever this file does not know.
+A fragment is the ATen nodes of one Dynamo node as data. It is made again for a node that calls the same function of PyTorch on the same
+numbers and on tensors that agree in all that a trace can see. That is dtype, device, shape, strides, offset, requires_grad, which tensors
+are one or share memory, grad mode and autocast. So no layer has to be detected. A node is traced each time if it writes in place, makes a
+constant, reads values, has a result that is no tensor, or is unknown to this file.
 
 Symbolic sizes agree if their expressions do. The node that gives a symbolic number to the first call gives it to all others, too.
 """
@@ -29,14 +29,14 @@ from attn_compiler.torch_private import symbols as torch_symbols, tracing as tor
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """In a template: the node of an input, or of a step; inputs come first. Nodes of symbolic sizes stand there themselves."""
+    """The place of a node in a template: an input, or a step; inputs come first. Nodes of symbolic sizes stand there themselves."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Float:
-    """In a template: the node of a symbolic float among the inputs."""
+    """The place of a symbolic float in a template, by its index among the inputs' floats."""
 
     index: int
 
@@ -55,7 +55,7 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """A tensor of the node's result. input: which it is, if it is one; otherwise the value of a step."""
+    """A tensor of the node's result. input: its index among the inputs, or None for the value of a step."""
 
     input: int | None
     step: int
@@ -64,7 +64,10 @@ class _Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fragment:
-    """moved: inputs that another node stands for afterwards, each with its step: a cast to the dtype that a tensor has gives it back."""
+    """The ATen nodes of a Dynamo node as data.
+
+    moved: inputs that another node stands for afterwards, each with its step: a cast to a tensor's own dtype returns that tensor.
+    """
 
     mode: FakeTensorMode
     steps: tuple[_Step, ...]
@@ -75,9 +78,11 @@ class _Fragment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCall:
-    """A Dynamo node with what it is given. fragment: what equal ones were traced to, or what is known without that; None where it is not
-    known. is_new: it is to be kept what this one is traced to. is_untraced: nothing stands for the sizes of the result yet. asked: the
-    guards before it."""
+    """A Dynamo node with its inputs.
+
+    fragment: of equal nodes, or known without tracing; None where it is not known. is_new: its trace is to be kept. is_untraced: no node
+    stands for the sizes of the result yet. asked: the number of guards before it.
+    """
 
     key: Hashable
     inputs: NodeInputs
@@ -95,7 +100,7 @@ class Fragments:
         self._written = _written(graph)
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any], state: Hashable, tracer: Any) -> NodeCall | None:
-        """None: such a node is traced each time. state: what else tracing depends on."""
+        """Look up a node. None: such a node is traced each time. state: further state that tracing depends on."""
         if self._written is None:
             return None
         inputs = NodeInputs()
@@ -114,15 +119,15 @@ class Fragments:
         return NodeCall(key=key, inputs=inputs, fragment=fragment, is_new=is_new, asked=_asked(inputs))
 
     def _is_written(self, node: fx.Node) -> bool:
-        """Whether the result is written to: autograd refuses that of a tensor that was made by nothing, as those made again are."""
+        """Return whether the graph writes to the result: autograd refuses a write to a tensor that no op made, such as one made again."""
         return bool(self._written) and bool(
             mutation.storages_of(node.meta.get("example_value")) & (self._written or set())
         )
 
     def keep(self, call: NodeCall, result: Any, made: Sequence[fx.Node], tracer: Any) -> None:
-        """Remember what a call was traced to: its value and its nodes."""
+        """Remember the trace of a call: its value and its nodes."""
         try:
-            # What was asked of a float of this call was not asked of another one's.
+            # A guard on a float of this call would be missing for another call's float.
             is_kept = call.asked == _asked(call.inputs)
             self._known[call.key] = _recorded(call.inputs, result, made, tracer) if is_kept else None
         except Unknown:
@@ -130,12 +135,12 @@ class Fragments:
 
 
 def _asked(inputs: NodeInputs) -> int:
-    """How many guards there are, where a call has symbolic floats."""
+    """Count the guards, where a call has symbolic floats."""
     return len(torch_symbols.guards(torch_symbols.env_of(inputs.floats[0].meta["val"]))) if inputs.floats else 0
 
 
 def _standing(tracer: Any) -> Stands:
-    """What stands for a tensor in a trace. A tensor that is known to hold certain numbers may lead to others than one that is not."""
+    """Return the function that finds the node of a tensor in a trace: none where the tensor's numbers are known, which a trace may use."""
 
     def stands(_: fx.Node, value: torch.Tensor | torch.SymFloat) -> fx.Node | None:
         if isinstance(value, torch.Tensor) and torch_tracing.traced_constant(value, tracer) is not None:
@@ -146,7 +151,7 @@ def _standing(tracer: Any) -> Stands:
 
 
 def _written(graph: fx.Graph) -> set[Any] | None:
-    """The memory that the graph writes to in place; None where nothing may be made again."""
+    """Return the memory that the graph writes to in place; None where nothing may be made again."""
     found: set[Any] = set()
     for node in graph.nodes:
         if (getattr(node.target, "__module__", None) or "").startswith("torch.autograd"):
@@ -159,13 +164,13 @@ def _written(graph: fx.Graph) -> set[Any] | None:
     return found
 
 
-# ---- what need not be traced --------------------------------------------------------------------------------------
+# ---- calls without a trace -----------------------------------------------------------------------------------------
 
 
 def _of_whole(
     node: fx.Node, env: dict[fx.Node, Any], inputs: NodeInputs, key: Hashable, tracer: Any
 ) -> _Fragment | None:
-    """That of a call which is one op: Dynamo's value of it, made of tensors that are as those of the mirror."""
+    """Return the fragment of a call that is one op, taken from Dynamo's value instead of a trace; None if that can't be done."""
     value = node.meta.get("example_value")
     found = whole_calls.read(node, env)
     if found is None or not isinstance(value, FakeTensor) or value.constant is not None:
@@ -198,7 +203,7 @@ def _of_whole(
     )
 
 
-# ---- what was traced, as data -------------------------------------------------------------------------------------
+# ---- traces as data ------------------------------------------------------------------------------------------------
 
 
 def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: Any) -> _Fragment:
@@ -209,7 +214,7 @@ def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: 
     if mode is None:
         raise Unknown
     results = tuple(_result(leaf, inputs, places, tracer) for leaf in leaves)
-    # Later nodes ask these for their symbolic sizes, and what the trace has for those goes by the object.
+    # Later nodes read symbolic sizes of these very objects, for which the trace has nodes.
     asked = {made[x.step]: leaf for leaf, x in zip(leaves, results, strict=True) if x.input is None}
     recorder = FakeRecorder(inputs.holders)
     with torch_tracing.beside_modes(mode), torch.no_grad():
@@ -292,7 +297,7 @@ def _result(leaf: Any, inputs: NodeInputs, places: dict[fx.Node, int], tracer: A
 
 
 def made_again(call: NodeCall, tracer: Any) -> tuple[Any, list[fx.Node]]:
-    """The result and the nodes of a call that has a fragment."""
+    """Return the result and the nodes of a call that has a fragment."""
     fragment, inputs = call.fragment, call.inputs
     if fragment is None:
         raise ValueError("there is nothing to make again")
@@ -312,7 +317,7 @@ def made_again(call: NodeCall, tracer: Any) -> tuple[Any, list[fx.Node]]:
                 results.append(inputs.values[result.input])
                 continue
             like: FakeTensor = made[result.step].meta["val"]
-            # A tensor of its own: what changes its shape in place later changes no value of the mirror.
+            # This is a new tensor, so that a later change of its shape in place changes no value of the mirror.
             value = torch_tracing.fake(fragment.mode, like, like.fake_device).requires_grad_(result.requires_grad)
             torch_tracing.stand_for(value, made[result.step], tracer)
             if call.is_untraced:

@@ -1,4 +1,4 @@
-"""What autograd saves of nodes of a graph, found by running them on fake values."""
+"""The tensors that autograd saves for nodes of a graph, found by running the nodes on fake values."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from attn_compiler.torch_private.op_library import NAMESPACE
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GradientRun:
-    """What came of running some Dynamo nodes with gradients. own: whether autograd saved the memory of each. saved: that of others."""
+    """The outcome of running some Dynamo nodes with gradients.
+
+    own: whether autograd saved the memory of each. saved: other memory that it saved.
+    """
 
     own: dict[fx.Node, bool]
     saved: Storages
 
     def saves(self, node: fx.Node) -> bool:
-        """Whether the memory of a node is saved: of its value in the run, or of its own where it was not run."""
+        """Return whether the memory of a node is saved: of its value in the run, or of its own value if it was not run."""
         return self.own[node] if node in self.own else bool(memory_of(node) & self.saved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlikeRun:
-    """A run as it is for all nodes that are alike. own: by their order. inputs: the places of those whose memory is saved."""
+    """A run for all nodes that are alike. own: whether each is saved, in order. inputs: the indices of inputs whose memory is saved."""
 
     own: tuple[bool, ...]
     inputs: tuple[int, ...]
@@ -43,8 +46,10 @@ class AlikeRun:
 def run_on_fakes(
     nodes: Sequence[fx.Node], mode: FakeTensorMode, known: dict[Hashable, AlikeRun] | None = None
 ) -> GradientRun | None:
-    """Run Dynamo nodes, in the order of their graph, on fake values. None if that can't be done. known: earlier runs, where nodes that are
-    alike need no other one; filled in."""
+    """Run Dynamo nodes, in the order of their graph, on fake values; None if that can't be done.
+
+    known: earlier runs, reused for nodes that are alike; filled in.
+    """
     inputs = NodeInputs()
     try:
         key = None if known is None or any(map(bodies.writes, nodes)) else key_of_all(nodes, inputs)
@@ -91,8 +96,9 @@ def _run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> GradientRun | None:
 
 
 def _handed_on(values: dict[fx.Node, Any], saved: Storages) -> Storages:
-    """The memory of outputs that are saved by another name: an op that hands on what it is given saves that, and compiled code is
-    without the op (ops.without_autograd)."""
+    """Return the memory of outputs that are saved as inputs of an op that returns its inputs: compiled code has no such op
+    (ops.without_autograd).
+    """
     found: Storages = set()
     for node, results in values.items():
         given = _handed(node)
@@ -103,7 +109,7 @@ def _handed_on(values: dict[fx.Node, Any], saved: Storages) -> Storages:
 
 
 def _handed(node: fx.Node) -> list[fx.Node]:
-    """What an op hands on as its outputs, in their order; none for other nodes."""
+    """Return the inputs that an op returns as its outputs, in their order; none for other nodes."""
     if getattr(node.target, "namespace", None) != NAMESPACE or not target_name(node).endswith(GIVEN):
         return []
     handed: Any = node.args[3]

@@ -1,4 +1,4 @@
-"""Where the model stops a gradient: what is read from further up, or made by a kernel, must not bring it back."""
+"""Nodes at which the model stops a gradient: a tensor read above them, or made by a kernel, must not bring it back."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import fx
 from attn_compiler.passes.graph.mirror import Mirror
 
 
-def known(mirror: Mirror, node: fx.Node) -> bool | None:
-    """Whether the tensor carries a gradient in the model; None for one that exists only inside a call of the graph."""
+def carries(mirror: Mirror, node: fx.Node) -> bool | None:
+    """Return whether the tensor carries a gradient in the model; None for one that exists only inside a call of the graph."""
     dynamo = mirror.dynamo_node(node)
     value = dynamo.meta.get("example_value") if dynamo is not None else None
     return bool(value.requires_grad) if isinstance(value, torch.Tensor) else None
 
 
 def stops_below(mirror: Mirror, root: fx.Node, below: Iterable[fx.Node]) -> bool:
-    """Whether `root` carries a gradient that one of the nodes computed from it no longer does (torch.no_grad)."""
-    return known(mirror, root) is True and any(known(mirror, node) is False for node in below)
+    """Return whether `root` carries a gradient that one of the nodes computed from it no longer does (torch.no_grad)."""
+    return carries(mirror, root) is True and any(carries(mirror, node) is False for node in below)
 
 
 def stopped_at(mirror: Mirror, nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """The first of the nodes that takes in a gradient and gives none on."""
+    """Return the first of the nodes that has an input with a gradient and a result without one."""
     ordered = sorted(nodes, key=mirror.order)
     return next((n for n in ordered if any(stops_below(mirror, i, [n]) for i in n.all_input_nodes)), None)

@@ -1,4 +1,4 @@
-"""The kernels of libraries whose arguments are understood, and where a graph calls one."""
+"""The libraries' kernels whose arguments are understood, and the calls of them in a graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from attn_compiler.passes.graph import autograd_functions, opaque_calls
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """What an op calls its arguments. q, k and v are (B, S, H, D), or (tokens, H, D) with the bounds of documents.
+    """The names of an op's arguments. q, k and v are (B, S, H, D), or (tokens, H, D) with the bounds of documents.
 
-    window: how many keys to the left and to the right of its own a query sees, as two numbers or as one list; below zero: all.
+    window: the number of keys that a query sees to the left and to the right of its own, as two numbers or one list; below zero: all.
     bounds: of documents in q and in k, (documents + 1).
     mask_type: a number in place of `causal` and `window`: 0 for none, 1 from the first query on, 2 up to the last one.
     off: must be None, False or zero.
@@ -34,13 +34,13 @@ class Op:
     mask_type: str | None = None
 
     def known(self) -> frozenset[str]:
-        """The arguments that are read here, or change nothing of the attention."""
+        """Return the arguments that are read here, or do not change the attention."""
         one = (self.scale, self.dropout, self.causal, self.softcap, self.mask_type)
         return HARMLESS.union(self.qkv, self.off, self.window, self.bounds or (), filter(None, one))
 
 
-#: arguments that change nothing of the attention: the lengths of the longest documents, how the kernel goes about it, and what else it
-#: gives, or what other arguments say, too
+#: arguments that do not change the attention: the longest documents' lengths, the kernel's method and further outputs, repetitions of
+#: other arguments
 HARMLESS = frozenset(
     "max_seqlen_q max_seqlen_k max_q max_k num_splits compute_log_sumexp enable_gqa deterministic rng_state".split()
 )
@@ -100,8 +100,8 @@ OPS: Mapping[str, Op] = {
 }
 
 
-def bound(node: fx.Node) -> dict[str, Any] | str:
-    """What each argument of an op is given, or its default. Text: why that is not known."""
+def given_arguments(node: fx.Node) -> dict[str, Any] | str:
+    """Return the value of each argument of an op, defaults included; a text: the reason why they are not known."""
     overload = _overload(node)
     if overload._overloadname != "default":
         return f"its overload {overload._overloadname} is another attention"
@@ -114,8 +114,8 @@ def bound(node: fx.Node) -> dict[str, Any] | str:
     return {**given, **dict(zip(positional, node.args, strict=False)), **node.kwargs}
 
 
-def unknown(node: fx.Node, given: Mapping[str, Any], known: frozenset[str]) -> str | None:
-    """The first argument of an op that is not known, and is given something else than its default."""
+def unknown_argument(node: fx.Node, given: Mapping[str, Any], known: frozenset[str]) -> str | None:
+    """Return the name of the first argument that is not known and has another value than its default."""
     for argument in _overload(node)._schema.arguments:
         is_default = argument.has_default_value() and given[argument.name] == argument.default_value
         if argument.name not in known and not is_default:
@@ -124,7 +124,7 @@ def unknown(node: fx.Node, given: Mapping[str, Any], known: frozenset[str]) -> s
 
 
 def is_off(value: Any) -> bool:
-    """Whether an argument asks for nothing."""
+    """Return whether an argument switches nothing on: None, False or 0."""
     return value is None or value in (False, 0)
 
 
@@ -134,7 +134,7 @@ def _overload(node: fx.Node) -> torch._ops.OpOverload:
 
 
 def kernel_in(node: fx.Node) -> fx.Node | None:
-    """The call of a kernel that a node is, or that the forward of its autograd.Function makes."""
+    """Return the call of a kernel: the node itself, or one in the forward of its autograd.Function."""
     if opaque_calls.name_of(node) in OPS:
         return node
     kernel = autograd_functions.kernel_of(node)

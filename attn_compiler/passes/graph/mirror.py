@@ -1,12 +1,12 @@
-"""The canonical pre-dispatch ATen mirror of one Dynamo graph, with provenance: what is matched on, and never compiled.
+"""The canonical pre-dispatch ATen mirror of one Dynamo graph, with provenance: patterns are matched on it, and it is never compiled.
 
-Dynamo's graph has many spellings of one thing (methods, functions, operators); here there is one ATen op for each,
-with bound arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole.
+Dynamo's graph has many spellings of one computation (methods, functions, operators). The mirror has one ATen op for each, with bound
+arguments and fake values, while SDPA, softmax, matmul, einsum and linear stay whole.
 
-Higher-order and functorch nodes are opaque. Each result becomes an `opaque` call on the node's inputs, shaped like its example value and in
-the memory of the input that it is a view of. What a body writes to is an `effect` on those inputs, and so are the inputs of a call without
-a result. Which axis a vmap adds or removes is kept (vmap_axes). Autocast regions are entered for real while tracing, so that dtypes are
-right. Dynamo's example values are the truth: where tracing gives another dtype, the mirror takes Dynamo's.
+Higher-order and functorch nodes are opaque. Each result becomes an `opaque` call on the node's inputs, shaped like its example value and
+in the memory of the input that it is a view of. An `effect` stands for the inputs that a body writes to, and for the inputs of a call
+without a result. The axis that a vmap adds or removes is kept (vmap_axes). Autocast regions are entered while tracing, so that dtypes
+are right. Dynamo's example values are the truth: where tracing gives another dtype, the mirror takes Dynamo's.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from attn_compiler.torch_private import tracing as torch_tracing
 
 _OPAQUE_MODULES = ("torch._functorch", "torch._C._functorch", "torch.autograd.function", "torch.nn.attention")
 
-#: methods that turn an element into a number: the number is Dynamo's symbol for it, a fake tensor has none
+#: methods that turn an element into a number, for which Dynamo has a symbol and a fake tensor has none
 _READS_NUMBERS = ("item", "tolist")
 
-#: calls without a value that change nothing but what fragments are told apart by, or elements of tensors
+#: calls without a value that change only state in fragments' keys, or elements of tensors
 _CHANGES_KNOWN_STATE = frozenset(
     {
         torch._C._set_grad_enabled,
@@ -45,7 +45,7 @@ _CHANGES_KNOWN_STATE = frozenset(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Origins:
-    """Where a mirror's nodes come from, by node; arguments: by higher-order call of the Dynamo graph."""
+    """The Dynamo nodes that a mirror's nodes come from, by node; arguments: by higher-order call of the Dynamo graph."""
 
     owners: dict[fx.Node, fx.Node]
     values: dict[fx.Node, fx.Node]
@@ -54,7 +54,7 @@ class Origins:
 
 
 class Writers(NamedTuple):
-    """nodes: what writes into some memory. places: of each in the order of the mirror."""
+    """The nodes that write into some memory, and the place of each in the order of the mirror."""
 
     nodes: list[fx.Node]
     places: list[int]
@@ -71,7 +71,7 @@ class Mirror:
         op returns the tensor that it wrote to.
     owner(n): the Dynamo node whose execution made n.
     order(n): the place of n in the mirror.
-    live: the nodes by which the graph's results, its writes and its opaque calls go.
+    live: the nodes that the graph's results, its writes and its opaque calls depend on.
     """
 
     def __init__(self, graph: fx.Graph, origins: Origins) -> None:
@@ -99,18 +99,18 @@ class Mirror:
         return self._owners.get(node)
 
     def owned(self, dynamo_node: fx.Node) -> list[fx.Node]:
-        """The nodes that the execution of a Dynamo node made."""
+        """Return the nodes that the execution of a Dynamo node made."""
         return self._owned.get(dynamo_node, [])
 
     def arguments(self, call: fx.Node) -> tuple[fx.Node | None, ...]:
-        """What a higher-order call of the Dynamo graph was given, as it was then: a node for each argument that is a tensor."""
+        """Return the arguments of a higher-order call at that time: a node for each argument that is a tensor."""
         return self._arguments.get(call, ())
 
     def order(self, node: fx.Node) -> int:
         return self._order[node]
 
     def writers_into(self, tensor: fx.Node) -> Writers:
-        """What writes into the memory of a tensor, in order, each with its place in the order of the mirror."""
+        """Return the nodes that write into the memory of a tensor, in order, each with its place in the order of the mirror."""
         if tensor not in self._writers_into:
             memory = mutation.storages(tensor)
             own = {writer for storage in memory for writer in self._writers_by_memory.get(storage, ())}
@@ -119,16 +119,18 @@ class Mirror:
         return self._writers_into[tensor]
 
     def computes_only(self, dynamo_node: fx.Node) -> bool:
-        """Whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
+        """Return whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
         return all(_is_plain(n) and not mutation.writes(n) for n in self.owned(dynamo_node))
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
-        """The users of a node whose results matter: not those that nothing goes on to read."""
+        """Return the users of a node that are live: the graph's results, writes or opaque calls depend on them."""
         return [user for user in node.users if user in self.live]
 
     def constant(self, node: fx.Node) -> torch.Tensor | None:
-        """The real tensor behind `torch.tensor(0.125)` and the like. An attribute of the model is none: it may change. An exported program
-        has the tensor as an input that says what it is."""
+        """Return the real tensor behind `torch.tensor(0.125)` and the like.
+
+        An attribute of the model is none: it may change. An exported program has the constant as an input that holds it.
+        """
         tensor = node.meta.get("constant")
         return tensor if isinstance(tensor, torch.Tensor) else None
 
@@ -143,7 +145,7 @@ def build(graph_module: fx.GraphModule, skipped: frozenset[fx.Node] = frozenset(
 
 
 def opaque(*inputs: torch.Tensor) -> None:
-    """Stands in the mirror for a call that is not looked into: it reads `inputs`, and may do anything with them."""
+    """Stand in the mirror for a call that is not looked into: it reads `inputs`, and may do anything with them."""
     raise NotImplementedError("a mirror is analysed, never run")
 
 
@@ -171,7 +173,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Nodes that tracing must not enter."""
+    """Return whether tracing must not enter a node."""
     if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     module = getattr(node.target, "__module__", "") or ""
@@ -179,7 +181,7 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 class _Tracing(fx.Interpreter):
-    """Runs the Dynamo graph under make_fx and writes down which Dynamo node made which ATen node."""
+    """Runs the Dynamo graph under make_fx and records the Dynamo node of each ATen node."""
 
     def __init__(self, graph_module: fx.GraphModule, skipped: frozenset[fx.Node]) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
@@ -233,7 +235,8 @@ class _Tracing(fx.Interpreter):
             result, made = fragments.made_again(call, tracer)
         else:
             result = self._execute(n)
-            made = _last(tracer.graph, len(tracer.graph.nodes) - self._traced_so_far)
+            count = len(tracer.graph.nodes) - self._traced_so_far
+            made = list(itertools.islice(reversed(tracer.graph.nodes), count))[::-1]
         self._traced_so_far = len(tracer.graph.nodes)
         with torch_tracing.unseen():
             if call is not None and call.is_new:
@@ -245,7 +248,7 @@ class _Tracing(fx.Interpreter):
         return result
 
     def _call(self, n: fx.Node, tracer: Any) -> fragments.NodeCall | None:
-        """What is known of a node that is to be traced. None: it is not to be made again."""
+        """Look up the fragment of a node that is to be traced; None if the node can't be made again."""
         if self._vmaps.is_inside or n.op not in ("call_function", "call_method") or self._is_hidden(n):
             return None
         example = n.meta.get("example_value")
@@ -277,13 +280,13 @@ class _Tracing(fx.Interpreter):
         return self._stand_in(n) if hidden else super().run_node(n)
 
     def _is_closed(self, n: fx.Node) -> bool:
-        """What takes one value out of several runs for real, whatever that is."""
+        """Return whether a node is closed. Taking one of several results runs for real, whatever the result is."""
         if n.op == "placeholder" or not closed.is_closed(n):
             return False
         return n.target is not operator.getitem or not isinstance(self.env[n.all_input_nodes[0]], (tuple, list))
 
     def _is_among_skipped(self, n: fx.Node) -> bool:
-        """Whether all around a skipped node is skipped too, or an input that only such nodes read: then nobody asks for it."""
+        """Return whether a skipped node has only skipped neighbours, or inputs that only such nodes read: nobody needs its value."""
         return n in self._skipped and all(
             other in self._skipped or (other.op == "placeholder" and self._skipped.issuperset(other.users))
             for other in (*n.all_input_nodes, *n.users)
@@ -312,7 +315,7 @@ class _Tracing(fx.Interpreter):
         inputs = tuple(traced.values())
         value: Any = n.meta.get("example_value")
         if n in self._skipped and not closed.holds_closed(value):
-            # One new tensor, and nothing is written.
+            # A skipped node makes one new tensor, and writes nothing.
             torch_tracing.track_node(value, torch_tracing.add_node(tracer, opaque, inputs, {}, n.name), tracer)
             return value
         self._vmaps.see(n)
@@ -347,7 +350,7 @@ class _Tracing(fx.Interpreter):
         return set(n.all_input_nodes) if n.meta.get("example_value") is None else set()
 
     def _in_its_memory(self, n: fx.Node, x: Any) -> Any:
-        """What stands for a result of an opaque call: in the memory of the input that it is a view of, and else in its own.
+        """Return the stand-in of an opaque call's result: in the memory of the input that it is a view of, else in its own.
 
         A tensor that only exists inside a transform of torch.func gets a plain one of its shape.
         """
@@ -360,7 +363,8 @@ class _Tracing(fx.Interpreter):
         if view is not None:
             return view
         if not isinstance(x, FakeTensor):
-            return torch_tracing.untraced(lambda: _empty(x))
+            shape, stride, dtype, device = x.shape, x.stride(), x.dtype, x.device
+            return torch_tracing.untraced(lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device))
         return closed.in_memory_of(self._given(n), x)
 
     def _given(self, n: fx.Node) -> list[closed.Pair]:
@@ -389,12 +393,3 @@ class _Tracing(fx.Interpreter):
             node = torch_tracing.traced_node(result, tracer)
             if node is not None:
                 self._value_names.setdefault(node.name, n)
-
-
-def _last(graph: fx.Graph, count: int) -> list[fx.Node]:
-    """The last nodes of a graph, in its order."""
-    return list(itertools.islice(reversed(graph.nodes), count))[::-1]
-
-
-def _empty(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)

@@ -1,4 +1,4 @@
-"""The mirror of a unit, and which nodes it has to look into: those that attentions or masks may be made of."""
+"""The mirror of a unit, and the nodes that it has to look into: those that attentions or masks may be made of."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from attn_compiler.passes.graph.unit import Unit, is_anchor_like
 from attn_compiler.torch_private import tracing as torch_tracing
 
 
-def of(unit: Unit, *, is_asked_for_all: bool) -> Mirror:
-    """is_asked_for_all: the mirror holds every node. Packing and context parallelism ask each op what it means; else a part suffices."""
+def trace_mirror(unit: Unit, *, is_whole: bool) -> Mirror:
+    """Trace the mirror of a unit.
+
+    is_whole: the mirror holds every node. Packing and context parallelism need the rule of each op; else a part suffices.
+    """
     masks = [*_masks_passed_on(unit), *(handed_on(unit.graph) if not unit.is_body else ())]
     blocks = [one.blocks for one in unit.spelling.calls if one.blocks is not None]
     masks += [one.dense for one in blocks if one.dense is not None]
-    skipped = frozenset() if is_asked_for_all else relevance.skippable(unit.graph, is_anchor_like, masks)
+    skipped = frozenset() if is_whole else relevance.skippable(unit.graph, is_anchor_like, masks)
     with torch_tracing.tracing_in(unit.mode):
         return mirror.build(unit.graph_module, skipped)
 
 
 def asks_for_all(unit: Unit) -> bool:
-    """Whether the user asked for what every op of a graph is asked about, before the graph is rewritten for it."""
+    """Return whether the user gave an option that rewrites the graph by rules of every op."""
     return unit.options.unpad or unit.options.is_context_parallel
 
 
 def _masks_passed_on(unit: Unit) -> list[fx.Node]:
-    """What a graph gives to bodies that may make a mask of it."""
     found = []
     for call, body in unit.place.callees:
         wanted = relevance.mask_inputs(body.graph, is_anchor_like, _masks_passed_on(body))
@@ -37,7 +39,7 @@ def _masks_passed_on(unit: Unit) -> list[fx.Node]:
 
 
 def handed_on(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph gives back that may be a mask of another one, or what such a mask is made of."""
+    """Return the outputs of a graph that may be a mask of another graph, or input of such a mask."""
     given = graph.output_node().all_input_nodes
     found = [node for node in given if may_be_of_mask(node.meta.get("example_value"))]
     if not found:
@@ -47,7 +49,7 @@ def handed_on(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _of_parameters(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on a parameter: tokens that a model chose, losses. No mask is proved of such numbers."""
+    """Return the nodes that depend on a parameter: tokens that a model chose, losses. No mask can be proved from such numbers."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if isinstance(node.meta.get("example_value"), torch.nn.Parameter) or any(
@@ -58,7 +60,10 @@ def _of_parameters(graph: fx.Graph) -> set[fx.Node]:
 
 
 def may_be_of_mask(value: object) -> bool:
-    """Positions, truth values, or numbers for each query and key that are the same for all heads; without a gradient."""
+    """Return whether a value may belong to a mask: positions, truth values, or numbers for each query and key, equal for all heads.
+
+    A value with a gradient may not.
+    """
     if not isinstance(value, torch.Tensor) or value.requires_grad or closed.holds_closed(value):
         return False
     if not value.is_floating_point():

@@ -1,4 +1,4 @@
-"""Where a mirror writes in place, and whether a tensor may be read later than the model reads it."""
+"""In-place writes in a mirror, and whether a tensor may be read later than the model reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Writers = list[tuple[fx.Node, set[StorageWeakRef]]]
 
 
 class WritersInto(Protocol):
-    """nodes: that write into one tensor's memory, in order. places: of each, in the order of the mirror."""
+    """The nodes that write into one tensor's memory, in order, and their places in the order of the mirror."""
 
     @property
     def nodes(self) -> Sequence[fx.Node]: ...
@@ -28,7 +28,7 @@ class WritersInto(Protocol):
 
 
 class Ordered(Protocol):
-    """What is asked of a mirror here: who writes where, and when."""
+    """The part of a mirror that this module asks: who writes where, and when."""
 
     @property
     def writers(self) -> Writers: ...
@@ -43,10 +43,10 @@ class Ordered(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """What a tensor holds from one write into its memory to the next.
+    """The value of a tensor from one write into its memory to the next.
 
-    node: the tensor, in a mirror. since: the last mirror node that wrote before, None: the tensor is as it was made or came in.
-    until: the first that writes after, None: nothing does. A node that writes and gives back its tensor (`add_`) is `since` itself.
+    node: the tensor, in a mirror. since: the last mirror node that wrote before; None: the tensor is as it was made or came in.
+    until: the first node that writes after, or None. A node that writes and returns its tensor (`add_`) is `since` itself.
     """
 
     node: fx.Node
@@ -55,15 +55,15 @@ class Version:
 
 
 def effect(*inputs: torch.Tensor) -> None:
-    """Stands in the mirror for a call that is not looked into and has no result, such as a model's own Triton kernel.
+    """Stand in the mirror for a call that is not looked into and has no result, such as a model's own Triton kernel.
 
-    What it is there for is what it does to `inputs`.
+    It stands for the call's writes to `inputs`.
     """
     raise NotImplementedError("a mirror is analysed, never run")
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose storage this mirror node writes to; a higher-order call is taken to write nothing it was not given.
+    """Return the nodes whose storage this mirror node writes to; a higher-order call is taken to write only to its arguments.
 
     PyTorch detaches a tensor that it makes from a Python number in place: that writes no element.
     """
@@ -76,7 +76,7 @@ def writes(node: fx.Node) -> list[fx.Node]:
 
 
 def declared(node: fx.Node, overload: torch._ops.OpOverload) -> list[fx.Node]:
-    """The nodes among what a call of an op is given that the op's schema says it writes to."""
+    """Return the arguments of a call that the op's schema says it writes to."""
     written = []
     for position, parameter in enumerate(overload._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
@@ -86,7 +86,7 @@ def declared(node: fx.Node, overload: torch._ops.OpOverload) -> list[fx.Node]:
 
 
 def returned(node: fx.Node) -> fx.Node | None:
-    """The node that this one writes to and gives back (`x.index_put_(...)` is x); None if it is no such op."""
+    """Return the node that this one writes to and returns (`x.index_put_(...)` is x); None if it is no such op."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or len(target._schema.returns) != 1 or not node.args:
         return None
@@ -97,19 +97,19 @@ def returned(node: fx.Node) -> fx.Node | None:
 
 
 def storages(node: fx.Node) -> set[StorageWeakRef]:
-    """The storages behind a mirror node's value."""
+    """Return the storages behind a mirror node's value."""
     return storages_of(node.meta.get("val"))
 
 
 def storages_of(values: Any) -> set[StorageWeakRef]:
-    """The storages behind the tensors in a value or a nest of values, those of tensors that are inside of others too."""
+    """Return the storages behind the tensors in a nest of values, and behind the tensors that those wrap."""
     leaves = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     tensors = [torch_compat.without_transforms(part) for v in leaves for part in torch_tracing.plain_tensors(v)]
     return {StorageWeakRef(v.untyped_storage()) for v in tensors}  # type: ignore[no-untyped-call]
 
 
 def writers(graph: fx.Graph) -> Writers:
-    """Every node of a mirror graph that writes in place, with the storages that it writes to."""
+    """Return every node of a mirror graph that writes in place, with the storages that it writes to."""
     found: Writers = []
     for node in graph.nodes:
         written = writes(node)
@@ -119,13 +119,15 @@ def writers(graph: fx.Graph) -> Writers:
 
 
 def reshapers(writers: Writers) -> Writers:
-    """Those that change shape or strides of their tensor in place."""
+    """Return the writers that change shape or strides of their tensor in place."""
     return [(writer, written) for writer, written in writers if _is_view_in_place(writer.target)]
 
 
 def reshaped(mirror: Ordered, tensors: set[StorageWeakRef]) -> fx.Node | None:
-    """The first node that changes shape or strides of one of these tensors in place (`transpose_`): what is known of it is its
-    last state, wherever it is read."""
+    """Return the first node that changes shape or strides of one of these tensors in place (`transpose_`).
+
+    A mirror knows only the last shape and strides of such a tensor, wherever it is read.
+    """
     return next((w for w, written in mirror.reshapers if tensors & written), None)
 
 
@@ -134,8 +136,8 @@ def _is_view_in_place(target: object) -> bool:
 
 
 def views_in_place(method: str) -> bool:
-    """Whether a method of that name changes shape or strides of its tensor in place."""
-    # The namespace has methods of its own: __eq__ is none of ATen's ops.
+    """Return whether a method of that name changes shape or strides of its tensor in place."""
+    # The namespace object has methods of its own, such as __eq__, which are no ops.
     packet = getattr(torch.ops.aten, method, None) if method.endswith("_") else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
@@ -144,7 +146,7 @@ def views_in_place(method: str) -> bool:
 
 
 def version(mirror: Ordered, tensor: fx.Node, when: int) -> Version:
-    """What a tensor holds right before the place `when` in the order of the mirror (mirror.order)."""
+    """Return the value of a tensor right before the place `when` in the order of the mirror (mirror.order)."""
     writers = mirror.writers_into(tensor)
     at = bisect.bisect_left(writers.places, when)
     since = writers.nodes[at - 1] if at else None
@@ -152,18 +154,18 @@ def version(mirror: Ordered, tensor: fx.Node, when: int) -> Version:
 
 
 def written_after(mirror: Ordered, tensors: set[StorageWeakRef], start: fx.Node) -> fx.Node | None:
-    """The first node after `start` that writes into one of these storages, if there is one."""
+    """Return the first node after `start` that writes into one of these storages, or None."""
     after = (w for w, written in mirror.writers if mirror.order(w) > mirror.order(start) and tensors & written)
     return next(after, None)
 
 
 def is_written_later(mirror: Ordered, node: fx.Node) -> bool:
-    """Whether anything writes into a node's memory after the node was made."""
+    """Return whether anything writes into a node's memory after the node was made."""
     return written_after(mirror, storages(node), node) is not None
 
 
 def written_between(mirror: Ordered, tensor: fx.Node, start: fx.Node, end: fx.Node) -> fx.Node | None:
-    """The first node after `start` and before `end` that writes into `tensor`'s storage, if there is one."""
+    """Return the first node after `start` and before `end` that writes into `tensor`'s storage, or None."""
     mine = storages(tensor)
     first, last = mirror.order(start), mirror.order(end)
     for writer, written in mirror.writers:

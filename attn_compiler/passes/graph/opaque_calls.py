@@ -1,7 +1,7 @@
-"""Attention inside an op that nothing here sees into: a library's kernel, called by its own op. Reported as a miss, with what would help,
-if its arguments do not say all of it (library_calls.py).
+"""Attention inside an opaque op: a library's kernel, called by its own op.
 
-An op is taken for one by its name and its arguments alone: it says attention, and is given at least q, k and v.
+It is reported as a miss, with a remedy, unless its arguments say all of it (library_calls.py). An op is recognised by name and arguments
+alone: its name says attention, and it is given at least q, k and v.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SDPA = "load the model with attn_implementation='sdpa', or call torch.nn.functi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Library:
-    """namespaces: how the names of its ops' namespaces begin. name: for people. remedy: what a user can do."""
+    """A library. namespaces: prefixes of its ops' namespaces. name: for people. remedy: for the user."""
 
     namespaces: tuple[str, ...]
     name: str
@@ -55,19 +55,19 @@ LIBRARIES: tuple[Library, ...] = (
     Library(namespaces=("flashinfer",), name="FlashInfer"),
 )
 
-#: another library's, of which nothing is known but the name
+#: a library that is not listed
 _OTHER = Library(namespaces=(), name="an op of its own")
 
-#: PyTorch's own are matched, or taken apart; ours are what took a site's place
+#: PyTorch's own ops are matched or decomposed; ours replaced a site
 _NOT_OPAQUE = frozenset({"aten", "prim", "prims", "higher_order", "attn_compiler", "inductor"})
-#: of PyTorch's own those that it calls inside of others, and that some models call by name
+#: internal kernels of PyTorch that some models call by name
 _OF_PYTORCH = frozenset({"_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward"})
 _SAYS_ATTENTION = ("attention", "attn", "mha")
 _FEWEST_TENSORS = 3
 
 
 def name_of(node: fx.Node) -> str | None:
-    """The op that a Dynamo node calls, if it is an attention that is not seen into: "flash_attn::_flash_attn_forward"."""
+    """Return the name of the attention op that a Dynamo node calls, if it is opaque: "flash_attn::_flash_attn_forward"."""
     name = qualified(node)
     if name is None:
         return None
@@ -83,19 +83,19 @@ def name_of(node: fx.Node) -> str | None:
 
 
 def namespace_of(node: fx.Node) -> str | None:
-    """The namespace of the op that a Dynamo node calls."""
+    """Return the namespace of the op that a Dynamo node calls."""
     name = qualified(node)
     return None if name is None else name.partition("::")[0]
 
 
 def attention_of(call: fx.Node) -> fx.Node:
-    """The attention among what a call gives; the call itself if it is not taken out."""
+    """Return the attention among a call's results; the call itself if no `getitem` takes it."""
     taken = (user for user in call.users if user.target is operator.getitem and user.args[1] == 0)
     return next(taken, call)
 
 
 def reason(name: str) -> Reason:
-    """Why the op of this name is no site."""
+    """Say why the op of this name is no site."""
     library = _library(name.partition("::")[0])
     return Reason(
         code=Code.LIBRARY_KERNEL,
@@ -110,7 +110,7 @@ def _library(namespace: str) -> Library:
 
 
 def qualified(node: fx.Node) -> str | None:
-    """The op that a Dynamo node calls; None if it calls no op."""
+    """Return the name of the op that a Dynamo node calls; None if it calls no op."""
     if node.op != "call_function":
         return None
     if isinstance(node.target, torch._ops.OpOverload):

@@ -1,4 +1,4 @@
-"""What became of a graph's padding: it is out, or it stays for a reason."""
+"""The outcome for a graph's padding: it was removed, or it stays for a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_compiler.torch_private.unpadding import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class KeptGraph:
-    """The graph is as it was. module, source: where the op is that is to blame, if it is one."""
+    """A graph that is as it was. module, source: of the op that is to blame, if one is."""
 
     reason: Reason
     module: str | None = None
@@ -27,11 +27,11 @@ class KeptGraph:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """The graph computes real tokens alone.
+    """A graph that computes real tokens alone.
 
-    facts: what has to hold at each call, in the order in which `before` tells; else the original runs.
+    facts: conditions on each call, in the order in which `before` tells them; if one fails, the original runs.
     zeroed: outputs that are 0 at padding.
-    places: of each of those outputs the axes of rows and positions, by its place among the outputs.
+    places: index of each of those outputs -> its axes of rows and positions.
     writes: the model's graph writes in place.
     dropout: random numbers are drawn for real tokens alone.
     before: tells which tokens are packed, and which facts hold.
@@ -56,12 +56,12 @@ class Packed:
     steps: Steps = field(default_factory=Steps)
 
     def further(self, number: int) -> tuple[Any, ...]:
-        """As `inputs`, for another number of tokens."""
+        """Return `inputs` for another number of tokens."""
         return fake_inputs(self.mode, self.most, number, self.inputs[-1])
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the report."""
+        """Return the notes for the report."""
         found = []
         if self.dropout:
             found.append(
@@ -73,7 +73,7 @@ class Packed:
 
 
 def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, starts: torch.Tensor) -> tuple[Any, ...]:
-    """Fake values of the further inputs of a packed graph. number: of tokens, which is a size that is not known. starts: like the last."""
+    """Make fake values of the further inputs of a packed graph. number: of tokens, an unknown size. starts: like the last input."""
     size = torch_packed.own_size(mode, hint=number, most=most)
     with torch_tracing.running_in(mode):
         return size, *Batch.like(size, starts.shape[0] - 1, starts.device).inputs

@@ -24,7 +24,7 @@ X = TypeVar("X")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensors(Generic[X]):
-    """k and v in logical BHSD as a cache in FP8 holds them; k_scale, v_scale: (), float32."""
+    """k and v in logical BHSD, in an FP8 cache's dtype; k_scale, v_scale: (), float32."""
 
     k: X
     v: X
@@ -58,16 +58,16 @@ class Tensors(Generic[X]):
 def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> Tensors[X]:
     """Make the operands of a site. Raises AxisError where an axis has no provable place.
 
-    dtype: that of the product q kᵀ. The product with v may run in a wider one, which v then keeps: lowerings refuse two dtypes.
+    dtype: of the product q kᵀ. The product with v may run in a wider one, which v then keeps: lowerings refuse two dtypes.
     """
-    dtype_v = torch.promote_types(dtype, _dtype_of(match.out))
+    dtype_v = torch.promote_types(dtype, match.out.meta["val"].dtype)
     site, of_keys = match.axes, (match.axes.batch, match.axes.heads_kv, match.axes.key)
     of_q = (site.batch, site.heads, site.query, site.head_dim_qk)
     q = _operand(mirror, match, builder, "q", match.q, of_q, dtype)
     k = _operand(mirror, match, builder, "k", match.k, (*of_keys, site.head_dim_qk), dtype)
     v = _operand(mirror, match, builder, "v", match.v, (*of_keys, site.head_dim_v), dtype_v)
     return Tensors(
-        # A factor that wants a gradient saves q: after what is kept of it.
+        # A factor with a gradient saves q, so it multiplies the copy of q, if there is one.
         q=_factored(match, builder, q),
         k=k,
         v=v,
@@ -79,7 +79,7 @@ def build(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
 
 
 def restore(match: Match, builder: Builder[X], out: X) -> X:
-    """The kernel's output (B, Hq, Sq, Dv) with the dimensions that the model expects."""
+    """Bring the kernel's output (B, Hq, Sq, Dv) to the dimensions that the model expects."""
     kernel_dims = (match.axes.batch, match.axes.heads, match.axes.query, match.axes.head_dim_v)
     atoms = {a: a for a in axes.flat(kernel_dims)}
     recipe = simplified(arrange(kernel_dims, atoms, match.out_dims, broadcast=False))
@@ -87,7 +87,7 @@ def restore(match: Match, builder: Builder[X], out: X) -> X:
 
 
 def restore_lse(match: Match, builder: Builder[X], lse: X) -> X:
-    """The kernel's logsumexp (B, Hq, Sq) with the dimensions that the model expects."""
+    """Bring the kernel's logsumexp (B, Hq, Sq) to the dimensions that the model expects."""
     kernel_dims = (match.axes.batch, match.axes.heads, match.axes.query)
     atoms = {a: a for a in axes.flat(kernel_dims)}
     if match.lse is None:
@@ -104,13 +104,13 @@ def _run(match: Match, builder: Builder[X], recipe: Recipe, x: X) -> X:
 
 
 def _arranged(match: Match, builder: Builder[X], operand: Operand, target: tuple[Dim, ...], source: X) -> X:
-    """source: the operand's root, or a copy of it."""
+    """Bring an operand to the target's dimensions. source: the operand's root, or a copy of it."""
     recipe = simplified(arrange(operand.root_dims, operand.reads, target, broadcast=False))
     return _run(match, builder, recipe, source)
 
 
 def is_arranged(operand: Operand, target: tuple[Dim, ...]) -> bool:
-    """Whether the operand's root lies as the target says, so that nothing has to be moved or repeated. Raises AxisError as `build`."""
+    """Return whether the operand's root has the target's dimensions without any view. Raises AxisError as `build`."""
     return not simplified(arrange(operand.root_dims, operand.reads, target, broadcast=False)).views
 
 
@@ -123,12 +123,12 @@ def _operand(
     target: tuple[Dim, ...],
     dtype: torch.dtype | None,
 ) -> X:
-    """q, k, v or the sinks. An operand that has to be kept is copied, unless its cast or its arrangement made a copy already."""
+    """Make q, k, v or the sinks. An operand that has to be kept is copied, unless its cast or its arrangement made a copy already."""
     root = builder.leaf(operand.root)
     x = cast(builder, _arranged(match, builder, operand, target, root), dtype)
     if operand.kept is None or not _shares_memory(builder, operand, x):
         return x
-    # Of the root, which is smaller where the kernel reads one element several times.
+    # The root is copied: it is smaller where the kernel reads one element several times.
     held = builder.hold(root, _version(mirror, match, operand), operand=name, why=operand.kept)
     return _arranged(match, builder, operand, target, held)
 
@@ -143,17 +143,12 @@ def _version(mirror: Mirror, match: Match, operand: Operand) -> Version:
 
 
 def cast(builder: Builder[X], x: X, dtype: torch.dtype | None) -> X:
-    """x in a dtype, or as it is for None."""
+    """Convert x to a dtype; None leaves it as it is."""
     return x if dtype is None or builder.value(x).dtype == dtype else builder.call(torch.Tensor.to, x, dtype)
 
 
-def _dtype_of(node: fx.Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
-
-
 def _factored(match: Match, builder: Builder[X], q: X) -> X:
-    """Scales that are known at run time only are multiplied on q, in its own dtype."""
+    """Multiply scales that are known at run time only on q, in its own dtype."""
     dtype = builder.value(q).dtype
     for factor in match.scores.factors:
         by = builder.leaf(factor.node) if factor.operand is None else _over_queries(match, builder, factor.operand)
@@ -162,20 +157,20 @@ def _factored(match: Match, builder: Builder[X], q: X) -> X:
 
 
 def _over_queries(match: Match, builder: Builder[X], operand: Operand) -> X:
-    """A tensor that broadcasts to (B, Hq, Sq, 1): no number of a site's factor depends on the key."""
+    """Arrange a tensor so that it broadcasts to (B, Hq, Sq, 1): a site's factor does not depend on the key."""
     target = (match.axes.batch, match.axes.heads, match.axes.query, ())
     recipe = simplified(arrange(operand.root_dims, operand.reads, target, broadcast=True))
     return _run(match, builder, recipe, builder.leaf(operand.root))
 
 
 def _mask(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype) -> X | None:
-    """One tensor of everything that is added or masked, shared by all sites that mean the same."""
+    """Combine all that is added or masked into one tensor, shared by all sites with the same terms."""
     terms = match.scores.terms
     if not terms:
         return None
     identity = (dtype, *_identity(mirror, match))
     mask = builder.once(identity, lambda: _combined(match, builder, dtype))
-    # Of several terms the combination is a tensor of its own.
+    # Several terms combine into a new tensor.
     why = next((t.operand.kept for t in terms if t.operand.kept and _shares_memory(builder, t.operand, mask)), None)
     return mask if why is None else builder.hold(mask, identity, operand="mask", why=why)
 
@@ -202,7 +197,7 @@ def _recipe(match: Match, term: Term) -> Recipe:
 
 
 def _over_pairs(match: Match, builder: Builder[X], term: Term) -> X:
-    """The term's tensor, which broadcasts to (B, Hq, Sq, Skv); of elements that are all equal along an axis, the first."""
+    """Arrange the term's tensor so that it broadcasts to (B, Hq, Sq, Skv), with one element along axes where all are equal."""
     x = _run(match, builder, _recipe(match, term), builder.leaf(term.operand.root))
     for axis, letter in enumerate("bhqk"):
         if letter not in term.along and torch_symbols.statically_known(builder.value(x).shape[axis] > 1):
@@ -214,7 +209,7 @@ def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
     total = keep = None
     for term in match.scores.additive:
         x = _over_pairs(match, builder, term)
-        # A truth value that is added counts as 0 or 1; a kernel would take it for a mask.
+        # An added truth value counts as 0 or 1, while a kernel would take it for a mask.
         x = x if builder.value(x).is_floating_point() else builder.call(torch.Tensor.to, x, dtype)
         x = _weighted(builder, x, term)
         total = x if total is None else builder.call(operator.add, total, x)
@@ -232,7 +227,7 @@ def _combined(match: Match, builder: Builder[X], dtype: torch.dtype) -> X:
 
 
 def _weighted(builder: Builder[X], x: X, term: Term) -> X:
-    """The tensor times its weight, in the dtype that the model multiplies in: float16 has no number for -1 times 1e5."""
+    """Multiply the tensor by its weight, in the dtype that the model multiplies in: float16 has no number for -1 times 1e5."""
     if term.weight == 1.0:
         return x
     own = builder.value(x).dtype
@@ -242,13 +237,13 @@ def _weighted(builder: Builder[X], x: X, term: Term) -> X:
 
 
 def _is_exact_in_every_dtype(weight: float) -> bool:
-    """Whether the product with any number has the number's own digits, and is no larger than it."""
+    """Return whether the product with any number keeps the number's digits, and is no larger: the weight is a power of two up to 1."""
     mantissa, _ = math.frexp(abs(weight))
     return mantissa == 0.5 and abs(weight) <= 1.0
 
 
 def _sinks(mirror: Mirror, match: Match, builder: Builder[X]) -> X | None:
-    """(Hq,): the sink logits, which vary along the heads only."""
+    """Make the sink logits, (Hq,), which vary along the heads only."""
     if match.scores.sinks is None:
         return None
     if isinstance(match.scores.sinks, float):
@@ -287,13 +282,13 @@ def _latent(match: Match, builder: Builder[X]) -> LatentTensors[X] | None:
 
 
 def _rows(builder: Builder[X], of: Projection) -> X:
-    """(H, rows of a head, rank)"""
+    """Return the rows of a projection's weight, (H, rows of a head, rank)."""
     by_head = builder.call(torch.unflatten, builder.leaf(of.weight), 0, (of.heads, of.each))
     return builder.call(torch.narrow, by_head, 1, of.first, of.size)
 
 
 def sources(match: Match) -> list[fx.Node]:
-    """Every mirror node that the kernel's operands are read from."""
+    """Return every mirror node that the kernel's operands are read from."""
     terms = [t.operand.root for t in match.scores.terms]
     sinks = [match.scores.sinks.root] if isinstance(match.scores.sinks, Operand) else []
     factors = [factor.operand.root for factor in match.scores.factors if factor.operand is not None]

@@ -1,4 +1,4 @@
-"""What is switched on where in a Dynamo graph: autocast, grad mode and `sdpa_kernel` scopes, read off the nodes that enter them."""
+"""Autocast, grad mode and `sdpa_kernel` scopes of a Dynamo graph, read off the nodes that enter them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 class Region:
     """The state in force at one node.
 
-    autocast: arguments of the regions entered and not left, outermost first. kernels: of PyTorch's, those that an sdpa_kernel scope leaves;
-    None: all; none at all where kernels were switched in another way. transforms: how many of torch.func's (vmap, grad, jvp ...) are
-    around it.
+    autocast: arguments of the regions entered and not left, outermost first. kernels: those of PyTorch's kernels that an sdpa_kernel scope
+    allows; None: all; empty where kernels were switched in another way. transforms: the number of torch.func's transforms around it (vmap,
+    grad, jvp ...).
     """
 
     autocast: tuple[tuple[Any, ...], ...] = ()
@@ -30,7 +30,7 @@ class Region:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Enter the same autocast regions for real, so that fake values come out in the dtypes that the model will see."""
+        """Enter the same autocast regions, so that fake values get the dtypes that the model will see."""
         with contextlib.ExitStack() as stack:
             for args in self.autocast:
                 stack.enter_context(torch.amp.autocast_mode.autocast(*args))
@@ -38,13 +38,13 @@ class Region:
 
 
 def has_autocast(graph: fx.Graph) -> bool:
-    """Whether a graph enters autocast anywhere."""
+    """Return whether a graph enters autocast anywhere."""
     return bool(graph.find_nodes(op="call_function", target=_ENTER_AUTOCAST, sort=False))
 
 
 @contextlib.contextmanager
-def left(graph: fx.Graph, region: Region) -> Iterator[None]:
-    """What is inserted inside runs without the autocast of a region. The caller sets where it is inserted."""
+def without_autocast(graph: fx.Graph, region: Region) -> Iterator[None]:
+    """Leave a region's autocast for the nodes inserted inside the block. The caller sets where they are inserted."""
     types = list(dict.fromkeys((device_type, dtype) for device_type, dtype, *_ in region.autocast))
     entered = [_without_value(graph, _ENTER_AUTOCAST, (*one, False, None)) for one in types]
     yield
@@ -58,8 +58,8 @@ def _without_value(graph: fx.Graph, function: Callable[..., Any], args: tuple[An
     return node
 
 
-def of(graph: fx.Graph) -> dict[fx.Node, Region]:
-    """The region of every node of a graph."""
+def by_node(graph: fx.Graph) -> dict[fx.Node, Region]:
+    """Return the region of every node of a graph."""
     current = Region()
     regions: dict[fx.Node, Region] = {}
     for node in graph.nodes:
@@ -79,13 +79,13 @@ def _after(region: Region, node: fx.Node) -> Region:
 
 
 def _nesting(node: fx.Node) -> int:
-    """1 for a call that enters a transform of torch.func (`_vmap_increment_nesting`), -1 for one that leaves it, else 0."""
+    """Return 1 for a call that enters a transform of torch.func (`_vmap_increment_nesting`), -1 for one that leaves it, else 0."""
     name = getattr(node.target, "__name__", "")
     return int(name.endswith("_increment_nesting")) - int(name.endswith("_decrement_nesting"))
 
 
 def _sets_sdpa_kernel(node: fx.Node) -> bool:
-    """Dynamo writes an sdpa_kernel scope as two calls: one sets the scope's kernels, and one those of before."""
+    """Return whether a call sets kernels. Dynamo writes an sdpa_kernel scope as two calls: one sets the scope's, one those of before."""
     name = getattr(node.target, "__name__", "")
     return node.op == "call_function" and (
         "sdp" in name and ("set_" in name or "enable" in name or "_sdpa_kernel" in name)
@@ -97,7 +97,7 @@ _ALL = frozenset({"FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "
 
 
 def _kernels_left(node: fx.Node) -> frozenset[str] | None:
-    """What a call that sets kernels leaves; None: all of them."""
+    """Return the kernels that a call that sets kernels allows; None: all of them."""
     given = node.args[0] if node.args else None
     names = [x.args[0] for x in given if isinstance(x, fx.Node) and x.args] if isinstance(given, (list, tuple)) else []
     found = frozenset(name for name in names if isinstance(name, str))

@@ -1,7 +1,7 @@
-"""Which nodes of a Dynamo graph the mirror need not look into: most of a transformer is no attention, and tracing it costs time.
+"""The nodes of a Dynamo graph that the mirror need not look into: most of a transformer is no attention, and tracing it costs time.
 
-A node is skipped only if it is known to compute a new tensor and to write nothing, so that skipping can hide an attention (a
-miss), but never a view or a mutation. Around every anchor all that matching and mask recovery look at is kept.
+A node is skipped only if it is known to compute a new tensor and to write nothing. So skipping can hide an attention (a miss), but never
+a view or a mutation. Around every anchor, all nodes that matching and mask recovery look at are kept.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attn_compiler.passes.graph.calls import argument, target_name
 
 Writers = dict[StorageWeakRef, list[fx.Node]]
 
-#: calls where the way up from an anchor, and the way down, ends: what is beyond belongs to something else
+#: calls that end the walk up or down from an anchor: beyond them is another computation
 _BOUNDARIES = frozenset(
     "linear addmm conv1d conv2d conv3d layer_norm rms_norm batch_norm group_norm cross_entropy cross_entropy_loss".split()
 )
 
-#: calls that make a new tensor from their inputs, whatever these are
+#: calls that make a new tensor from any inputs
 _MAKES_NEW = _BOUNDARIES | frozenset(
     "add sub mul truediv div pow neg mean var rsqrt sqrt exp erf cos sin sigmoid silu gelu relu tanh softplus cat square".split()
 )
@@ -38,7 +38,7 @@ _STEPS_DOWN = 8
 def skippable(
     graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], masks: Iterable[fx.Node] = ()
 ) -> frozenset[fx.Node]:
-    """The nodes that a mirror may treat as opaque. masks: what bodies that this graph calls may have their masks from."""
+    """Return the nodes that a mirror may treat as opaque. masks: nodes that called bodies may make their masks of."""
     scores, operands = _kept(graph, is_anchor, masks)
     return frozenset(n for n in graph.nodes if n not in scores and n not in operands and _makes_new(n))
 
@@ -46,15 +46,15 @@ def skippable(
 def mask_inputs(
     graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], masks: Iterable[fx.Node] = ()
 ) -> frozenset[fx.Node]:
-    """The inputs of a graph that its masks, or those of bodies that it calls, may be made of."""
+    """Return the inputs of a graph that its masks, or those of bodies that it calls, may be made of."""
     scores, _ = _kept(graph, is_anchor, masks)
     return frozenset(node for node in scores if node.op == "placeholder")
 
 
 def comes_to_nothing(node: fx.Node, *, besides: frozenset[fx.Node] = frozenset()) -> bool:
-    """Whether nobody goes on to read a Dynamo node: only calls that make new tensors do, which nobody reads themselves.
+    """Return whether a Dynamo node's value reaches nothing: only calls that make new tensors read it, and nobody reads those.
 
-    besides: readers that are not asked about.
+    besides: readers that do not count.
     """
     readers = [reader for reader in node.users if reader not in besides]
     return all((_makes_new(reader) or target_name(reader) == "to") and comes_to_nothing(reader) for reader in readers)
@@ -64,26 +64,26 @@ def _makes_new(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     called = node.op in ("call_function", "call_method")
     known = called and isinstance(value, torch.Tensor) and target_name(node) in _MAKES_NEW
-    # What exists only inside a transform of torch.func can't stand for itself.
+    # A tensor that exists only inside a transform of torch.func can't stand for itself.
     return known and bodies.has_known_memory(value) and not _may_write(node) and not _is_reshaped(node)
 
 
 def _may_write(node: fx.Node) -> bool:
-    """F.relu(x, inplace=True), torch.add(..., out=x), or an op of somebody else's that only has a familiar name."""
+    """Recognise F.relu(x, inplace=True), torch.add(..., out=x), or another library's op with a familiar name."""
     foreign = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
     in_place = any(arg is True for arg in (*node.args, node.kwargs.get("inplace")))
     return foreign or in_place or "out" in node.kwargs
 
 
 def _is_reshaped(node: fx.Node) -> bool:
-    """Whether the result changes its shape in place later (`transpose_`): its example value is what it was in the end."""
+    """Return whether the result changes its shape in place later (`transpose_`): its example value shows the last shape."""
     return any(mutation.views_in_place(target_name(user)) for user in node.users)
 
 
 def _kept(
     graph: fx.Graph, is_anchor: Callable[[fx.Node], bool], masks: Iterable[fx.Node]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The anchors and all that makes scores and masks; the tensors of both products up to where they are computed."""
+    """Return two sets: the anchors and all that makes scores and masks; the operands of both products, up to where they are computed."""
     scores: set[fx.Node] = set()
     operands: set[fx.Node] = set()
     anchors = [node for node in graph.nodes if is_anchor(node)]
@@ -104,7 +104,7 @@ def _kept(
 
 
 def _has_other_lengths(anchor: fx.Node) -> bool:
-    """Whether there may be more keys than queries, as in decoding: of those, what k and v are made of is looked at (latent.py)."""
+    """Return whether there may be more keys than queries, as in decoding: there the sources of k and v are looked at (latent.py)."""
     fused = "scaled_dot_product" in target_name(anchor)
     nodes = [argument(anchor, i, name) for i, name in enumerate(_OPERANDS[:2])] if fused else [anchor]
     found = [x.meta.get("example_value") if isinstance(x, fx.Node) else None for x in nodes]
@@ -116,7 +116,7 @@ def _has_other_lengths(anchor: fx.Node) -> bool:
 
 
 def _writers(graph: fx.Graph) -> Writers:
-    """The calls that may write in place into each memory. What they write is in nobody's arguments (`mask[:, :n] = other`)."""
+    """Return the calls that may write in place into each storage: no argument of another node leads to them (`mask[:, :n] = other`)."""
     found: Writers = {}
     for node in graph.nodes:
         written = [] if bodies.is_higher_order(node) else bodies.writes(node)
@@ -157,8 +157,10 @@ def _climb_scores(
 
 
 def _climb_operands(start: Iterable[object], operands: set[fx.Node], *, is_decoding: bool) -> None:
-    """Through views and scales only: matching goes no further up from q, k and v. is_decoding: through parts that are put together,
-    too, up to the projections."""
+    """Climb from q, k and v through views and scales, which is as far as matching goes.
+
+    is_decoding: also through concatenations, up to the projections.
+    """
     followed = _SCALES | {"cat"} if is_decoding else _SCALES
     queue = [node for node in start if isinstance(node, fx.Node)]
     while queue:
@@ -167,7 +169,7 @@ def _climb_operands(start: Iterable[object], operands: set[fx.Node], *, is_decod
         if node in operands:
             continue
         if name == "linear" and is_decoding:
-            # What it is given may be what is read in place of k and v.
+            # Its input may be read in place of k and v.
             operands.add(node)
         elif not _makes_new(node) or name in followed:
             operands.add(node)
@@ -175,7 +177,7 @@ def _climb_operands(start: Iterable[object], operands: set[fx.Node], *, is_decod
 
 
 def _products_below(anchor: fx.Node) -> list[fx.Node]:
-    """The products that an anchor's result flows into, and what is on the way there."""
+    """Return the products that an anchor's result flows into, and the nodes on the way there."""
     reached: list[fx.Node] = []
     level = [anchor]
     for _ in range(_STEPS_DOWN):

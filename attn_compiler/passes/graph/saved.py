@@ -1,18 +1,18 @@
-"""What a site may still read in the backward: what the model's own autograd would have saved there, and what nobody writes afterwards.
+"""Tensors that a site may read in the backward: those that the model's own autograd saves there, and those that nobody writes afterwards.
 
-A kernel saves the tensors that it reads, and often its output. The model's own ops save others: the repeated keys and not the keys,
-the weights and not the output, no mask that was added. A write that comes between the forward and the backward does nothing to a tensor
-that nobody saved. So a tensor that a kernel saves is safe only if
+A kernel saves the tensors that it reads, and often its output. The model's own ops save others: the repeated keys and not the keys, the
+weights and not the output, no mask that was added. A write between the forward and the backward does not matter to a tensor that nobody
+saved. So a tensor that a kernel saves is safe only if
 
 - the model's own autograd saves the same memory at the site (an ordinary write is then an error in the model too), or
-- nobody can write to it after the site: no node of this graph or of one that calls it, and no user. A user can write to what the
-  graph returns and to what it is given. A parameter counts as given only if the graph itself writes to it: between the
-  forward and the backward nothing else does, since nearly every layer saves its parameters.
+- nobody can write to it after the site: no node of this graph or of one that calls it, and no user. A user can write to the graph's
+  results and inputs. A parameter counts as an input only if the graph itself writes to it: between the forward and the backward nothing
+  else does, since nearly every layer saves its parameters.
 
-Anything else is copied where the kernel reads it, and the copy is in the report. The copy is made of the tensor that is read, above
-repetitions, copies and scales: so it has at most as many bytes as the op that the kernel does without. Without gradients nothing is
-saved, and nothing copied. A write through `.data` to what the model's autograd did save changes the model's gradients: no kernel gives
-the same, and the site is left alone.
+Any other tensor is copied where the kernel reads it, and the copy is in the report. The copy is made above repetitions, copies and scales:
+so it has at most as many bytes as the op that the kernel does without. Without gradients nothing is saved, and nothing copied. A write
+through `.data` to a tensor that the model's autograd saved changes the model's gradients: no kernel gives the same, and the site is left
+alone.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from attn_compiler.passes.graph.unit import BodyCall, Unit
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.torch_private.op_library import NAMESPACE
 
-#: calls whose body is run again in the backward, from its inputs: what is made inside is not saved, but for attention that users keep
+#: calls whose body runs again in the backward, from its inputs: its tensors are not saved, except attention that users keep
 _RUN_AGAIN = frozenset({"tag_activation_checkpoint"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Danger:
-    """Who may write to a tensor after a site.
+    """A possible write to a tensor after a site.
 
     by_user: outside of the graph, between the forward and the backward.
-    of_checkpoint: it is made in a checkpoint, so that the model's own autograd saves it in no case.
+    of_checkpoint: the tensor is made in a checkpoint, so that the model's own autograd never saves it.
     """
 
     why: str
@@ -54,7 +54,7 @@ class Danger:
 
 
 def is_given_to_kernel(node: fx.Node) -> bool:
-    """Whether a kernel is given the memory of a Dynamo node, as it is or through views: kernels save all their operands."""
+    """Return whether a kernel is given the memory of a Dynamo node, directly or through views: kernels save all their operands."""
     memory, queue, seen = memory_of(node), [node], {node}
     while queue:
         for user in queue.pop().users.keys() - seen:
@@ -67,7 +67,7 @@ def is_given_to_kernel(node: fx.Node) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """One of PyTorch's, or a leaf op that has a backward."""
+    """Return whether a node calls an attention kernel of PyTorch, or a leaf op that has a backward."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     namespace, name = node.target.namespace, target_name(node)
@@ -78,7 +78,7 @@ def _is_kernel(node: fx.Node) -> bool:
 
 @dataclass(kw_only=True, eq=False)
 class Keeping:
-    """The rule, for one site that is differentiated."""
+    """The rule for copies, for one site that is differentiated."""
 
     unit: Unit
     mirror: Mirror
@@ -86,28 +86,27 @@ class Keeping:
 
     @cached_property
     def _model(self) -> GradientRun | None:
-        """The model's own computation of the site, from the first product to the output."""
+        """Run the model's own computation of the site, from the first product to the output."""
         owners = {self.mirror.owner(node) for node in self.match.covered}
         nodes = [n for n in self.unit.graph.nodes if n in owners and n.meta.get("example_value") is not None]
         return run_on_fakes(nodes, self.unit.mode, self.unit.memory.runs)
 
     @cached_property
     def _read(self) -> Storages:
-        """The memory that the site's nodes work with."""
+        """Return the memory that the site's nodes work with."""
         nodes = {m for n in self.match.covered for m in (n, *n.all_input_nodes)}
         return set().union(*(memory_of(self.mirror.dynamo_node(n)) for n in nodes))
 
     def _is_saved(self, dynamo: fx.Node) -> bool:
-        """Whether the model's own autograd saves the memory of a Dynamo node at the site."""
         return bool(memory_of(dynamo) & self._read) and self._model is not None and self._model.saves(dynamo)
 
     def why(self, node: fx.Node) -> str | None:
-        """Why a kernel that saves the tensor of this mirror node has to save a copy; None if it need not.
+        """Return why a kernel that saves the tensor of this mirror node has to save a copy; None if it need not.
 
         Raises AxisError where the model's own gradients would change, and a kernel's would not be the same.
         """
         dynamo = self.mirror.dynamo_node(node)
-        danger = after(self.unit, self.mirror, node, self.match.out) if dynamo is not None else None
+        danger = danger_after(self.unit, self.mirror, node, self.match.out) if dynamo is not None else None
         if dynamo is None or danger is None:
             return None
         if danger.of_checkpoint or not self._is_saved(dynamo):
@@ -117,15 +116,15 @@ class Keeping:
         return None if danger.by_user else danger.why
 
     def why_loaded(self, node: fx.Node) -> str | None:
-        """As `why`, for what a mask or a bias is computed from anew: a kernel's copy is right whatever the model saved."""
+        """Return `why` for the tensors that a mask or a bias is computed from anew: a kernel's copy is right whatever the model saved."""
         try:
             return self.why(node)
         except AxisError as error:
             return str(error)
 
 
-def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
-    """Tell a site that is differentiated why kernels have to copy its operands and its output, if so. Raises AxisError as Keeping.why."""
+def record_copies(unit: Unit, mirror: Mirror, match: Match) -> None:
+    """Record on a differentiated site why kernels have to copy its operands and its outputs, if so. Raises AxisError as Keeping.why."""
     keeping = Keeping(unit=unit, mirror=mirror, match=match)
     for operand in operands(match):
         operand.kept = keeping.why(operand.root)
@@ -134,7 +133,7 @@ def settle(unit: Unit, mirror: Mirror, match: Match) -> None:
 
 
 def operands(match: Match) -> list[Operand]:
-    """Every operand of a site, those of masks, biases and sinks too."""
+    """Return every operand of a site, including those of masks, biases and sinks."""
     terms = [term.operand for term in match.scores.terms]
     return [
         match.q,
@@ -145,8 +144,8 @@ def operands(match: Match) -> list[Operand]:
     ]
 
 
-def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | None:
-    """Who may write to the tensor of a mirror node after the site with this output, until the backward is done."""
+def danger_after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | None:
+    """Return who may write to the tensor of a mirror node after the site with this output, until the backward is done."""
     mine = mutation.storages(node)
     writer = mutation.written_after(mirror, mine, site)
     if writer is not None:
@@ -156,14 +155,14 @@ def after(unit: Unit, mirror: Mirror, node: fx.Node, site: fx.Node) -> Danger | 
 
 
 def written_by_user(unit: Unit, node: fx.Node) -> str | None:
-    """Who may write to the memory of a Dynamo node outside of the graph; None if nobody."""
+    """Say who may write to the memory of a Dynamo node outside of the graph; None if nobody."""
     memory = memory_of(node)
     danger = _from_outside(unit, memory, is_written=bool(memory & unit.memory.aliases.written))
     return None if danger is None else danger.why
 
 
 def copy(operand: str, node: fx.Node, why: str) -> Copy:
-    """What the report says of a copy. node: the Dynamo node that is copied, or the copy. why: as Keeping.why gives it."""
+    """Describe a copy for the report. node: the Dynamo node that is copied, or the copy. why: as Keeping.why gives it."""
     value: torch.Tensor = node.meta["example_value"]
     is_known = not any(isinstance(size, torch.SymInt) for size in value.shape)
     size = value.numel() * value.element_size() if is_known else None
@@ -171,7 +170,7 @@ def copy(operand: str, node: fx.Node, why: str) -> Copy:
 
 
 def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger | None:
-    """Who may write to this memory of a graph from outside of it. is_written: nodes of the graph do."""
+    """Return who may write to this memory of a graph from outside of it. is_written: nodes of the graph do."""
     reached = unit.memory.aliases
     is_output = bool(reached.returned & memory)
     if not unit.is_body:
@@ -190,7 +189,7 @@ def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger |
 
 
 def _by_caller(call: BodyCall, inputs: Iterable[int], *, is_output: bool) -> Danger | None:
-    """Who may write to inputs of a body, or to what it gives back, once this call of it is done."""
+    """Return who may write to a body's inputs or results after this call of it."""
     given = [call.node.args[call.first + i] for i in inputs]
     nodes = [*(x for x in given if isinstance(x, fx.Node)), *([call.node] if is_output else [])]
     memory: Storages = set().union(*map(memory_of, nodes))

@@ -1,4 +1,4 @@
-"""One attention found in a mirror: where its tensors are and which of their axes mean what. Every pass adds its own part.
+"""One attention found in a mirror: its tensors, and the meaning of their axes. Every pass adds its own part.
 
 Site space: one set of atoms (axes.py) for batch, head, query, key and head-dim axes, shared by all tensors of the site.
 """
@@ -22,7 +22,7 @@ from attn_compiler.spec.scores import ScoreChange
 
 
 class Refused(Exception):
-    """Matching stopped: `reason` says why, `at` is the node. Internal: becomes a Miss, never reaches a user."""
+    """A stop of matching, with its reason and node. Internal: becomes a Miss, never reaches a user."""
 
     def __init__(
         self, *, code: Code, rule: str, observed: str, at: fx.Node, progress: int, remedy: str | None = None
@@ -65,7 +65,7 @@ class Operand:
     kept: str | None = None
 
     def varies_along(self, atom: Atom) -> bool:
-        """Whether an index along this site atom changes the element read."""
+        """Return whether an index along this site atom changes the element read."""
         own = {a for dim in self.root_dims for a in resolve(dim)}
         return self.reads.get(atom) in own
 
@@ -75,11 +75,11 @@ class Term:
     """A tensor that joins the scores.
 
     weight: the factor that the tensor has in the end.
-    weighed_in: the dtype that the model multiplies the weight on in; None: that of the tensor.
+    weighed_in: the dtype that the model multiplies by the weight in; None: that of the tensor.
     inverted: True means masked out (bool tensors alone).
     fill: the number that a masked score is in the end (bool tensors alone).
     replaces: the fill took the place of the score, and was not added to it (bool tensors alone).
-    by_numbers: in place of truth values are numbers, which have to be 0 and 1.
+    by_numbers: the tensor has numbers in place of truth values, which have to be 0 and 1.
     along: the indices, of "bhqk", that elements may depend on. Along the other indices all elements are equal, and one is enough.
     """
 
@@ -107,12 +107,12 @@ class Limit:
     of_dtype: bool = False
 
     def scaled(self, factor: float) -> Limit:
-        """The same limit on scores that are multiplied."""
+        """Return the same limit on scores that are multiplied."""
         low, high = sorted((self.low * factor, self.high * factor))
         return replace(self, low=low, high=high)
 
     def is_idle(self, lowest: float, highest: float) -> bool:
-        """Whether it changes no score of lowest up to highest."""
+        """Return whether it changes no score from `lowest` to `highest`."""
         return self.of_dtype or (self.low <= lowest and highest <= self.high)
 
 
@@ -121,8 +121,8 @@ class Factor:
     """A scale that is known at run time only.
 
     node: a mirror node: a symbolic number, or a tensor.
-    divide: 1 / factor.
-    operand: how the tensor lies along batch, heads and queries; None of a number and of a tensor without axes.
+    divide: the scores are divided by it.
+    operand: the tensor along batch, heads and queries; None for a number and for a tensor without axes.
     """
 
     node: fx.Node
@@ -132,7 +132,7 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """K or V as a cache in FP8 holds it. operand: reads the FP8 tensor. scale: a mirror node of the 0-d tensor that it is multiplied by."""
+    """K or V in an FP8 cache. operand: reads the FP8 tensor. scale: the mirror node of a 0-d tensor that multiplies it."""
 
     operand: Operand
     scale: fx.Node | None = None
@@ -140,7 +140,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """Of a weight (heads · each, rank), the `size` rows of each head h from h · each + first on. made: the mirror node that it makes."""
+    """Rows of a weight (heads · each, rank): for each head h, `size` rows from h · each + first on. made: the mirror node they make."""
 
     weight: fx.Node
     made: fx.Node
@@ -152,15 +152,15 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Latent:
-    """What k and v are linear maps of.
+    """The tensors of which k and v are linear maps.
 
     latent: reads the latent.
     rank: the latent's last axis.
-    rope: reads the part of k that is one for all heads; None where there is none.
+    rope: reads the part of k that all heads share; None where there is none.
     rope_dim: that part's last axis.
-    k, v: what makes k's other part, and v, of the latent.
-    nope_first: k begins with what is made of the latent.
-    made_for: the Dynamo nodes that make k and v of it, and that nothing else needs.
+    k, v: the projections from the latent to k's other part, and to v.
+    nope_first: k begins with the part made from the latent.
+    made_for: the Dynamo nodes that make k and v from the latent, and that nothing else needs.
     """
 
     latent: Operand
@@ -174,14 +174,14 @@ class Latent:
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """The mirror nodes that are read."""
+        """Return the mirror nodes that are read."""
         rope = () if self.rope is None else (self.rope.root,)
         return (self.latent.root, *rope, *dict.fromkeys((self.k.weight, self.v.weight)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SiteAxes:
-    """What the site's atoms mean; settled when the site is matched."""
+    """The axes of a site by their meaning; settled when the site is matched."""
 
     batch: Dim
     heads: Dim
@@ -194,7 +194,7 @@ class SiteAxes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SiteScores:
-    """What becomes of the scores: as a pattern read it, and then as recover left it.
+    """The changes to the scores: first as a pattern read them, then as recover left them.
 
     scale: the factor on the scores that is known now.
     factors: further factors, which are known at run time only.
@@ -203,7 +203,7 @@ class SiteScores:
     additive: tensors that are added to the scores.
     allowed: tensors that say which scores take part.
     limits: clamps on the scores.
-    sinks: one logit a head that joins the softmax and is dropped after it; a number that is that of every head.
+    sinks: one logit a head that joins the softmax and is dropped after it; a number: one logit for all heads.
     dropout_p: the share of weights that is dropped.
     masks_weights: a masked weight is set to zero once more, so a query without keys gets 0, whatever masked scores are filled with.
     softmax_dtype: the dtype that the model's softmax runs in.
@@ -223,7 +223,7 @@ class SiteScores:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """All tensors that join the scores."""
+        """Return all tensors that join the scores."""
         return (*self.additive, *self.allowed)
 
 
@@ -232,8 +232,8 @@ class ReadLse:
     """The logsumexp of a site, where something reads it.
 
     node: where it is read.
-    dims: what its dimensions mean in the site's atoms.
-    is_part: what comes back for it is minus delta (merging.py).
+    dims: its dimensions in the site's atoms.
+    is_part: its gradient is minus delta (merging.py).
     """
 
     node: fx.Node
@@ -243,11 +243,11 @@ class ReadLse:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SiteReads:
-    """What a kernel can read instead of q, k and v as the model makes them; found by recover.
+    """Tensors that a kernel can read instead of the model's q, k and v; found by recover.
 
-    narrow: the dtype of q and k if they are read above a cast to the one that the model multiplies them in (upcasts.py).
-    stored: k and v, if a cache in FP8 holds both.
-    latent: what k and v are linear maps of, or why they are not, where they are nearly (latent.py).
+    narrow: the dtype of q and k above a cast to the dtype that the model multiplies them in (upcasts.py).
+    stored: k and v, if an FP8 cache holds both.
+    latent: the tensors of which k and v are linear maps, or why they nearly are and are not (latent.py).
     """
 
     narrow: torch.dtype | None = None
@@ -257,7 +257,7 @@ class SiteReads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptOutputs:
-    """Why a kernel that saves an output has to hand on a copy; None where it need not (saved.py)."""
+    """Reasons why a kernel that saves an output has to return a copy; None where it need not (saved.py)."""
 
     out: str | None = None
     lse: str | None = None
@@ -265,22 +265,22 @@ class KeptOutputs:
 
 @dataclass(kw_only=True, eq=False)
 class Match:
-    """What a pattern recognised, in nodes of the mirror.
+    """An attention that a pattern recognised, in nodes of the mirror.
 
     pattern: the pattern's name.
     anchor: the node that matching began with.
-    first, out: where the model's computation begins and ends.
-    out_dims: what the output's dimensions mean in the site's atoms.
+    first, out: the first and the last node of the model's computation.
+    out_dims: the output's dimensions in the site's atoms.
     q, k, v: the operands.
     axes: the site's axes.
-    scores: what becomes of the scores.
-    covered: the nodes from `first` to `out`. The scores live nowhere else, so the site alone is concerned by writes to them.
+    scores: the changes to the scores.
+    covered: the nodes from `first` to `out`. The scores live nowhere else, so writes to them concern the site alone.
     returns_weights: as in AttentionSpec.
     decomposed: as in AttentionSpec.
     lse: the logsumexp; None where nothing reads it.
     reads: what kernels can read instead.
     kept: which outputs need copies.
-    notes: what else is said of the site in the report.
+    notes: further notes on the site for the report.
     scope: as Region.kernels.
     """
 
@@ -305,19 +305,19 @@ class Match:
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """What others read: the output, and the logsumexp where that is read."""
+        """Return the nodes that others read: the output, and the logsumexp where that is read."""
         return (self.out,) if self.lse is None else (self.out, self.lse.node)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keyless:
-    """What a row without keys is.
+    """The result of a row without keys.
 
-    allowed: whether a pair takes part; None if the site's tensor says it alone.
-    numbers: what stands where such a row's scores were, over (b, h, q, k), whose softmax weighs the keys; None: all weigh alike.
+    allowed: whether a pair takes part; None if only the site's tensor tells.
+    numbers: the row's scores over (b, h, q, k), whose softmax weighs the keys; None: all keys weigh the same.
     highest: the highest number that masks.
     through: the scores have a gradient there, since the number was added to them. partly: some of them, since it replaced others.
-    own: why only the model's own numbers, added as they are, say what the row is; None if the above does.
+    own: why only the model's own numbers, added as they are, give the row; None if the fields above give it.
     by_tensor: a row has keys where the highest number of the site's tensor is 0. Any other row is the softmax over that tensor.
 
     Ranks that share a sequence leave such a row 0, and say so: the mean would be one over all ranks.
@@ -339,20 +339,20 @@ class Site:
     match: what was recognised.
     module: the path of the model's module.
     source: the line of the model, if it is known.
-    spec: what the site is, for lowerings; set by recover.
+    spec: the site's description for lowerings; set by recover.
     added, allowed: the terms that the match had before recovery.
     condition: when a pair of a query and a key takes part, if that could be read. What else the terms add is `spec.score.proved`.
-    keyless: what a query without keys is, where the kernel's 0 is not right (keyless.py).
-    loads: what each name in `condition` stands for.
-    score_loads: what each name in `spec.score.proved` stands for.
+    keyless: the result of a query without keys, where the kernel's 0 is not right (keyless.py).
+    loads: each name in `condition` -> its tensor.
+    score_loads: each name in `spec.score.proved` -> its tensor.
     decision: the lowering that was chosen; set by select.
     evidence: the measurement that gave lowerings their order; set by select.
-    estimate: how long the site takes, where that is known; set by select.
-    faster: what would be faster with a package that is not installed, where that is known; set by select.
+    estimate: the time that the site takes, where that is known; set by select.
+    faster: a package that is not installed and would be faster, where that is known; set by select.
     new_out: the Dynamo node that took the old output's place; set by lower.
     copies: copies that were put into the graph.
-    notes: what else is said of the site in the report.
-    texts: of the leaf ops that compute it, by which their failures are told; set by lower.
+    notes: further notes on the site for the report.
+    texts: of the leaf ops that compute it, by which their failures are recognised; set by lower.
     forwards: the Dynamo nodes that compute its output with its lse, each as one op; set by lower.
     """
 

@@ -1,4 +1,4 @@
-"""Whether an attention alone reads what is made for it, through views and writes into fresh memory."""
+"""Tensors made for one attention alone, which reads them through views and writes into fresh memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from attn_compiler.passes.graph.site import Match
 
 
 def made_for(mirror: Mirror, match: Match, first: Iterable[fx.Node]) -> frozenset[fx.Node] | None:
-    """The Dynamo nodes that depend on these mirror nodes and that nothing needs but the site. None: something else needs one of them.
+    """Return the Dynamo nodes that depend on these mirror nodes and that only the site needs. None: something else needs one of them.
 
-    What writes into memory that was made in between, and all that shares it, is among them. first: makes new tensors, and does no more.
+    Writers into memory that was made in between, and all nodes that share it, are among them. first: nodes that only make new tensors.
     """
     site = {mirror.owner(node) for node in (*match.covered, match.out)}
     waiting = [owner for node in first if (owner := mirror.owner(node)) is not None]
@@ -37,12 +37,11 @@ def made_for(mirror: Mirror, match: Match, first: Iterable[fx.Node]) -> frozense
 
 
 def _is_plain(mirror: Mirror, node: fx.Node) -> bool:
-    """Whether all that a node does is seen."""
+    """Return whether a node consists of ops that are fully understood."""
     return all(isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem for n in mirror.owned(node))
 
 
 def _holders(mirror: Mirror, memory: set[StorageWeakRef]) -> list[fx.Node]:
-    """The Dynamo nodes whose values are in that memory."""
     if not memory:
         return []
     owners = (mirror.owner(node) for node in mirror.graph.nodes if mutation.storages(node) & memory)

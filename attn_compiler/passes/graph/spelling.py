@@ -1,4 +1,4 @@
-"""What a graph's calls were spelled out as, before it is mirrored: data of the room spelling/, which all steps after it read."""
+"""The calls of a graph that were spelled out before it is mirrored: data of the room spelling/, read by all later steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOINED = "joined keys"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
-    """What the blocks of a block mask were made of.
+    """The sources of a block mask's blocks.
 
     dense: a mask over (B or 1, H or 1, Sq, Skv). None: there is one block, which is all.
     """
@@ -27,17 +27,17 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spelled:
-    """What was spelled out: a call of FlexAttention, of a library's kernel (library_calls.py), or joined scores (joined_keys.py).
+    """A call that was spelled out: of FlexAttention, of a library's kernel (library_calls.py), or joined scores (joined_keys.py).
 
-    call: the call; of joined scores the node that joins them. It stays in the graph until it is known whether a kernel takes its place.
+    call: the call; for joined scores the node that joins them. It stays in the graph until it is known whether a kernel takes its place.
     own: the call's output in the model.
     product: the attention, spelled out. It is erased where a kernel took its place.
     out: the same with the strides that the call gives it.
     nodes: everything that was made for it.
-    allowed: mask_mod of every score; of a library's call None.
-    blocks: what its block mask says beside mask_mod; of a library's call None.
+    allowed: mask_mod of every score; None for a library's call.
+    blocks: what its block mask says beside mask_mod; None for a library's call.
     pattern: the name of the match.
-    kernel: of a library's call that an autograd.Function makes, the node in the body.
+    kernel: for a library's call that an autograd.Function makes, the node in the body.
     decomposed: as in AttentionSpec.
     replaced: nodes of the model, in their order, that are no attention of their own: what is spelled out stands for them.
     note: what the report says of it.
@@ -59,12 +59,12 @@ class Spelled:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spelling:
-    """Of one graph.
+    """The spelled-out calls of one graph.
 
     expanded: the calls that were spelled out for good.
     moved: the softmaxes whose axis was moved.
-    local: calls on local tensors that took the place of calls on DTensors, each with what is to be said of it.
-    calls: FlexAttention's and libraries' calls that are spelled out beside them, and given back in the end.
+    local: calls on local tensors that took the place of calls on DTensors, each with its note.
+    calls: FlexAttention's and libraries' calls that are spelled out beside the originals, and removed in the end.
     left: calls that no pattern is tried on, each with the reason.
     """
 
@@ -75,10 +75,10 @@ class Spelling:
     left: Mapping[fx.Node, Reason] = field(default_factory=dict)
 
     def leaving(self, left: Mapping[fx.Node, Reason]) -> Spelling:
-        """With further calls that no pattern is tried on."""
+        """Add calls that no pattern is tried on."""
         return replace(self, left={**self.left, **left}) if left else self
 
     @property
     def is_any(self) -> bool:
-        """Whether the graph is no longer as it came."""
+        """Return whether the graph was changed."""
         return bool(self.expanded or self.moved or self.local or self.calls)

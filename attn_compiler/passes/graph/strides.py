@@ -1,10 +1,11 @@
-"""Whether anything after a rewritten node depends on the strides that it used to have, and how to give them back.
+"""Nodes downstream of a rewritten node that depend on its old strides, and the copy that restores them.
 
-A model's `view` only works on the strides that it was written for, and code after a graph break sees a graph's outputs. So the
-nodes downstream are run on fake values with the new strides, until those are the recorded ones again (after a contiguous, a
-linear, ...). What fails, or would hand other strides out of the graph, relies on the old ones. So does a reshape or a contiguous that
-becomes a view, or no longer is one, if one of the two tensors may be written in place later on: in the graph, or by whoever gets it from
-the graph.
+A model's `view` only works on the strides that it was written for, and code after a graph break sees a graph's outputs. So the nodes
+downstream are run on fake values with the new strides, until the recorded strides come back (after a contiguous, a linear, ...). A node
+relies on the old strides if it fails, or if it would hand other strides out of the graph.
+
+A reshape or a contiguous relies on them, too, if it becomes a view, or no longer is one, and one of the two tensors may be written in
+place later. The writer may be the graph, or whoever gets the tensor from it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LARGE = 1009
 
 
 def relies_on(mirror: Mirror, out: fx.Node, old: fx.Node, new: torch.Tensor, mode: FakeTensorMode) -> str | None:
-    """The name of the first node downstream of `old` that can't do with `new` in its place; None if all can.
+    """Return the name of the first node downstream of `old` that can't work with `new` in its place; None if all can.
 
     out: the mirror node of `old`.
     """
@@ -53,7 +54,7 @@ def relies_on(mirror: Mirror, out: fx.Node, old: fx.Node, new: torch.Tensor, mod
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
-    """The node's value with the new strides above it; None if it can't be computed with them."""
+    """Return the node's value with the new strides above it; None if it can't be computed with them."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta.get("example_value")))
     with torch_tracing.running_in(mode), torch.no_grad():
         try:
@@ -65,7 +66,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any
 
 
 def _aliases_otherwise(mirror: Mirror, out: fx.Node, node: fx.Node, value: Any, values: dict[fx.Node, Any]) -> bool:
-    """Whether the node's result shares memory with its inputs where it did not before, or the reverse, and that shows."""
+    """Return whether the node's result shares memory with its inputs where it did not before, or the reverse, in a visible way."""
     inputs = [n for n in node.all_input_nodes if n in values]
     old_inputs = mutation.storages_of([n.meta["example_value"] for n in inputs])
     before = mutation.storages_of(node.meta["example_value"]) & old_inputs
@@ -78,7 +79,7 @@ def _aliases_otherwise(mirror: Mirror, out: fx.Node, node: fx.Node, value: Any, 
 
 
 def _shows_outside(node: fx.Node, inputs: list[fx.Node]) -> bool:
-    """Whether a user who writes to what the graph returns sees if a node's result shares memory with its inputs.
+    """Return whether a user who writes to the graph's results sees if a node's result shares memory with its inputs.
 
     The result is returned, and so is an input; or the backward reads the input: a kernel saves its output.
     """
@@ -92,7 +93,7 @@ def _shows_outside(node: fx.Node, inputs: list[fx.Node]) -> bool:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same sizes, and their elements lie alike."""
+    """Return whether two tensors have the same sizes, and the same strides along axes longer than one."""
     sizes = zip(a.stride(), b.stride(), a.shape, strict=True)
     return a.shape == b.shape and all(_known_equal(x, y) for x, y, size in sizes if not _known_equal(size, 1))
 
@@ -110,7 +111,7 @@ def _all_same(a: Any, b: Any) -> bool:
 
 
 def restride(builder: GraphBuilder, node: fx.Node, wanted: torch.Tensor) -> fx.Node:
-    """A copy of `node` in the memory order of `wanted` (dense, but for size-one axes)."""
+    """Copy `node` into the memory order of `wanted` (dense, but for size-one axes)."""
     own = order(wanted)
     if own == tuple(range(wanted.dim())):
         return builder.call(torch.Tensor.contiguous, node)
@@ -120,11 +121,11 @@ def restride(builder: GraphBuilder, node: fx.Node, wanted: torch.Tensor) -> fx.N
 
 
 def order(x: torch.Tensor) -> tuple[int, ...]:
-    """The axes of a tensor in the order that they have in memory."""
+    """Return the axes of a tensor in their order in memory."""
     return tuple(sorted(range(x.dim()), key=lambda axis: _rank(x, axis)))
 
 
 def _rank(wanted: torch.Tensor, axis: int) -> tuple[int, int]:
-    """Largest stride first, equal ones in axis order. A symbolic stride counts as if every size in it were large."""
+    """Order axes by largest stride, equal strides in axis order. A symbolic stride counts as if every size in it were large."""
     stride = axes.size_expr(wanted.stride(axis))
     return (-int(stride.subs(dict.fromkeys(stride.free_symbols, _LARGE))), axis)

@@ -1,4 +1,4 @@
-"""What the pipeline works on: one GraphModule of Dynamo's (the graph itself, or a body nested in it) and what is known of it."""
+"""One GraphModule of Dynamo (the graph itself, or a body nested in it) with all that is known of it: the pipeline's object of work."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Buffer:
     name: the attribute of the root graph module that holds it.
     label: for people, "model.layers.0.self_attn/amax".
     value: a fake tensor like it.
-    site: what it is kept for.
-    origin: where Dynamo says that it is from.
-    inputs: in the graph of a body, the placeholders for it and for what it held before the call. The root's own graph needs none.
+    site: the site that it is kept for.
+    origin: its source in Dynamo's words.
+    inputs: in the graph of a body, the placeholders for it and for its value before the call. The root's own graph needs none.
     """
 
     name: str
@@ -59,13 +59,13 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlace:
-    """Where a graph stands among the others of a compilation; made by the step units.
+    """The place of a graph among the others of a compilation; made by the step units.
 
     name: "" for the outermost graph, else the path of the body.
     mode: of the graph's fake tensors.
     calls: every call of this body, if all are understood.
     callees: the bodies that this graph calls.
-    in_autocast: this body, or one around it, is run with autocast that no node of its own enters: an exported program's.
+    in_autocast: this body, or one around it, runs with autocast that no node of its own enters: an exported program's.
     """
 
     name: str
@@ -77,7 +77,7 @@ class UnitPlace:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GraphMemory:
-    """aliases: who else reaches the memory of the graph, as Dynamo made it. runs: what autograd saves of calls that are alike."""
+    """The memory of a graph. aliases: who else reaches it, as Dynamo made it. runs: what autograd saves of calls that are alike."""
 
     aliases: Aliases
     runs: dict[Hashable, AlikeRun] = field(default_factory=dict)
@@ -85,9 +85,9 @@ class GraphMemory:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoundSites:
-    """What was found in a graph: by match, and after it by recover, which gives sites their specs.
+    """The attentions found in a graph: by match, and then by recover, which gives sites their specs.
 
-    untried: calls that no pattern was tried on, for what they are given.
+    untried: calls that no pattern was tried on because of their arguments.
     """
 
     sites: tuple[Site, ...] = ()
@@ -97,10 +97,10 @@ class FoundSites:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Written:
-    """What kernels need beside their operands; filled by lower, attempt by attempt.
+    """Further tensors of kernels, beside their operands; filled by lower, attempt by attempt.
 
     buffers: what the sites keep from call to call (buffers.py).
-    given: the further inputs of a body, each with what its call gives for it (body_inputs.py).
+    given: the further inputs of a body -> the value that its call gives for each (body_inputs.py).
     """
 
     buffers: list[Buffer] = field(default_factory=list)
@@ -114,15 +114,15 @@ class Unit:
     A graph without attention that calls a body with one is a unit too. No step works on it, and it has a mirror only if a mask of the
     body was followed there.
 
-    graph_module: what is rewritten.
+    graph_module: the graph that is rewritten.
     options: the user's.
     place: among the graphs of the compilation.
     memory: who reaches the graph's tensors.
-    log: what is noted while it is worked on.
-    spelling: what its calls were spelled out as.
+    log: notes while it is worked on.
+    spelling: the calls that were spelled out.
     mirror: the graph in ATen ops.
     found: its attentions.
-    outcome: what became of its padding or of its part of a sequence, where the user asked for either.
+    outcome: of its padding or of its part of a sequence, where the user asked for either.
     written: what its kernels need beside operands.
     """
 
@@ -139,7 +139,7 @@ class Unit:
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, options: Options, place: UnitPlace) -> Unit:
-        """A graph that nothing was done to."""
+        """Make the unit of an untouched graph."""
         memory = GraphMemory(aliases=Aliases(graph=graph_module.graph))
         return cls(
             graph_module=graph_module, options=options, place=place, memory=memory, log=Log(strict=options.strict)
@@ -151,7 +151,7 @@ class Unit:
 
     @property
     def mirrored(self) -> Mirror:
-        """The mirror, after the step that makes it."""
+        """Return the mirror, after the step that makes it."""
         if self.mirror is None:
             raise ValueError(f"{self.name or 'the graph'} has no mirror")
         return self.mirror
@@ -166,17 +166,17 @@ class Unit:
 
     @property
     def is_body(self) -> bool:
-        """Whether another graph runs this one."""
+        """Return whether another graph runs this one."""
         return bool(self.name)
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the graph is no longer as it came."""
+        """Return whether the graph was changed."""
         return self.spelling.is_any or any(site.new_out is not None for site in self.found.sites)
 
 
 def units(graph_module: fx.GraphModule, options: Options) -> list[Unit]:
-    """The graph module and every body nested in it that holds something like attention; callers before what they call."""
+    """Return the graph module and every body nested in it that holds something like attention, callers before the bodies they call."""
     every: dict[fx.GraphModule, Unit] = {}
     in_autocast = _run_in_autocast(graph_module)
     for name, module in _bodies(graph_module, ""):
@@ -192,18 +192,18 @@ def units(graph_module: fx.GraphModule, options: Options) -> list[Unit]:
 
 
 def _bodies(graph_module: fx.GraphModule, name: str) -> Iterator[tuple[str, fx.GraphModule]]:
-    """Depth first. Backward bodies of autograd.Function have no placeholder values and are left out."""
+    """Yield bodies depth first. Backward bodies of autograd.Function have no placeholder values and are left out."""
     yield name, graph_module
-    # In the order of the graph, in which what a body gives back is made before another is given it.
+    # In the order of the graph: a body's result is made before another body is given it.
     targets = dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr")
     for target in targets:
         body = getattr(graph_module, target, None)
-        if isinstance(body, fx.GraphModule) and _has_values(body):
+        if isinstance(body, fx.GraphModule) and all("example_value" in n.meta for n in bodies.placeholders(body)):
             yield from _bodies(body, f"{name}.{target}" if name else target)
 
 
 def _connect(root: fx.GraphModule, every: dict[fx.GraphModule, Unit]) -> None:
-    """Tell each body's unit where it is called. One that is called in a way that is not looked into is told nothing."""
+    """Record the calls of each body on its unit; none for a body that is called in a way that is not understood."""
     closed: set[fx.GraphModule] = set()
     for module in torch_compat.graph_modules(root):
         for call in [n for n in module.graph.nodes if n.op == "call_function"]:
@@ -221,7 +221,7 @@ def _connect(root: fx.GraphModule, every: dict[fx.GraphModule, Unit]) -> None:
 
 
 def _run_in_autocast(root: fx.GraphModule) -> set[fx.GraphModule]:
-    """The bodies that a call runs with autocast, and those inside of them."""
+    """Return the bodies that a call runs with autocast, and those inside of them."""
     calls = [
         node for module in torch_compat.graph_modules(root) for node in module.graph.nodes if node.op == "call_function"
     ]
@@ -230,7 +230,6 @@ def _run_in_autocast(root: fx.GraphModule) -> set[fx.GraphModule]:
 
 
 def _callers_first(found: list[Unit]) -> list[Unit]:
-    """The same units in an order in which each comes after all that call it."""
     ordered: list[Unit] = []
     rest = found
     while rest:
@@ -240,10 +239,6 @@ def _callers_first(found: list[Unit]) -> list[Unit]:
     return ordered
 
 
-def _has_values(graph_module: fx.GraphModule) -> bool:
-    return all("example_value" in n.meta for n in graph_module.graph.nodes if n.op == "placeholder")
-
-
 def examples(graph_module: fx.GraphModule) -> list[object]:
     return [n.meta.get("example_value") for n in graph_module.graph.nodes if n.op == "placeholder"]
 
@@ -251,12 +246,12 @@ def examples(graph_module: fx.GraphModule) -> list[object]:
 _FUSED_CALLS = ("multi_head_attention", "transformer_encoder_layer_fwd", "flex_attention")
 
 
-#: a difference, and a view, are between an exponential and the logarithm
+#: the nodes between an exponential and a logarithm: a difference and a view
 _STEPS_TO_LOGARITHM = 2
 
 
 def is_anchor_like(node: fx.Node) -> bool:
-    """Whether a Dynamo node can hold an anchor. A cheap look at its name, so that other graphs never get a mirror."""
+    """Return whether a Dynamo node can hold an anchor: a cheap look at its name, so that other graphs never get a mirror."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = target_name(node)
@@ -272,7 +267,7 @@ def is_anchor_like(node: fx.Node) -> bool:
 
 
 def _is_in_softmax(node: fx.Node) -> bool:
-    """Whether an exponential may be a part of a softmax that is written out: it is summed up, or of a logarithm of weights."""
+    """Return whether an exponential may belong to a softmax that is written out: it is summed, or is of a logarithm of weights."""
     if target_name(node) != "exp":
         return False
     above = dict.fromkeys(node.all_input_nodes)
@@ -283,7 +278,7 @@ def _is_in_softmax(node: fx.Node) -> bool:
 
 
 def closed_to_us(unit: Unit) -> Reason | None:
-    """Why no attention of a graph is looked at; None where it is."""
+    """Return why no attention of a graph is looked at; None where it is."""
     unsupported = unsupported_tensor(unit.graph_module)
     if unsupported is not None:
         return Reason(
@@ -300,8 +295,10 @@ def closed_to_us(unit: Unit) -> Reason | None:
 
 
 def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:
-    """The kind of the first input that is no strided tensor, if there is one: such graphs are left alone. Tensors that wrap others are
-    closed (closed.py)."""
+    """Return the kind of the first input that is no strided tensor, or None: graphs with one are left alone.
+
+    Tensors that wrap others are closed (closed.py) and do not count.
+    """
     for node in graph_module.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and not torch_compat.is_wrapper_subclass(value):
@@ -312,7 +309,7 @@ def unsupported_tensor(graph_module: fx.GraphModule) -> str | None:
 
 
 def tensor_kind(value: torch.Tensor) -> str | None:
-    """What a tensor is besides a plain strided one: a subclass such as DTensor, nested, or sparse; None if it is nothing else."""
+    """Return the kind of a tensor that is not plain and strided: a subclass such as DTensor, nested, or sparse; else None."""
     if torch_compat.is_wrapper_subclass(value) or value.is_nested:
         return closed.name_of(value)
     return None if value.layout == torch.strided else f"a {str(value.layout).removeprefix('torch.')} tensor"
@@ -322,25 +319,25 @@ _FLEX_FILE = os.path.join("torch", "nn", "attention", "flex_attention.py")
 
 
 def module_path(node: fx.Node) -> str:
-    """The module that a Dynamo node comes from, as the model names it: "model.layers.3.self_attn"."""
+    """Return the module that a Dynamo node comes from, as the model names it: "model.layers.3.self_attn"."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
     return clean_path(paths[-1]) if paths else "(no module)"
 
 
 def source_line(node: fx.Node) -> str | None:
-    """Where the model's code makes a Dynamo node: "modeling_llama.py:191". FlexAttention's functions are no model's code."""
+    """Return the model's line that makes a Dynamo node: "modeling_llama.py:191". FlexAttention's functions are no model's code."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not frame[0].endswith(_FLEX_FILE)] or frames
     return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else None
 
 
-#: steps of a path by which Dynamo reaches a module, and which no model gives to one: `__dict__` where a class has a __getattr__ of its own
+#: parts of Dynamo's paths to modules that are no model's names: `__dict__` occurs where a class has a __getattr__ of its own
 _NOT_NAMES = frozenset({"L", "G", "self", "fn", "_orig_mod", "module", "_modules", "modules", "__dict__", ""})
 
 
 def clean_path(path: str) -> str:
-    """Dynamo's spelling of a module path without its sources and brackets."""
+    """Return Dynamo's spelling of a module path without its sources and brackets."""
     # A model that is compiled in place is the first argument of its own __call__.
     path = path.removeprefix("L['args'][0]")
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)

@@ -1,7 +1,7 @@
-"""The fake values of calls that are written into a graph, or only tried: what alike calls give is computed once.
+"""Fake values of calls that are written into a graph, or only tried: computed once for calls that are alike.
 
-A site emits the same calls for each layer, on tensors that agree in all that a call can see (fragment_keys.py). PyTorch computes what comes
-out of a call in tenths of a millisecond, of symbolic sizes in milliseconds.
+A site emits the same calls for each layer, on tensors that agree in all that a call can see (fragment_keys.py). PyTorch computes a call's
+value in tenths of a millisecond, with symbolic sizes in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from attn_compiler.torch_private import tracing as torch_tracing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """What a call gave: its tensors, each with whether it wants a gradient."""
+    """The tensors that a call gave, each with whether it wants a gradient."""
 
     tensors: tuple[tuple[FakeLike, bool], ...]
     spec: pytree.TreeSpec
 
 
 class EmittedValues:
-    """Of the calls of one graph."""
+    """The values of the calls of one graph."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._known: dict[Hashable, _Found | None] = {}
 
-    def of(self, call: fx.Node, env: Mapping[fx.Node, Any], run: Callable[[], Any], *, with_grad: bool) -> Any:
-        """What run() gives, which runs the call with or without gradients. env: the values of its arguments."""
+    def value_of(self, call: fx.Node, env: Mapping[fx.Node, Any], run: Callable[[], Any], *, with_grad: bool) -> Any:
+        """Return the value of a call, from an equal call or by run(), with or without gradients. env: the values of its arguments."""
         if bodies.writes(call):
             return run()
         inputs = NodeInputs()
@@ -53,7 +53,7 @@ class EmittedValues:
         return run() if found is None else self._again(inputs, found)
 
     def of_values(self, function: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """As `of`, without gradients, for a call on values that no graph has."""
+        """Return the value of a call, without gradients, on values that are in no graph."""
         graph, env = fx.Graph(), dict[fx.Node, Any]()
 
         def node(x: Any) -> Any:
@@ -64,7 +64,7 @@ class EmittedValues:
             return made
 
         given = pytree.tree_map(node, (args, kwargs))
-        return self.of(graph.call_function(function, *given), env, run, with_grad=False)
+        return self.value_of(graph.call_function(function, *given), env, run, with_grad=False)
 
     def _recorded(self, inputs: NodeInputs, value: Any) -> _Found | None:
         leaves, spec = pytree.tree_flatten(value)

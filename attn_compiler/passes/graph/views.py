@@ -16,18 +16,18 @@ from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 
 aten = torch.ops.aten
 Handler = Callable[[fx.Node, Dims], Dims]
-#: for each axis of a result, the axis of what is read
+#: for each axis of a result, the axis of the input
 Order = tuple[int, ...]
 
 
 def value(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that a mirror node stands for."""
+    """Return the fake tensor that a mirror node stands for."""
     val: torch.Tensor = node.meta["val"]
     return val
 
 
 def source(node: fx.Node) -> fx.Node:
-    """The node that a view, a cast or another one-tensor op reads."""
+    """Return the node that a view, a cast or another one-tensor op reads."""
     first = node.args[0]
     if not isinstance(first, fx.Node):
         raise AxisError(f"{node.target} reads no single tensor")
@@ -35,7 +35,7 @@ def source(node: fx.Node) -> fx.Node:
 
 
 def argument(node: fx.Node, name: str, default: object = None) -> object:
-    """An argument of an ATen node by its schema name, whether it was passed by position, by keyword or not at all."""
+    """Return an argument of an ATen node by its schema name, whether it was passed by position, by keyword or not at all."""
     if name in node.kwargs:
         return node.kwargs[name]
     target = node.target
@@ -56,10 +56,6 @@ def _reshape(node: fx.Node, dims: Dims) -> Dims:
     return axes.regroup(dims, axes.shape_exprs(value(node)))
 
 
-def _expand(node: fx.Node, dims: Dims) -> Dims:
-    return axes.expand(dims, axes.shape_exprs(value(node)))
-
-
 def _int(node: fx.Node, name: str) -> int:
     given = argument(node, name)
     if not isinstance(given, int):
@@ -77,16 +73,8 @@ def _transpose(node: fx.Node, rank: int) -> Order:
     return _swapped(rank, _int(node, "dim0"), _int(node, "dim1"))
 
 
-def _swapaxes(node: fx.Node, rank: int) -> Order:
-    return _swapped(rank, _int(node, "axis0"), _int(node, "axis1"))
-
-
 def _last_two(node: fx.Node, rank: int) -> Order:
     return _swapped(rank, -1, -2) if rank >= 2 else tuple(range(rank))
-
-
-def _all_reversed(node: fx.Node, rank: int) -> Order:
-    return tuple(reversed(range(rank)))
 
 
 def _ints(node: fx.Node, name: str) -> list[int]:
@@ -97,10 +85,6 @@ def _ints(node: fx.Node, name: str) -> list[int]:
     return found
 
 
-def _permute(node: fx.Node, rank: int) -> Order:
-    return tuple(i % rank for i in _ints(node, "dims"))
-
-
 def _movedim(node: fx.Node, rank: int) -> Order:
     sources, targets = ([i % rank for i in _ints(node, name)] for name in ("source", "destination"))
     moved = dict(zip(targets, sources, strict=True))
@@ -108,16 +92,16 @@ def _movedim(node: fx.Node, rank: int) -> Order:
     return tuple(moved[i] if i in moved else next(rest) for i in range(rank))
 
 
-#: ops that put the axes in another order -> (node, rank) -> for each axis of the result, that of what is read. Matching, reading masks and
-#: writes through views all go by it.
+#: ops that permute axes -> (node, rank) -> for each axis of the result, that of the input. Matching, mask reading and writes through views
+#: all use it.
 PERMUTES: dict[object, Callable[[fx.Node, int], Order]] = {
     aten.transpose.int: _transpose,
     aten.swapdims.default: _transpose,
-    aten.swapaxes.default: _swapaxes,
+    aten.swapaxes.default: lambda node, rank: _swapped(rank, _int(node, "axis0"), _int(node, "axis1")),
     aten.t.default: _last_two,
     aten.mT.default: _last_two,
-    aten.numpy_T.default: _all_reversed,
-    aten.permute.default: _permute,
+    aten.numpy_T.default: lambda _, rank: tuple(reversed(range(rank))),
+    aten.permute.default: lambda node, rank: tuple(i % rank for i in _ints(node, "dims")),
     **dict.fromkeys((aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist), _movedim),
 }
 
@@ -187,7 +171,7 @@ def _tiled(dim: Dim, count: object) -> Dim:
 
 
 def _whole(node: fx.Node, dims: Dims) -> Dims:
-    """A slice or a conversion that keeps everything is no op at all."""
+    """Keep the dimensions through a slice or a conversion that changes nothing."""
     before, after = value(source(node)), value(node)
     same_shape = axes.shape_exprs(before) == axes.shape_exprs(after)
     if not same_shape or before.dtype != after.dtype or before.device != after.device:
@@ -199,7 +183,7 @@ VIEWS: dict[object, Handler] = {
     **dict.fromkeys(PERMUTES, _permuted),
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(SQUEEZES, _squeeze),
-    **dict.fromkeys(EXPANDS, _expand),
+    **dict.fromkeys(EXPANDS, lambda node, dims: axes.expand(dims, axes.shape_exprs(value(node)))),
     aten.unsqueeze.default: _unsqueeze,
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.repeat.default: _repeat,
@@ -248,7 +232,7 @@ _ASKS_METADATA: dict[object, int] = {
 
 
 def reads_elements(user: fx.Node, node: fx.Node) -> bool:
-    """Whether `user` needs the elements of `node`, not only its shape, dtype or device."""
+    """Return whether `user` needs the elements of `node`, not only its shape, dtype or device."""
     asks = _ASKS_METADATA.get(user.target)
     return asks is None or [i for i, arg in enumerate(user.args) if arg is node] != [asks]
 
@@ -260,12 +244,12 @@ def _inactive_dropout(node: fx.Node, dims: Dims) -> Dims:
 
 
 def dropout_probability(node: fx.Node) -> float:
-    """The probability that aten.dropout really drops with."""
+    """Return the probability with which aten.dropout drops."""
     return float(argument(node, "p")) if argument(node, "train") else 0.0  # type: ignore[arg-type]
 
 
 def forward(node: fx.Node, dims: Dims) -> Dims:
-    """The dimensions of `node`, a view of something that has `dims`. Raises AxisError if it is none, or can't be followed."""
+    """Return the dimensions of `node`, a view of a value that has `dims`. Raises AxisError if it is none, or can't be followed."""
     handler = VIEWS.get(node.target)
     if handler is None:
         raise AxisError(f"{node.target} is no view")
@@ -273,9 +257,9 @@ def forward(node: fx.Node, dims: Dims) -> Dims:
 
 
 def forward_whole(node: fx.Node, dims: Dims, whole: Collection[Atom]) -> Dims | None:
-    """As `forward`, for axes that are known to other values, too; None if the view splits one of `whole`.
+    """Return the dimensions as `forward`, without splitting atoms that other values hold; None if the view splits one of `whole`.
 
-    On copies of the atoms: splitting one would tell all that hold it.
+    It works on copies of the atoms: all that hold an atom would see its split.
     """
     copies = {atom: Atom(atom.size, broadcast=atom.broadcast) for dim in dims for atom in axes.resolve(dim)}
     own = {copy: atom for atom, copy in copies.items()}
@@ -286,7 +270,7 @@ def forward_whole(node: fx.Node, dims: Dims, whole: Collection[Atom]) -> Dims | 
 
 
 def named_axes(node: fx.Node, rank: int, argument_name: str = "dim") -> set[int]:
-    """The axes that an op names. None and no axes at all both mean all of them."""
+    """Return the axes that an op names. None and no axes at all both mean all of them."""
     given: Any = argument(node, argument_name, 0)
     if given is None or (isinstance(given, (tuple, list)) and not given):
         return set(range(rank))
@@ -294,7 +278,7 @@ def named_axes(node: fx.Node, rank: int, argument_name: str = "dim") -> set[int]
 
 
 def kept_axes(dims: Dims, result: torch.Tensor, which: Collection[int], rank: int) -> Dims:
-    """The axes of a result that has others at `which`, or none."""
+    """Return the axes of a result that has new ones at `which`, or none there."""
     if result.dim() == rank:
         fresh = axes.fresh(axes.shape_exprs(result))
         return tuple(fresh[i] if i in which else dim for i, dim in enumerate(dims))
@@ -302,7 +286,7 @@ def kept_axes(dims: Dims, result: torch.Tensor, which: Collection[int], rank: in
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether `forward` can follow this node (a cast to the same dtype counts, another one does not)."""
+    """Return whether `forward` can follow this node (a cast to the same dtype counts, another one does not)."""
     handler = VIEWS.get(node.target)
     if handler in (_whole, VIEWS[aten.dropout.default]):
         try:
@@ -313,7 +297,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_costly(node: fx.Node) -> bool:
-    """Whether reading above this view saves a copy or a repetition."""
+    """Return whether reading above this view saves a copy or a repetition."""
     if node.target in _COSTLY:
         return True
     merges = VIEWS.get(node.target) is _reshape and value(node).dim() < value(source(node)).dim()
@@ -321,7 +305,7 @@ def is_costly(node: fx.Node) -> bool:
 
 
 def chain(node: fx.Node) -> list[fx.Node]:
-    """`node` and everything above it through views, nearest first; the last one is no view."""
+    """Return `node` and everything above it through views, nearest first; the last one is no view."""
     nodes = [node]
     while is_view(nodes[-1]):
         nodes.append(source(nodes[-1]))

@@ -1,4 +1,4 @@
-"""The axes that vmap's own calls in a Dynamo graph add and remove, told apart by region: levels are used again."""
+"""The axes that vmap's own calls in a Dynamo graph add and remove, told apart by region, since levels are reused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ENTERS, _LEAVES = "_increment_nesting", "_decrement_nesting"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VmapAxis:
-    """What `_add_batch_dim` hides at `dim` of its input, or `_remove_batch_dim` brings back at `dim` of its result.
+    """The axis that `_add_batch_dim` hides at `dim` of its input, or `_remove_batch_dim` restores at `dim` of its result.
 
-    region: number of the vmap, in the order that they are entered in. is_plain: nothing but this vmap and others like it is
-    around or inside, and it allows no random numbers: then an example's ops mean what they say.
+    region: number of the vmap, in the order of entry. is_plain: only vmaps are around or inside it, and it allows no random numbers. Then
+    the ops on one example have their usual meaning.
     """
 
     region: int
@@ -33,7 +33,7 @@ class VmapAxis:
 
 
 class Tracker:
-    """Told of a graph's functorch calls in order (`see`), it knows the axis of each (`axes`)."""
+    """Finds the axes of functorch's calls: `see` is called for each node in order, then `axes` tells them."""
 
     def __init__(self) -> None:
         self._open: list[int] = []
@@ -43,7 +43,7 @@ class Tracker:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a transform is entered and not left."""
+        """Return whether a transform is entered and not left."""
         return bool(self._open)
 
     def see(self, node: fx.Node) -> None:
@@ -58,7 +58,7 @@ class Tracker:
             self._axis(node, level=node.args[1:2], dim=node.args[3:4], added=False)
 
     def axes(self) -> dict[fx.Node, VmapAxis]:
-        """By node. Complete once every node was seen."""
+        """Return the axes by node. Complete once every node was seen."""
         return {
             node: VmapAxis(region=region, dim=dim, added=added, is_plain=region not in self._spoiled)
             for node, (region, dim, added) in self._found.items()
@@ -75,21 +75,21 @@ class Tracker:
     def _axis(self, node: fx.Node, *, level: tuple[object, ...], dim: tuple[object, ...], added: bool) -> None:
         if node.kwargs or len(level) != 1 or len(dim) != 1 or not isinstance(dim[0], int):
             return
-        # A call on another level than the innermost one is nothing that vmap itself writes.
+        # vmap itself writes calls on the innermost level only.
         if self._open and level[0] == len(self._open):
             self._found[node] = (self._open[-1], dim[0], added)
 
 
 class Memory:
-    """What memory the results of functorch's calls are in. Told of the calls in order, as `Tracker` is."""
+    """Finds the memory of the results of functorch's calls. It is told of the calls in order, as `Tracker` is."""
 
     def __init__(self) -> None:
         self._mapped: set[StorageWeakRef] = set()
 
     def view(self, node: fx.Node, source: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The result, for one example, as a view of the call's first input; None if it is none. hidden: Dynamo's value of it.
+        """Return the result, for one example, as a view of the call's first input; None if it is none. hidden: Dynamo's value of it.
 
-        Only a map that computes nothing gives back memory that it was given.
+        Only a map that computes nothing returns memory that it was given.
         """
         name = target_name(node)
         if name == "_add_batch_dim" and hidden.dim() + 1 == source.dim():
@@ -103,7 +103,7 @@ class Memory:
 
 
 def _given_back(source: torch.Tensor, hidden: torch.Tensor, dim: int) -> torch.Tensor:
-    """A tensor like `hidden` in the memory of `source`. Where it does not fit, it repeats one example, and can't be written to."""
+    """Return a tensor like `hidden` in the memory of `source`. If it does not fit, one example is repeated, and can't be written to."""
     reach = hidden.storage_offset() + 1
     reach += sum((size - 1) * stride for size, stride in zip(hidden.shape, hidden.stride(), strict=True))
     if torch_symbols.statically_known(reach * source.element_size() <= source.untyped_storage().nbytes()):
@@ -119,7 +119,7 @@ def _dim(node: fx.Node, position: int) -> int:
 
 
 def is_indexed_by_elements(node: fx.Node) -> bool:
-    """Whether a Dynamo node is x[i, j] where i or j is a tensor without dimensions: outside of a vmap that would be a number."""
+    """Return whether a Dynamo node is x[i, j] with a 0-d tensor i or j: outside of a vmap that would be a number."""
     if node.target is not operator.getitem:
         return False
     indices = [i.meta.get("example_value") for i in pytree.tree_leaves(node.args[1]) if isinstance(i, fx.Node)]
@@ -127,7 +127,7 @@ def is_indexed_by_elements(node: fx.Node) -> bool:
 
 
 def indexed(x: torch.Tensor, index: Any) -> torch.Tensor | None:
-    """x[index] as vmap takes it, where the index holds numbers and tensors alone; None where it holds anything else."""
+    """Return x[index] as vmap takes it, if the index holds only numbers and tensors; else None."""
     indices = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(i, (int, torch.Tensor)) and not isinstance(i, bool) for i in indices):
         return None

@@ -1,7 +1,7 @@
-"""Dynamo's calls that are one ATen op each, with the arguments that tracing would write: what comes of one need not be traced to be known.
+"""Dynamo's calls that are one ATen op each, with the arguments that tracing would write: they need no trace.
 
-PyTorch takes the longest for these where sizes are symbolic. It carries out an attention or a product by the ops that they stand for, and
-asks of each pair of sizes whether they broadcast. Dynamo has done all of that, and has the value.
+PyTorch traces these slowest where sizes are symbolic. It decomposes an attention or a product, and asks of each pair of sizes whether they
+broadcast. Dynamo has done all of that, and has the value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attn_compiler.torch_private import symbols as torch_symbols, tracing as tor
 
 aten = torch.ops.aten
 
-#: by the names of functions, operators and methods
+#: name of a function, operator or method -> its op
 _OPS: Mapping[str, torch._ops.OpOverload] = {
     "scaled_dot_product_attention": aten.scaled_dot_product_attention.default,
     "matmul": aten.matmul.default,
@@ -47,10 +47,10 @@ class WholeCall:
 
 
 def read(node: fx.Node, values: Mapping[fx.Node, Any]) -> WholeCall | None:
-    """The op that a call of PyTorch's is. None: that is not known here. values: of the call's arguments."""
+    """Return the op that a call of PyTorch's is; None if it is not known here. values: of the call's arguments."""
     op = _OPS.get(target_name(node))
     is_of_library = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
-    # Autocast casts above some of these ops.
+    # Under autocast, some of these ops get casts of their inputs.
     if op is None or is_of_library or torch_tracing.is_in_autocast():
         return None
     return _bound(op, node, values)
@@ -70,7 +70,7 @@ def _bound(op: torch._ops.OpOverload, node: fx.Node, values: Mapping[fx.Node, An
     for argument in arguments:
         value = given.get(argument.name, argument.default_value)
         if isinstance(value, fx.Node) and isinstance(values[value], torch.SymFloat):
-            # PyTorch's own functions fix what they take no symbol for.
+            # PyTorch's own functions specialise an argument that may not be symbolic.
             value = torch_symbols.constant(values[value])
             if value is None:
                 return None
@@ -86,7 +86,7 @@ def _bound(op: torch._ops.OpOverload, node: fx.Node, values: Mapping[fx.Node, An
 
 
 def _is_plain(argument: torch._C.Argument, value: Any, values: Mapping[fx.Node, Any]) -> bool:
-    """Whether an argument is a tensor where the op takes one, else a number of its type or nothing."""
+    """Return whether an argument is a tensor where the op takes one, else a number of its type or nothing."""
     kind = str(argument.type)
     if isinstance(value, fx.Node):
         return kind in ("Tensor", "Optional[Tensor]") and isinstance(values[value], FakeTensor)

@@ -28,7 +28,7 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
     for node in unit.graph.nodes:
         if is_anchor_like(node) and closed.is_closed(node):
             untried.setdefault(node, _closed(node))
-    scopes = regions.of(unit.graph)
+    scopes = regions.by_node(unit.graph)
     spelled_out = {node: one for one in spelling.calls for node in one.nodes}
     replaced = frozenset(node for one in spelling.calls for node in one.replaced)
     written = _Written(unit.graph)
@@ -134,7 +134,7 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
             progress=5,
         )
     match.scope = scopes[out].kernels
-    stopped = gradients.stopped_at(mirror, match.covered) if gradients.known(mirror, match.out) else None
+    stopped = gradients.stopped_at(mirror, match.covered) if gradients.carries(mirror, match.out) else None
     if stopped is not None:
         raise Refused(
             code=Code.GRADIENT_STOPPED,

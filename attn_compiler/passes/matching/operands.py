@@ -112,7 +112,7 @@ def _is_readable(mirror: Mirror, chain: list[fx.Node], used: fx.Node, until: fx.
     root = chain[-1]
     if mirror.dynamo_node(root) is None:
         return False
-    if gradients.known(mirror, until) and gradients.stops_below(mirror, root, chain[:-1]):
+    if gradients.carries(mirror, until) and gradients.stops_below(mirror, root, chain[:-1]):
         return False
     ends = [*reversed(chain[:-1]), used]
     rewritten = (

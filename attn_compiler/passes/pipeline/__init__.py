@@ -1,1 +1,1 @@
-"""The steps of a rewriting in their order (steps.py), what carries them out (running.py), and what the backend calls (rewriting.py)."""
+"""The steps of a rewriting in their order (steps.py), their execution (running.py), and the backend's entry point (rewriting.py)."""

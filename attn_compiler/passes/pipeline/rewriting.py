@@ -1,4 +1,4 @@
-"""What the backend asks for: one graph rewritten in place with the bodies nested in it, and what was done, whatever fails."""
+"""The backend's entry point: rewrite one graph in place with the bodies nested in it, and tell what was done, whatever fails."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from attn_compiler.torch_private.store import Store
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewritten:
-    """What became of one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten. snapshot: how the graph
-    came; None if it is still so. It shares its graphs with `originals`. known: what is known of the graph's outputs, by their places.
-    read: the places of inputs that may be known, and that the graph reads and does not write to.
+    """The outcome for one graph. originals: each unit's graph as the model made it. failed: nothing was rewritten.
+
+    snapshot: the graph before, shared with `originals`; None: it is unchanged. known: what is known of the graph's outputs, by index.
+    read: indices of inputs that may be known, and that the graph reads and does not write to.
     padded: beside a packed graph, the model's own with its kernels. strict: the user's option.
     """
 
@@ -46,23 +47,23 @@ class Rewritten:
 
     @property
     def packed(self) -> Packed | None:
-        """The packed graph, where padding was taken out."""
+        """Return the packed graph, where padding was taken out."""
         return next((unit.outcome for unit in self.units if isinstance(unit.outcome, Packed)), None)
 
     @property
     def meetings(self) -> tuple[Meeting, ...]:
-        """Where the ranks of a graph meet before each call."""
+        """Return where the ranks of a graph meet before each call."""
         return tuple(
             one for unit in self.units if isinstance(unit.outcome, SharedGraph) for one in unit.outcome.meetings
         )
 
     @property
     def further_inputs(self) -> tuple[Any, ...]:
-        """Fake values of what the rewritten graph takes besides the model's inputs."""
+        """Return fake values of the rewritten graph's inputs besides the model's."""
         return () if self.packed is None else self.packed.inputs
 
     def take_back(self, gm: fx.GraphModule) -> None:
-        """Make the graph as it came, whatever a compiler did to it in the meantime."""
+        """Restore the original graph, whatever a compiler did to it in the meantime."""
         if self.snapshot is not None:
             from attn_compiler.passes.writing import buffers, linear_calls
 
@@ -72,7 +73,7 @@ class Rewritten:
 
 
 def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Report:
-    """As `rewrite`, for those who want the report alone."""
+    """Rewrite as `rewrite` does, and return the report alone."""
     return rewrite(gm, options, targets).report
 
 
@@ -83,14 +84,14 @@ def rewrite(
 
     store: where rewrites are kept; with None the passes always run, and nothing is kept.
     targets: by device type, for tests; a device that is missing there is this machine.
-    What fails at one site costs that site; whatever else fails, every graph is left as it came and the report says so. There is one
-    warning for each distinct failure; with options.strict it raises PassFailed (or VerifyFailed) instead.
+    A failure at one site costs that site. After any other failure every graph is restored, and the report says so. There is one warning
+    for each distinct failure; with options.strict it raises PassFailed (or VerifyFailed) instead.
     """
     failure: str | None = None
     work = Work(gm=gm, options=options, targets=dict(targets or {}), store=store)
     torch_inductor.deepen_stack()
     try:
-        # Looking through all that a process has loaded takes a third of their time.
+        # Garbage collection of all that a process has loaded would take a third of the steps' time.
         with collector.paused():
             report = _run(work)
     except Exception as error:
@@ -129,7 +130,7 @@ def _run(work: Work) -> Report:
 
 
 def _still_read(work: Work) -> tuple[int, ...]:
-    """The places of inputs that may be known, and that the rewritten graph reads: most masks that are proved it does not."""
+    """Return the indices of inputs that may be known and that the rewritten graph reads: it reads few of the masks that are proved."""
     read = () if work.border is None else work.border.read
     if any(isinstance(unit.outcome, KeptGraph | Packed) for unit in work.units):
         # The model's own graph may run in its place.

@@ -1,4 +1,4 @@
-"""The modules that the steps on graphs call, all imported at once, before a step's time is taken: half of what a start would import."""
+"""The modules that the steps on graphs call, all imported at once, before a step's time is taken: half of a start's imports."""
 
 from attn_compiler.passes.context_parallel import agreeing, spreading
 from attn_compiler.passes.graph import mirroring

@@ -1,4 +1,4 @@
-"""Carries out the steps: those on the whole in their order, and each row of those on units for one unit after the other."""
+"""Execution of the steps: steps on the whole in their order, and each row of steps on units for one unit after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attn_compiler.torch_private import compat as torch_compat, tracing as torch
 
 
 def run_steps(work: Work) -> None:
-    """Every step, until one says that nothing more is done."""
+    """Run every step, until one says that nothing more is done."""
     pipeline = steps.PIPELINE
     at = 0
     while at < len(pipeline):
@@ -69,7 +69,6 @@ def _run_on(unit: Unit, row: tuple[PipelineStep, ...], work: Work) -> None:
 
 
 def _place(step: PipelineStep, said: Onward | Again, row: tuple[PipelineStep, ...]) -> int:
-    """Where to go on."""
     named = {said.step, said.judge} if isinstance(said, Again) else {said.step}
     if not named <= set(step.leads):
         raise ValueError(f"the pass {step.name!r} leads to {sorted(map(str, named))}, of which its line says nothing")
@@ -82,7 +81,7 @@ def _named(name: str, row: tuple[PipelineStep, ...]) -> int:
 
 @contextlib.contextmanager
 def _for_the_judge(work: Work) -> Iterator[faults.Attempt]:
-    """Of a graph on trial, whatever fails is for its judge to say."""
+    """Catch any failure on a trial graph: its judge decides what to do about it."""
     try:
         yield faults.Attempt()
     except Exception as error:  # noqa: BLE001 (the judge raises it, or gives it as a reason)
@@ -91,7 +90,7 @@ def _for_the_judge(work: Work) -> Iterator[faults.Attempt]:
 
 @contextlib.contextmanager
 def _confined(step: PipelineStep, unit: Unit) -> Iterator[faults.Attempt]:
-    """Whatever fails of one graph before anything of it was rewritten costs that graph, and no other that is nested in it or around it."""
+    """Confine a failure to this graph, if nothing of it was rewritten yet: graphs nested in it or around it go on."""
     with located(step.name, unit):
         if step.costs_all or unit.is_rewritten:
             yield faults.Attempt()

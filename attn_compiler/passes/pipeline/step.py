@@ -1,4 +1,4 @@
-"""What a step is, what it may say of the steps after it, and what holds of any tuple of steps."""
+"""A step, its answers about the steps after it, and the contract of any tuple of steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Onward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Again:
-    """The graph is another one: go on from `step`. Whatever fails up to the step `judge`, or would go on elsewhere, leads there."""
+    """The graph is another one: go on from `step`. A failure before the step `judge`, or an answer that leads elsewhere, leads there."""
 
     step: str
     judge: str
@@ -28,11 +28,11 @@ class Again:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStep:
-    """run: of a step on units, a function of the work and a unit; else one of the work. It may say where to go on.
+    """A step. run: for a step on units, a function of the work and a unit; else one of the work. It may say where to go on.
 
     needs: the steps before it whose results it takes. leads: the steps that it may go on from, besides the next one.
-    costs_all: what it raises costs all graphs and not one, since it changes the Dynamo graph, or tells users what they did wrong.
-    shows: of a unit, a graph that dumps have after this step.
+    costs_all: its exceptions cost all graphs and not one, since it changes the Dynamo graph, or tells users what they did wrong.
+    shows: a graph of the unit that dumps have after this step.
     """
 
     name: str

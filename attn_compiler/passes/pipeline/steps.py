@@ -1,6 +1,6 @@
-"""PIPELINE: every step of what happens to a graph, in order. Each step is a function of a room, and the functions here say which.
+"""PIPELINE: every step of a rewriting, in order. The functions here name the room that does each step.
 
-They import the rooms where they run: a process that finds a rewrite that was kept goes no further than `kept`, and imports none.
+They import the rooms where they run: a process that finds a kept rewrite goes no further than `kept`, and imports none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.torch_private.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
-#: what looking for what was done before, doing it again, and keeping it takes, among the seconds of steps
+#: the entry, among the seconds of steps, for finding a kept rewrite, repeating it, and keeping one
 _CACHE = "cache"
 
 
@@ -41,13 +41,13 @@ def _snapshot(work: Work) -> None:
 
 
 def _checkpoints(work: Work) -> Onward | None:
-    """Where a sequence or padding is, and what masks read, is followed from a graph into the checkpoints that it calls, and back."""
+    """Inline checkpoints: positions of a sequence, padding and the sources of masks are followed from a graph into them, and back."""
     if not (work.options.is_context_parallel or work.options.unpad) or work.inlined is not None:
         return None
     from attn_compiler.passes.pipeline import rooms
 
     work.inlined = rooms.checkpoints.inline(work.gm)
-    # Bodies that stand in the graph now are none of their own.
+    # Inlined bodies are no units any more.
     return Onward(step="units") if work.inlined else None
 
 
@@ -70,7 +70,7 @@ def _kept(work: Work) -> Onward | None:
         except Exception as error:
             if torch_compat.starts_over(error):
                 raise
-            # Whatever is wrong with a file, the steps need none.
+            # The steps can do without a kept file, whatever is wrong with it.
             log.debug("what was kept of graph %s does not fit: %r", torch_compat.graph_name(), error)
             work.begin_anew()
             return Onward(step="units")
@@ -85,7 +85,7 @@ def _unseen(work: Work) -> None:
     work.unseen = rooms.unseen.find(work.gm)
 
 
-# ---- on each unit: what it is made of --------------------------------------------------------------------------------
+# ---- on each unit: plain calls and their mirror ----------------------------------------------------------------------
 
 
 def _plain(_: Work, unit: Unit) -> Onward | None:
@@ -97,7 +97,7 @@ def _lengths(work: Work, unit: Unit) -> None:
     if unit.options.is_context_parallel:
         from attn_compiler.passes.pipeline import rooms
 
-        work.readers.longer[unit] = rooms.spreading.longer(unit)
+        work.readers.longer[unit] = rooms.spreading.whole_lengths(unit)
 
 
 def _expand(_: Work, unit: Unit) -> None:
@@ -133,7 +133,7 @@ def _keys_last(_: Work, unit: Unit) -> None:
 def _mirror(work: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    unit.mirror = rooms.mirroring.of(unit, is_asked_for_all=work.trial is None and rooms.mirroring.asks_for_all(unit))
+    unit.mirror = rooms.mirroring.trace_mirror(unit, is_whole=work.trial is None and rooms.mirroring.asks_for_all(unit))
 
 
 # ---- on each unit: its attentions ------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def _lower(work: Work, unit: Unit) -> None:
 def _padded(work: Work, unit: Unit) -> None:
     from attn_compiler.passes.pipeline import rooms
 
-    work.padded = rooms.unpacked_graph.written(unit, work.padded, work.targets)
+    work.padded = rooms.unpacked_graph.write_kernels(unit, work.padded, work.targets)
 
 
 def _give_back(_: Work, unit: Unit) -> None:
@@ -264,7 +264,7 @@ def _give_back(_: Work, unit: Unit) -> None:
 
 def _last_look(_: Work, unit: Unit) -> None:
     if isinstance(unit.outcome, SharedGraph):
-        unit.outcome = unit.outcome.last(unit.graph, unit.mirrored, unit.found.sites)
+        unit.outcome = unit.outcome.completed(unit.graph, unit.mirrored, unit.found.sites)
 
 
 def _verify(_: Work, unit: Unit) -> None:
@@ -345,7 +345,7 @@ def _keep(work: Work) -> None:
 
 
 PIPELINE: tuple[PipelineStep, ...] = (
-    # The graphs, and what was kept of them.
+    # The graphs, and kept rewrites.
     PipelineStep(name="units", on="work", run=_units),
     PipelineStep(name="snapshot", on="work", run=_snapshot, needs=("units",)),
     PipelineStep(name="checkpoints", on="work", run=_checkpoints, needs=("snapshot",), leads=("units",)),
@@ -363,12 +363,12 @@ PIPELINE: tuple[PipelineStep, ...] = (
     PipelineStep(
         name="mirror", run=_mirror, needs=("keys_last",), shows=lambda unit: getattr(unit.mirror, "graph", None)
     ),
-    # Its attentions, and what they mean.
+    # Its attentions, and their specs.
     PipelineStep(name="block_masks", run=_block_masks, needs=("mirror",)),
     PipelineStep(name="match", run=_match, needs=("block_masks",), leads=("give_back",)),
     PipelineStep(name="recover", run=_recover, needs=("match",)),
     PipelineStep(name="machine", run=_machine, needs=("recover",)),
-    # By option, another graph, which is mirrored, matched and recovered again.
+    # Options may rewrite the graph, which is then mirrored, matched and recovered again.
     PipelineStep(
         name="context_parallel", run=_context_parallel, needs=("machine",), leads=("mirror", "agree"), costs_all=True
     ),
@@ -385,7 +385,7 @@ PIPELINE: tuple[PipelineStep, ...] = (
     PipelineStep(name="give_back", run=_give_back, needs=("padded",), costs_all=True),
     PipelineStep(name="last_look", run=_last_look, needs=("give_back",)),
     PipelineStep(name="verify", run=_verify, needs=("last_look",)),
-    # What all graphs need of each other, and what is told of them.
+    # All graphs together, and the report.
     PipelineStep(name="linear", on="work", run=_linear, needs=("verify",)),
     PipelineStep(name="not_left", on="work", run=_not_left, needs=("linear",)),
     PipelineStep(name="buffers", on="work", run=_buffers, needs=("not_left",)),

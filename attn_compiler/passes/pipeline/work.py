@@ -1,4 +1,4 @@
-"""What there is of a rewriting while it goes on: what its steps gave, how long each took, and where an exception came from."""
+"""The state of a rewriting while it goes on: results of its steps, the time of each, and the origin of an exception."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Work:
 
     gm, options, store: as `rewrite` is given them. targets: by device type; completed by machine.
     seconds, dumper, readers: of all steps.
-    units: what steps work on. snapshot: how the graph came. inlined: bodies of checkpoints that stand in the graph for now.
+    units: the graphs that steps work on. snapshot: the graph as it came. inlined: bodies of checkpoints that stand in the graph for now.
     border: what is known on both sides of the graph. memory: where the rewrite is kept. unseen: misses that no pattern starts from.
-    trial, failed: at the unit under way, a graph that was rewritten and has to be judged, and what looking at it raised.
+    trial, failed: for the current unit, a rewritten graph that has to be judged, and the exception that looking at it raised.
     padded: beside a packed graph, the model's own, which gets kernels as any graph does.
-    has_linear_calls, linear: whether there were calls of linear attention, and what became of them.
-    known: as `Rewritten` has it. warned: what users were told of faults. report: what came of it all.
+    has_linear_calls, linear: whether there were calls of linear attention, and their outcome.
+    known: as in `Rewritten`. warned: the warnings of faults. report: the final report.
     """
 
     gm: fx.GraphModule
@@ -71,11 +71,11 @@ class Work:
 
     @property
     def decided_for(self) -> dict[str, Target]:
-        """The machines of the graph's attentions; none without any."""
+        """Return the machines of the graph's attentions; none without any."""
         return self.targets if self.units else {}
 
     def begin_anew(self) -> None:
-        """The nodes are others since the graph was made again what it was; nothing is looked up, or kept."""
+        """Restore the graph for another attempt. Its nodes are others then, so nothing is looked up or kept."""
         if self.snapshot is not None:
             self.snapshot.restore()
         # The snapshot's graphs are given away, and the steps will change them: the next attempt takes copies of its own.
@@ -93,7 +93,7 @@ def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def located(name: str, unit: Unit | None) -> Iterator[None]:
-    """Say which pass and which module an exception came from."""
+    """Raise an exception of the block as one that names the pass and the module."""
     try:
         yield
     except AttnCompilerError:

@@ -136,7 +136,7 @@ def _describe(
     needs_grad = bool(out.requires_grad)
     bias = needs_grad and _wants_bias_gradient(mirror, match)
     if needs_grad:
-        saved.settle(unit, mirror, match)
+        saved.record_copies(unit, mirror, match)
     site.added, site.allowed = match.scores.additive, match.scores.allowed
     proved = _read(unit, mirror, site, reader, unreadable)
     _prove(match, proved, bias)

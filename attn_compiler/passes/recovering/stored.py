@@ -82,6 +82,6 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 def _is_readable(mirror: Mirror, node: fx.Node, reader: fx.Node, until: fx.Node) -> bool:
     """Whether the kernel, at `until`, finds there what the model reads at `reader`, and no gradient is lost."""
-    if mirror.dynamo_node(node) is None or gradients.known(mirror, node):
+    if mirror.dynamo_node(node) is None or gradients.carries(mirror, node):
         return False
     return mutation.written_between(mirror, node, reader, until) is None

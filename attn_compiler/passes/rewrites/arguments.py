@@ -22,7 +22,7 @@ _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.m
 
 
 def data_of(x: Any, place: Callable[[fx.Node], int]) -> Any:
-    """place: the number that stands for a node. Raises Unkeyed."""
+    """Return an argument as data. place: the number that stands for a node. Raises Unkeyed."""
     kind = type(x)
     if kind is fx.Node:
         return "node", place(x)
@@ -55,7 +55,7 @@ def data_of(x: Any, place: Callable[[fx.Node], int]) -> Any:
 
 
 def value_of(data: Any, nodes: Sequence[fx.Node]) -> Any:
-    """Inverse of `data_of`. nodes: by their numbers."""
+    """Invert `data_of`. nodes: by their numbers."""
     if not isinstance(data, (tuple, list)):
         return data
     kind, *parts = data
@@ -80,19 +80,19 @@ def value_of(data: Any, nodes: Sequence[fx.Node]) -> Any:
 
 
 def device_data(device: torch.device) -> tuple[Any, ...]:
-    """The current device goes by no number: each process of a node has another."""
+    """Return a device as data. The current device has no number there: each process of a node has another."""
     if device.type == "cuda" and device.index is not None and device.index == _current_device():
         return "device", device.type, _CURRENT
     return "device", device.type, device.index
 
 
 def device_of(data: Any) -> torch.device:
-    """Inverse of `device_data`."""
+    """Invert `device_data`."""
     _, kind, index = data
     place = _current_device() if index == _CURRENT else index
     return torch.device(kind) if place is None else torch.device(kind, place)
 
 
 def _current_device() -> int | None:
-    """None where CUDA is not in use."""
+    """Return the current CUDA device; None where CUDA is not in use."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What borders.py learned and told, as data: for the key of a rewrite, and to be told again where the passes do not run."""
+"""Knowledge about graphs' inputs and outputs (borders.py) as data: for the key of a rewrite, and to be told again without the passes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _CODEC = CODEC.extended(Known)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldInRow:
-    """What was told of one output to the graphs that follow in a row.
+    """Knowledge about one output, told to the graphs that follow in a row.
 
-    node: the place in the graph of the node with the output's value. loads: names that the element loads from, each with the place of its
+    node: index in the graph of the node with the output's value. loads: names that the element loads from, each with the index of its
     input.
     """
 
@@ -34,7 +34,7 @@ class ToldInRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
-    """What a graph told of its outputs, and of which inputs it relied on what was known: their places in the graph."""
+    """Knowledge about a graph's outputs, and the inputs about which the graph relied on knowledge: their indices in the graph."""
 
     in_row: tuple[ToldInRow, ...] = ()
     known: tuple[tuple[int, Known], ...] = ()
@@ -44,8 +44,8 @@ class Crossing:
 PARTS = (ToldInRow, Crossing, Known)
 
 
-def learned(gm: fx.GraphModule, border: Border) -> list[Any]:
-    """For each input, what the passes can learn of it from graphs before this one: all that reading/borders.py looks at, as data."""
+def input_knowledge(gm: fx.GraphModule, border: Border) -> list[Any]:
+    """Return, for each input, all that the passes can learn of it from earlier graphs: what reading/borders.py looks at, as data."""
     inputs = gm.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("example_value") for node in inputs]
     found: list[Any] = []
@@ -65,10 +65,10 @@ def _place(value: object, among: Sequence[object]) -> int | None:
     return next((place for place, other in enumerate(among) if other is value), None)
 
 
-def taken(
+def record_crossing(
     border: Border, known: Sequence[tuple[int, Known]], nodes: Sequence[fx.Node], values: Sequence[object]
 ) -> Crossing:
-    """What was told and relied on. known: what `crossed` gave. nodes, values: of the graph as Dynamo made it. Raises Unkeyed."""
+    """Return what was told and relied on. known: from `crossed`. nodes, values: of the graph as Dynamo made it. Raises Unkeyed."""
     made = [] if border.root is None else [made for made in border.row.made if made.graph == border.place]
     relied_on = {} if border.root is None else border.readers.relied_on.get(border.root, {})
     return Crossing(
@@ -87,8 +87,7 @@ def _told(made: Made, values: Sequence[object]) -> ToldInRow:
 
 
 def was_heard(nodes: Sequence[fx.Node]) -> bool:
-    """Whether the passes were allowed to rely on all that is known of a graph's inputs. Another process may be allowed to, with the same
-    key."""
+    """Return whether the passes could rely on all that is known of a graph's inputs. If not, another process might, with the same key."""
     for node in nodes:
         known = known_masks.recall(torch_frames.given_tensor(node)) if node.op == "placeholder" else None
         if known is not None and not torch_frames.has_room_for(node, known):
@@ -97,7 +96,7 @@ def was_heard(nodes: Sequence[fx.Node]) -> bool:
 
 
 def may_be_told(crossing: Crossing, nodes: Sequence[fx.Node]) -> bool:
-    """Whether the code of the compilation under way may rely on what the passes relied on."""
+    """Return whether the current compilation may rely on the same knowledge as the passes did."""
     for place in crossing.relied_on:
         known = known_masks.recall(torch_frames.given_tensor(nodes[place]))
         if known is None or not torch_frames.may_rely_on(nodes[place], known):
@@ -105,8 +104,8 @@ def may_be_told(crossing: Crossing, nodes: Sequence[fx.Node]) -> bool:
     return True
 
 
-def tell(crossing: Crossing, border: Border, nodes: Sequence[fx.Node], values: Sequence[object]) -> None:
-    """As borders.crossed does after the passes: tell the graphs that follow in a row, and guard what was relied on."""
+def tell_again(crossing: Crossing, border: Border, nodes: Sequence[fx.Node], values: Sequence[object]) -> None:
+    """Tell the graphs that follow in a row, and guard the knowledge relied on, as borders.crossed does after the passes."""
     for told in crossing.in_row:
         example: Any = values[told.node]
         loads: dict[str, Any] = {name: values[place] for name, place in told.loads}

@@ -1,15 +1,15 @@
 """The key of a rewrite: everything that the passes can read.
 
-What they read, and where it is in the key:
+The parts of the key:
 
-- the nodes of the graph and of its bodies: names, what is called, arguments, order. Functions go by names that nothing else has
-  (targets.py), so other libraries' functions, which may change while their names stay, have no key. Other libraries' ops go by name and
-  schema, but for those that tracing looks into.
+- the nodes of the graph and of its bodies: names, functions, arguments, order. A function has a name that nothing else has
+  (targets.py). So other libraries' functions, which may change while their names stay, have no key. Other libraries' ops have name and
+  schema, except those that tracing looks into.
 - Dynamo's values: dtype, device, shape, strides, offset, gradient, leaf or view, inference, parameter; which are one object, which share
   memory, how large that memory is; numbers that fake tensors know (values.py). Tensors that wrap others have no key.
-- symbolic sizes, and all that is known of them but what they are in this call (sizes.py).
-- attributes: the metadata of tensors, and the numbers of those with few. Passes take no number from larger ones.
-- where nodes are from: module paths and stack traces, which reports and notes quote.
+- symbolic sizes, and all that is known of them, except their values in this call (sizes.py).
+- attributes: the metadata of tensors, and the numbers of small ones. Passes take no number from larger ones.
+- the origin of nodes: module paths and stack traces, which reports and notes quote.
 - what is known of inputs that other graphs made, and what those write to (passes/recovering/borders.py gives it).
 - options that passes read, this package's sources and version, machines (`Target`), and PyTorch's state (torch_caches.py).
 
@@ -34,13 +34,13 @@ from attn_compiler.passes.rewrites.values import GraphValues, numbers_of
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import caches as torch_caches, compat as torch_compat
 
-#: numbers of an attribute that are put into a key
+#: the most numbers of an attribute that a key holds
 _MOST_NUMBERS = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Module:
-    """One graph as Dynamo made it: its nodes in order, what each was given as data, and its values."""
+    """One graph as Dynamo made it: its nodes in order, the arguments of each as data, and its values."""
 
     graph_module: fx.GraphModule
     nodes: tuple[fx.Node, ...]
@@ -58,8 +58,8 @@ class Keyed:
     values: GraphValues
 
 
-def of(gm: fx.GraphModule, options: Options, known: Any) -> Keyed:
-    """known: what else the passes will know of the graph, as plain data. Raises Unkeyed."""
+def make_key(gm: fx.GraphModule, options: Options, known: Any) -> Keyed:
+    """Make the key of a graph. known: further knowledge of the passes about the graph, as plain data. Raises Unkeyed."""
     targets.require_untouched()
     devices = torch_compat.graph_devices(gm)
     machines = {Target.current(str(device)) for device in devices}
@@ -74,7 +74,7 @@ def of(gm: fx.GraphModule, options: Options, known: Any) -> Keyed:
 
 
 class _Digest:
-    """Long texts that come again and again are taken in once."""
+    """A hash of data. Long texts that are repeated are hashed once."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -85,7 +85,7 @@ class _Digest:
         self._hash.update(b"\n")
 
     def place(self, text: str) -> int:
-        """A number that stands for a text."""
+        """Return a number that stands for a text."""
         known = self._texts.get(text)
         if known is None:
             known = self._texts[text] = len(self._texts)
@@ -121,12 +121,12 @@ def _module(gm: fx.GraphModule, places: dict[fx.GraphModule, int], values: Graph
 
 
 def given_data(node: fx.Node, numbers: dict[fx.Node, int]) -> Any:
-    """What a node is given, as data. Raises Unkeyed."""
+    """Return the arguments of a node as data. Raises Unkeyed."""
     return arguments.data_of((node.args, dict(node.kwargs)), numbers.__getitem__)
 
 
 def attribute_names(gm: fx.GraphModule) -> frozenset[str]:
-    """The names of the tensors and modules that a graph module holds."""
+    """Return the names of the tensors and modules that a graph module holds."""
     return frozenset((*gm._parameters, *gm._buffers, *gm._modules))
 
 

@@ -1,7 +1,7 @@
-"""What the passes did to a graph, as data. Some nodes stayed, some are given other operands, some are new. `apply` does the same again.
+"""The passes' changes to a graph as data: some nodes stayed, some have other operands, some are new. `apply` repeats the changes.
 
-Nodes that Dynamo made are told by their places, so nothing of them is written down. A new node is told by a name, which is resolved
-by tables (targets.py), by arguments of plain data, and by the node whose origin it took over: the module and the line of the model.
+Dynamo's nodes are known by their indices, so nothing of them is written down. A new node has a name, which tables resolve (targets.py),
+arguments of plain data, and the index of the node whose origin it took over: the module and the line of the model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from attn_compiler.torch_private import tracing as torch_tracing
 class New:
     """A node that the passes made.
 
-    given: args and kwargs, in which nodes of Dynamo's have their places, and new ones those after them, in order.
-    origin: the place of the node of Dynamo's that it took its origin from; None if it has none.
-    value: as Values.record writes it. has_value: something stands for the node's value, None included.
+    given: args and kwargs with indices for nodes; new nodes are numbered after Dynamo's, in order.
+    origin: the index of the Dynamo node that it took its origin from; None if it has none.
+    value: as Values.record writes it. has_value: the node has a value, which may be None.
     """
 
     op: str
@@ -39,7 +39,7 @@ class New:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changed:
-    """A node of Dynamo's that is given something else. place: of the node. value: a new one, if has_value."""
+    """A Dynamo node with other arguments. place: index of the node. value: a new one, if has_value."""
 
     place: int
     given: Any
@@ -49,9 +49,9 @@ class Changed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """What was done to one graph.
+    """The changes to one graph.
 
-    graph: its place among the graphs. order: the places of all nodes that it has in the end, in order.
+    graph: its index among the graphs. order: the indices of all nodes that it has in the end, in order.
     """
 
     graph: int
@@ -66,8 +66,8 @@ PARTS = (New, Changed, Edit)
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
-def taken(keyed: Keyed) -> tuple[Edit, ...]:
-    """What was done since the graphs had that key. Raises Unkeyed where it can't be told."""
+def record_edits(keyed: Keyed) -> tuple[Edit, ...]:
+    """Return the changes since the graphs had that key. Raises Unkeyed where they can't be recorded."""
     edits = (_edit(place, module, keyed) for place, module in enumerate(keyed.modules))
     return tuple(edit for edit in edits if edit is not None)
 
@@ -91,7 +91,7 @@ def _edit(graph: int, module: Module, keyed: Keyed) -> Edit | None:
 
 
 class _Origins:
-    """Nodes of Dynamo's by what their meta holds beside the value."""
+    """Dynamo's nodes by their meta without the value."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._places: dict[Any, int] = {}
@@ -138,12 +138,11 @@ def _changed(node: fx.Node, numbers: dict[fx.Node, int], module: Module, keyed: 
     )
 
 
-# ---- doing it again -----------------------------------------------------------------------------------------------
+# ---- applying -----------------------------------------------------------------------------------------------------
 
 
 def apply(keyed: Keyed, edits: Sequence[Edit], mode: FakeTensorMode) -> None:
-    """Do to the graphs that have the key what was done to those that it was taken from. Raises Unkeyed for what can't be from there; the
-    graphs are then in between. mode: of the graphs' fake values."""
+    """Repeat the recorded changes. mode: of the graphs' fake values. Raises Unkeyed for other graphs, which are left half changed."""
     for edit in edits:
         _apply(keyed.modules[edit.graph], edit, keyed, mode)
 
@@ -151,7 +150,7 @@ def apply(keyed: Keyed, edits: Sequence[Edit], mode: FakeTensorMode) -> None:
 def _apply(module: Module, edit: Edit, keyed: Keyed, mode: FakeTensorMode) -> None:
     graph, nodes = module.graph_module.graph, list(module.nodes)
     new = iter(edit.new)
-    # Right before the node of Dynamo's that comes next.
+    # New nodes go right before the next node of Dynamo's.
     following = _following(edit.order, len(module.nodes))
     for place, before in zip(edit.order, following, strict=True):
         if place < len(module.nodes):
@@ -173,7 +172,7 @@ def _apply(module: Module, edit: Edit, keyed: Keyed, mode: FakeTensorMode) -> No
 
 
 def _following(order: Sequence[int], count: int) -> list[int]:
-    """For each place the first of Dynamo's nodes that comes after it; there is always one, the output."""
+    """Return for each index the next of Dynamo's nodes after it; there is always one, the output."""
     found, last = [], count - 1
     for place in reversed(order):
         last = place if place < count else last

@@ -1,4 +1,4 @@
-"""Why a rewrite is not kept."""
+"""The reason why a rewrite is not kept."""
 
 from __future__ import annotations
 

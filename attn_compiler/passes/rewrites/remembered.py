@@ -1,13 +1,14 @@
-"""When a rewrite is looked up and kept (attn_compiler/rewrites): before the passes, which then need not run, and after them.
+"""Lookup and keeping of a rewrite (attn_compiler/rewrites): before the passes, which then need not run, and after them.
 
 `verify` and `dump_dir` want the passes to run, so nothing is looked up with them.
+
 These graphs are not kept, and the report says why:
 - a graph without a key
 - a graph that padding is to be taken out of (`unpad`)
 - a graph that holds tensors from call to call (delayed FP8 scaling)
 - a graph in which something failed, or whose first choice could not be built
 - a graph whose masks have more meanings than its function has code for
-A rewrite whose kernels this process can't build is not done again.
+A rewrite whose kernels this process can't build is not repeated.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptFile:
-    """One file: what was done, what the report said, what was told to other graphs.
+    """One file: the edits, the report, and the knowledge told to other graphs.
 
-    guards: that the passes took, of symbolic sizes. known: a digest of what was known of those after that.
+    guards: on symbolic sizes, taken by the passes. known: a digest of what was known of those sizes after that.
     """
 
     edits: tuple[Edit, ...]
@@ -70,9 +71,9 @@ _CODEC = CODEC.extended(
 
 @dataclass(kw_only=True)
 class Remembered:
-    """What is remembered of one graph, before anything of it is rewritten.
+    """The lookup of one graph, before anything of it is rewritten.
 
-    keyed: None if the graph has no key. why_not: then, why.
+    keyed: None if the graph has no key. why_not: the reason for that.
     """
 
     gm: fx.GraphModule
@@ -83,7 +84,7 @@ class Remembered:
     why_not: str | None = None
 
     def find(self) -> KeptFile | None:
-        """What was kept of the same graph."""
+        """Return the kept file of the same graph, or None."""
         if self.keyed is None or self.options.verify or self.options.dump_dir is not None:
             return None
         data = self.store.get(self.keyed.text)
@@ -93,13 +94,12 @@ class Remembered:
         except Exception as error:
             if torch_compat.starts_over(error):
                 raise
-            # Whatever is wrong with a file or a kernel, the passes run, and tell.
+            # The passes run, and report what is wrong with a file or a kernel.
             log.debug("ignored what was kept of graph %s: %s", torch_compat.graph_name(), described(error))
             return None
 
     def _may_be_done(self, kept: KeptFile) -> bool:
-        """Whether this process can build the kernels that were chosen, which are ready then as after the passes, and may rely on what the
-        passes relied on."""
+        """Return whether this process can build the chosen kernels, which are built then, and may rely on what the passes relied on."""
         for site in kept.report.sites:
             if lowerings.cannot_build(site.decision.lowering, site.spec, Target.current(site.spec.device)):
                 return False
@@ -108,7 +108,7 @@ class Remembered:
         return border_records.may_be_told(kept.crossing, self.keyed.modules[0].nodes)
 
     def apply(self, kept: KeptFile) -> Report:
-        """Do again what was done, and tell again what was told. Raises whatever it likes for what was not kept by this package."""
+        """Repeat the edits, and tell other graphs the same. May raise any exception for a file that this package did not write."""
         if self.keyed is None:
             raise Unkeyed("the graph has no key")
         module = self.keyed.modules[0]
@@ -121,11 +121,11 @@ class Remembered:
         if self.options.check_invariants:
             for one in self.keyed.modules:
                 one.graph_module.graph.lint()
-        border_records.tell(kept.crossing, self.border, module.nodes, module.values)
+        border_records.tell_again(kept.crossing, self.border, module.nodes, module.values)
         return dataclasses.replace(kept.report, graph=torch_compat.graph_name(), from_cache=True)
 
     def keep(self, told: Report, known: Sequence[tuple[int, Known]], units: Iterable[Unit]) -> Report:
-        """Keep what the passes did, and give the report, which says why where that can't be. units: of the passes."""
+        """Keep the passes' edits, and return the report, which says why if that can't be done. units: of the passes."""
         with _unkeyed(self):
             if self.keyed is None:
                 raise Unkeyed(self.why_not or "it has no key")
@@ -140,9 +140,9 @@ class Remembered:
                     "what is known of an input was not relied on, since the function has code for other meanings"
                 )
             kept = KeptFile(
-                edits=record.taken(self.keyed),
+                edits=record.record_edits(self.keyed),
                 report=dataclasses.replace(told, graph="", seconds=()),
-                crossing=border_records.taken(self.border, known, module.nodes, module.values),
+                crossing=border_records.record_crossing(self.border, known, module.nodes, module.values),
                 guards=self.keyed.values.sizes.taken(),
                 known=self.keyed.values.sizes.known(),
             )
@@ -153,20 +153,20 @@ class Remembered:
 
 
 def begin(gm: fx.GraphModule, options: Options, border: Border, store: Store) -> Remembered:
-    """To be called before anything of the graph is rewritten."""
+    """Make the key of a graph, before anything of it is rewritten."""
     memory = Remembered(gm=gm, border=border, store=store, options=options)
     with _unkeyed(memory):
         if options.unpad:
             raise Unkeyed("padding is taken out (unpad), by a graph that is more than edits of the model's")
         if options.is_context_parallel:
             raise Unkeyed("attention is rewritten for a sequence that ranks share (context_parallel)")
-        memory.keyed = key.of(gm, options, border_records.learned(gm, border))
+        memory.keyed = key.make_key(gm, options, border_records.input_knowledge(gm, border))
     return memory
 
 
 @contextlib.contextmanager
 def _unkeyed(memory: Remembered) -> Iterator[None]:
-    """What the block raises is why the rewrite is not kept. A fault of ours is told, and raised with options.strict."""
+    """Take an exception of the block as the reason why the rewrite is not kept. A fault is logged, or raised with options.strict."""
     try:
         yield
     except Unkeyed as error:

@@ -1,7 +1,7 @@
-"""Symbolic sizes and other symbolic numbers of one graph: as plain data, what is known of the symbols, and the guards that passes took.
+"""Symbolic sizes and other symbolic numbers of one graph: as plain data, with what is known of the symbols, and the passes' guards.
 
 The key holds what is known of the symbols. It does not hold the sizes of this call. So a question has the same answer wherever the key is
-found, unless PyTorch answers it by this call's sizes. Each such answer is a guard. The file keeps these guards. A rewrite is done again
+found, unless PyTorch answers it by this call's sizes. Each such answer is a guard. The file keeps these guards. A rewrite is repeated
 only for a call in which all of them hold, and every later call is asked for them. Afterwards as much must be known of the symbols as was
 known after the passes (docs/warm_starts.md).
 """
@@ -22,14 +22,14 @@ from attn_compiler.torch_private import symbols as torch_symbols
 
 
 class SymbolSizes:
-    """Of one graph and its bodies. There is nothing to tell until a size is met."""
+    """The symbols of one graph and its bodies, collected from the first size on."""
 
     def __init__(self) -> None:
         self._env: Any = None
         self._asked: list[sympy.Basic] = []
 
     def data_of(self, size: Any) -> Any:
-        """A whole number, or a symbolic one as data, which may be no size. Raises Unkeyed."""
+        """Return a whole number, or a symbolic number (a size or another) as data. Raises Unkeyed."""
         if type(size) is int:
             return size
         if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -42,7 +42,7 @@ class SymbolSizes:
         return "size", _data(size.node.expr)
 
     def made(self, data: Any) -> Any:
-        """Inverse of `data_of` for sizes."""
+        """Invert `data_of` for sizes."""
         if type(data) is int:
             return data
         kind, expr = data
@@ -51,11 +51,11 @@ class SymbolSizes:
         return torch_symbols.sized(self._env, _expr(expr, self._symbols))
 
     def asked(self) -> tuple[Any, ...]:
-        """The guards before the first size was met, as text."""
+        """Return the guards before the first size was met, as text."""
         return tuple(map(str, self._asked))
 
     def known(self) -> str | None:
-        """A digest of what is known of all symbols now, beside guards. Raises Unkeyed."""
+        """Return a digest of what is known of all symbols now, beside guards. Raises Unkeyed."""
         if self._env is None:
             return None
         found = torch_symbols.knowledge(self._env)
@@ -64,25 +64,25 @@ class SymbolSizes:
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
     def taken(self) -> tuple[Any, ...]:
-        """The guards since the first size was met, as data. Raises Unkeyed."""
+        """Return the guards since the first size was met, as data. Raises Unkeyed."""
         now = [] if self._env is None else torch_symbols.guards(self._env)
         if now[: len(self._asked)] != self._asked:
             raise Unkeyed("guards of symbolic sizes are gone")
         return tuple(_data(guard) for guard in now[len(self._asked) :])
 
     def hold(self, guards: Sequence[Any]) -> bool:
-        """Whether guards hold in this call. Adds none. Raises Unkeyed for what can't be from here."""
+        """Return whether guards hold in this call, without adding any. Raises Unkeyed for guards of other symbols."""
         return all(torch_symbols.holds(self._env, _expr(guard, self._symbols)) for guard in guards)
 
     def take(self, guards: Sequence[Any], known: str | None) -> None:
-        """Ask every later call for these. known: after that. Raises Unkeyed where it is something else."""
+        """Add guards, which every later call is asked for. known: the digest after that. Raises Unkeyed where the digest differs."""
         for guard in guards:
             torch_symbols.ask(self._env, _expr(guard, self._symbols))
         if self.known() != known:
             raise Unkeyed("guards of symbolic sizes tell something else here")
 
     def unasked(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block no guard is added. For values of nodes, which are there for each length that the guards let through."""
+        """Add no guard within the block: nodes' values have to serve each length that the guards let through."""
         return contextlib.nullcontext() if self._env is None else torch_symbols.unasked(self._env)
 
     @property
@@ -93,7 +93,7 @@ class SymbolSizes:
 
 
 def _data(expr: sympy.Basic) -> Any:
-    """Raises Unkeyed for what `_expr` does not give back."""
+    """Return an expression as data. Raises Unkeyed if `_expr` would not return an equal one."""
     if isinstance(expr, sympy.Symbol):
         return "symbol", str(expr)
     if isinstance(expr, sympy.Integer):
@@ -110,7 +110,7 @@ def _data(expr: sympy.Basic) -> Any:
 
 
 def _expr(data: Any, symbols: dict[str, sympy.Symbol]) -> Any:
-    """Inverse of `_data`. Raises Unkeyed."""
+    """Invert `_data`. Raises Unkeyed."""
     kind, *parts = data
     if kind == "number" and type(parts[0]) is int:
         return sympy.Integer(parts[0])

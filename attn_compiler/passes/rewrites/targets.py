@@ -1,4 +1,4 @@
-"""What nodes call, by name and back.
+"""The functions that nodes call, by name and back.
 
 A name in a key has to tell functions apart. A name in a record is resolved in another process, from a file that somebody else may have
 written: so only functions of the tables below are found.
@@ -26,7 +26,7 @@ _NAMESPACES = ("aten", "prims", "attn_compiler", "_c10d_functional")
 #: namespaces of ops that a record may name
 _RESOLVED_NAMESPACES = ("aten", "prims", "attn_compiler")
 
-#: calls with bodies that mean the same in every process: those that number things of their process, as Triton's kernels, are not here
+#: calls with bodies that mean the same in every process, unlike those that hold numbers of a process, such as Triton's kernels
 _HIGHER_ORDER = frozenset(
     {
         "autograd_function_apply",
@@ -41,7 +41,7 @@ _HIGHER_ORDER = frozenset(
     }
 )
 
-#: where a function without a usable path of its own is looked for
+#: modules and classes in which a function without a usable path of its own is looked for
 _ROOMS: dict[str, Any] = {
     "torch": torch,
     "torch._C": torch._C,
@@ -67,7 +67,7 @@ _RESOLVED: dict[str, Callable[..., Any]] = {
     "torch._C._set_grad_enabled": torch._C._set_grad_enabled,
     "torch.nn.functional.softmax": torch.nn.functional.softmax,
 }
-#: what libraries put in the place of PyTorch's for people who read it
+#: methods of PyTorch that libraries replace to print tensors
 _OF_TEXT = frozenset({"__repr__", "__str__", "__format__", "__dir__"})
 _OVERLOAD = re.compile(r"op:(\w+)\.(\w+)\.(\w+)")
 
@@ -76,7 +76,7 @@ _OVERLOAD = re.compile(r"op:(\w+)\.(\w+)\.(\w+)")
 
 
 def name_of(node: fx.Node) -> str:
-    """A name of what a node calls or stands for, which nothing else has. Raises Unkeyed where there is none."""
+    """Return the unique name of the function that a node calls, or of what it stands for. Raises Unkeyed where there is none."""
     if node.op == "call_module":
         raise Unkeyed(f"{node.name} calls a module that Dynamo did not look into")
     if node.op == "call_method":
@@ -109,8 +109,7 @@ def _known_name(target: Any) -> str:
 
 
 def require_untouched() -> None:
-    """Raises Unkeyed where a Python function is in the place of one of PyTorch's that others of PyTorch's may call, such as
-    multi_head_attention_forward: passes trace those as they are now."""
+    """Raise Unkeyed if Python functions replaced ones that PyTorch calls (multi_head_attention_forward): passes trace the new ones."""
     for name in _ops():
         _require_own(getattr(torch, name), f"torch.{name}")
     for path, room in (("torch.nn.functional", torch.nn.functional), ("torch.Tensor", torch.Tensor)):
@@ -125,7 +124,7 @@ def _ops() -> tuple[str, ...]:
 
 
 def _require_own(found: Any, path: str) -> None:
-    """Raises Unkeyed for a function that somebody put in the place of PyTorch's: it may have the name and the module of what was there."""
+    """Raise Unkeyed for a function that replaced one of PyTorch: it may have the original's name and module."""
     while isinstance(found, types.FunctionType):
         if str(found.__globals__.get("__name__")).partition(".")[0] != "torch":
             raise Unkeyed(f"{path} is not PyTorch's own function any more")
@@ -133,7 +132,7 @@ def _require_own(found: Any, path: str) -> None:
 
 
 def _schemas(op: Any) -> tuple[str, ...]:
-    """Of another library's op. Its values are Dynamo's, which are in the key; what it writes to is here."""
+    """Return the schemas of another library's op, which tell its writes. Its values are in the key already."""
     found = torch_tracing.schemas(op)
     if found is None:
         raise Unkeyed(f"{op} is made of other ops, which may change while its name stays")
@@ -141,7 +140,7 @@ def _schemas(op: Any) -> tuple[str, ...]:
 
 
 def _at(path: str) -> Any:
-    """What a path from one of the rooms, or from PyTorch itself, leads to; None if to nothing."""
+    """Return the function at a path from one of the rooms, or from PyTorch itself; None if there is none."""
     room, _, name = path.rpartition(".")
     if room in _ROOMS:
         return getattr(_ROOMS[room], name, None)
@@ -156,7 +155,7 @@ def _at(path: str) -> Any:
 
 
 def resolved(op: str, name: str) -> Any:
-    """What a record's node calls. Raises Unkeyed for anything that is not on the tables."""
+    """Return the function of a record's node. Raises Unkeyed for anything that is not in the tables."""
     if op == "placeholder" and name.isidentifier():
         return name
     if op == "call_method" and not name.startswith("_") and hasattr(torch.Tensor, name):

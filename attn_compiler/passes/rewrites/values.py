@@ -1,4 +1,4 @@
-"""What Dynamo says of a node's value, as plain data; and values made from such data."""
+"""Dynamo's values of nodes as plain data, and values made from such data."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from attn_compiler.passes.rewrites.refusing import Unkeyed
 from attn_compiler.passes.rewrites.sizes import SymbolSizes
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 
-#: numbers of a known tensor that are put into a key
+#: the most numbers of a known tensor that a key holds
 _MOST_NUMBERS = 4096
 
 
 class GraphValues:
-    """The values of one graph and its bodies, in the order in which they are met: tensors and memory go by when they are met first."""
+    """The values of one graph and its bodies: tensors and storages are numbered in the order in which they are met."""
 
     def __init__(self) -> None:
         self.sizes = SymbolSizes()
         self._tensors: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []
-        # What goes by its address must not go away.
+        # Tensors are known by their addresses, so they must stay alive.
         self._held: list[torch.Tensor] = []
 
     def data_of(self, value: Any) -> Any:
-        """Raises Unkeyed for what is not all told by this."""
+        """Return a value as data. Raises Unkeyed for one that data can't tell completely."""
         if isinstance(value, torch.Tensor):
             return self._tensor_data(value)
         if value is None or type(value) in (bool, int, str):
@@ -77,7 +77,7 @@ class GraphValues:
         return shape, stride, self.sizes.data_of(value.storage_offset())
 
     def _place(self, value: torch.Tensor) -> tuple[int, Any]:
-        """Which memory a tensor is in, and how many bytes that has."""
+        """Return the number of a tensor's storage, and its size in bytes."""
         storage = value.untyped_storage()
         place = self._places.setdefault(storage._cdata, len(self._places))
         if place == len(self._storages):
@@ -87,7 +87,7 @@ class GraphValues:
     # ---- for records ------------------------------------------------------------------------------------------------
 
     def record(self, value: Any) -> Any:
-        """A value of a new node, to be made by `made`. Raises Unkeyed."""
+        """Return the value of a new node as data for `made`. Raises Unkeyed."""
         if value is None or type(value) in (bool, int):
             return value
         if isinstance(value, torch.SymInt):
@@ -107,7 +107,7 @@ class GraphValues:
         )
 
     def made(self, data: Any, mode: FakeTensorMode) -> Any:
-        """Inverse of `record`, in the same order of calls after the same values. To be called within `torch_tracing.beside_modes`."""
+        """Invert `record`, in the same order of calls after the same values. To be called within `torch_tracing.beside_modes`."""
         if not isinstance(data, (tuple, list)):
             return data
         kind, *parts = data
@@ -130,7 +130,7 @@ class GraphValues:
 
 
 def _is_leaf(value: torch.Tensor) -> bool | None:
-    """None where autograd refuses every use of the tensor: a view of what was written to."""
+    """Return whether a tensor is a leaf; None where autograd refuses every use of it: a view of a tensor that was written to."""
     try:
         return value.is_leaf
     except RuntimeError:
@@ -138,7 +138,7 @@ def _is_leaf(value: torch.Tensor) -> bool | None:
 
 
 def numbers_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The numbers of a tensor that is known while compiling. Raises Unkeyed for many."""
+    """Return the numbers of a tensor that is known while compiling. Raises Unkeyed for many."""
     if tensor.numel() > _MOST_NUMBERS:
         raise Unkeyed(f"a tensor of {tensor.numel()} known numbers")
     held = tensor.detach().cpu()

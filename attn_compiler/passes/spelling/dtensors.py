@@ -57,7 +57,7 @@ def spell_dtensors(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: T
     anchors = [node for node in graph.nodes if _is_anchor(node)]
     if not anchors:
         return found
-    where = regions.of(graph)
+    where = regions.by_node(graph)
     for anchor in anchors:
         # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
         if where[anchor].transforms or torch_snapshots.is_erased(anchor):

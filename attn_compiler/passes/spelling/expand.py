@@ -130,7 +130,7 @@ def expand_calls(graph_module: fx.GraphModule, trying: Trying = untried) -> list
     calls = [n for n in graph.nodes if n.op == "call_function" and n.target in EXPANSIONS and not closed.is_closed(n)]
     if not calls:
         return []
-    where = regions.of(graph)
+    where = regions.by_node(graph)
     # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
     calls = [call for call in calls if not where[call].transforms]
     expanded = []

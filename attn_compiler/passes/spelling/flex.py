@@ -60,7 +60,7 @@ def spell_flex(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
     left: dict[fx.Node, Reason] = {}
     if not calls:
         return Found(left=left)
-    where = regions.of(graph)
+    where = regions.by_node(graph)
     for call in calls:
         found = _read(call, where[call])
         if isinstance(found, Reason):

@@ -86,7 +86,7 @@ def spell_joined(graph_module: fx.GraphModule, trying: Trying = untried) -> tupl
         joined = _find(cat)
         if joined is None:
             continue
-        where = where or regions.of(graph)
+        where = where or regions.by_node(graph)
         region = where[joined.own]
         if region.transforms or any(where[node] != region for node in joined.nodes):
             continue

@@ -24,7 +24,7 @@ def put_keys_last(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Tr
     """Rewrite every such softmax that a product comes after, in place; returns the names of the softmaxes."""
     graph = graph_module.graph
     found = [n for n in graph.nodes if _is_over_another_axis(n) and _reaches_product(n) and not closed.is_closed(n)]
-    where = regions.of(graph) if found else {}
+    where = regions.by_node(graph) if found else {}
     # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
     found = [n for n in found if not where[n].transforms]
     moved = []

@@ -48,7 +48,7 @@ def spell_library_calls(graph_module: fx.GraphModule, trying: Trying = untried) 
     left: dict[fx.Node, Reason] = {}
     if not calls:
         return Found(left=left)
-    where = regions.of(graph)
+    where = regions.by_node(graph)
     for call, kernel in calls.items():
         with trying(call), where[call].active():
             found = _taken(graph_module, call, kernel, where[call])
@@ -111,7 +111,7 @@ class _Reader:
         self._node = node
         self._kernel = kernel
         self._op = OPS[opaque_calls.name_of(kernel) or ""]
-        given = library_ops.bound(kernel)
+        given = library_ops.given_arguments(kernel)
         if isinstance(given, str):
             raise _SaysOtherwise(given)
         self._given = given
@@ -136,7 +136,7 @@ class _Reader:
             if not library_ops.is_off(self._given.get(name)):
                 is_tensor = isinstance(self._given[name], fx.Node)
                 raise _SaysOtherwise(f"{name} is {'a tensor' if is_tensor else self._given[name]}")
-        other = library_ops.unknown(self._kernel, self._given, op.known())
+        other = library_ops.unknown_argument(self._kernel, self._given, op.known())
         if other is not None:
             raise _SaysOtherwise(f"nothing is known of its argument {other}")
         before, after = self._window(q, k)

@@ -92,7 +92,7 @@ class _Function:
         for name in (*op.off, op.dropout):
             if not library_ops.is_off(self._given_back.get(name)):
                 raise _Differs(f"{name} is {self._given_back[name]} in the backward")
-        other = library_ops.unknown(self._backward, self._given_back, op.known() | _OWN)
+        other = library_ops.unknown_argument(self._backward, self._given_back, op.known() | _OWN)
         if other is not None:
             raise _Differs(f"nothing is known of the argument {other} of its backward")
 
@@ -155,7 +155,7 @@ def _listed(body: fx.GraphModule) -> tuple[Any, ...]:
 
 
 def _bound(node: fx.Node) -> dict[str, Any]:
-    given = library_ops.bound(node)
+    given = library_ops.given_arguments(node)
     if isinstance(given, str):
         raise _Differs(given)
     return given

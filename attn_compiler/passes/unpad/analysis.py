@@ -1,4 +1,4 @@
-"""From the inputs to the outputs: in which forms each value of the mirror can be had once padding is out."""
+"""Forward analysis, from inputs to outputs: the forms in which each value of the mirror can be had without padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SDPA = aten.scaled_dot_product_attention.default
 
 
 class Analysis:
-    """What is known of every value. batch, seq: the atoms of rows and positions. facts: by the mirror node that rests on it."""
+    """The forms of every value. batch, seq: the atoms of rows and positions. facts: by the mirror node that rests on it."""
 
     def __init__(self, mirror: Mirror, padding: Padding, pairs: Mapping[Site, PackedPairs]) -> None:
         shape = axes.shape_exprs(views.value(padding.tensor.node))
@@ -63,7 +63,7 @@ class Analysis:
         if node.target is SDPA:
             return self._attention(node)
         try:
-            result = rules.of(self, node)
+            result = rules.packed_result(self, node)
         except (KeepsPadding, AxisError) as error:
             why = error if isinstance(error, KeepsPadding) else forms.refused(node, str(error))
             return self._plain(node, given) if is_exact else self._exit(node, why)
@@ -80,13 +80,13 @@ class Analysis:
         )
 
     def _made_of(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The inputs of (rows, positions, ...) that a value is made of."""
+        """Return the inputs of (rows, positions, ...) that a value is computed from."""
         if node.op == "call_function":
             return frozenset().union(*(self._inputs[x] for x in node.all_input_nodes))
         return frozenset((node,)) if forms.has_both(self, self._values[node].dims) else frozenset()
 
     def _leaf(self, node: fx.Node) -> Value:
-        """An input of (rows, positions, ...) may be seen as one of positions: that claims nothing."""
+        """Describe an input. One of (rows, positions, ...) may be seen as one of positions: that claims nothing."""
         x = node.meta.get("val")
         if not isinstance(x, torch.Tensor):
             return Value(kind=Kind.ORIGINAL)
@@ -96,7 +96,7 @@ class Analysis:
         return Value(kind=Kind.ORIGINAL, dims=dims, packed=self._taken(node, dims), at_padding=self._of_mask(node))
 
     def _of_mask(self, node: fx.Node) -> bool | int | None:
-        """What the mask itself holds at padding: 0, or anything else if that is what it says, or 1 if it is asked for that."""
+        """Return the mask's own value at padding: 0, or another number if the mask's kind tells it, or 1 if attentions ask for 1."""
         if node is not self.padding.tensor.node:
             return None
         is_bool = node.meta["val"].dtype == torch.bool
@@ -113,7 +113,7 @@ class Analysis:
         return all(axes.same_size(axes.dim_size(dim), atom.size) for dim, atom in pairs)
 
     def _taken(self, node: fx.Node, dims: Dims) -> FormRecipe | None:
-        """A value as the model has it, at the real tokens."""
+        """Return the recipe that indexes a plain value at the real tokens."""
         if not forms.has_both(self, dims):
             return None
         try:
@@ -145,7 +145,7 @@ class Analysis:
         )
 
     def _exit(self, node: fx.Node, why: KeepsPadding) -> Value:
-        found = exits.of(self, node)
+        found = exits.exit_at(self, node)
         if found is None:
             return Value(kind=Kind.LOST, lost=why)
         if found.fact is not None:

@@ -1,4 +1,4 @@
-"""What the model asks packed values for their sizes: it gets those of the batch as it has it."""
+"""Sizes of packed values that the model asks for: it gets those of the padded batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ASKING = frozenset({"size", "sym_size", "getattr", "numel"})
 Number = int | fx.Node
 
 
-def put_in(graph: fx.Graph, maker: Maker) -> None:
-    """Give each such call's users the numbers. Raises KeepsPadding for a size that the mask does not have."""
+def insert_sizes(graph: fx.Graph, maker: Maker) -> None:
+    """Replace calls that ask packed values for sizes by sizes of the padded batch. Raises KeepsPadding for any other size."""
     for node in graph.nodes:
         asks = target_name(node) in _ASKING and node.op in ("call_function", "call_method")
         if asks and any(maker.kind_of(x) is Kind.PACKED for x in node.all_input_nodes):

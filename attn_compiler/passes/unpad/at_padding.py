@@ -1,4 +1,4 @@
-"""What a value is known to hold at padding: one number, which follows op by op from the mask's own."""
+"""The known number that a value holds at padding, followed op by op from the mask's own."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten
 _MOVES = (axis_rules.same, axis_rules.view, axis_rules.slice_, axis_rules.getitem)
 
 
-def of(context: Context, node: fx.Node, rule: axis_rules.Rule) -> Number | None:
-    """The number that a result holds at padding; None if that is not known. rule: of the op, for each position by itself."""
+def number_at_padding(context: Context, node: fx.Node, rule: axis_rules.Rule) -> Number | None:
+    """Return the number that a result holds at padding; None if it is not known. rule: of the op, for each position by itself."""
     if node.target in _LIKE:
         return of_constant(context.mirror, node)
     if rule in _MOVES or isinstance(node.meta.get("val"), (tuple, list)):
         return _cast(context.value(views.source(node)).at_padding, node)
     if node.target in _PRODUCTS:
         factors = [context.value(x).at_padding for x in _tensors(node)]
-        # As it is taken throughout: what padding holds is finite.
+        # Padding is taken to hold finite numbers, as everywhere here.
         return _cast(0, node) if 0 in factors else _folded(context, node)
     if node.target in _CHOICES:
         return _chosen(context, node, node.args[0], node.args[1], node.args[2])
@@ -40,7 +40,7 @@ def of(context: Context, node: fx.Node, rule: axis_rules.Rule) -> Number | None:
 
 
 def of_constant(mirror: Mirror, node: fx.Node) -> Number | None:
-    """The number that a tensor of one number holds everywhere."""
+    """Return the number that all elements of a constant tensor are."""
     return _cast(constants.everywhere(mirror, node), node) if isinstance(node.meta.get("val"), torch.Tensor) else None
 
 
@@ -50,7 +50,7 @@ def _chosen(context: Context, node: fx.Node, condition: Any, if_true: Any, if_fa
 
 
 def _folded(context: Context, node: fx.Node) -> Number | None:
-    """The op on the numbers that its operands hold."""
+    """Apply the op to the numbers that its operands hold."""
     tensors = _tensors(node)
     numbers = {x: context.value(x).at_padding for x in tensors}
     is_random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
@@ -73,7 +73,7 @@ def _number(context: Context, x: Any) -> Number | None:
 
 
 def _cast(number: Number | None, node: fx.Node) -> Number | None:
-    """The number in the dtype of a result."""
+    """Convert the number to the dtype of a result."""
     x = node.meta.get("val")
     if number is None or not isinstance(x, torch.Tensor) or x.dtype.is_complex:
         return None

@@ -1,4 +1,4 @@
-"""Which ops draw random numbers, by PyTorch's tags; and that each number is drawn once, for real tokens or for all positions."""
+"""Ops that draw random numbers, by PyTorch's tags. Each number is drawn once, for real tokens or for all positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SWITCHES = ("train", "training", "dropout_p", "p")
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a mirror node draws random numbers, with the arguments that it has."""
+    """Return whether a mirror node draws random numbers, with the arguments that it has."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = {argument.name for argument in node.target._schema.arguments}
@@ -30,12 +30,12 @@ def draws(node: fx.Node) -> bool:
 
 
 def is_drawn(made: Iterable[Need], context: Context, mirror: Mirror) -> bool:
-    """Whether random numbers are drawn for tokens: others than the model's, by the same law."""
+    """Return whether random numbers are drawn for tokens: other numbers than the model's, from the same distribution."""
     return any(_runs(need, context, mirror) for need in made)
 
 
 def check_once(made: Collection[Need], context: Context, mirror: Mirror, erased: Collection[fx.Node]) -> None:
-    """What is random may not be drawn for real tokens, and again for what the model reads of all positions. Raises KeepsPadding.
+    """Raise KeepsPadding if numbers are drawn for real tokens, and again because the model reads all positions.
 
     made: the forms that were made. erased: nodes of the model's own that are gone.
     """
@@ -50,7 +50,7 @@ def check_once(made: Collection[Need], context: Context, mirror: Mirror, erased:
 
 
 def _runs(need: Need, context: Context, mirror: Mirror) -> bool:
-    """Whether this form of an op that draws is made by running it, and not out of what the model's own call gave."""
+    """Return whether this form of an op that draws is made by running the op, and not from the result of the model's own call."""
     if not draws(need.node):
         return False
     packed = context.value(need.node).packed

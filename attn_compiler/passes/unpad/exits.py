@@ -1,6 +1,4 @@
-"""Ops below an attention that give the model's own value again: nothing of what they read at padding counts, by a fact that is checked at
-run time where only the data knows it.
-"""
+"""Ops below an attention whose result equals the model's own: they ignore padding, or a fact that is checked at run time says so."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedTokens:
-    """Nodes of bool (B, S). real: what is no padding. packed: what is computed, which is all that is real, and padding that counts."""
+    """Nodes of bool (B, S). real: no padding. packed: tokens that are computed, which are the real ones and padding that counts."""
 
     real: fx.Node
     packed: fx.Node
@@ -29,12 +27,12 @@ class AskedTokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RuntimeFact:
-    """What has to hold at run time.
+    """A condition that has to hold at run time.
 
     words: for people.
     needs: mirror nodes of tensors that it is asked of, which the model makes without any attention.
-    holds: makes the node of a truth value of `needs` and of the tokens.
-    counts: makes the node of bool (B, S) of `needs`, which positions count, padding or not: where these are packed, too, the fact holds.
+    holds: makes the node of a truth value from `needs` and the tokens.
+    counts: makes the node of bool (B, S) from `needs`: positions that count, padding or not. If these are packed, too, the fact holds.
     """
 
     words: str
@@ -45,20 +43,20 @@ class RuntimeFact:
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """returned: how the model's own value is made. fact: what that rests on; None if on nothing."""
+    """A value equal to the model's own. returned: the recipe for it. fact: the condition that it rests on; None if there is none."""
 
     returned: FormRecipe
     fact: RuntimeFact | None = None
 
 
-def of(context: Context, node: fx.Node) -> Exit | None:
-    """The way back at this op, if it is one."""
+def exit_at(context: Context, node: fx.Node) -> Exit | None:
+    """Return the exit at this op, if it is one."""
     found = EXITS.get(node.target)
     return None if found is None else found(context, node)
 
 
 def _one_position(context: Context, node: fx.Node) -> Exit | None:
-    """x[:, 0] or x[:, -1]: the first or the last token of each row, which has to be real."""
+    """Exit at x[:, 0] or x[:, -1]: the first or the last token of each row, which has to be real."""
     x, index = views.source(node), views.argument(node, "index")
     value = context.value(x)
     at = views.named_axes(node, len(value.dims))
@@ -90,7 +88,7 @@ def _one_position(context: Context, node: fx.Node) -> Exit | None:
 
 
 def _sum(context: Context, node: fx.Node) -> Exit | None:
-    """A sum over what is 0 at padding."""
+    """Exit at a sum over a value that is 0 at padding."""
     x = views.source(node)
     value = context.value(x)
     if value.packed is None or value.at_padding != 0:
@@ -102,7 +100,7 @@ def _sum(context: Context, node: fx.Node) -> Exit | None:
 
 
 def _cross_entropy(context: Context, node: fx.Node) -> Exit | None:
-    """The loss of all positions together, with labels that are ignored at padding."""
+    """Exit at the loss of all positions together, with labels that are ignored at padding."""
     logits, labels = node.args[0], node.args[1]
     if not isinstance(logits, fx.Node) or not isinstance(labels, fx.Node):
         return None
@@ -135,7 +133,7 @@ def _cross_entropy(context: Context, node: fx.Node) -> Exit | None:
 
 
 def zero_or_one(mask: fx.Node) -> RuntimeFact:
-    """What `mask == 1` and `mask > 0` ask for, to be the question whether a mask is 0. mask: a mirror node."""
+    """Return the fact that a mask is 0 or 1, on which `mask == 1` and `mask > 0` rest. mask: a mirror node."""
 
     def holds(graph: fx.Graph, given: Sequence[fx.Node], _: AskedTokens) -> fx.Node:
         either = [graph.call_function(torch.eq, (given[0], number)) for number in (0, 1)]
@@ -145,7 +143,7 @@ def zero_or_one(mask: fx.Node) -> RuntimeFact:
 
 
 def side_by_side() -> RuntimeFact:
-    """What windows ask for: distances between tokens are the same once padding is out."""
+    """Return the fact that windows rest on: distances between tokens are the same without padding."""
 
     def holds(graph: fx.Graph, _: Sequence[fx.Node], tokens: AskedTokens) -> fx.Node:
         before = graph.call_function(aten.constant_pad_nd.default, (tokens.packed, [1, -1]))
@@ -158,7 +156,7 @@ def side_by_side() -> RuntimeFact:
 
 
 def _leads(graph: fx.Graph, _: Sequence[fx.Node], tokens: AskedTokens) -> fx.Node:
-    """Whether no padding that is computed stands behind a real token of its row."""
+    """Make the truth value that no computed padding stands behind a real token of its row."""
     seen = graph.call_method("cumsum", (tokens.real, 1))
     is_behind = graph.call_function(torch.gt, (seen, 0))
     is_padding = graph.call_function(
@@ -168,7 +166,7 @@ def _leads(graph: fx.Graph, _: Sequence[fx.Node], tokens: AskedTokens) -> fx.Nod
     return graph.call_function(torch.logical_not, (graph.call_function(torch.any, (behind,)),))
 
 
-#: Holds where the keys of a row lie together: none of its packed padding is behind them.
+#: the fact that the keys of a row lie together: none of its packed padding is behind them
 LEADS = RuntimeFact(words="padding that has a label stands before the real tokens of its row", needs=(), holds=_leads)
 
 EXITS: dict[object, Callable[[Context, fx.Node], Exit | None]] = {

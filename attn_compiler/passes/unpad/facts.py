@@ -1,4 +1,4 @@
-"""The small graph that runs before each step: how many tokens are real, where they are, and what holds that the packed graph rests on."""
+"""The small graph that runs before each step: the number of real tokens, their places, and the facts that the packed graph rests on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.torch_private.unpadding import Batch
 
-#: nodes that may run once more for it
+#: the most nodes of the model that it may run once more
 _MOST = 64
 
 
@@ -29,14 +29,12 @@ def graph(
     facts: Sequence[RuntimeFact],
     counted: Sequence[RuntimeFact] = (),
 ) -> fx.GraphModule:
-    """Takes the inputs of the model's graph. Gives three things.
+    """Make a graph that takes the inputs of the model's graph, and returns three values.
 
     bool (B, S): which tokens are packed.
     A tuple, for each fact: bool (), whether it holds.
     bool (B, S): which tokens are real; None in graphs that pack no padding.
-
-    counted: facts that hold because what counts for them is packed.
-
+    counted: facts that hold because the positions that count for them are packed.
     Raises KeepsPadding where that takes more than a few of the model's nodes.
     """
     asked = [padding.tensor.node, *(x for fact in (*facts, *counted) for x in fact.needs)]
@@ -48,7 +46,7 @@ def graph(
     for node in module.graph.nodes:
         if node.op == "placeholder" or node in wanted:
             copies[node] = new.node_copy(node, lambda n: copies[n])
-    # Of a mask that is asked to be 0 or 1, what is neither is left as the model has it (zeroing.py).
+    # Elements of a mask that has to be 0 or 1, and are neither, are left as the model has them (zeroing.py).
     relation, number = (torch.eq, 0) if padding.negated else (torch.ne, 0)
     if padding.negated and padding.is_asked:
         relation, number = torch.ne, 1
@@ -68,10 +66,10 @@ def graph(
 
 
 def with_places(asked: fx.GraphModule) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """What `graph` tells, and where tokens are, as the host wants it. It takes nothing that it does not read.
+    """Make a module that tells what `graph` tells, and where tokens are, as the host wants it.
 
-    Gives the module and the places of its inputs among those of the model's graph. The module gives int64, the number of packed tokens and
-    then for each fact 1 where it holds; then the tensors of `Batch`.
+    Returns the module and the indices of its inputs, all of which it reads, among those of the model's graph. The module returns int64,
+    the number of packed tokens and then 1 for each fact that holds; then the tensors of `Batch`.
     """
     new = torch_compat.copied_graph(asked.graph)
     output: Any = new.output_node()
@@ -105,7 +103,7 @@ def _dynamo(mirror: Mirror, node: fx.Node) -> fx.Node:
 
 
 def _check_unwritten(mirror: Mirror, roots: Sequence[fx.Node]) -> None:
-    """The graph of facts has no writes in place, so what it reads may have none before."""
+    """Raise KeepsPadding if a tensor that the graph of facts reads was written in place before: that graph has no such writes."""
     found: set[fx.Node] = set()
     for root in roots:
         waiting = [root]
@@ -124,7 +122,7 @@ def _check_unwritten(mirror: Mirror, roots: Sequence[fx.Node]) -> None:
 
 
 def _above(mirror: Mirror, roots: Sequence[fx.Node]) -> set[fx.Node]:
-    """What these are made of."""
+    """Return the nodes that these are computed from."""
     found: set[fx.Node] = set()
     waiting = list(roots)
     while waiting:

@@ -1,4 +1,4 @@
-"""What rules ask of operands and of results: which axes hold rows and positions, and in which form an operand meets packed ones."""
+"""Axes of rows and positions, and the forms in which operands meet packed ones: the questions that rules ask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_compiler.reasons.codes import Code
 
 
 class Context(Protocol):
-    """What a rule may ask. batch, seq: the atoms of rows and of positions."""
+    """The analysis as rules see it. batch, seq: the atoms of rows and of positions."""
 
     mirror: Mirror
     batch: Atom
@@ -27,7 +27,7 @@ class Context(Protocol):
 
 
 def tags(context: Context, dim: Dim) -> tuple[object, ...]:
-    """A dimension as rows, positions and sizes: what has to agree where two operands meet."""
+    """Return a dimension as rows, positions and sizes: these have to agree where two operands meet."""
     marks: Mapping[Atom, object] = {context.batch: "rows", context.seq: "positions"}
     return tuple(marks.get(atom, atom.size) for atom in axes.resolve(dim) if atom.size != axes.ONE or atom in marks)
 
@@ -41,8 +41,10 @@ def has_both(context: Context, dims: Dims) -> bool:
 
 
 def call(node: fx.Node, forms: Mapping[fx.Node, Form], **changed: Any) -> FormRecipe:
-    """The op itself on its operands in these forms; on others as the model has them. changed: arguments that are given otherwise, by name;
-    a function makes one of the Maker."""
+    """Return the recipe of the op on its operands in these forms; operands that are not named stay plain.
+
+    changed: arguments with other values, by name; a function makes one from the Maker.
+    """
     needs = tuple(Need(x, forms.get(x, "plain")) for x in node.all_input_nodes if not _is_changed(node, x, changed))
 
     def make(maker: Any, given: tuple[fx.Node, ...]) -> fx.Node:
@@ -82,8 +84,10 @@ def refused(node: fx.Node, observed: str, remedy: str | None = None) -> KeepsPad
 
 
 def operand_form(context: Context, node: fx.Node, x: fx.Node, dims: Dims) -> Form:
-    """The form of an operand of an op whose result, of `dims`, is packed. A value that the model makes without attention may stay plain:
-    its elements are taken where the result's are."""
+    """Return the form of an operand of an op whose result, of `dims`, is packed.
+
+    A value that the model makes without attention may stay plain: its elements are taken at the result's tokens.
+    """
     value = context.value(x)
     if not isinstance(x.meta.get("val"), torch.Tensor):
         return "plain"
@@ -102,7 +106,7 @@ def operand_form(context: Context, node: fx.Node, x: fx.Node, dims: Dims) -> For
 
 
 def _require_same_order(context: Context, node: fx.Node, own: Dims, dims: Dims) -> None:
-    """Rows and positions of an operand lie at the axes of the result's, and in one order where both are one axis."""
+    """Raise KeepsPadding unless an operand's rows and positions lie at the result's axes, in one order where both are one axis."""
     for of_operand, of_result in zip(reversed(own), reversed(dims), strict=False):
         if is_tagged(context, of_operand) and tags(context, of_operand) != tags(context, of_result):
             raise refused(node, "operands meet that have rows and positions in another order")

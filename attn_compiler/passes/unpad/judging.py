@@ -1,4 +1,4 @@
-"""The packed graph, decided for: it stays if each attention has a kernel that leaves out pairs of tokens of two rows."""
+"""The judgement on a packed graph: it stays if each attention has a kernel that leaves out pairs of tokens of two rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAVING_OUT = ("rows", "hopper", "triton")
 
 
 def judged(unit: Unit, trial: Trial, failed: Exception | None) -> Packed | KeptGraph:
-    """What became of the padding; the unit is as it was if it stays. failed: what looking at the packed graph raised."""
+    """Return the outcome for the padding; the unit is restored if padding stays. failed: the exception of a step on the packed graph."""
     reason = None
     try:
         with faults.confined(unit.log, "unpad", unit.name or "the graph") as attempt:
@@ -44,7 +44,7 @@ def judged(unit: Unit, trial: Trial, failed: Exception | None) -> Packed | KeptG
 
 
 def _check_all_packed(sites: tuple[Site, ...], expected: int) -> None:
-    """Raises KeepsPadding."""
+    """Raise KeepsPadding for an attention without such a kernel, or that was not understood."""
     for site in sites:
         decision = site.decision
         if decision is None or decision.lowering == UNTOUCHED:

@@ -1,4 +1,4 @@
-"""Nodes of the packed graph: each form that is asked for is made once, where the model's own node stood."""
+"""Nodes of the packed graph: each form that is needed is made once, at the place of the model's own node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What tells where the real tokens are, as inputs of the packed graph. number: int, T. The rest: the fields of `unpadding.Batch`."""
+    """Inputs of the packed graph that tell where the real tokens are. number: int, T. The rest: the fields of `unpadding.Batch`."""
 
     number: fx.Node
     tokens: fx.Node
@@ -59,10 +59,10 @@ class Maker:
     def mirror(self) -> Mirror:
         return self.analysis.mirror
 
-    # ---- what is asked for ---------------------------------------------------------------------------------------------
+    # ---- forms ---------------------------------------------------------------------------------------------------------
 
     def make(self, roots: list[Need]) -> None:
-        """Make these forms, and what they need. Raises KeepsPadding."""
+        """Make these forms, and all that they need. Raises KeepsPadding."""
         recipes: dict[Need, FormRecipe] = {}
         waiting = list(roots)
         while waiting:
@@ -77,7 +77,7 @@ class Maker:
                 self.made[need] = recipe.make(self, tuple(self.made[x] for x in recipe.needs))
 
     def facts(self) -> dict[str, list[fx.Node]]:
-        """The nodes whose facts count, by the facts' words."""
+        """Return the nodes whose facts count, by the facts' words."""
         found: dict[str, list[fx.Node]] = {}
         nodes = {need.node for need in self.made}
         for node, fact in self.analysis.facts.items():
@@ -115,7 +115,7 @@ class Maker:
         return call(node, {})
 
     def is_kept(self, node: fx.Node) -> bool:
-        """Whether the model's own call makes a value that is below packed ones: it reads none of them itself."""
+        """Return whether the model's own call makes a value below packed ones: the call reads none of those itself."""
         owner = self.mirror.owner(node)
         if owner is None or self.mirror.dynamo_node(node) is None:
             return False
@@ -123,7 +123,7 @@ class Maker:
         return all(kind in (None, Kind.ORIGINAL, Kind.RETURNED) for kind in kinds)
 
     def kind_of(self, dynamo: fx.Node) -> Kind | None:
-        """The kind of one of Dynamo's own nodes; None for what the mirror has no value of."""
+        """Return the kind of one of Dynamo's own nodes; None if the mirror has no value of it."""
         node = self._values.get(dynamo)
         return None if node is None else self.analysis.value(node).kind
 
@@ -134,14 +134,14 @@ class Maker:
             if own is not None:
                 self._values.setdefault(own, node)
         self._first = self._after(self.given.starts)
-        self._regions = regions.of(next(iter(self.copies)).graph)
+        self._regions = regions.by_node(next(iter(self.copies)).graph)
 
     def value_of(self, dynamo: fx.Node) -> fx.Node | None:
-        """The mirror node with the value of one of Dynamo's."""
+        """Return the mirror node with the value of a Dynamo node."""
         return self._values.get(dynamo)
 
     def _check_kept(self, needs: Mapping[Need, FormRecipe]) -> None:
-        """What is read has to be the same wherever it is read."""
+        """Raise KeepsPadding if a value that is read is written in place later."""
         for node in dict.fromkeys(need.node for need in needs):
             if not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
@@ -152,7 +152,7 @@ class Maker:
                 raise KeepsPadding(Code.PADDING_WRITTEN, rule, f"{later[0].target} writes to {node.name}", at=later[0])
 
     def drop(self, dynamo: fx.Node) -> None:
-        """Erase the copy of one of Dynamo's own nodes, and what is only a number of it, which nothing reads any more."""
+        """Erase the copy of a Dynamo node, and the numbers taken from it, where nothing reads them any more."""
         for user in list(self.copies[dynamo].users):
             if not user.users:
                 self.graph.erase_node(user)
@@ -161,10 +161,10 @@ class Maker:
             self.graph.erase_node(self.copies[dynamo])
             self.erased.add(dynamo)
 
-    # ---- where -----------------------------------------------------------------------------------------------------------
+    # ---- places ----------------------------------------------------------------------------------------------------------
 
     def _place(self, need: Need) -> tuple[int, int]:
-        """In the order of the mirror; of one node each form comes after those that it is made of."""
+        """Order forms as the mirror's nodes; forms of one node come after those that they are made of."""
         form = "indexed" if isinstance(need.form, Indexed) else need.form
         return self.mirror.order(need.node), ("plain", "indexed", "packed", "unpacked").index(form)
 
@@ -183,7 +183,7 @@ class Maker:
         self._owner = None
 
     def _after(self, node: fx.Node) -> fx.Node:
-        """The first node behind it that calls may stand before."""
+        """Return the first node behind it that calls may stand before."""
         found = node.next
         while found.op == "placeholder":
             found = found.next
@@ -192,7 +192,7 @@ class Maker:
     # ---- calls -----------------------------------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node of this call, with its value."""
+        """Add a node of this call, with its value."""
         node = self.graph.call_function(function, args, kwargs)
         own = self._owner
         if own is not None:
@@ -203,7 +203,7 @@ class Maker:
         return node
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """make(), before all calls; or what it gave before."""
+        """Return make(), run before all calls, or its earlier result."""
         if key not in self._shared:
             own, self._owner = self._owner, None
             with self.graph.inserting_before(self._first):
@@ -212,36 +212,30 @@ class Maker:
         return self._shared[key]
 
     def value(self, node: fx.Node) -> torch.Tensor:
-        """See `on_nodes.NodeMaker`."""
+        """Return a node's value: see `on_nodes.NodeMaker`."""
         value: torch.Tensor = node.meta["example_value"]
         return value
-
-    def _first_here(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """make(), at this place; or what it gave at an earlier one."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
 
     @property
     def _region(self) -> regions.Region:
         return regions.Region() if self._owner is None else self._regions[self._owner]
 
     def is_token(self) -> fx.Node:
-        """bool (T,): what is no padding that fills up the last step of T."""
+        """Return bool (T,): False for padding that fills up the last step of T."""
         end = self.once("end of tokens", lambda: self.call(aten.select.int, self.given.starts, 0, -1))
         return self.once("is token", lambda: self.call(torch.lt, self._places(), end))
 
     def row_starts(self) -> fx.Node:
-        """int64 (B,): the place of the first token of each row."""
+        """Return int64 (B,): the place of the first token of each row."""
         return self.once("row starts", lambda: self.call(aten.slice.Tensor, self.given.starts, 0, 0, -1))
 
     def row_ends(self) -> fx.Node:
-        """int64 (B,): the place of the last token of each row."""
+        """Return int64 (B,): the place of the last token of each row."""
         ends = self.once("row ends", lambda: self.call(aten.slice.Tensor, self.given.starts, 0, 1))
         return self.once("last of rows", lambda: self.call(torch.sub, ends, 1))
 
     def sizes(self, dims: Dims) -> list[int | fx.Node]:
-        """Of the packed form of what has these axes."""
+        """Return the sizes of the packed form of a value with these axes."""
         return [self._size(dim) for dim in dims]
 
     def _size(self, dim: axes.Dim) -> int | fx.Node:
@@ -259,7 +253,7 @@ class Maker:
         return tokens if others == 1 else self.once(("times", others), lambda: self.call(operator.mul, tokens, others))
 
     def whole_size(self, axis: int) -> int | fx.Node:
-        """Rows (0) or positions (1) of the batch as the model has it."""
+        """Return the number of rows (0) or positions (1) of the padded batch."""
         size = (self.analysis.batch, self.analysis.seq)[axis].size
         if size.is_Integer:
             return int(size)
@@ -267,7 +261,7 @@ class Maker:
         return self.call(aten.sym_size.int, source, axis)
 
     def mask(self, pairs: PackedPairs, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:
-        """Which tokens of one row see each other: bool (1, 1, T, T); or what is added to their scores: (1, H, T, T) in q's dtype.
+        """Return which tokens of one row see each other: bool (1, 1, T, T); or the additions to their scores: (1, H, T, T) in q's dtype.
 
         tensors: nodes of the forms that `pairs.scores` reads, by name.
         """
@@ -277,7 +271,9 @@ class Maker:
             return allowed
         state = self._region, _wants_gradient(self._owner)  # One of two layers may be in torch.no_grad().
         key = ("scores", pairs.band, scores.key, q.meta["example_value"].dtype, state)
-        return self._first_here(key, lambda: self._scored(allowed, scores, tensors, q))
+        if key not in self._shared:
+            self._shared[key] = self._scored(allowed, scores, tensors, q)
+        return self._shared[key]
 
     def _scored(self, allowed: fx.Node, scores: PackedScores, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:
         queries, keys = self._of_queries(self._places()), self._keys()
@@ -293,26 +289,26 @@ class Maker:
         return self.call(aten.unsqueeze.default, self.call(aten.unsqueeze.default, mask, 0), 0)
 
     def _ahead(self) -> fx.Node:
-        """int64 (T, T): how far the query stands behind the key among the tokens of all rows."""
+        """Return int64 (T, T): the query's distance behind the key among the tokens of all rows."""
         return self.once("ahead", lambda: self.call(torch.sub, self._of_queries(self._places()), self._keys()))
 
     def _same_row(self) -> fx.Node:
-        """bool (T, T), as an interval of each query: kernels compare two numbers a query with places that they know."""
+        """Return bool (T, T), as an interval of each query: kernels compare two numbers a query with places that they know."""
         begins, ends = self._of_queries(self.given.begins), self._of_queries(self.given.ends)
         after, before = self.call(torch.ge, self._keys(), begins), self.call(torch.lt, self._keys(), ends)
         return self.call(torch.logical_and, after, before)
 
     def _keys(self) -> fx.Node:
-        """int64 (1, T): the places of keys."""
+        """Return int64 (1, T): the places of keys."""
         return self.once("keys", lambda: self.call(aten.unsqueeze.default, self._places(), 0))
 
     def _places(self) -> fx.Node:
-        """int64 (T,)"""
+        """Return the places of tokens, int64 (T,)."""
         device = self.given.tokens.meta["example_value"].device
         return self.once("places", lambda: self.call(torch.arange, self.given.number, device=device))
 
     def _of_queries(self, x: fx.Node) -> fx.Node:
-        """(T,) as (T, 1)."""
+        """View (T,) as (T, 1)."""
         return self.call(aten.unsqueeze.default, x, 1)
 
 
@@ -321,14 +317,14 @@ def _out_of_reach(rule: str, node: fx.Node) -> KeepsPadding:
 
 
 def _wants_gradient(own: fx.Node | None) -> bool:
-    """The grad mode of a node: what the model's own value there tells of it."""
+    """Return the grad mode of a node, judged by the model's own value."""
     value = None if own is None else own.meta.get("example_value")
     values = value if isinstance(value, (tuple, list)) else [value]
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
 def _indexed(node: fx.Node, form: Indexed) -> FormRecipe:
-    """The elements of what the model has, at the real tokens."""
+    """Return the recipe of a plain value's elements at the real tokens."""
 
     def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
         x = given[0]
@@ -341,7 +337,8 @@ def _indexed(node: fx.Node, form: Indexed) -> FormRecipe:
         if _is_one(shape[i]):
             return x if _is_one(shape[j]) else maker.call(aten.index_select.default, x, j, maker.given.positions)
         if _is_one(shape[j]):
-            return _swapped(maker, maker.call(aten.index_select.default, x, i, maker.given.rows), i, j)
+            # Tokens move to the axis j, which has size one.
+            return maker.call(aten.transpose.int, maker.call(aten.index_select.default, x, i, maker.given.rows), i, j)
         return _flat(maker, x, i, j)
 
     return FormRecipe(needs=(Need(node, "plain"),), make=make)
@@ -351,13 +348,8 @@ def _is_one(size: int | torch.SymInt) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _swapped(maker: Maker, x: fx.Node, i: int, j: int) -> fx.Node:
-    """Tokens stand at the axis i, and the axis j has size one: the other way round."""
-    return maker.call(aten.transpose.int, x, i, j)
-
-
 def _flat(maker: Maker, x: fx.Node, i: int, j: int) -> fx.Node:
-    """(rows, positions) at i and j -> (1, tokens)."""
+    """Turn (rows, positions) at i and j into (1, tokens)."""
     if (i, j) != (0, 1):
         x = maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
     x = maker.call(aten.flatten.using_ints, x, 0, 1)
@@ -367,7 +359,7 @@ def _flat(maker: Maker, x: fx.Node, i: int, j: int) -> fx.Node:
 
 
 def _unpacked(analysis: Analysis, node: fx.Node) -> FormRecipe:
-    """As the model has it, and 0 at padding."""
+    """Return the recipe of the model's own shape, with 0 at padding."""
     dims = analysis.value(node).dims
     (i,), (j,) = places(dims, analysis.batch), places(dims, analysis.seq)
     require_alone(analysis, node, dims, (i, j))

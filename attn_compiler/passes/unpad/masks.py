@@ -1,4 +1,4 @@
-"""What all attentions of a graph leave out: one mask over (batch row, position), proved at each site; and what each does with the rest."""
+"""The keys that all attentions of a graph leave out, one mask over (batch row, position) proved at each site; and the pairs left."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _RULE = "all attentions leave out the same keys as padding, and nothing else but
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """tensor: (B, S). negated: it is 0 where a token is real. is_asked: that is what attentions leave out where it is 0 or 1 everywhere, as
-    only the data knows (`mask == 1`)."""
+    """The mask of padding. tensor: (B, S). negated: it is 0 where a token is real.
+
+    is_asked: attentions leave out that padding only if the mask is 0 or 1 everywhere, which only the data tells (`mask == 1`).
+    """
 
     tensor: Version
     negated: bool
@@ -34,7 +36,7 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionBand:
-    """What positions alone allow a site: causal, and a window."""
+    """The pairs that positions alone allow a site: causal, and a window."""
 
     causal: bool = False
     left: int | None = None
@@ -42,16 +44,16 @@ class PositionBand:
 
     @property
     def counts_positions(self) -> bool:
-        """Whether it asks how far apart two tokens are, and not only which comes first."""
+        """Return whether the distance between two tokens counts, and not only which comes first."""
         return self.left is not None or self.right is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedPairs:
-    """What a site does with pairs of packed tokens of one row.
+    """A site's pairs of packed tokens of one row.
 
-    band: which of them take part.
-    scores: what is added to their scores; None for nothing.
+    band: the pairs that take part.
+    scores: the additions to their scores; None for nothing.
     """
 
     band: PositionBand
@@ -59,12 +61,12 @@ class PackedPairs:
 
     @property
     def count_positions(self) -> bool:
-        """Whether it counts how far apart two tokens are, and not only which comes first."""
+        """Return whether the distance between two tokens counts, and not only which comes first."""
         return self.band.counts_positions or (self.scores is not None and self.scores.counts_positions)
 
 
-def of(sites: Sequence[Site]) -> tuple[Padding, list[PackedPairs]]:
-    """The padding of a graph, and what each site does with pairs of tokens. Raises KeepsPadding."""
+def padding_and_pairs(sites: Sequence[Site]) -> tuple[Padding, list[PackedPairs]]:
+    """Return the padding of a graph, and each site's pairs of tokens. Raises KeepsPadding."""
     found: Padding | None = None
     pairs = []
     for site in sites:
@@ -79,7 +81,7 @@ def of(sites: Sequence[Site]) -> tuple[Padding, list[PackedPairs]]:
         if found is not None and (padding.tensor, padding.negated) != (found.tensor, found.negated):
             raise _refused(site, "the mask of another layer is another tensor")
         found = padding if found is None or padding.is_asked else found
-        pairs.append(PackedPairs(band=band, scores=scores.of(site, spec)))
+        pairs.append(PackedPairs(band=band, scores=scores.packed_scores(site, spec)))
     if found is None:
         raise KeepsPadding(Code.PADDING_MASK, "the graph has an attention that was understood", "none")
     return found, pairs
@@ -90,7 +92,7 @@ def _refused(site: Site, observed: str, remedy: str | None = None) -> KeepsPaddi
 
 
 def _check_reading(site: Site, spec: AttentionSpec) -> None:
-    """Nothing reads more of the attention than its output, and it reads what the model computes."""
+    """Raise KeepsPadding if more than the output of the attention is read, or if it reads stored keys."""
     if spec.returns_weights:
         raise _refused(site, "the attention weights are read", "call the model without output_attentions")
     if spec.lse != "unread":
@@ -123,7 +125,7 @@ def _padding(site: Site, kind: KeyPadding) -> Padding:
 
 
 def _of_zero_or_one(condition: Expr) -> tuple[Expr, bool]:
-    """As `ix.nonzero`, if the one element that is asked for is 0 or 1. A condition that asks for more is its own answer."""
+    """Read a condition as `ix.nonzero`, if its one element is 0 or 1. A condition on more is returned itself."""
     elements = {x for x in ix.loads(condition) if x.at == (Index("b"), Index("k"))}
     found = ix.ordered(condition, lambda x: () if x in elements else ix.parts(x))
     others = [x for x in found if isinstance(x, (Index, Size, Load)) and x not in elements]
@@ -134,7 +136,6 @@ def _of_zero_or_one(condition: Expr) -> tuple[Expr, bool]:
 
 
 def _is_met(condition: Expr, number: int) -> bool:
-    """Of an element that is this number."""
     return bool(ix.evaluate(condition, {"b": 0, "k": 0}, lambda _, __: number))
 
 

@@ -54,7 +54,7 @@ class Before:
         )
 
     def beside(self, unit: Unit) -> Unit:
-        """A unit of its own, to be rewritten as any graph whose padding stays. unit: the packed one."""
+        """Make a separate unit, to be rewritten as any graph whose padding stays. unit: the packed one."""
         return Unit(
             graph_module=torch_packed.with_graph(unit.graph_module, self.graph),
             options=unit.options,
@@ -67,7 +67,7 @@ class Before:
         )
 
     def put_back(self, unit: Unit) -> None:
-        """Nothing was packed after all."""
+        """Restore the unit, since nothing was packed after all."""
         unit.graph_module.graph = self.graph
         unit.memory, unit.mirror, unit.found = self.memory, self.mirror, self.found
         unit.log.faults[:], unit.log.unread[:] = self.faults, self.unread
@@ -75,7 +75,7 @@ class Before:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trial:
-    """The packed graph is the unit's for now. packed: what becomes of the unit if each attention has its kernel."""
+    """A packed graph, which is the unit's for now. packed: the outcome if each attention has its kernel."""
 
     packed: Packed
     before: Before
@@ -124,7 +124,7 @@ def _check_graph(unit: Unit) -> None:
 
 
 def _run(unit: Unit, mirror: Mirror, found: FoundSites) -> Trial:
-    padding, pairs = masks.of(found.sites)
+    padding, pairs = masks.padding_and_pairs(found.sites)
     for site, own in zip(found.sites, pairs, strict=True):
         if own.scores is not None:
             scores.check_scores(site, own.scores, mirror, padding.tensor.node)
@@ -146,14 +146,14 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     roots, replaced = _roots(unit, found, maker)
     maker.make(roots)
     zeroed = _put_in(unit, maker, replaced)
-    asked_sizes.put_in(unit.graph, maker)
+    asked_sizes.insert_sizes(unit.graph, maker)
     _erase_unread(unit, maker)
     _check_gone(unit, maker)
     drawing.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
     facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
     of_mask = [exits.zero_or_one(padding.tensor.node)] if padding.is_asked else []
     asked = [*of_mask, *(fact for same in facts.values() for fact in (same if same[0].needs else same[:1]))]
-    # Padding that counts is a query without keys, which is 0 in both graphs.
+    # Padding that counts is a query without keys, whose result is 0 in both graphs.
     may_count = all(site.keyless is None for site in found.sites)
     counted = [fact for fact in asked if may_count and fact.counts is not None]
     asked = [*(fact for fact in asked if fact not in counted), *([exits.LEADS] if counted else [])]
@@ -179,7 +179,7 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
 
 
 def _inputs(unit: Unit, graph: fx.Graph, analysis: Analysis, padding: Padding) -> Tokens:
-    """Placeholders for where the real tokens are, behind those of the model."""
+    """Add placeholders for the places of real tokens behind those of the model."""
     mask = padding.tensor.node.meta["val"]
     most = _most(analysis)
     with torch_tracing.running_in(unit.mode):
@@ -187,7 +187,9 @@ def _inputs(unit: Unit, graph: fx.Graph, analysis: Analysis, padding: Padding) -
     last = list(graph.find_nodes(op="placeholder"))[-1]
     made = {}
     names = [each.name for each in dataclasses.fields(Tokens)]
-    for name, value in zip(names, fake_inputs(unit.mode, most, _expected(most), starts), strict=True):
+    # A typical number of tokens, for choices; odd, so that nothing is found to divide it.
+    expected = max(3, (most or 8192) * 5 // 8 | 1)
+    for name, value in zip(names, fake_inputs(unit.mode, most, expected, starts), strict=True):
         with graph.inserting_after(last):
             last = graph.placeholder(f"unpadded_{name}")
         last.meta["example_value"] = value
@@ -197,18 +199,12 @@ def _inputs(unit: Unit, graph: fx.Graph, analysis: Analysis, padding: Padding) -
 
 
 def _most(analysis: Analysis) -> int | None:
-    """Tokens that a batch has at most, if its sizes are known."""
     sizes = [atom.size for atom in (analysis.batch, analysis.seq)]
     return int(sizes[0]) * int(sizes[1]) if all(size.is_Integer for size in sizes) else None
 
 
-def _expected(most: int | None) -> int:
-    """A number of real tokens that choices may go by: an odd one, so that nothing is found to divide it."""
-    return max(3, (most or 8192) * 5 // 8 | 1)
-
-
 def _roots(unit: Unit, found: FoundSites, maker: Maker) -> tuple[list[Need], dict[fx.Node, Need]]:
-    """What has to be made, and the Dynamo nodes that it takes the place of."""
+    """Return the forms that have to be made, and the Dynamo nodes that they replace."""
     replaced: dict[fx.Node, Need] = {}
     given_back = set(unit.graph.output_node().all_input_nodes)
     for dynamo in unit.graph.nodes:
@@ -223,13 +219,8 @@ def _roots(unit: Unit, found: FoundSites, maker: Maker) -> tuple[list[Need], dic
             replaced[dynamo] = Need(node, "unpacked")
         elif value.kind is Kind.RETURNED and not maker.is_kept(node) and value.several is None:
             replaced[dynamo] = Need(node, "plain")
-    needed = {d: need for d, need in replaced.items() if d in given_back or _is_read(dynamo=d, replaced=replaced)}
+    needed = {d: need for d, need in replaced.items() if d in given_back or not replaced.keys() >= d.users.keys()}
     return list(needed.values()), needed
-
-
-def _is_read(dynamo: fx.Node, replaced: Mapping[fx.Node, Need]) -> bool:
-    """Whether anything reads it but calls that are made anew, too."""
-    return any(user not in replaced for user in dynamo.users)
 
 
 def _check_no_cache(found: FoundSites, node: fx.Node) -> None:
@@ -245,7 +236,7 @@ def _check_no_cache(found: FoundSites, node: fx.Node) -> None:
 
 
 def _put_in(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> tuple[str, ...]:
-    """Let what was made take the place of the model's own. Gives the outputs that are 0 at padding."""
+    """Replace the model's own nodes by those that were made. Returns the outputs that are 0 at padding."""
     output = maker.graph.output_node()
     zeroed = []
     for dynamo, need in replaced.items():
@@ -260,7 +251,7 @@ def _put_in(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> tuple
 
 
 def _places(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> dict[int, tuple[int, int]]:
-    """The axes of rows and positions of each output that is unpacked."""
+    """Return the axes of rows and positions of each output that is unpacked."""
     given: Any = unit.graph.output_node().args[0]
     found = {}
     for place, node in enumerate(given if isinstance(given, (tuple, list)) else (given,)):
@@ -273,13 +264,13 @@ def _places(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> dict[
 
 
 def _erase_unread(unit: Unit, maker: Maker) -> None:
-    """Erase the model's own nodes that only compute what nothing reads any more."""
+    """Erase the model's own nodes whose values nothing reads any more."""
     for dynamo in reversed(list(unit.graph.nodes)):
         if dynamo in maker.erased:
             continue
         copy = maker.copies[dynamo]
-        is_call = dynamo.op in ("call_function", "call_method")
-        if is_call and not copy.users and _only_computes(maker.mirror, dynamo) and _has_value(dynamo):
+        is_call = dynamo.op in ("call_function", "call_method") and dynamo.meta.get("example_value") is not None
+        if is_call and not copy.users and _only_computes(maker.mirror, dynamo):
             maker.graph.erase_node(copy)
             maker.erased.add(dynamo)
     made = set(maker.copies.values())
@@ -289,7 +280,7 @@ def _erase_unread(unit: Unit, maker: Maker) -> None:
 
 
 def _only_computes(mirror: Mirror, dynamo: fx.Node) -> bool:
-    """As `Mirror.computes_only`, and numbers that are computed of sizes."""
+    """Return `Mirror.computes_only`, also for nodes that compute numbers from sizes."""
     owned = mirror.owned(dynamo)
     return all(
         (isinstance(n.target, torch._ops.OpOverload) or getattr(n.target, "__module__", "") == "_operator")
@@ -298,12 +289,8 @@ def _only_computes(mirror: Mirror, dynamo: fx.Node) -> bool:
     )
 
 
-def _has_value(dynamo: fx.Node) -> bool:
-    return dynamo.meta.get("example_value") is not None
-
-
 def _check_gone(unit: Unit, maker: Maker) -> None:
-    """Nothing that is packed is computed beside it: what is left of it is read by something that was not looked into."""
+    """Raise KeepsPadding if a packed value is still computed with padding: an opaque node reads it."""
     for dynamo in unit.graph.nodes:
         if dynamo in maker.erased or dynamo.op == "output":
             continue

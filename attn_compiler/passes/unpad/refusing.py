@@ -1,4 +1,4 @@
-"""Why a graph keeps its padding: what a rule raises, and what makes a reason of it."""
+"""The exception of a rule for which a graph keeps its padding, with its reason."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from attn_compiler.reasons.decisions import Reason
 
 
 class KeepsPadding(Exception):
-    """The graph stays as it is. Internal: the pass turns it into a line of the report.
+    """A graph that stays as it is. Internal: the pass turns it into a line of the report.
 
-    reason: why. at: the mirror node that is to blame; None if it is no node.
+    reason: for the report. at: the mirror node that is to blame; None if it is no node.
     """
 
     def __init__(
@@ -22,5 +22,5 @@ class KeepsPadding(Exception):
         self.at = at
 
 
-#: what an op has to be that reads packed tokens
+#: the rule for ops that read packed tokens
 POSITION_WISE = "each op between the inputs and the outputs works on each position by itself"

@@ -1,6 +1,6 @@
-"""What is known to commute with packing, op by op: packed(op(x)) = op'(packed(x)).
+"""Ops that are known to commute with packing: packed(op(x)) = op'(packed(x)).
 
-Which axes of a result hold rows and positions is said by axis_rules.py, for each op in one line. Here stands how an op is done on packed
+axis_rules.py says for each op, in one line, which axes of a result hold rows and positions. This file says how an op is done on packed
 operands. A rule claims nothing of what a tensor means: any input of (rows, positions, ...) may be seen as one of positions.
 """
 
@@ -28,8 +28,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """dims: of the op's result. packed: how it is made for real tokens; None if nothing of it is by position. several: the axes of
-    each result of an op that has several. at_padding: as `Value` has it."""
+    """The packed result of an op. dims: its axes. packed: its recipe for real tokens; None if nothing of it is by position.
+
+    several: the axes of each result of an op that has several. at_padding: as in `Value`.
+    """
 
     dims: Dims
     packed: FormRecipe | None = None
@@ -39,7 +41,7 @@ class Result:
 
 @dataclass(frozen=True)
 class _Followed:
-    """Rows and positions, as the table of all ops asks for them."""
+    """Rows and positions, for the table of all ops."""
 
     context: Context
 
@@ -53,16 +55,16 @@ class _Followed:
         return self.context.value(node)
 
     def cannot_meet(self, operands: Sequence[tuple[fx.Node, Dim]], *, whole: bool) -> Mixed | None:
-        """An operand without rows and positions may: it is taken where the tokens are."""
+        """Refuse operands with rows or positions at different axes. An operand without any is taken at the tokens."""
         known = {tags(self.context, dim) for _, dim in operands if is_tagged(self.context, dim)}
         return Mixed(why="operands meet that have rows or positions at different axes") if len(known) > 1 else None
 
 
-def of(context: Context, node: fx.Node) -> Result:
-    """What an op gives. Raises KeepsPadding where it can't be done on packed operands, and AxisError."""
+def packed_result(context: Context, node: fx.Node) -> Result:
+    """Return the result of an op. Raises KeepsPadding where it can't be done on packed operands, and AxisError."""
     line = axis_rules.line_of(node)
     if node.target not in axis_rules.RULES and drawing.draws(node):
-        # Drawn for real tokens alone, its numbers would be others than those that the model reads of all positions.
+        # The model reads numbers of all positions, which would differ from numbers drawn for real tokens alone.
         raise KeepsPadding(
             Code.PADDING_DRAWN,
             drawing.ONCE,
@@ -82,7 +84,7 @@ def of(context: Context, node: fx.Node) -> Result:
         raise refused(node, found.why, found.remedy)
     recipe = _RECIPES_OF_OPS.get(node.target) or _RECIPES.get(line.rule, _of_first)
     packed = recipe(context, node, found.dims) if found.several or has_both(context, found.dims) else None
-    number = at_padding.of(context, node, line.rule)
+    number = at_padding.number_at_padding(context, node, line.rule)
     return Result(dims=found.dims, packed=packed, several=found.several, at_padding=number)
 
 
@@ -106,13 +108,13 @@ def _require(context: Context, node: fx.Node) -> None:
         raise refused(node, "it moves a tensor to another device")
 
 
-# ---- how an op is done on packed operands ----------------------------------------------------------------------------------
+# ---- ops on packed operands ------------------------------------------------------------------------------------------------
 
 _Recipe = Callable[[Context, fx.Node, Dims], FormRecipe | None]
 
 
 def _op_on(context: Context, node: fx.Node, x: fx.Node) -> FormRecipe | None:
-    """The op itself on one packed operand. No other may have rows or positions."""
+    """Return the op on one packed operand. No other operand may have rows or positions."""
     if context.value(x).packed is None:
         return None
     for other in node.all_input_nodes:
@@ -131,7 +133,7 @@ def _of_second(context: Context, node: fx.Node, dims: Dims) -> FormRecipe | None
 
 
 def _of_all(context: Context, node: fx.Node, dims: Dims) -> FormRecipe | None:
-    """The op itself on operands that lie as the result does."""
+    """Return the op on operands in the forms that the result needs."""
     tensors = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
     return call(node, {x: operand_form(context, node, x, dims) for x in tensors})
 
@@ -152,7 +154,7 @@ def _made(context: Context, node: fx.Node, make: Callable[[Any, fx.Node], fx.Nod
 
 
 def _of_view(context: Context, node: fx.Node, dims: Dims) -> FormRecipe | None:
-    """A squeeze, too, gets the sizes of the result: the packed axis of rows has size one."""
+    """Return the view with the result's sizes, also for a squeeze: the packed axis of rows has size one."""
     if node.target not in (*views.RESHAPES, *views.EXPANDS, *views.SQUEEZES):
         return _of_first(context, node, dims)
     target = aten.expand.default if node.target in views.EXPANDS else aten.reshape.default
@@ -166,7 +168,7 @@ def _of_slice(context: Context, node: fx.Node, dims: Dims) -> FormRecipe | None:
 
 
 def _of_cast(context: Context, node: fx.Node, dims: Dims) -> FormRecipe | None:
-    """To the dtype of another tensor, of which no element is read."""
+    """Return the cast to another tensor's dtype, of which no element is read."""
     dtype = views.value(node).dtype
     return _made(context, node, lambda maker, x: maker.call(aten.to.dtype, x, dtype))
 

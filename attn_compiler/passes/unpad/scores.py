@@ -1,6 +1,6 @@
-"""What is added to the scores of packed tokens: the same expression, of places among real tokens instead of positions.
+"""Additions to the scores of packed tokens: the same expression, of places among real tokens instead of positions.
 
-Only what knows of a query and a key by how far apart they are, or by numbers of the key's token, can be said so.
+An addition can be expressed so if it depends only on the distance of query and key, or on numbers of the key's token.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _REMEDY = "only T5's relative biases and ALiBi are applied to packed tokens"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedScores:
-    """What is added to the score of a head, a query and a key.
+    """The addition to the score of a head, a query and a key.
 
     value: over h, and over q and k, which are places among the real tokens of all rows.
-    tensors: what the loads of `value` read, by name. `value` reads a tensor that is taken at the real tokens at the place of the key.
+    tensors: the forms that the loads of `value` read, by name. `value` reads a tensor of tokens at the place of the key.
     counts_positions: distances count, so the real tokens of each row have to lie side by side.
     """
 
@@ -52,13 +52,13 @@ class PackedScores:
 
     @property
     def key(self) -> tuple[Expr, tuple[tuple[str, Need], ...]]:
-        """Equal for sites that add the same."""
+        """Return a key that is equal for sites with the same addition."""
         return self.value, tuple(sorted(self.tensors.items(), key=lambda item: item[0]))
 
     def emit(
         self, maker: NodeMaker, tensors: Mapping[str, fx.Node], *, like: fx.Node, queries: fx.Node, keys: fx.Node
     ) -> fx.Node:
-        """(1, H, T, T): the numbers, in the dtype of `like`, which is q of (1, H, T, D).
+        """Emit the numbers, (1, H, T, T), in the dtype of `like`, which is q of (1, H, T, D).
 
         tensors: the forms of `self.tensors`. queries: int64 (T, 1), the places of queries. keys: int64 (1, T).
         """
@@ -81,8 +81,8 @@ class PackedScores:
         return maker.call(torch.Tensor.to, maker.call(aten.unsqueeze.default, added, 0), value.dtype)
 
 
-def of(site: Site, spec: AttentionSpec) -> PackedScores | None:
-    """What a site adds to its scores; None for nothing. Raises KeepsPadding for what can't be said of packed tokens."""
+def packed_scores(site: Site, spec: AttentionSpec) -> PackedScores | None:
+    """Return a site's addition to its scores; None for nothing. Raises KeepsPadding if packed tokens can't express it."""
     score = spec.score
     beyond = [change for change in score.changes if not isinstance(change, DenseBias)]
     is_proved = bool(score.proved) or not score.changes
@@ -103,14 +103,14 @@ def _refused(site: Site, observed: str) -> KeepsPadding:
 
 
 def check_scores(site: Site, scores: PackedScores, mirror: Mirror, mask: fx.Node) -> None:
-    """What is added can be written anew in this graph. mask: the padding, (B, S). Raises KeepsPadding."""
+    """Raise KeepsPadding unless the addition can be written anew in this graph. mask: the padding, (B, S)."""
     _check_sizes(site, scores, mask)
     _check_gradient(site, mirror)
 
 
 def _check_gradient(site: Site, mirror: Mirror) -> None:
-    """What is written anew gives its gradient to all that it reads, so the model may not stop that gradient on the way."""
-    if gradients.known(mirror, site.match.out) is False:
+    """Raise KeepsPadding if the model stops the gradient of an addition: one written anew passes it to all that it reads."""
+    if gradients.carries(mirror, site.match.out) is False:
         return
     read = {version.node for version in site.score_loads.values()}
     between: set[fx.Node] = set()
@@ -130,7 +130,7 @@ def _check_gradient(site: Site, mirror: Mirror) -> None:
 
 
 def _check_sizes(site: Site, scores: PackedScores, mask: fx.Node) -> None:
-    """A token has one place among all B · S, so what is taken at the real tokens is as large as the mask."""
+    """Raise KeepsPadding if a tensor taken at the real tokens is smaller than the mask: a token has one place among all B · S."""
     own = axes.shape_exprs(views.value(mask))
     for name, need in scores.tensors.items():
         shape = axes.shape_exprs(views.value(need.node))
@@ -158,7 +158,7 @@ def _packed(site: Site, kind: ProvedScore) -> PackedScores:
 
 
 def _by_distance(position: Expr) -> Expr | None:
-    """The position as a number of k - q alone, up to what is one number for all keys of a query: no softmax sees that."""
+    """Return the position as a number of k - q alone, up to a number that is equal for all keys of a query: no softmax sees that."""
     form = ix.linear(position)
     of_key = [(term, factor) for term, factor in form.terms if ix.mentions(term, K)]
     if len(of_key) != 1:
@@ -177,7 +177,7 @@ def _negated(form: Linear) -> Linear:
 
 
 def _is_of_tokens(position: Expr) -> bool:
-    """Whether the keys' places count only in loads of (row, key), and nothing else counts but numbers."""
+    """Return whether the keys' places count only in loads of (row, key), and besides them only numbers."""
     others = throughout(position, lambda x: ix.ZERO if isinstance(x, Load) and x.at == (B, K) else x)
     return not others.facts.has_loads and not any(ix.mentions(others, index) for index in (B, Q, K))
 

@@ -1,4 +1,4 @@
-"""What is known of each value of the mirror: which axes hold positions, and in which forms the value can be had."""
+"""Values of the mirror: the axes that hold positions, and the forms in which each value can be had."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from attn_compiler.passes.unpad.refusing import KeepsPadding
 
 
 class Kind(enum.Enum):
-    """How the rewritten graph has a value of the model's.
+    """The source of a model's value in the rewritten graph.
 
-    ORIGINAL: from the model's own node. PACKED: for real tokens alone. RETURNED: computed packed, then padded to the model's own shape.
-    LOST: not at all.
+    ORIGINAL: the model's own node. PACKED: for real tokens alone. RETURNED: computed packed, then padded to the model's own shape.
+    LOST: there is none.
     """
 
     ORIGINAL = "original"
@@ -29,16 +29,19 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Indexed:
-    """A value as the model has it, taken at the real tokens. batch, seq: its axes of rows and positions once it has `rank` axes; new axes
-    come first. Where both are one axis, that holds the positions of all rows."""
+    """The form of a plain value that is taken at the real tokens.
+
+    batch, seq: its axes of rows and positions once it has `rank` axes; new axes come first. Where both are one axis, that holds the
+    positions of all rows.
+    """
 
     batch: int
     seq: int
     rank: int
 
 
-#: "plain": as the model has it. "packed": the rows' axis has size 1, that of positions one element for each real token. "unpacked": as
-#: the model has it, and 0 at padding.
+#: "plain": the model's value. "packed": the axis of rows has size 1, the axis of positions one element for each real token. "unpacked":
+#: the model's shape, with 0 at padding.
 Form = Literal["plain", "packed", "unpacked"] | Indexed
 
 
@@ -51,7 +54,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FormRecipe:
-    """How a form is made: `make` gets the Maker (making.py), and the nodes of what it needs, in order."""
+    """The recipe of a form: `make` gets the Maker (making.py), and the nodes of `needs`, in order."""
 
     needs: tuple[Need, ...]
     make: Callable[[Any, tuple[fx.Node, ...]], fx.Node]
@@ -59,15 +62,15 @@ class FormRecipe:
 
 @dataclass(kw_only=True, eq=False)
 class Value:
-    """What is known of a mirror node.
+    """The analysis of a mirror node.
 
-    kind: see there.
+    kind: the source of its value.
     dims: its axes; those of rows and positions hold the analysis' own atoms.
-    packed: how it is made for real tokens alone; None if it can't be.
-    returned: of a RETURNED value, how it is made.
+    packed: the recipe for real tokens alone; None if there is none.
+    returned: for a RETURNED value, its recipe.
     at_padding: the number that it holds at padding; None if that is not known.
-    several: of an op with several results, the axes of each.
-    lost: of a LOST value, why.
+    several: for an op with several results, the axes of each.
+    lost: for a LOST value, the reason.
     """
 
     kind: Kind
@@ -80,10 +83,10 @@ class Value:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the model's own value is there."""
+        """Return whether the model's own value is there."""
         return self.kind in (Kind.ORIGINAL, Kind.RETURNED)
 
 
 def places(dims: Dims, atom: Atom) -> list[int]:
-    """The axes that hold an atom."""
+    """Return the axes that hold an atom."""
     return [i for i, dim in enumerate(dims) if atom in axes.resolve(dim)]

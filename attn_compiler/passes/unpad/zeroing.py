@@ -1,4 +1,4 @@
-"""What the padded graph gives at padding: 0, as the packed one. Which of the two runs may depend on the batches before."""
+"""Zeros at padding in the padded graph, as in the packed one: which of the two runs may depend on earlier batches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import fx
 from attn_compiler.passes.graph.padding_outcome import Packed
 
 
-def put_in(graph: fx.Graph, packed: Packed) -> None:
-    """Let a graph with the model's inputs and outputs give 0 where the packed graph does."""
+def zero_padding(graph: fx.Graph, packed: Packed) -> None:
+    """Set a graph's outputs to 0 where the packed graph's are. The graph has the model's inputs and outputs."""
     if not packed.places:
         return
     tokens = _tokens(graph, packed.before.graph)
@@ -31,7 +31,7 @@ def _given(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def _tokens(graph: fx.Graph, told: fx.Graph) -> fx.Node:
-    """bool (B, S): which tokens are packed. Asked before anything that may write to the inputs."""
+    """Return bool (B, S): which tokens are packed. It is computed before anything that may write to the inputs."""
     inputs = list(graph.find_nodes(op="placeholder"))
     copies: dict[fx.Node, fx.Node] = dict(zip(told.find_nodes(op="placeholder"), inputs, strict=True))
     asked: fx.Node = _given(told)[0]

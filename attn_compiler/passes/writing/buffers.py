@@ -1,6 +1,6 @@
 """Tensors that compiled code keeps from call to call: buffers of the root graph module, which the graph reads and writes in place.
 
-A body of a checkpoint gets them, and what they held before the call, as further inputs: recomputation in the backward then sees what
+A body of a checkpoint gets them, and their values before the call, as further inputs: recomputation in the backward then sees what
 the forward saw, and the write happens once. Graphs that run the same place of the same module share them (fp8_state.py).
 """
 
@@ -20,24 +20,24 @@ from attn_compiler.passes.recovering import body_inputs
 from attn_compiler.torch_private import compat as torch_compat, fp8_state, frames as torch_frames
 
 _PREFIX = "attn_compiler_buffer"
-#: what Dynamo tells of where a node is from
+#: Dynamo's meta that tells the origin of a node
 _META = ("nn_module_stack", "stack_trace")
 
 
 def why_not(unit: Unit) -> str | None:
-    """Why the sites of a graph can't have buffers; None if they can."""
+    """Return why the sites of a graph can't have buffers; None if they can."""
     return body_inputs.why_not(unit) if unit.is_body else None
 
 
 def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Node, fx.Node]:
-    """The node of a buffer, and of what it held before the call. To be used at the site. value: fake."""
+    """Return the node of a buffer, and of its value before the call. To be used at the site. value: fake."""
     path = unit.name.split(".") if unit.is_body else []
     attribute = "_".join((_PREFIX, *path, str(len(unit.written.buffers))))
     if unit.is_body:
         node, held = (body_inputs.add(unit, f"{attribute}{suffix}", value) for suffix in ("", "_held"))
         inputs: tuple[fx.Node, ...] = (node, held)
     else:
-        # What it is filled with follows in `install`, when all sites are known.
+        # `install` fills it, when all sites are known.
         torch_compat.add_buffer(unit.graph_module, attribute, _zeros(value))
         node, held = _read(unit.graph, attribute, value)
         inputs = ()
@@ -49,8 +49,11 @@ def make(unit: Unit, site: Site, name: str, value: torch.Tensor) -> tuple[fx.Nod
 
 
 def install(root: fx.GraphModule, units: Sequence[Unit]) -> None:
-    """Give the root what its sites and those of bodies keep, where bodies' calls can hand it to them: what other graphs keep for the same
-    module already, or zeros. With any buffers, another module than this one gets code of its own."""
+    """Give the root the buffers of its sites and of bodies' sites, where bodies' calls can pass them on.
+
+    A buffer is one that another graph keeps for the same module, or zeros. With any buffers, another module than this one gets its own
+    code.
+    """
     if any(unit.written.buffers for unit in units):
         torch_frames.guard_modules()
     every = [(unit, buffer) for unit in units for buffer in unit.written.buffers]
@@ -67,7 +70,7 @@ def install(root: fx.GraphModule, units: Sequence[Unit]) -> None:
 
 
 def forget(unit: Unit, kept: int) -> None:
-    """Nothing that sites asked for after the first `kept` buffers is wanted; their nodes are erased already."""
+    """Remove the buffers after the first `kept`; their nodes are erased already."""
     for buffer in unit.written.buffers[kept:]:
         if not unit.is_body:
             torch_compat.remove_buffer(unit.graph_module, buffer.name)
@@ -75,7 +78,7 @@ def forget(unit: Unit, kept: int) -> None:
 
 
 def _known(buffer: Buffer, home: fp8_state.Home | None) -> torch.Tensor | None:
-    """What a graph before this one keeps for the same home. If it can't be that, although there is something, the site says why."""
+    """Return the buffer that an earlier graph keeps for the same home. If there is one that does not fit, the site says why."""
     found = fp8_state.find(home)
     training = _trains(buffer)
     other = None if found is not None else fp8_state.others(buffer.label, home, training=training)
@@ -98,33 +101,36 @@ def _trains(buffer: Buffer) -> bool:
 
 
 def _home(buffer: Buffer, times: Counter[Hashable]) -> fp8_state.Home | None:
-    """times: how often each place of each module came so far: a module that runs several times has a history for each."""
+    """Return the place that a buffer's history belongs to. times: the count of each place of each module so far.
+
+    A module that runs several times has a history for each time.
+    """
     owner, spec = torch_frames.owner_of(buffer.origin.get("nn_module_stack")), buffer.site.spec
     if owner is None or spec is None:
         return None
     place = (_lines(buffer.origin.get("stack_trace") or ""), buffer.label.rpartition("/")[2])
     times[id(owner), place] += 1
-    # Nothing but their shapes tells apart what a function is called for.
+    # Only shapes tell apart the calls of a function.
     shapes = None if isinstance(owner, torch.nn.Module) else (spec.q.shape, spec.k.shape, spec.v.shape)
     kind = (spec.fp8, tuple(buffer.value.shape), str(buffer.value.device), shapes)
     return fp8_state.Home(owner=weakref.ref(owner), place=(place, times[id(owner), place]), kind=kind)
 
 
 def _lines(stack_trace: str) -> tuple[tuple[str, str], ...]:
-    """The lines of code from the module's own `forward` inwards: what calls it differs from graph to graph."""
+    """Return the lines of code from the module's own `forward` inwards: its callers differ from graph to graph."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack_trace)
     first = max((i for i, (*_, function) in enumerate(frames) if "forward" in function), default=0)
     return tuple((file, line) for file, line, _ in frames[first:])
 
 
 def discard(root: fx.GraphModule, units: Iterable[Unit]) -> None:
-    """Nothing was rewritten after all."""
+    """Remove all buffers, since nothing was rewritten after all."""
     for buffer in (buffer for unit in units for buffer in unit.written.buffers):
         torch_compat.remove_buffer(root, buffer.name)
 
 
 def _zeros(value: torch.Tensor) -> torch.Tensor:
-    # Never one of inference mode, which no graph for training could write to.
+    # No graph for training could write to a tensor of inference mode.
     with torch_compat.real_tensors(), torch.inference_mode(False):
         return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 

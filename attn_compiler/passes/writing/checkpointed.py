@@ -1,6 +1,6 @@
-"""What the report says of attention that is to be kept under checkpoints (`options={"checkpoint": "keep_attention"}`): bytes, or why none.
+"""The report's note on attention to be kept under checkpoints (`options={"checkpoint": "keep_attention"}`): bytes, or why nothing is kept.
 
-What keeps it works on the traced graph (lowerings/graph_ops/kept.py).
+lowerings/graph_ops/kept.py keeps it, on the traced graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.torch_private import inductor as torch_inductor, marks
 
 _CHECKPOINT = "tag_activation_checkpoint"
-#: of what an op of attention gives, the output and the lse come first
+#: an attention op's first results: the output and the lse
 _OUTPUTS = 2
 
 
@@ -32,7 +32,7 @@ def tell(unit: Unit, found: FoundSites) -> None:
 
 
 def _of_site(unit: Unit, site: Site, of_graph: str | None) -> str:
-    """of_graph: why nothing of the graph is kept, if nothing is."""
+    """Return a site's note. of_graph: why nothing of the graph is kept, if nothing is."""
     if site.spec is not None and not site.spec.needs_grad:
         return "nothing is kept, it has no backward"
     if of_graph is not None:
@@ -60,14 +60,14 @@ def _why_nothing(unit: Unit) -> str | None:
 
 
 def _around(unit: Unit) -> Iterator[Unit]:
-    """The unit, and those whose graphs run it."""
+    """Yield the unit, and those whose graphs run it."""
     yield unit
     for call in unit.place.calls:
         yield from _around(call.unit)
 
 
 def _checkpoints(unit: Unit) -> Iterator[Unit]:
-    """Among them, the bodies of checkpoints."""
+    """Yield the bodies of checkpoints among `_around`."""
     return (one for one in _around(unit) if any(target_name(call.node) == _CHECKPOINT for call in one.place.calls))
 
 

@@ -1,4 +1,4 @@
-"""Which sites the FP8 recipe applies to: all but those that its patterns exclude. It becomes part of their specs."""
+"""The sites that the FP8 recipe applies to: all but those that its patterns exclude. It becomes part of their specs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_compiler.spec.fp8_recipe import DelayedScaling, Fp8Recipe
 
 
 def ask_for_fp8(unit: Unit, found: FoundSites) -> None:
-    """Put the recipe into the specs of a unit's sites, and say of the others why it is not there."""
+    """Put the recipe into the specs of a unit's sites, and note on the others why it is not there."""
     recipe, options = unit.options.fp8_recipe, unit.options
     if recipe is None:
         return
@@ -38,9 +38,9 @@ def ask_for_fp8(unit: Unit, found: FoundSites) -> None:
 
 
 def check_recipe_used(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> None:
-    """Say what users would not look into a report for: that patterns do not do what they seem to, or that a model is in float32.
+    """Warn of what users would not look into a report for: patterns that exclude all or none, or a model in float32.
 
-    is_whole: the graph is all of its frame: of a part, patterns may well exclude all or none. Raises Fp8RecipeUnused if they exclude all.
+    is_whole: the graph is all of its frame; in a part, patterns may well exclude all or none. Raises Fp8RecipeUnused if they exclude all.
     """
     modules = tuple(module for site in report.sites for module in site.modules)
     if modules and is_whole:

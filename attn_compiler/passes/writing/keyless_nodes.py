@@ -1,4 +1,4 @@
-"""Nodes that give a query without keys what the model gives it (keyless.py), whatever the kernel gave."""
+"""Nodes that give a query without keys the model's result (keyless.py), whatever the kernel gave."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ _FAR = 2**62
 
 
 def asked_for(spec: AttentionSpec, keyless: Keyless | None, lowering: str, target: Target) -> AttentionSpec:
-    """The spec that a lowering is to serve. It says so where its own kernels give rows without keys what they are: over a cache, and where
-    q and k get a gradient from them. Elsewhere nodes cost less (benchmarks/results/keyless_cost_h200.csv).
+    """Return the spec that a lowering is to serve, which may ask its kernel for the rows without keys.
+
+    It asks over a cache, and where q and k get a gradient from such rows. Elsewhere nodes cost less
+    (benchmarks/results/keyless_cost_h200.csv).
     """
     if spec.mask.own_rows is not None or spec.lse != "unread" or (keyless is None and not spec.adds_unread):
         return spec
@@ -48,7 +50,7 @@ def asked_for(spec: AttentionSpec, keyless: Keyless | None, lowering: str, targe
 
 
 def tell(emitter: Emitter, spec: AttentionSpec, keyless: Keyless | None) -> None:
-    """Note what rows without keys are. None: by numbers that were not read."""
+    """Note the result of rows without keys. None: by numbers that were not read."""
     emitter.note(NOTE if keyless is None or keyless.numbers is None else NOTE_NUMBERS)
     if keyless is not None and (keyless.numbers is not None or not (keyless.through and spec.needs_grad)):
         return
@@ -58,13 +60,8 @@ def tell(emitter: Emitter, spec: AttentionSpec, keyless: Keyless | None) -> None
         emitter.note(NOTE_BIAS)
 
 
-def _is_through(spec: AttentionSpec, keyless: Keyless) -> bool:
-    """Whether q and k get a gradient from rows without keys."""
-    return keyless.through and spec.needs_grad and spec.score.pointwise is None
-
-
 def completed(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Operands, out: fx.Node) -> fx.Node:
-    """The kernel's output (B, Hq, Sq, Dv), with the model's own rows where a query has no key."""
+    """Return the kernel's output (B, Hq, Sq, Dv), with the model's own rows where a query has no key."""
     if keyless.by_tensor:
         return _completed_by_tensor(emitter, spec, operands, out)
     has_keys = with_keys(emitter, spec, keyless, operands)
@@ -76,7 +73,7 @@ def completed(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands:
 
 
 def _completed_by_tensor(emitter: Emitter, spec: AttentionSpec, operands: Operands, out: fx.Node) -> fx.Node:
-    """The same where the numbers that are added say which rows these are, and what they get."""
+    """Return the same where the added numbers tell which rows have no key, and what those rows get."""
     mask = operands.mask
     if mask is None:
         raise ValueError("numbers that mask are a tensor of their own")
@@ -97,11 +94,11 @@ def _completed_by_tensor(emitter: Emitter, spec: AttentionSpec, operands: Operan
     return emitter.call(torch.where, has_keys, out, emitter.call(torch.matmul, weights, v))
 
 
-# ---- which rows ---------------------------------------------------------------------------------------------------
+# ---- rows without keys --------------------------------------------------------------------------------------------
 
 
 def with_keys(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Operands) -> fx.Node:
-    """(B|1, Hq|1, Sq|1, 1) truth values: whether a query has keys. Made once for all layers."""
+    """Return truth values (B|1, Hq|1, Sq|1, 1): whether a query has keys. Made once for all layers."""
     if keyless.allowed is None or not _at_hand(spec, keyless.allowed, operands):
         key: tuple[object, ...] = ("has keys", operands.mask, keyless.highest)
         return emitter.once(key, lambda: _by_tensor(emitter, keyless, operands))
@@ -121,13 +118,16 @@ def _by_tensor(emitter: Emitter, keyless: Keyless, operands: Operands) -> fx.Nod
 
 
 def _as_four(emitter: Emitter, x: fx.Node) -> fx.Node:
-    """With four axes, of which the new ones are the first."""
+    """Add axes at the front, up to four."""
     missing = range(4 - emitter.value(x).dim())
     return functools.reduce(lambda y, _: emitter.call(torch.unsqueeze, y, 0), missing, x)
 
 
 def _by_condition(emitter: Emitter, spec: AttentionSpec, allowed: Expr, operands: Operands) -> fx.Node:
-    """A condition on keys alone is asked once for each batch row; where the others are diagonals, the first key that it leaves decides."""
+    """Return whether a query has keys, by a condition. A part on keys alone is computed once for each batch row.
+
+    If all other parts are diagonals, the first allowed key decides.
+    """
     parts = kinds.conjuncts(allowed)
     of_queries = [part for part in parts if not ix.mentions(part, Index("k"))]
     of_keys = [part for part in parts if ix.mentions(part, Index("k")) and not ix.mentions(part, Index("q"))]
@@ -159,7 +159,7 @@ def _any(emitter: Emitter, truth: fx.Node) -> fx.Node:
 
 
 def _last_key(part: Expr) -> Expr | None:
-    """r of k <= r, where r knows of no key."""
+    """Return r of k <= r, where r does not depend on the key."""
     if not isinstance(part, Test) or part.relation != ">=":
         return None
     if dict(part.form.terms).get(Index("k")) != -1:
@@ -169,7 +169,7 @@ def _last_key(part: Expr) -> Expr | None:
 
 
 def _at_hand(spec: AttentionSpec, x: Expr, operands: Operands) -> bool:
-    """Whether the site has all tensors and sizes that an expression reads."""
+    """Return whether the site has all tensors and sizes that an expression reads."""
     tensors = {load.tensor for load in ix.loads(x)}
     known = {*operands.sizes, *(size for size in _sizes_of(spec) if isinstance(size, str))}
     return tensors <= operands.loads.keys() and ix.sizes(x) <= known
@@ -206,12 +206,8 @@ class _Places:
         return size_of(self._emitter, *self._sized(axis))
 
     def _sized(self, axis: int) -> tuple[fx.Node, int]:
-        """What has the size of an axis of the site, and where."""
+        """Return a node and its axis that has the size of an axis of the site."""
         return (self._operands.k, 2) if axis == _AXES["k"] else (self._operands.q, axis)
-
-    def _counted(self, axis: int) -> int | torch.SymInt:
-        node, own = self._sized(axis)
-        return self._emitter.value(node).shape[own]
 
     def _names(self, x: Expr) -> Names:
         indices = {name: self.index(name) for name in _AXES if ix.mentions(x, Index(name))}
@@ -220,24 +216,26 @@ class _Places:
             name: self._given(self._operands.sizes[name]) if name in self._operands.sizes else self._size(own[name])
             for name in ix.sizes(x)
         }
-        counted = {name: self._counted(_AXES[name]) for name in indices}
+        sized = {name: self._sized(_AXES[name]) for name in indices}
+        counted = {name: self._emitter.value(node).shape[own] for name, (node, own) in sized.items()}
         return Names(device=self._device, indices=indices, sizes=sizes, tensors=self._operands.loads, counted=counted)
 
     def _given(self, size: SizeOf) -> fx.Node:
         return size.node if size.axis is None else self._emitter.call(aten.sym_size.int, size.node, size.axis)
 
 
-# ---- what they get ------------------------------------------------------------------------------------------------
+# ---- their results ------------------------------------------------------------------------------------------------
 
 
 def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Operands, out: fx.Node) -> fx.Node:
-    """(B, Hq, 1 or Sq, Dv)"""
+    """Return the mean of v, (B, Hq, 1 or Sq, Dv)."""
     dtype = emitter.value(out).dtype
     wide = computed_in(dtype)
-    # Of no keys at all the sum is 0, as the model's is.
+    # Without any keys the sum is 0, as the model's is.
     over_keys = torch.sum if emitter.value(operands.v).shape[2] == 0 else torch.mean
     mean = emitter.call(over_keys, operands.v, 2, keepdim=True, dtype=wide)
-    if not _is_through(spec, keyless):
+    # These rows give q and k no gradient.
+    if not (keyless.through and spec.needs_grad and spec.score.pointwise is None):
         return _for_each_head(emitter, spec, _cast(emitter, mean, dtype))
     nothing = emitter.call(
         torch.ops.attn_compiler.keyless_gradient.default, operands.q, operands.k, operands.v, spec.score.scale
@@ -247,7 +245,7 @@ def _mean(emitter: Emitter, spec: AttentionSpec, keyless: Keyless, operands: Ope
 
 
 def _weighed(emitter: Emitter, spec: AttentionSpec, numbers: Expr, operands: Operands, out: fx.Node) -> fx.Node:
-    """(B, Hq, Sq, Dv): the softmax over the numbers, times v. It is the same for all layers."""
+    """Return the softmax over the numbers, times v, (B, Hq, Sq, Dv). The weights are the same for all layers."""
     dtype = emitter.value(out).dtype
     wide = computed_in(dtype)
     loads = tuple(sorted((name, n.name) for name, n in operands.loads.items()))
@@ -264,7 +262,7 @@ def _weighed(emitter: Emitter, spec: AttentionSpec, numbers: Expr, operands: Ope
 
 
 def _for_each_head(emitter: Emitter, spec: AttentionSpec, x: fx.Node) -> fx.Node:
-    """(B, Hkv, ...) -> (B, Hq, ...) where query heads share one of v's."""
+    """Repeat (B, Hkv, ...) to (B, Hq, ...) where query heads share one of v's."""
     heads_kv, heads_q = emitter.value(x).shape[1], spec.num_heads_q
     if not spec.is_gqa or not isinstance(heads_q, int) or heads_kv == 1:
         return x

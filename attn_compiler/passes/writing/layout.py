@@ -1,4 +1,4 @@
-"""Where the chosen kernel can't read an operand's strides, plan a copy: with its bytes and why. Nothing else is moved."""
+"""Copies of operands whose strides the chosen kernel can't read: planned with bytes and reason. Nothing else is moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 
 aten = torch.ops.aten
-#: what leaves its result in its input's strides on a CPU, where PyTorch's tracing says that it is contiguous (torch 2.11 to 2.15)
+#: ops whose result has its input's strides on a CPU, while PyTorch's tracing says that it is contiguous (torch 2.11 to 2.15)
 _TOLD_WRONG = frozenset({aten.roll.default, aten.channel_shuffle.default})
 
 
@@ -31,7 +31,7 @@ def choose_copies(unit: Unit, found: FoundSites) -> None:
         with faults.confined(unit.log, "layout", site.module) as attempt:
             demand = by_name(site.decision.lowering).demand(site.spec)
             site.copies.extend(needed(site.spec, demand))
-            # Inductor writes what it compiles in the strides that were told.
+            # Inductor writes results in the strides that tracing says.
             if unit.options.inner != "inductor" and site.spec.device == "cpu":
                 site.copies.extend(_of_told_wrong(site.match, site.spec, {copy.operand for copy in site.copies}))
         if attempt.reason is not None:
@@ -39,7 +39,7 @@ def choose_copies(unit: Unit, found: FoundSites) -> None:
 
 
 def needed(spec: AttentionSpec, demand: LayoutDemand) -> list[Copy]:
-    """The copies that a demand asks for: contiguous BHSD in place of strides that the kernel can't read."""
+    """Return the copies that a demand asks for: contiguous BHSD in place of strides that the kernel can't read."""
     copies = []
     for name, tensor in (("q", spec.q), ("k", spec.k), ("v", spec.v)):
         why = demand.broken_by(tensor)
@@ -55,19 +55,19 @@ def _of_told_wrong(match: Match, spec: AttentionSpec, copied: Collection[str]) -
 
 
 def told_wrong(match: Match) -> frozenset[str]:
-    """Which of q, k and v have strides that PyTorch's tracing tells wrong."""
+    """Return which of q, k and v may have other strides than PyTorch's tracing says."""
     return frozenset(name for name in ("q", "k", "v") if _maker(getattr(match, name).root).target in _TOLD_WRONG)
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """What made the tensor that a chain of views is of."""
+    """Return the node that made the tensor under a chain of views."""
     while views.is_view(node):
         node = views.source(node)
     return node
 
 
 def num_bytes(tensor: TensorSpec) -> int | None:
-    """Size of the tensor when it is copied whole; None if a dimension is symbolic."""
+    """Return the size of a whole copy of the tensor; None if a dimension is symbolic."""
     sizes = [s for s in tensor.shape if isinstance(s, int)]
     element = torch.empty((), dtype=getattr(torch, tensor.dtype), device="meta").element_size()
     return math.prod(sizes) * element if len(sizes) == len(tensor.shape) else None

@@ -32,20 +32,24 @@ class LinearSite:
 
 
 def are_in(gm: fx.GraphModule) -> bool:
-    """Whether the graph, or a body nested in it, has such a call."""
+    """Return whether the graph, or a body nested in it, has such a call."""
     return any(linear_call.calls(module.graph) for module in torch_compat.graph_modules(gm))
 
 
 def lower(gm: fx.GraphModule, options: Options) -> tuple[LinearSite, ...]:
-    """Put a lowering in the place of each call. It decides from the spec, the target and the options alone."""
+    """Replace each call by a lowering, chosen from the spec, the target and the options alone."""
     found = []
     for module in torch_compat.graph_modules(gm):
         calls = linear_call.calls(module.graph)
         shared = linear_steps.shared_memory(module.graph) if calls else frozenset()
         for node in calls:
-            spec = _spec(node)
+            operands, text = node.args
+            tensors = [x.meta["example_value"] for x in operands]  # type: ignore[union-attr]
+            spec = deciding.call_of(LinearForm.from_text(str(text)), tensors)
             decision = deciding.chosen(spec, options)
-            lowering = _lowering(decision)
+            every = lowerings.linear_table.LINEAR_LOWERINGS
+            # None: the model's own function.
+            lowering = next((one for one in every if one.name == decision.lowering), None)
             step = None if lowering is None else lowering.step_op
             if step is None or not linear_steps.write_over(node, spec, step, shared):
                 _replace(node, linear_call.linear_own if lowering is None else lowering.op)
@@ -53,23 +57,12 @@ def lower(gm: fx.GraphModule, options: Options) -> tuple[LinearSite, ...]:
     return tuple(found)
 
 
-def _spec(node: fx.Node) -> LinearSpec:
-    operands, text = node.args
-    tensors = [x.meta["example_value"] for x in operands]  # type: ignore[union-attr]
-    return deciding.call_of(LinearForm.from_text(str(text)), tensors)
-
-
-def _lowering(decision: Decision) -> lowerings.linear_table.LinearLowering | None:
-    """None: the model's own function."""
-    return next((one for one in lowerings.linear_table.LINEAR_LOWERINGS if one.name == decision.lowering), None)
-
-
-#: operands that the last state is not made of
+#: operands that do not affect the last state
 _OF_OUT = frozenset({"q", "C", "D"})
 
 
 def _replace(node: fx.Node, op: torch._ops.OpOverload) -> None:
-    """A new node, so that a rewrite that is kept on disk has it. Where the state alone is read, q has no gradient, as in the model."""
+    """Replace a call by a new node, which a kept rewrite records. If only the state is read, q has no gradient, as in the model."""
     operands, text = node.args
     reads = [user for user in node.users if user.target is not operator.getitem or (user.args[1] == 0 and user.users)]
     with node.graph.inserting_before(node):
@@ -90,13 +83,13 @@ def _detached(x: fx.Node) -> fx.Node:
 
 
 def give_back(gm: fx.GraphModule) -> None:
-    """Every call becomes the model's own function again, for a graph that is compiled as the model made it."""
+    """Restore the model's own function in every call, for a graph that is compiled as the model made it."""
     for module in torch_compat.graph_modules(gm):
         linear_call.give_back(module.graph)
 
 
 def rows(sites: Sequence[LinearSite]) -> tuple[LinearReport, ...]:
-    """A row for all calls of one spec and decision."""
+    """Return a row for all calls of one spec and decision."""
     groups: dict[tuple[LinearSpec, Decision], list[str]] = {}
     for site in sites:
         groups.setdefault((site.spec, site.decision), []).append(site.module)

@@ -1,10 +1,10 @@
-"""A step of decoding whose new state is written over the old one, as caches do: the kernel writes there itself.
+"""A decoding step whose new state overwrites the old one, as in caches: the kernel writes there itself.
 
     out, last = linear_call([…, state], text);  state.copy_(last)    becomes    out = step([…], state, text)
 
-The state is written earlier than the model writes it. So nothing may read it in between: it is an input of the graph that the call and
-the copy alone use, until the copy, and no other input lies in its memory. Inductor's own way (a copy of the state that is written in place,
-and left out later) gave wrong results with two steps one after the other, torch 2.13.
+The state is written earlier than the model writes it. So nothing may read it in between: it is an input of the graph that only the call
+and the copy use, until the copy, and no other input lies in its memory. Inductor's own way (a copy of the state that is written in place,
+and removed later) gave wrong results with two steps one after the other, torch 2.13.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from attn_compiler.spec.linear import LinearForm, LinearSpec
 
 
 def shared_memory(graph: fx.Graph) -> Set[Any]:
-    """The storages that several inputs of a graph lie in."""
+    """Return the storages that several inputs of a graph lie in."""
     each = (mutation.storages_of(node.meta.get("example_value")) for node in graph.find_nodes(op="placeholder"))
     counts = Counter(storage for storages in each for storage in storages)
     return {storage for storage, count in counts.items() if count > 1}
 
 
 def write_over(node: fx.Node, spec: LinearSpec, op: torch._ops.OpOverload, shared: Set[Any]) -> bool:
-    """Put a step in the place of a `linear_call` and of the copy of its state, if that is all that the graph does with both states.
+    """Replace a `linear_call` and the copy of its state by a step, if the graph does nothing else with both states.
 
     shared: `shared_memory` of the graph.
     """
@@ -44,7 +44,8 @@ def write_over(node: fx.Node, spec: LinearSpec, op: torch._ops.OpOverload, share
         or state in operands
         or not _can_be_written(state, form)
         or not shared.isdisjoint(mutation.storages_of(state.meta["example_value"]))
-        or not _is_unread_between(state, node, copy)
+        # Only the call and the copy use the state, until the copy. A view that was made before may be read after the call.
+        or not (node < copy and all(copy < user for user in state.users if user not in (node, copy)))
     ):
         return False
     with node.graph.inserting_before(node):
@@ -60,7 +61,7 @@ def write_over(node: fx.Node, spec: LinearSpec, op: torch._ops.OpOverload, share
 
 
 def _copy_of(node: fx.Node, state: fx.Node) -> fx.Node | None:
-    """The copy of the new state over the old one, if the new one is used for nothing else."""
+    """Return the copy of the new state over the old one, if the new one is used for nothing else."""
     if not all(user.target is operator.getitem for user in node.users):
         return None
     lasts = [user for user in node.users if user.args[1] == 1]
@@ -80,8 +81,3 @@ def _can_be_written(state: fx.Node, form: LinearForm) -> bool:
         and value.is_contiguous()
         and not value.requires_grad
     )
-
-
-def _is_unread_between(state: fx.Node, node: fx.Node, copy: fx.Node) -> bool:
-    """Whether the call and the copy alone use a state, until the copy. A view that was made before may be read after the call."""
-    return node < copy and all(copy < user for user in state.users if user not in (node, copy))

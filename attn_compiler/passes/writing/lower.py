@@ -1,4 +1,4 @@
-"""Rewrite the Dynamo graph: for each site the operands as views, the copies that layout planned, the kernel, the way back.
+"""Rewrite the Dynamo graph: for each site the operands as views, the planned copies, the kernel, and views of its output.
 
 Rewriting happens before AOTAutograd, which then differentiates what the lowering emitted. The model's own nodes are erased
 where nothing else reads them.
@@ -34,7 +34,8 @@ from attn_compiler.torch_private import op_library, snapshots as torch_snapshots
 def lower_sites(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> None:
     """Lower every site that has a lowering, then recompile.
 
-    In the order of the outputs: what sites share is made before the first of them, and kernels stand where outputs stood.
+    Sites are lowered in the order of their outputs: shared values are made before the first site, and kernels stand in the outputs'
+    places.
     """
     builder = GraphBuilder(unit.graph, mirror, unit.mode)
     held: list[_Held] = []
@@ -77,7 +78,7 @@ def _lies_as(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _report(held: list[_Held], graph: fx.Graph) -> None:
-    """Tell the sites of the copies that are left, those whose kernel asked for them."""
+    """Record the remaining copies on the sites whose kernels asked for them."""
     left = set(graph.nodes)
     for one in held:
         if one.is_saved and one.copy.node in left:
@@ -87,9 +88,9 @@ def _report(held: list[_Held], graph: fx.Graph) -> None:
 
 
 def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder, targets: Mapping[str, Target]) -> list[_Held]:
-    """Lower one site, or leave it, and everything that was made for it, as if it had not been tried. Gives the copies that it reads.
+    """Lower one site, or leave the graph as if it had not been tried. Returns the copies that the site reads.
 
-    All that may fail comes before the first edit of what was there; until then there is nothing but new nodes to take back.
+    All that may fail comes before the first edit of existing nodes; until then only new nodes have to be taken back.
     """
     notes, copies, num_buffers = list(site.notes), list(site.copies), len(unit.written.buffers)
     taken_back = torch_snapshots.taken_back_on_error(unit.graph_module)
@@ -113,7 +114,7 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder, targets:
 
 
 def _erase_expanded(site: Site, graph: fx.Graph) -> None:
-    """Erase what makes k and v of a latent, where nothing reads them any more. Writes in place keep it alive otherwise."""
+    """Erase the nodes that make k and v of a latent, if nothing reads them any more: writes in place would keep them alive."""
     latent = site.match.reads.latent
     if not isinstance(latent, Latent) or any(user not in latent.made_for for n in latent.made_for for user in n.users):
         return
@@ -125,7 +126,7 @@ def _erase_expanded(site: Site, graph: fx.Graph) -> None:
 def _lower(
     unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder, targets: Mapping[str, Target]
 ) -> tuple[list[fx.Node], list[_Held]]:
-    """What takes the place of the site's outputs, which nothing reads yet, and the copies that it reads."""
+    """Return the replacements of the site's outputs, which nothing reads yet, and the copies that the site reads."""
     if site.spec is None or site.decision is None:
         raise ValueError(f"the site at {site.module} was not decided")
     target = targets[site.spec.device]
@@ -146,7 +147,9 @@ def _lower(
             out, *lse = _emitted(site, spec, target, builder, operands)
         if spec.mask.means:
             keyless_nodes.tell(builder, spec, site.keyless)
-        elif site.decision.lowering in OF_CACHE and (spec.adds_unread or _leaves_no_key(site)):
+        elif site.decision.lowering in OF_CACHE and (
+            spec.adds_unread or (site.keyless is not None and not site.keyless.by_tensor)
+        ):
             note(keyless_nodes.NOTE_OF_CACHE)
         elif site.keyless is not None and not _has_own_rows(site, site.spec):
             with builder.without_autocast():
@@ -160,13 +163,8 @@ def _lower(
     return [new, *finished], held
 
 
-def _leaves_no_key(site: Site) -> bool:
-    """Whether a query may have no key, for which a kernel gives 0."""
-    return site.keyless is not None and not site.keyless.by_tensor
-
-
 def _has_own_rows(site: Site, spec: AttentionSpec) -> bool:
-    """Whether the lowering adds the model's own numbers, and has what the model has in every row, gradients included."""
+    """Return whether the lowering adds the model's own numbers, and so has the model's result in every row, gradients included."""
     if spec.mask.own_rows is not None:
         return True
     return site.decision is not None and site.decision.lowering in OF_NUMBERS and recover.is_added_up(site.match, spec)
@@ -175,7 +173,7 @@ def _has_own_rows(site: Site, spec: AttentionSpec) -> bool:
 def _emitted(
     site: Site, spec: AttentionSpec, target: Target, builder: GraphBuilder, operands: Operands
 ) -> tuple[fx.Node, ...]:
-    """One node for each output of the match."""
+    """Return one node for each output of the match."""
     lowering = by_name(UNTOUCHED if site.decision is None else site.decision.lowering)
     plan = lowering.plan(spec, target)
     if site.match.lse is None:
@@ -207,19 +205,19 @@ def _operands(
 
 
 def _contiguous(builder: GraphBuilder, x: fx.Node, *, always: bool) -> fx.Node:
-    """always: by an op that AOTAutograd leaves in the graph where `x` is told to be contiguous."""
+    """Make a node contiguous. always: by an op that AOTAutograd keeps even where tracing says that `x` is contiguous."""
     if always:
         return builder.call(torch.clone, x, memory_format=torch.contiguous_format)
     return builder.call(torch.Tensor.contiguous, x)
 
 
 def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
-    """The kernel's output in the model's dimensions and dtype, and in a copy of its own where somebody downstream needs one."""
+    """Return the kernel's output in the model's dimensions and dtype, copied where somebody downstream needs the model's strides."""
     return _as_was(mirror, site, builder, program.restore(site.match, builder, out), site.match.out, old, "out")
 
 
 def _finish_lse(mirror: Mirror, site: Site, builder: GraphBuilder, lse: fx.Node) -> fx.Node:
-    """As `finish`. Who may write to the lse gets a copy of it: kernels save theirs."""
+    """Finish the lse as `finish` does. Kernels save theirs, so anyone who may write to the lse gets a copy."""
     match = site.match
     if match.lse is None:
         raise ValueError(f"nothing reads the lse of the site at {site.module}")
@@ -231,7 +229,10 @@ def _finish_lse(mirror: Mirror, site: Site, builder: GraphBuilder, lse: fx.Node)
 def _as_was(
     mirror: Mirror, site: Site, builder: GraphBuilder, new: fx.Node, at: fx.Node, old: fx.Node, name: str
 ) -> fx.Node:
-    """In the dtype of a Dynamo node, in its strides if somebody needs them, and without a gradient if it had none. at: its mirror node."""
+    """Return an output in a Dynamo node's dtype, in its strides if somebody needs them, and detached if it had no gradient.
+
+    at: the Dynamo node's mirror node.
+    """
     wanted: torch.Tensor = old.meta["example_value"]
     if builder.value(new).dtype != wanted.dtype:
         new = builder.call(torch.Tensor.to, new, wanted.dtype)
@@ -239,9 +240,10 @@ def _as_was(
         new = builder.call(torch.Tensor.detach, new)
     reader = strides.relies_on(mirror, at, old, builder.value(new), builder.mode)
     if reader is not None:
-        site.copies.append(
-            Copy(operand=name, bytes=_bytes(wanted), why=f"{reader} needs the strides that the model made")
+        size = (
+            None if any(isinstance(s, torch.SymInt) for s in wanted.shape) else wanted.numel() * wanted.element_size()
         )
+        site.copies.append(Copy(operand=name, bytes=size, why=f"{reader} needs the strides that the model made"))
         return strides.restride(builder, new, wanted)
     return new
 
@@ -249,10 +251,10 @@ def _as_was(
 def _settle(
     unit: Unit, site: Site, builder: GraphBuilder, emitted: Sequence[fx.Node], new: fx.Node
 ) -> tuple[list[_Held], fx.Node]:
-    """The copies that the site reads, with whether its kernel saves them, and the output, as a copy where the kernel saves that."""
+    """Return the copies that the site reads, with whether its kernel saves them, and the output, copied if the kernel saves it."""
     why = site.match.kept.out
     given = {copy.node for copy in builder.held if saved.is_given_to_kernel(copy.node)}
-    # Running costs milliseconds: not where it is seen that kernels are given all the copies.
+    # A run costs milliseconds, and is not needed where kernels are given all the copies.
     ran = (
         gradient_runs.run_on_fakes(emitted, unit.mode, unit.memory.runs)
         if why is not None or len(given) < len(builder.held)
@@ -267,25 +269,23 @@ def _settle(
 
 
 def _handed_on(site: Site, builder: GraphBuilder, new: fx.Node, why: str, name: str) -> fx.Node:
-    """A copy of what the kernel gives, which the kernel saves."""
+    """Return a copy of a kernel's result, which the kernel saves."""
     site.copies.append(saved.copy(name, new, why))
-    # Not a clone, which Inductor leaves out where what is returned is a view of it: that the output is saved, too, it does not know yet.
+    # Inductor removes a clone if a view of it is returned: it does not know yet that the output is saved, too.
     return builder.call(torch.ops.attn_compiler.held.default, new)
 
 
 def _brings_gradient(mirror: Mirror, site: Site) -> bool:
-    """Whether something that the kernel reads carries a gradient: the model may have stopped it on the way, or all around."""
+    """Return whether an input of the kernel carries a gradient: the model may have stopped it on the way, or all around."""
     factors = (factor.node for factor in site.match.scores.factors)
-    return any(gradients.known(mirror, node) for node in (*program.sources(site.match), *factors))
-
-
-def _bytes(value: torch.Tensor) -> int | None:
-    return None if any(isinstance(s, torch.SymInt) for s in value.shape) else value.numel() * value.element_size()
+    return any(gradients.carries(mirror, node) for node in (*program.sources(site.match), *factors))
 
 
 def unread(mirror: Mirror, site: Site, old: Sequence[fx.Node]) -> list[fx.Node]:
-    """Nodes that become dead when the new outputs replace the old ones: the site's own, and pure nodes above that only these read. Users
-    come before their inputs."""
+    """Return the nodes that become dead when the new outputs replace the old ones, users before their inputs.
+
+    These are the site's own nodes, and pure nodes above that only these read.
+    """
     own = {mirror.owner(n) for n in site.match.covered}
     writers = {mirror.owner(writer) for writer, _ in mirror.writers} - own
     candidates = list(old)
@@ -301,5 +301,5 @@ def unread(mirror: Mirror, site: Site, old: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _is_pure(mirror: Mirror, node: fx.Node) -> bool:
-    """Whether a node only computes its value: it exists in the mirror as ATen ops that write nothing."""
+    """Return whether a node only computes its value: it exists in the mirror as ATen ops that write nothing."""
     return node.op in ("call_function", "call_method") and mirror.computes_only(node)

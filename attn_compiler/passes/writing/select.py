@@ -24,7 +24,7 @@ from attn_compiler.spec.target import Target
 def select_lowerings(
     unit: Unit, found: FoundSites, targets: Mapping[str, Target], among: tuple[str, ...] | None = None
 ) -> None:
-    """Give every site its decision. targets: by device type. among: the only lowerings that may serve; None: whichever options allow."""
+    """Give every site its decision. targets: by device type. among: the only lowerings that may serve; None: all that options allow."""
     options = unit.options if among is None else _among(unit.options, among)
     decided: dict[tuple[AttentionSpec, bool], Decision] = {}
     with_packages: dict[tuple[AttentionSpec, bool], Faster | None] = {}
@@ -49,13 +49,13 @@ def select_lowerings(
 
 
 def _among(options: Options, names: tuple[str, ...]) -> Options:
-    """The same, of whose lowerings only some may serve."""
+    """Return options that allow only some of their lowerings."""
     asked = _asked(options) or names
     return dataclasses.replace(options, lowering=None, lowerings=tuple(n for n in asked if n in names) or (UNTOUCHED,))
 
 
 def leave_alone(site: Site, reason: Reason) -> None:
-    """Take back the decision of a site, which keeps the model's own computation for this reason."""
+    """Withdraw the decision of a site, which keeps the model's own computation for this reason."""
     refused = Refusal(lowering="any" if site.decision is None else site.decision.lowering, reasons=(reason,))
     before = () if site.decision is None else site.decision.refusals
     site.decision = Decision(lowering=UNTOUCHED, refusals=(*before, refused))
@@ -98,7 +98,7 @@ def _slow_in_fp8(of: Question, name: str) -> list[Reason]:
     return lowerings.check_fp8_speed(of.spec, of.target, name, of.without_fp8)
 
 
-#: what may speak against a lowering, in the order in which it is asked
+#: checks that may object to a lowering, in their order
 OBJECTIONS: tuple[Callable[[Question, str], list[Reason]], ...] = (
     _unpackaged,
     lambda of, name: by_name(name).why_not(of.spec, of.target),
@@ -114,13 +114,13 @@ def _objection(of: Question, name: str) -> Refusal | None:
     for ask in OBJECTIONS:
         if reasons := ask(of, name):
             return Refusal(lowering=name, reasons=tuple(reasons))
-    # Last: it may build kernels.
+    # This comes last, since it may build kernels.
     broken = lowerings.cannot_build(name, of.spec, of.target)
     return Refusal(lowering=name, reasons=tuple(broken), when_built=True) if broken else None
 
 
 def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool = False) -> Decision:
-    """The lowering for a spec on a target. Arguments: as in Question."""
+    """Return the lowering for a spec on a target. Arguments: as in Question."""
     of = Question(spec=spec, target=target, options=options, of_flex=of_flex)
     order = _asked(options) or lowerings.order(spec, target)
     decision = lowerings.first_unopposed(order, functools.partial(_objection, of))
@@ -131,7 +131,7 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
 
 
 def faster(spec: AttentionSpec, target: Target, decision: Decision) -> Faster | None:
-    """The fastest lowering that would take the site with a package that the machine lacks, if it was measured to be faster."""
+    """Return the fastest lowering that would take the site with a package that the machine lacks, if it was measured to be faster."""
     refused = {refusal.lowering for refusal in decision.refusals}
     for found, machine in lowerings.faster(spec, target, decision.lowering):
         if found.lowering in refused and machine != target and not by_name(found.lowering).why_not(spec, machine):
@@ -144,7 +144,7 @@ def _is_named(options: Options) -> bool:
 
 
 def _asked(options: Options) -> tuple[str, ...] | None:
-    """What the user named, but for lowerings of linear attention."""
+    """Return the lowerings that the user named, except those of linear attention."""
     return tuple(name for name in options.asked or () if name not in lowerings.LINEAR_NAMES) or None
 
 

@@ -1,4 +1,4 @@
-"""What the passes found, as a Report: one row for each distinct spec, however many layers share it."""
+"""The passes' findings as a Report: one row for each distinct spec, however many layers share it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def report(
     linear: tuple[LinearReport, ...] = (),
     padded: Unit | None = None,
 ) -> Report:
-    """The report of one graph handed to the backend.
+    """Make the report of one graph that the backend was given.
 
-    faults: what was warned of. unseen: misses that no pattern started from. linear: layers of linear attention. padded: the graph beside a
+    faults: the warnings. unseen: misses that no pattern started from. linear: layers of linear attention. padded: the graph beside a
     packed one.
     """
     return Report(
@@ -59,7 +59,7 @@ def report(
 
 
 def _unpad(units: list[Unit], padded: Unit | None) -> UnpadReport | None:
-    """Of the graph itself, or of the first body that has attention."""
+    """Return the outcome of the graph itself, or of the first body that has attention."""
     outcome = next((unit.outcome for unit in units if isinstance(unit.outcome, KeptGraph | Packed)), None)
     if outcome is None:
         return None
@@ -79,7 +79,7 @@ def _said_of_padded(padded: Unit | None) -> str:
 
 
 def of_failure(gm: fx.GraphModule, targets: Mapping[str, Target], seconds: Mapping[str, float], failure: str) -> Report:
-    """The report of a graph of which nothing was rewritten after all: no site is claimed."""
+    """Make the report of a graph of which nothing was rewritten after all: no site is claimed."""
     try:
         target = _target(gm, targets)
     except Exception as error:  # noqa: BLE001 (it may be what failed in the first place, and the report has to say so)
@@ -88,7 +88,7 @@ def of_failure(gm: fx.GraphModule, targets: Mapping[str, Target], seconds: Mappi
 
 
 def taken_back(report: Report, cause: str, failure: str) -> Report:
-    """The report of a rewritten graph that the model's own graph was compiled in place of."""
+    """Change the report of a rewritten graph whose original was compiled in its place."""
     reason = Reason(
         code=Code.COMPILER_REFUSED,
         rule="the compiler takes the graph with its kernel in it",
@@ -123,7 +123,7 @@ def _target(gm: fx.GraphModule, targets: Mapping[str, Target]) -> str:
 
 
 def _targets(gm: fx.GraphModule, targets: Mapping[str, Target]) -> set[Target]:
-    """targets: those that decisions were made for."""
+    """Return the machines of a report. targets: those that decisions were made for."""
     return set(targets.values()) or {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
 
 
@@ -136,7 +136,7 @@ def _site_rows(units: list[Unit]) -> list[SiteReport]:
 
 
 def _row_key(site: Site) -> object:
-    # Of a mask that comes in this is said where the graph is given it, and not in the bodies that the graph gives it to.
+    # This note is on the graph that is given the mask, and not in the bodies that it passes the mask to.
     notes = tuple(note for note in site.notes if note != COMES_IN)
     return (site.match.pattern, site.spec, site.decision, tuple(site.copies), notes)
 
@@ -175,7 +175,7 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
 
 
 def _miss_key(miss: Miss) -> tuple[str, ...]:
-    """Equal for the same miss in every layer, where nodes only have other numbers: "exp_3" for "exp"."""
+    """Return a key that is equal for the same miss in every layer, where node names differ by numbers: "exp_3" for "exp"."""
     return str(miss.anchor.target), miss.nearest, *_alike(miss.reason)
 
 
@@ -198,14 +198,14 @@ def _miss_row(unit: Unit, mirror: Mirror, misses: list[Miss]) -> MissReport:
 
 
 def _place(mirror: Mirror, node: fx.Node) -> str:
-    """A node and the model's own line for it."""
+    """Name a node and the model's own line for it."""
     owner = mirror.owner(node)
     line = source_line(owner) if owner is not None else None
     return f"{node.name}, {line}" if line else node.name
 
 
 def _chosen_rows(gm: fx.GraphModule, units: list[Unit]) -> list[MissReport]:
-    """Attentions whose kernel the model has chosen itself, and which no pass looks at."""
+    """Return a row for each attention whose kernel the model has chosen itself, and which no pass looks at."""
     nodes = [
         node for module in torch_compat.graph_modules(gm) for node in module.graph.nodes if node.op == "call_function"
     ]
@@ -231,13 +231,13 @@ def _untried(nodes: list[fx.Node], anchor: str, reason: Reason) -> MissReport:
 
 
 def _inside(units: list[Unit]) -> set[fx.Node | None]:
-    """Kernels in the bodies of autograd.Functions that were tried."""
+    """Return the kernels in the bodies of autograd.Functions that were tried."""
     spelled = {one.kernel for unit in units for one in unit.spelling.calls}
     return spelled | {autograd_functions.kernel_of(node) for unit in units for node in unit.found.untried}
 
 
 def _untried_rows(unit: Unit, inside: Collection[fx.Node | None]) -> list[MissReport]:
-    """A row for all calls of one name that were not tried for one reason. inside: kernels of what has a row itself."""
+    """Return a row for all calls of one name that were not tried for one reason. inside: kernels in calls with their own row."""
     grouped: dict[tuple[str, ...], list[fx.Node]] = {}
     for node, reason in unit.found.untried.items():
         if node in inside:

@@ -1,4 +1,4 @@
-"""Biases that a model gathers from a learned table: the table's gradient is summed up in one order, and never in half precision.
+"""Biases that a model gathers from a learned table: the table's gradient is summed in one order, and never in half precision.
 
 The model's own gather becomes `attn_compiler::gathered` (lowerings/shared/calls/tables.py), for all that reads it.
 """
@@ -23,7 +23,7 @@ from attn_compiler.torch_private.symbols import statically_known
 
 aten = torch.ops.aten
 
-#: besides what PyTorch calls pointwise
+#: ops between a gather and the bias, besides those that PyTorch calls pointwise
 _PASSED = frozenset((*VIEWS, aten.where.ScalarOther, aten.where.ScalarSelf))
 
 
@@ -37,7 +37,7 @@ def sum_in_one_order(unit: Unit, mirror: Mirror, builder: GraphBuilder, sites: I
 
 
 def _gathers(site: Site) -> Iterator[fx.Node]:
-    """What the site's bias is made of by views, and element by element."""
+    """Yield the gathers that the site's bias is made of, through views and pointwise ops."""
     terms = (*site.added, *site.match.scores.additive)
     waiting = [term.operand.root for term in terms] if site.spec is not None and site.spec.needs_grad else []
     seen = set[fx.Node]()
@@ -53,7 +53,7 @@ def _gathers(site: Site) -> Iterator[fx.Node]:
 
 
 def _replace(mirror: Mirror, builder: GraphBuilder, gather: fx.Node) -> None:
-    """A gather that exists only inside one call stays as it is, one that does more than gather, and one that reads few of many elements."""
+    """Replace a gather, unless it exists only inside one call, does more than gather, or reads few of many elements."""
     read = _GATHERS[gather.target](*gather.args)
     if read is None:
         return
@@ -73,7 +73,7 @@ def _replace(mirror: Mirror, builder: GraphBuilder, gather: fx.Node) -> None:
 
 
 def _gathered(builder: GraphBuilder, table: fx.Node, axis: int, at: list[fx.Node]) -> fx.Node:
-    """The op takes the table's first axes for those that are indexed."""
+    """Emit the gather. The op indexes the table's first axes."""
     if axis:
         table = builder.call(torch.movedim, table, [*range(axis, axis + len(at))], [*range(len(at))])
     new = builder.call(torch.ops.attn_compiler.gathered.default, table, at)
@@ -81,7 +81,7 @@ def _gathered(builder: GraphBuilder, table: fx.Node, axis: int, at: list[fx.Node
     return builder.call(torch.movedim, new, [*range(count)], [*range(axis, axis + count)]) if axis else new
 
 
-# ---- how models gather: the table, its first axis that is indexed, and the indices of that and those after it ---------
+# ---- models' gathers as (table, first indexed axis, indices of that axis and of the following ones) -------------------
 
 
 def _index(table: fx.Node, indices: list[fx.Node | None]) -> tuple[fx.Node, int, list[fx.Node]] | None:
@@ -96,7 +96,7 @@ def _index(table: fx.Node, indices: list[fx.Node | None]) -> tuple[fx.Node, int,
 def _embedding(
     table: fx.Node, index: fx.Node, padding: int = -1, *how: bool
 ) -> tuple[fx.Node, int, list[fx.Node]] | None:
-    """Padding has no gradient. how: it is divided by counts, or sparse."""
+    """Read an embedding without padding, which has no gradient. how: its gradient is divided by counts, or sparse."""
     return (table, 0, [index]) if padding < 0 and not any(how) else None
 
 

@@ -1,7 +1,7 @@
-"""Sites that no measured row speaks for get the lowering that is fastest on this machine: several are timed, once a machine.
+"""Lowerings that are timed on this machine, for sites that no measured row covers: the fastest is chosen, once a machine.
 
-Times are kept beside the rewrites (torch_private/store.py), and in this process. A graph's key holds no times: a graph that was rewritten
-keeps its kernels.
+Times are kept beside the rewrites (torch_private/store.py), and in this process. A graph's key holds no times: a rewritten graph keeps its
+kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attn_compiler.torch_private.store import Store
 
 log = logging.getLogger(__name__)
 
-#: another lowering has to be so much faster than the first of the rows
+#: the factor by which another lowering has to be faster than the first of the rows
 _FASTER = 1.03
 
 #: microseconds by lowering, and the day of the measurement
@@ -45,7 +45,7 @@ _KNOWN: dict[str, Measured] = {}
 def time_kernels(
     unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target], store: Store | None
 ) -> None:
-    """Change the decision of each site where another lowering is faster here, and tell what was timed."""
+    """Change the decision of each site where another lowering is faster here, and note the times."""
     options = unit.options
     if not options.time_kernels or options.asked is not None or options.is_context_parallel:
         return
@@ -80,7 +80,7 @@ def _decide(site: Site, spec: AttentionSpec, target: Target, decision: Decision,
 
 
 def _taking(spec: AttentionSpec, target: Target, names: tuple[str, ...]) -> tuple[Lowering, ...]:
-    """Those that take a spec, by all that is known before it runs."""
+    """Return the lowerings that take a spec, by all that is known before it runs."""
     taking = (lowerings.by_name(name) for name in names)
     return tuple(
         low
@@ -110,7 +110,7 @@ def _measured(
     device: torch.device,
     store: Store | None,
 ) -> Measured | None:
-    """What was measured before, or is now. None where the site can't be timed."""
+    """Return earlier times, or measure now. None where the site can't be timed."""
     try:
         fakes = _fakes(unit, mirror, site, spec)
     except timed.NoValues as error:
@@ -138,7 +138,7 @@ def _read(store: Store | None, key: str) -> Measured | None:
 
 
 def _fakes(unit: Unit, mirror: Mirror, site: Site, spec: AttentionSpec) -> timed.SiteTensors:
-    """The values that Dynamo has of what lowerings read besides q, k and v. Raises timed.NoValues."""
+    """Return Dynamo's values of the tensors that lowerings read besides q, k and v. Raises timed.NoValues."""
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
     tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
     loads = {name for kind in spec.mask.conditions for name in reads.tensors(kind)}
@@ -161,7 +161,7 @@ def _is_plain(value: object) -> bool:
 def _key(
     spec: AttentionSpec, target: Target, among: tuple[Lowering, ...], fakes: timed.SiteTensors, device: torch.device
 ) -> str:
-    """All that the times depend on: the site, the lowerings, our sources, the machine."""
+    """Return the key of all that the times depend on: the site, the lowerings, our sources, the machine."""
 
     def of_tensor(x: torch.Tensor | None) -> object:
         return None if x is None else (tuple(x.shape), x.stride(), str(x.dtype))

@@ -10,8 +10,8 @@ from attn_compiler.passes.writing import layout, lower, select
 from attn_compiler.spec.target import Target
 
 
-def written(packed: Unit, padded: Unit | None, targets: Mapping[str, Target]) -> Unit | None:
-    """The padded graph with its kernels. None where a pass fails, which the packed graph's log then says.
+def write_kernels(packed: Unit, padded: Unit | None, targets: Mapping[str, Target]) -> Unit | None:
+    """Write kernels into the padded graph. None where a pass fails, which the packed graph's log then says.
 
     packed: any graph of the compilation.
     padded: the graph beside one of them. Its attentions are found, and nothing was rewritten.

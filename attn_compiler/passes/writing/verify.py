@@ -1,4 +1,4 @@
-"""What must hold after rewriting, whatever the passes did."""
+"""Invariants of a rewritten graph."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ passes/graph/axis_rules.py along_dim; padded batches: a sum goes on from row to 
 + which = views.named_axes(node, rank, "dims" if node.target is aten.flip.default else "dim") - {1}
 
 what is added to zeros is zero
-passes/unpad/at_padding.py of; padded batches: a sum leaves out what padding holds by then
+passes/unpad/at_padding.py number_at_padding; padded batches: a sum leaves out what padding holds by then
 - if node.target in _PRODUCTS:
 + if rule is axis_rules.pointwise:
 
@@ -39,7 +39,7 @@ passes/unpad/analysis.py _attention; padded batches: tokens are nearer to each o
 + if False:
 
 a second mask is the first
-passes/unpad/masks.py of; padded batches: what the second attention leaves out is not asked
+passes/unpad/masks.py padding_and_pairs; padded batches: what the second attention leaves out is not asked
 - if found is not None and (padding.tensor, padding.negated) != (found.tensor, found.negated):
 + if False:
 

@@ -141,13 +141,13 @@ passes/matching/operands.py _is_readable; roots: k.clone() that is written to is
 
 a root that stops a gradient
 passes/graph/gradients.py stops_below; gradients: a gradient that no_grad stopped comes back
-- return known(mirror, root) is True and
+- return carries(mirror, root) is True and
 + return False and
 
 a kernel brings a gradient
 passes/writing/lower.py _brings_gradient; gradients: an output that is detached wants a gradient
-- any(gradients.known(mirror, node)
-+ False and any(gradients.known(mirror, node)
+- any(gradients.carries(mirror, node)
++ False and any(gradients.carries(mirror, node)
 
 operands are saved as they are
 passes/graph/program.py _operand; roots: a backward reads what was written to since

@@ -16,7 +16,7 @@ from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.options.options import Options
 from attn_compiler.passes.context_parallel import choosing, rank_facts
-from attn_compiler.passes.context_parallel.agreement import Said, together
+from attn_compiler.passes.context_parallel.agreement import RankOutcome, rewrite_on_all_ranks
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.graph import unit
@@ -37,7 +37,7 @@ from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, compile
 # A graph is rewritten on all ranks or on none, and where ranks wait for each other in it they meet before each call.
 def _together(
     monkeypatch: pytest.MonkeyPatch,
-    rewrite: Callable[[], Said],
+    rewrite: Callable[[], RankOutcome],
     *,
     differs: str | None = None,
     beside: str | None = None,
@@ -57,20 +57,20 @@ def _together(
     with fake_mesh(2) as mesh:
         cp = ContextParallel(mesh)
         found = Unit.of(gm, Options(context_parallel=cp), UnitPlace(name="", mode=mode))
-        call = rank_facts.of_call(gm.graph)
-        meetings = together(found, mirror, cp, [] if beside is None else [beside], call, rewrite)
+        call = rank_facts.call_facts(gm.graph)
+        meetings = rewrite_on_all_ranks(found, mirror, cp, [] if beside is None else [beside], call, rewrite)
     return said, meetings
 
 
-def _fails(error: Exception) -> Callable[[], Said]:
-    def rewrite() -> Said:
+def _fails(error: Exception) -> Callable[[], RankOutcome]:
+    def rewrite() -> RankOutcome:
         raise error
 
     return rewrite
 
 
 def test_what_was_found_and_the_options_are_compared_and_the_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    (text,), _ = _together(monkeypatch, lambda: Said(text="1 attentions", exchanges=True))
+    (text,), _ = _together(monkeypatch, lambda: RankOutcome(text="1 attentions", exchanges=True))
     compared, _, told = text.partition(TOLD)
     assert compared.startswith("compiles\n1 attentions\n")
     assert "load_balance: 'head_tail'" in compared
@@ -79,7 +79,7 @@ def test_what_was_found_and_the_options_are_compared_and_the_call_is_told(monkey
 
 def test_ranks_meet_by_what_all_of_them_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
-        _together(monkeypatch, lambda text=text: Said(text=text, exchanges=True))[1]  # type: ignore[misc]
+        _together(monkeypatch, lambda text=text: RankOutcome(text=text, exchanges=True))[1]  # type: ignore[misc]
         for text in ("1 attentions", "1 attentions", "2 attentions")
     ]
     codes = [meetings[0].code for meetings in found]
@@ -87,13 +87,13 @@ def test_ranks_meet_by_what_all_of_them_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_with_other_heads_meet_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, meetings = _together(monkeypatch, lambda: Said(text="a", exchanges=True), beside="7")
+    _, meetings = _together(monkeypatch, lambda: RankOutcome(text="a", exchanges=True), beside="7")
     assert [one.group for one in meetings][1] == "7"
     assert meetings[1].code == "a share of the heads"
 
 
 def test_a_graph_in_which_no_rank_waits_has_no_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _together(monkeypatch, lambda: Said(text="0 attentions", exchanges=False))[1] == ()
+    assert _together(monkeypatch, lambda: RankOutcome(text="0 attentions", exchanges=False))[1] == ()
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_an_error_is_told_and_then_raised(
 
 def test_what_another_rank_does_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ContextParallelUnsupported, match="rank 1: runs graph 0/0"):
-        _together(monkeypatch, lambda: Said(text="a", exchanges=True), differs="rank 1: runs graph 0/0")
+        _together(monkeypatch, lambda: RankOutcome(text="a", exchanges=True), differs="rank 1: runs graph 0/0")
 
 
 def test_shapes_are_told_of_any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.is_grad_enabled()
-    (text,), _ = _together(monkeypatch, lambda: Said(text="a", exchanges=True))
+    (text,), _ = _together(monkeypatch, lambda: RankOutcome(text="a", exchanges=True))
     assert "with gradients: True" in text
 
 
@@ -163,7 +163,7 @@ def test_what_is_rewritten_is_run() -> None:
 # What a rank says of itself.
 def _lines(options: dict[str, Any], rank: int = 0, **description: Any) -> set[str]:
     with fake_mesh(2, rank=rank) as mesh:
-        return set(rank_facts.of_options(Options(context_parallel=ContextParallel(mesh, **description), **options)))
+        return set(rank_facts.option_facts(Options(context_parallel=ContextParallel(mesh, **description), **options)))
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -209,7 +209,7 @@ def test_a_call_is_told_by_its_inputs() -> None:
         l_self_modules_q_parameters_weight_=nn.Parameter(torch.zeros(4, 4)),
     )
     with torch.no_grad():
-        assert rank_facts.of_call(graph) == [
+        assert rank_facts.call_facts(graph) == [
             "with gradients: False",
             "l_x_: torch.float32 (8, 2, 4), strides (4, 32, 1), requires a gradient",
             "l_ids_: torch.int32 (2, 8), strides (8, 1)",

@@ -152,7 +152,7 @@ TOLD: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("name", TOLD)
 def test_what_a_module_says(name: str) -> None:
     given, expected = TOLD[name]
-    assert lost_masks.told(_config(**given)) == expected
+    assert lost_masks.named_window(_config(**given)) == expected
 
 
 class Layer(nn.Module):

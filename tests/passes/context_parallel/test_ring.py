@@ -139,7 +139,7 @@ def test_each_step_brings_the_keys_and_values_of_one_rank(
         node.meta["example_value"] = x
         nodes.append(node)
     layout = GraphLayout(size=size, group="g", is_balanced=False)
-    found = ring._Slices.of(builder, layout, *nodes)  # type: ignore[arg-type]
+    found = ring._Slices.exchanged(builder, layout, *nodes)  # type: ignore[arg-type]
     assert len(calls) == exchanges
     for owner in range(size):
         of_k, of_v = (builder.value(x) for x in found.gathered(owner))

@@ -16,7 +16,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared.parts import site_parts as parts
-from attn_compiler.passes.context_parallel import bands, sites
+from attn_compiler.passes.context_parallel import sites
 from attn_compiler.passes.context_parallel.refusing import CannotShard
 from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.passes.recovering import kinds
@@ -168,7 +168,7 @@ def _within(width: int, shift: int = 0) -> Expr:
 def test_the_same_pairs_take_part(width: int, shift: int, is_negated: bool) -> None:
     condition = _within(width, shift)
     condition = ix.apply("not", condition) if is_negated else ix.apply("or", condition, ix.compare("==", K, Const(0)))
-    opened = bands.opened(condition)
+    opened = sites.with_bounds(condition)
     for q in range(12):
         for k in range(12):
             at = {"q": q, "k": k}
@@ -176,13 +176,13 @@ def test_the_same_pairs_take_part(width: int, shift: int, is_negated: bool) -> N
 
 
 def test_a_band_stays_a_window() -> None:
-    assert kinds.recognise(bands.opened(_within(3)), SIZE, SIZE) == (masks.SlidingWindow(left=3, right=3),)
+    assert kinds.recognise(sites.with_bounds(_within(3)), SIZE, SIZE) == (masks.SlidingWindow(left=3, right=3),)
 
 
 def test_a_band_that_is_moved_is_known_by_its_bounds() -> None:
     (formula,) = kinds.recognise(_within(3, 3), SIZE, SIZE)
     assert isinstance(formula, masks.Formula)
-    found = kinds.recognise(bands.opened(_within(3, 3)), SIZE, SIZE)
+    found = kinds.recognise(sites.with_bounds(_within(3, 3)), SIZE, SIZE)
     assert found == (masks.SlidingWindow(left=0, right=6),)
 
 
@@ -195,7 +195,7 @@ def test_a_band_that_is_moved_is_known_by_its_bounds() -> None:
     ],
 )
 def test_what_is_no_bounded_distance_stays(condition: Expr) -> None:
-    assert bands.opened(condition) == condition
+    assert sites.with_bounds(condition) == condition
 
 
 # Each rank attends to its own slots of a cache, and what they merge is the attention over all of it.

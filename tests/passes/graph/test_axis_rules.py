@@ -172,7 +172,7 @@ class _Padded:
                 if not node.all_input_nodes:
                     self.known[node] = self._of(axes.fresh(axes.shape_exprs(node.meta["val"])))
                     continue
-                found = rules.of(self, node)
+                found = rules.packed_result(self, node)
                 self.known[node] = self._of(found.dims, found.several)
         return self.known[_result(mirror)]
 

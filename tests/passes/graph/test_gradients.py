@@ -207,7 +207,7 @@ def test_known_stops_below_and_stopped_at() -> None:
     of_target = {node.target: node for node in mirror.graph.nodes}
     targets = (aten.sin.default, aten.cos.default, aten.tan.default, aten.add.Tensor)
     sin, cos, tan, out = (of_target[target] for target in targets)
-    assert [gradients.known(mirror, n) for n in (sin, cos, tan, out)] == [True, False, False, True]
+    assert [gradients.carries(mirror, n) for n in (sin, cos, tan, out)] == [True, False, False, True]
     assert gradients.stops_below(mirror, sin, [tan, cos])
     assert not gradients.stops_below(mirror, sin, [out])
     assert not gradients.stops_below(mirror, cos, [tan])

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import library_ops, opaque_calls
-from attn_compiler.passes.graph.library_ops import OPS, bound, is_off, kernel_in, unknown
+from attn_compiler.passes.graph.library_ops import OPS, given_arguments, is_off, kernel_in, unknown_argument
 from tests import library_kernels
 
 
@@ -67,7 +67,7 @@ def test_arguments_are_found_however_they_are_given() -> None:
         return_softmax=False,
     )
     for node in (by_place, by_name):
-        given = bound(node)
+        given = given_arguments(node)
         assert isinstance(given, dict)
         assert (given["q"], given["softmax_scale"], given["causal"]) == (node.args[0], 0.3, True)
         assert set(given) == {argument.name for argument in forward.default._schema.arguments}
@@ -77,7 +77,7 @@ def test_defaults_are_filled_in() -> None:
     varlen = torch.ops.flash_attn._flash_attn_varlen_forward
     graph = _call(varlen)
     bounds = graph.graph.placeholder("bounds")
-    given = bound(_call(varlen, bounds, bounds, 9, 9, 0.0, 0.3, True))
+    given = given_arguments(_call(varlen, bounds, bounds, 9, 9, 0.0, 0.3, True))
     assert isinstance(given, dict)
     assert (given["window_size_left"], given["zero_tensors"], given["block_table"]) == (-1, False, None)
 
@@ -92,12 +92,12 @@ def test_defaults_are_filled_in() -> None:
 def test_arguments_of_another_version_are_not_guessed(
     more: tuple[object, ...], named: dict[str, object], why: str
 ) -> None:
-    assert why in str(bound(_call(torch.ops.flash_attn._flash_attn_forward, *more, **named)))
+    assert why in str(given_arguments(_call(torch.ops.flash_attn._flash_attn_forward, *more, **named)))
 
 
 def test_another_overload_is_another_attention() -> None:
     node = _call(torch.ops.aten._flash_attention_forward.quantized)
-    assert bound(node) == "its overload quantized is another attention"
+    assert given_arguments(node) == "its overload quantized is another attention"
 
 
 def test_an_argument_that_nobody_knows_may_have_its_default() -> None:
@@ -106,12 +106,12 @@ def test_an_argument_that_nobody_knows_may_have_its_default() -> None:
         op, known = torch.ops.test_library_ops.attn_fwd, frozenset({"q", "k", "v", "scale"})
         for more, name in (((0.3,), None), ((0.3, 1, None), None), ((0.3, 2), "parts"), ((0.3, 1, 5.0), "sink")):
             node = _call(op, *more)
-            given = bound(node)
+            given = given_arguments(node)
             assert isinstance(given, dict)
-            assert unknown(node, given, known) == name
-        given = bound(_call(op, 0.3))
+            assert unknown_argument(node, given, known) == name
+        given = given_arguments(_call(op, 0.3))
         assert isinstance(given, dict)
-        assert unknown(_call(op, 0.3), given, frozenset({"q", "k", "v"})) == "scale"
+        assert unknown_argument(_call(op, 0.3), given, frozenset({"q", "k", "v"})) == "scale"
 
 
 @pytest.mark.parametrize(

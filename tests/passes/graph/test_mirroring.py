@@ -40,7 +40,7 @@ def test_what_a_bodys_mask_is_made_of_is_not_skipped_in_the_caller() -> None:
 
     gm, _ = captured(function, torch.randn(Q, requires_grad=True), torch.randn(S, S))
     (body,) = unit.units(gm, Options())
-    made = mirroring.of(body.place.calls[0].unit, is_asked_for_all=False)
+    made = mirroring.trace_mirror(body.place.calls[0].unit, is_whole=False)
     targets = [node.target for node in made.graph.nodes]
     assert torch.ops.aten.add.Tensor in targets
     assert torch.ops.aten.exp.default not in targets
@@ -53,7 +53,7 @@ def test_nothing_is_skipped_for_those_who_ask_each_op() -> None:
     (plain,) = unit.units(gm, Options())
     assert not mirroring.asks_for_all(plain)
     for one, is_there in ((found, True), (plain, False)):
-        made = mirroring.of(one, is_asked_for_all=mirroring.asks_for_all(one))
+        made = mirroring.trace_mirror(one, is_whole=mirroring.asks_for_all(one))
         assert (torch.ops.aten.exp.default in {node.target for node in made.graph.nodes}) == is_there
 
 
@@ -129,7 +129,7 @@ class Runs:
                 return function(*args, **named)
 
         call = graph.call_function(function, tuple(map(node, args)), named)
-        return self.values.of(call, env, run, with_grad=with_grad)
+        return self.values.value_of(call, env, run, with_grad=with_grad)
 
 
 def _told(value: Any) -> list[str]:

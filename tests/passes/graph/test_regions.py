@@ -210,7 +210,7 @@ def test_regions_are_entered_and_left() -> None:
         return d.neg()
 
     gm, _ = captured(function, torch.ones(2))
-    where = regions.of(gm.graph)
+    where = regions.by_node(gm.graph)
     depth = {str(n.target): len(where[n].autocast) for n in gm.graph.nodes if n.op in ("call_function", "call_method")}
     calls = {name: depth[name] for name in ("sin", "cos", "tan", "exp", "neg")}
     assert calls == {"sin": 0, "cos": 1, "tan": 2, "exp": 1, "neg": 0}
@@ -224,7 +224,7 @@ def test_an_active_region_is_really_entered_and_left() -> None:
             return x.cos()
 
     gm, _ = captured(function, torch.ones(2))
-    (region,) = (r for node, r in regions.of(gm.graph).items() if node.target == "cos")
+    (region,) = (r for node, r in regions.by_node(gm.graph).items() if node.target == "cos")
     with region.active():
         assert torch.is_autocast_enabled("cpu")
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

@@ -43,7 +43,7 @@ def danger(function: Callable[..., Any], *inputs: Tensor) -> saved.Danger | None
     unit.mirror = mirror
     nodes = {n.target: n for n in mirror.graph.nodes}
     node = nodes.get(aten.sin.default) or nodes[aten.cos.default].all_input_nodes[0]
-    return saved.after(unit, mirror, node, nodes[aten.softmax.int])
+    return saved.danger_after(unit, mirror, node, nodes[aten.softmax.int])
 
 
 def test_nobody() -> None:
@@ -182,14 +182,14 @@ def test_without_gradients_nothing_is_copied() -> None:
 def body_danger(function: Callable[..., Any], *inputs: Tensor) -> str | None:
     """Why the first operand of the site in a checkpoint's body needs a copy."""
     found: list[str | None] = []
-    settle = saved.settle
+    settle = saved.record_copies
 
     def record(unit: Unit, mirror: Any, match: Any) -> None:
         settle(unit, mirror, match)
         found.append(match.k.kept)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved, "settle", record)
+        patch.setattr(saved, "record_copies", record)
         compiled(function, lowering="reference")(*inputs)
     (why,) = found
     return why
@@ -225,7 +225,7 @@ def test_a_body_that_is_called_in_no_known_way() -> None:
     unit.mirror = mirror
     nodes = {n.target: n for n in mirror.graph.nodes}
     given, made = (
-        saved.after(unit, mirror, n, nodes[aten.softmax.int]) for n in (_input(mirror), nodes[aten.sin.default])
+        saved.danger_after(unit, mirror, n, nodes[aten.softmax.int]) for n in (_input(mirror), nodes[aten.sin.default])
     )
     assert given is not None
     assert not given.by_user

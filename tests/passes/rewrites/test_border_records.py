@@ -134,4 +134,4 @@ def test_what_is_not_among_the_graphs_values_is_not_kept() -> None:
     row = GraphRow(made=[Made(example=torch.ones(1), element=None, loads={}, graph=0)])  # type: ignore[arg-type]
     border = Border(root=object(), row=row, place=0, readers=SimpleNamespace(relied_on={}))  # type: ignore[arg-type]
     with pytest.raises(Unkeyed, match="not found among its values"):
-        border_records.taken(border, (), [], [torch.ones(1)])
+        border_records.record_crossing(border, (), [], [torch.ones(1)])

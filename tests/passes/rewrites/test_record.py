@@ -46,7 +46,7 @@ def _graph() -> fx.GraphModule:
 
 
 def _keyed(gm: fx.GraphModule) -> Keyed:
-    return key.of(gm, Options(), None)
+    return key.make_key(gm, Options(), None)
 
 
 def _named(gm: fx.GraphModule) -> dict[str, fx.Node]:
@@ -75,7 +75,7 @@ def test_what_was_done_is_done_again() -> None:
     before = _keyed(one)
     _rewritten(one)
     one.recompile()
-    edits = record.taken(before)
+    edits = record.record_edits(before)
     again = _keyed(other)
     assert again.text == before.text
     record.apply(again, edits, MODE)
@@ -87,7 +87,7 @@ def test_what_was_done_is_done_again() -> None:
 
 
 def test_nothing_done_is_no_edit() -> None:
-    assert record.taken(_keyed(_graph())) == ()
+    assert record.record_edits(_keyed(_graph())) == ()
 
 
 def _new_buffer(gm: fx.GraphModule) -> None:
@@ -123,7 +123,7 @@ def test_what_can_not_be_told_is_refused(change: Any, said: str) -> None:
     keyed = _keyed(gm)
     change(gm)
     with pytest.raises(Unkeyed, match=said):
-        record.taken(keyed)
+        record.record_edits(keyed)
 
 
 def _graph_key(change: Callable[[fx.GraphModule], Any] | None = None) -> fx.GraphModule:
@@ -157,7 +157,7 @@ def _node(gm: fx.GraphModule, name: str) -> fx.Node:
 
 
 def _text(gm: fx.GraphModule, options: Options | None = None, known: Any = None) -> str:
-    return key.of(gm, options or Options(), known).text
+    return key.make_key(gm, options or Options(), known).text
 
 
 def _other_value(gm: fx.GraphModule) -> None:

@@ -180,7 +180,7 @@ def test_a_failing_key_is_told_and_costs_nothing(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("no key")
 
-    monkeypatch.setattr("attn_compiler.passes.rewrites.key.of", broken)
+    monkeypatch.setattr("attn_compiler.passes.rewrites.key.make_key", broken)
     why = why_not(attention, *qkv())
     assert why is not None
     assert why.startswith("keeping it failed: ZeroDivisionError: no key")

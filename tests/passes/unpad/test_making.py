@@ -218,7 +218,7 @@ class Asked:
         )
 
     def given(self) -> Any:
-        asked_sizes.put_in(self.graph, self.maker)
+        asked_sizes.insert_sizes(self.graph, self.maker)
         (output,) = self.rewritten.find_nodes(op="output")
         return output.args[0]
 

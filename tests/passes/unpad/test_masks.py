@@ -60,7 +60,7 @@ def _site(*kinds: MaskKind, tensor: Any = MASK, anchor: object = SDPA, **spec: A
     ],
 )
 def test_padding_and_a_band_are_understood(kinds: tuple[MaskKind, ...], band: PositionBand) -> None:
-    padding, pairs = masks.of([_site(*kinds), _site(PADDED)])
+    padding, pairs = masks.padding_and_pairs([_site(*kinds), _site(PADDED)])
     assert padding == Padding(tensor=MASK, negated=False)
     assert pairs == [PackedPairs(band=one, scores=None) for one in (band, PositionBand())]
     assert pairs[0].count_positions is (band.left is not None or band.right is not None)
@@ -68,9 +68,9 @@ def test_padding_and_a_band_are_understood(kinds: tuple[MaskKind, ...], band: Po
 
 def test_a_mask_may_be_zero_where_a_token_is_real() -> None:
     negated = KeyPadding(condition=ix.compare("==", LOAD, ix.ZERO))
-    assert masks.of([_site(negated)])[0].negated
+    assert masks.padding_and_pairs([_site(negated)])[0].negated
     with pytest.raises(KeepsPadding) as caught:
-        masks.of([_site(negated), _site(PADDED)])
+        masks.padding_and_pairs([_site(negated), _site(PADDED)])
     assert caught.value.reason.observed == "the mask of another layer is another tensor"
 
 
@@ -79,9 +79,9 @@ def test_a_mask_may_be_zero_where_a_token_is_real() -> None:
 )
 def test_a_mask_that_is_0_or_1_may_be_asked_otherwise(relation: str, number: int, negated: bool) -> None:
     asked = KeyPadding(condition=ix.compare(relation, LOAD, ix.Const(number)))
-    assert masks.of([_site(asked)])[0] == Padding(tensor=MASK, negated=negated, is_asked=True)
+    assert masks.padding_and_pairs([_site(asked)])[0] == Padding(tensor=MASK, negated=negated, is_asked=True)
     if not negated:
-        assert masks.of([_site(PADDED), _site(asked), _site(PADDED)])[0].is_asked
+        assert masks.padding_and_pairs([_site(PADDED), _site(asked), _site(PADDED)])[0].is_asked
 
 
 def test_what_two_numbers_do_not_tell_is_no_padding() -> None:
@@ -93,7 +93,7 @@ def test_what_two_numbers_do_not_tell_is_no_padding() -> None:
         ix.compare("==", Load("mask", (B, Index("q")), "int"), ix.Const(1)),
     ):
         with pytest.raises(KeepsPadding):
-            masks.of([_site(KeyPadding(condition=condition))])
+            masks.padding_and_pairs([_site(KeyPadding(condition=condition))])
 
 
 OTHER: Any = SimpleNamespace(node="other", since=None, until=None)
@@ -120,7 +120,7 @@ WRITTEN: Any = SimpleNamespace(node="mask", since=None, until="later")
 )
 def test_the_rest_keeps_padding_in(sites: list[Any], observed: str) -> None:
     with pytest.raises(KeepsPadding) as caught:
-        masks.of(sites)
+        masks.padding_and_pairs(sites)
     assert observed in caught.value.reason.observed
     assert caught.value.reason.code is Code.PADDING_MASK
 
@@ -129,7 +129,7 @@ def test_a_mask_that_was_not_understood_says_why() -> None:
     site = _site(PADDED)
     site.spec = dataclasses.replace(site.spec, mask=MaskSpec(reason="it is made in another graph"))
     with pytest.raises(KeepsPadding) as caught:
-        masks.of([site])
+        masks.padding_and_pairs([site])
     assert "it is made in another graph" in caught.value.reason.observed
 
 
@@ -137,7 +137,7 @@ def test_a_site_without_a_spec_is_a_fault() -> None:
     site = _site(PADDED)
     site.spec = None
     with pytest.raises(ValueError, match="layer has no spec"):
-        masks.of([site])
+        masks.padding_and_pairs([site])
 
 
 # What draws random numbers draws them once.

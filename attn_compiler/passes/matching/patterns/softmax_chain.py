@@ -150,7 +150,7 @@ def _match(
 def _check_addend(mirror: Mirror, product: Contraction) -> None:
     """What a product adds no part of (beta=0) is not read, and still gets a gradient, of zeros, which a caller may ask for."""
     addend = product.node.args[0]
-    if product.beta == 0 and isinstance(addend, fx.Node) and gradients.known(mirror, addend):
+    if product.beta == 0 and isinstance(addend, fx.Node) and gradients.carries(mirror, addend):
         raise Refused(
             code=Code.PRODUCT_ADDS,
             rule="what a product adds takes part in the result, or wants no gradient",
