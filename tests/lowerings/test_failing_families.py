@@ -19,7 +19,6 @@ from attn_compiler.lowerings.fa4 import launch as fa4_launch
 from attn_compiler.lowerings.hopper import backward_launch, launch as hopper_launch
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
-from attn_compiler.lowerings.shared.launching import on_device, replaying
 from attn_compiler.lowerings.triton import fp8_launch
 from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
@@ -36,9 +35,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a planted fai
 
 
 @pytest.fixture(autouse=True)
-def _told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _told() -> Iterator[None]:
     """Each failure is told."""
-    monkeypatch.setattr(replaying, "_CACHES", on_device.KnownCalls())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

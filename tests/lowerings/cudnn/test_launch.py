@@ -11,7 +11,6 @@ from attn_compiler.lowerings.cudnn.lowering import CudnnAttention
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared.calls import leaf_calls
 from attn_compiler.lowerings.shared.launching import replaying
-from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.scores import ScoreSpec
@@ -27,7 +26,6 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BuiltPlan, list[int]]]:
     """What was executed; plans come from a recording frontend, and tensors of the CPU stand in for those of a GPU."""
     executed: list[tuple[BuiltPlan, list[int]]] = []
-    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(launch, "cudnn_version", lambda: 91900)
     monkeypatch.setattr(plans, "cudnn_version", lambda: 91900)
     monkeypatch.setattr(plans, "_is_here", lambda target: True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -231,18 +230,13 @@ def test_counters_are_zeros_where_the_queries_are() -> None:
 
 
 # What decoding computes by its definition, held against the oracle that its kernels are held against.
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    yield
-    FAILURES.forget()
-
-
 def _failed(problem: Problem) -> Problem:
     """Its kernel has failed before."""
     FAILURES.fail(problem.text, "RuntimeError: planted")
     return problem
 
 
+@pytest.mark.usefixtures("planted_failures")
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_caches(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_by_kernel", None)
@@ -250,6 +244,7 @@ def test_caches(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     problems.assert_within_rule(problems.results(problem), problem)
 
 
+@pytest.mark.usefixtures("planted_failures")
 @pytest.mark.parametrize("rope", [16, 0])
 def test_latents(rope: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_launch, "_by_kernel", None)
@@ -258,7 +253,7 @@ def test_latents(rope: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problems.assert_within_rule(latent_problems.results(problem), problem)
 
 
-# As test_unused_triton.py, of the decode kernel.
+# As of the Triton family, of the decode kernel.
 POISONS = (torch.nan, torch.inf, -torch.inf)
 LARGE = 1e3
 #: intervals with keys between them that no query has

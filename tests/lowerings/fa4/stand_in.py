@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_compiler.lowerings.fa4 import launch
 from attn_compiler.lowerings.shared.launching import replaying
-from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 
 Window = tuple[int | None, int | None]
 
@@ -243,7 +242,6 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """In flash_attn's place; what was looked up before and after is forgotten."""
     stand_in = StandIn()
     monkeypatch.setattr(launch, "_flash", lambda: stand_in)
-    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: -1)
     forget()
     yield stand_in

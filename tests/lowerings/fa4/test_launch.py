@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from attn_compiler.lowerings.fa4 import launch, replay
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
 from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.lowerings.plain import reference
-from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 from attn_compiler.passes.writing import layout
 from attn_compiler.spec.target import Target
@@ -118,6 +118,7 @@ def test_other_shapes_go_through_the_functions_once(flash: StandIn) -> None:  # 
 
 def test_what_is_replayed_does_not_grow_without_a_bound(
     flash: StandIn,  # noqa: F811
+    known_calls: KnownCalls[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(KnownCalls, "_MOST", 2)
@@ -125,7 +126,7 @@ def test_what_is_replayed_does_not_grow_without_a_bound(
     for length in (16, 24, 32, 32, 16):
         q, k, v = torch.randn(3, 1, 4, length, 64, dtype=torch.bfloat16).unbind()
         torch.ops.attn_compiler.fa4.default(q, k, v, [], text)
-    assert len(replaying._CACHES) == 2
+    assert len(known_calls) == 2
     assert [call["out"].shape[1] for call in flash.forwards] == [16, 24, 32, 16]
 
 
@@ -275,14 +276,13 @@ def test_kernels_of_hopper_compile_without_a_gpu(name: str, monkeypatch: pytest.
 @pytest.mark.gpu
 @needs_flash_attn
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
-def test_numbers_on_a_gpu(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_on_a_gpu(problem: Problem, known_calls: KnownCalls[Any]) -> None:
     """The first call, and one that is replayed, of other numbers."""
-    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     text = text_here(inputs(problem, device="cuda"))
     for seed in (0, 1):
         built = inputs(problem, device="cuda", seed=seed)
         numerics.assert_within_rule(numerics.with_gradients(attention(built, text), built), built)
-    replays = [same.replay for same in replaying._CACHES.values()]
+    replays = [same.replay for same in known_calls.values()]
     assert len(replays) == 2
     assert None not in replays, "what the functions did was not replayed"
 

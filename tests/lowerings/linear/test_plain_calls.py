@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 import attn_compiler
 from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
 from attn_compiler.lowerings.linear import triton_backward, triton_launch, triton_op, triton_step
-from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, KernelFailed
 from attn_compiler.spec.linear import LinearForm
@@ -22,10 +21,9 @@ from tests.lowerings.linear.triton_problems import FORMS, _far, problem
 
 
 @pytest.fixture(autouse=True)
-def nothing_has_failed() -> None:
+def nothing_is_compiled(planted_failures: None) -> None:
     torch._dynamo.reset()
     attn_compiler.reset()
-    FAILURES.forget()
 
 
 def _fail(*given: Any) -> Any:

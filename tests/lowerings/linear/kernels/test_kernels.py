@@ -13,14 +13,19 @@ from tests.thinned import further
 pytest.importorskip("triton")
 
 
-# With a decay for each head, results and states are those of the recurrence in float64.
-@pytest.mark.parametrize("name", ["delta", "ssd"])
+@pytest.mark.parametrize("name", list(FORMS))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("sort", further(draws.SORTS, daily=draws.SORTS[:1]))
-def test_results_and_states_are_the_recurrence(name: str, sizes: tuple[int, int, int, int, int], sort: str) -> None:
+def test_results_states_and_gradients_are_the_recurrence(
+    name: str, sizes: tuple[int, int, int, int, int], sort: str
+) -> None:
     torch.manual_seed(0)
-    found = furthest(FORMS[name], problem(FORMS[name], sizes, sort=sort), gradients=False)
-    assert max(found.values()) < 5e-6, found
+    found = furthest(FORMS[name], problem(FORMS[name], sizes, sort=sort))
+    assert max(found.pop("out"), found.pop("last")) < 5e-6, found
+    # By channel the gradient of g is a difference of sums that hold v. Of a single token it is the state's alone, beside values of 1e3.
+    if name == "channel" and sizes[0] == 1 and sort == "unusual":
+        assert found.pop("g") < 1e-3
+    assert max(found.values()) < 2e-5, found
 
 
 def test_equal_keys_without_decay_are_no_trouble() -> None:
@@ -32,37 +37,6 @@ def test_equal_keys_without_decay_are_no_trouble() -> None:
         given["beta"].fill_(1.0)
         given["g"].zero_()
     assert max(furthest(form, list(given.values())).values()) < 2e-5
-
-
-# With a decay for each head, all gradients are those of the recurrence in float64.
-@pytest.mark.parametrize("name", ["delta", "ssd"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("sort", further(draws.SORTS, daily=draws.SORTS[:1]))
-def test_gradients_are_the_recurrence(name: str, sizes: tuple[int, int, int, int, int], sort: str) -> None:
-    torch.manual_seed(0)
-    found = furthest(FORMS[name], problem(FORMS[name], sizes, sort=sort))
-    assert max(found.values()) < 2e-5, found
-
-
-# With a decay for each channel, results and states are those of the recurrence in float64.
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("sort", further(draws.SORTS, daily=draws.SORTS[:1]))
-def test_results_and_states_are_the_recurrence_by_channel(sizes: tuple[int, int, int, int, int], sort: str) -> None:
-    torch.manual_seed(0)
-    found = furthest(FORMS["channel"], problem(FORMS["channel"], sizes, sort=sort), gradients=False)
-    assert max(found.values()) < 5e-6, found
-
-
-# With a decay for each channel, all gradients are those of the recurrence in float64.
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("sort", further(draws.SORTS, daily=draws.SORTS[:1]))
-def test_gradients_are_the_recurrence_by_channel(sizes: tuple[int, int, int, int, int], sort: str) -> None:
-    torch.manual_seed(0)
-    found = furthest(FORMS["channel"], problem(FORMS["channel"], sizes, sort=sort))
-    # The gradient of g is a difference of sums that hold v. Of a single token it is the state's alone, beside values of 1e3.
-    rest = found.pop("g") if sizes[0] == 1 and sort == "unusual" else 0.0
-    assert rest < 1e-3
-    assert max(found.values()) < 2e-5, found
 
 
 # States between pieces are those of one piece after the other, forwards and backwards.

@@ -22,7 +22,6 @@ from attn_compiler.lowerings.shared.calls.backward import Backward
 from attn_compiler.lowerings.shared.calls.backward_call import BackwardByKernels
 from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.launching.launch import Arguments
-from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 from attn_compiler.lowerings.shared.launching.replaying import call_cache
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.lowerings.shared.parts import tile_table
@@ -89,11 +88,6 @@ def test_scores_that_are_kept_have_their_parameter(started: Started) -> None:
 
 # What a backward of our kernels allocates, hands on and copies.
 BIASED = Case(name="backward_call", bias="hqk")
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
 
 
 class Kernels:

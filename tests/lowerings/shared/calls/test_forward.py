@@ -25,9 +25,7 @@ from attn_compiler.lowerings.shared.calls.arguments import (
 from attn_compiler.lowerings.shared.calls.failures import Caller, Failures
 from attn_compiler.lowerings.shared.calls.forward_call import Forward
 from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readable
-from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.launching.dry_tensors import Addresses
-from attn_compiler.lowerings.shared.launching.on_device import KnownCalls
 from attn_compiler.lowerings.shared.launching.replaying import CallCache
 from attn_compiler.lowerings.shared.parts.kernel_plan import FARTHEST
 from attn_compiler.reasons.codes import Code
@@ -137,11 +135,6 @@ class Kernel:
         tensors["Lse"].zero_()
         # A launch that is not ready: nothing is replayed.
         return [None]
-
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
 
 
 def _call(problem: Problem, kernel: Kernel, *, q: Tensor | None = None, **more: bool) -> tuple[Tensor, Tensor]:

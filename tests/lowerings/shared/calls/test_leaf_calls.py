@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import (
 from attn_compiler.lowerings.shared.launching import replaying
 from attn_compiler.lowerings.shared.launching.dry_run import noting
 from attn_compiler.lowerings.shared.launching.launch import Arguments
-from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls
+from attn_compiler.lowerings.shared.launching.on_device import Empty
 from attn_compiler.lowerings.shared.launching.replaying import CallCache, Start
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.lowerings.shared.ops.listing import OF_KEYS, OF_QUERIES, OPEN, ListAsked
@@ -39,7 +40,6 @@ from tests.lowerings.shared.searched_tiles import Mask, tensors
 # The arguments are the schemas', and a body and a place in compiled code replay what was kept.
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
 
 
@@ -188,12 +188,6 @@ def test_a_place_calls_its_body_for_what_begins_between_vectors() -> None:
     assert place.replay is replay is not None
 
 
-@pytest.fixture
-def failures() -> Iterator[None]:
-    yield
-    FAILURES.forget()
-
-
 def _raise(error: Exception) -> Callable[[], Any]:
     def fail() -> Any:
         raise error
@@ -201,7 +195,7 @@ def _raise(error: Exception) -> Callable[[], Any]:
     return fail
 
 
-@pytest.mark.usefixtures("failures")
+@pytest.mark.usefixtures("planted_failures")
 def test_what_fails_once_is_not_tried_again() -> None:
     tried: list[str] = []
 
@@ -216,14 +210,24 @@ def test_what_fails_once_is_not_tried_again() -> None:
     assert or_else("op", "another text", lambda: "launched", lambda: "instead") == "launched"
 
 
-@pytest.mark.usefixtures("failures")
+def test_a_test_of_a_kernel_that_fails_is_an_error(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest((Path(__file__).parents[2] / "conftest.py").read_text(encoding="utf-8"))
+    fails = (
+        f"from {FAILURES.__module__} import FAILURES\ndef test_it({{}}): FAILURES.fail('a text', 'no such kernel')\n"
+    )
+    pytester.makepyfile(test_unseen=fails.format(""), test_planted=fails.format("planted_failures"))
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=2, errors=1)
+    assert not FAILURES.causes
+
+
+@pytest.mark.usefixtures("planted_failures")
 def test_what_no_way_computes_raises_what_the_launch_raised() -> None:
     with pytest.raises(RuntimeError, match="no memory on this side"):
         or_else("op", "a text", _raise(RuntimeError("no memory on this side")), _raise(ValueError("nor that")))
     assert not FAILURES.causes
 
 
-@pytest.mark.usefixtures("failures")
+@pytest.mark.usefixtures("planted_failures")
 def test_launches_that_are_noted_tell_of_their_faults() -> None:
     with noting(lambda *_: None), pytest.raises(RuntimeError, match="a stand-in"):
         or_else("op", "a text", _raise(RuntimeError("a stand-in")), lambda: "instead")

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import attn_compiler
-from attn_compiler.lowerings.shared.launching import ahead, dry_tensors, launch as launching, on_device, replaying
+from attn_compiler.lowerings.shared.launching import ahead, dry_tensors, launch as launching
 from attn_compiler.lowerings.shared.launching.ahead import Ahead
 from attn_compiler.lowerings.shared.launching.compiling import Compiled
 from attn_compiler.lowerings.shared.launching.dry_run import noter
@@ -122,7 +122,9 @@ def test_kernels_that_are_done_while_a_report_is_read_are_told_of_once() -> None
     assert list(kernels) == [("late", 2.0), ("early", 1.0)]
 
 
-def test_compiled_code_launches_what_was_noted(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_launches_what_was_noted(
+    begun: Begun, known_calls: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors lie in the compiled graph as its values said."""
     launched: list[Any] = []
     launch = launching.first_launch
@@ -133,7 +135,7 @@ def test_compiled_code_launches_what_was_noted(begun: Begun, monkeypatch: pytest
         return launch(kernel, grid, *positional, **named)
 
     monkeypatch.setattr(launching, "first_launch", looked_at)
-    monkeypatch.setattr(replaying, "_CACHES", on_device.KnownCalls())
+    known_calls.clear()
     compiled()(*INPUTS).sum().backward()
     noted = [(kernel, _told_apart(named)) for kernel, named in zip(begun.kernels, begun.named, strict=True)]
     assert len(launched) >= 6

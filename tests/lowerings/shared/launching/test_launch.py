@@ -18,7 +18,7 @@ from attn_compiler.lowerings.base import Tile
 from attn_compiler.lowerings.shared.kernels import tuples
 from attn_compiler.lowerings.shared.launching import launch as launching, persistent, replaying
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
-from attn_compiler.lowerings.shared.launching.on_device import Empty, KnownCalls, new_outputs, on
+from attn_compiler.lowerings.shared.launching.on_device import Empty, new_outputs, on
 from attn_compiler.lowerings.shared.launching.replaying import call_cache
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from tests.lowerings.shared.lying import LYING_OTHERWISE
@@ -64,7 +64,6 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
     monkeypatch.setattr(triton.runtime, "driver", mock.Mock())
     triton.runtime.driver.active.get_current_stream.return_value = STREAM

@@ -19,7 +19,6 @@ from tests.lowerings.shared.lying import LYING_OTHERWISE
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "_CACHES", KnownCalls())
     monkeypatch.setattr(replaying, "current_cuda_device", lambda: 0)
 
 
@@ -116,11 +115,11 @@ def test_another_op_or_text_is_another_call() -> None:
     assert call_cache("op", "text", (x,)) is not call_cache("other", "text", (x,))
 
 
-def test_nothing_is_kept_of_calls_whose_launches_are_noted() -> None:
+def test_nothing_is_kept_of_calls_whose_launches_are_noted(known_calls: KnownCalls[Any]) -> None:
     x = torch.empty(4, 8)
     with noting(lambda *_: None):
         assert call_cache("op", "text", (x,)) is not call_cache("op", "text", (x,))
-    assert not replaying._CACHES
+    assert not known_calls
 
 
 def test_an_output_is_like_the_first_one() -> None:
@@ -137,11 +136,13 @@ def test_an_output_is_like_the_first_one() -> None:
     assert (second.shape, second.stride(), second.dtype) == (first.shape, first.stride(), first.dtype)
 
 
-def test_what_is_known_of_calls_does_not_grow_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_of_calls_does_not_grow_forever(
+    known_calls: KnownCalls[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(KnownCalls, "_MOST", 3)
     for size in range(10):
         call_cache("op", "text", (torch.empty(size),))
-    assert len(replaying._CACHES) <= 3
+    assert len(known_calls) <= 3
 
 
 @pytest.mark.parametrize(
