@@ -77,7 +77,6 @@ _LONG = (
     "tests/lowerings/fp8/kernels/",
     "tests/lowerings/hopper/kernels/test_compiled_forward.py",
     "tests/lowerings/linear/",
-    "tests/lowerings/triton/kernels/test_forward_fp8.py",
     "tests/test_always_runs.py",
     "tests/test_fp8_accuracy.py",
     "tests/test_fp8_training.py",

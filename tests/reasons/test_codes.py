@@ -1,19 +1,23 @@
-"""Codes: each one is given somewhere, and whatever gives a reason gives a code."""
+"""Codes of reasons and their pages."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from attn_compiler.reasons import errors
+from attn_compiler.reasons import errors, pages
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerError
-from attn_compiler.reasons.pages import PAGES
+from attn_compiler.reasons.pages import PAGES, SECTIONS, ExampleKind, Page, page_of, read
+from website import prose
 
+# Codes.
 PACKAGE = Path(errors.__file__).parents[1]
 #: makes a reason, or becomes one; and where in its arguments the code stands, if it has no name there
 MAKERS = {"Reason": None, "Refused": None, "KeepsPadding": 0}
@@ -97,3 +101,104 @@ def test_codes_are_of_one_form_and_none_is_given_twice() -> None:
 def test_every_error_has_a_code_of_errors(error: type[AttnCompilerError]) -> None:
     assert error.code.value.startswith("AC9")
     assert error.code in PAGES
+
+
+# Pages of codes.
+ROOT = Path(__file__).parents[2]
+#: codes that no small program on a CPU meets: what it takes stands on the page
+TOLD = frozenset(
+    {
+        # A GPU and a library.
+        *(Code.NO_PLAN, Code.NOT_COMPILED, Code.CUDNN_REFUSED, Code.LIBRARY_ARGUMENTS, Code.IN_ORDER_SLOWER),
+        Code.ADDED_SLOWER,
+        # Several processes.
+        *(Code.CONTEXT_PARALLEL_UNSUPPORTED, Code.CONTEXT_PARALLEL_INPUT),
+        *(Code.SHARDED_SEQUENCE, Code.PLACEMENTS, Code.SHARDED_DROPOUT, Code.UNEQUAL_SHARES, Code.NO_LOCAL_ATTENTION),
+        # A fault of ours, or of the compiler.
+        *(
+            Code.FAULT,
+            Code.COMPILER_REFUSED,
+            Code.PASS_FAILED,
+            Code.COMPILE_FAILED,
+            Code.KERNEL_FAILED,
+            Code.VERIFY_FAILED,
+        ),
+        Code.VERIFICATION_MISMATCH,
+        # A model that is larger than an example.
+        # A function in a file of its own.
+        Code.LINEAR_NOT_PROVED,
+        *(Code.INSIDE_A_CALL, Code.CLOSED_TENSOR, Code.AUTOCAST_BODY),
+        *(Code.PADDING_SIZES, Code.PADDING_OUT_OF_REACH),
+    }
+)
+_RUN = [page for page in PAGES.values() if page.kind is not ExampleKind.TOLD]
+
+
+@pytest.mark.parametrize("page", _RUN, ids=lambda page: str(page.code))
+@pytest.mark.filterwarnings("ignore")
+def test_its_example_gives_the_code(page: Page) -> None:
+    # Imported here: with it come torch and the passes.
+    from website.examples import own_line
+
+    assert own_line(page) is not None
+
+
+def test_what_examples_in_words_name_is_there() -> None:
+    told = [page.example for page in PAGES.values() if page.kind is ExampleKind.TOLD]
+    named = [path for text in told for path in re.findall(r"\b(?:tests|benchmarks)/[\w/.]+", text)]
+    assert named
+    assert [path for path in named if not (ROOT / path.rstrip(".")).exists()] == []
+
+
+def test_every_code_has_one_page_in_the_order_of_codes() -> None:
+    found = [page for _, of_section in SECTIONS for page in of_section]
+    assert [page.code for page in found] == sorted(Code, key=str)
+    assert len({page.title for page in found}) == len(found)
+
+
+def test_a_section_has_one_group_of_codes() -> None:
+    groups = [{str(page.code)[:3] for page in of_section} for _, of_section in SECTIONS]
+    assert groups == [{f"AC{number}"} for number in range(1, len(SECTIONS) + 1)]
+
+
+def test_pages_say_everything_in_sentences() -> None:
+    for page in PAGES.values():
+        assert page.cause.endswith((".", "`.")), page.code
+        assert page.remedy.endswith((".", "`.")), page.code
+        assert not page.title.endswith("."), page.code
+
+
+def test_sentences_are_short() -> None:
+    assert prose.too_long(Path(pages.__file__).with_suffix(".md").read_text(encoding="utf-8")) == []
+
+
+def test_codes_without_an_example_to_run_are_known() -> None:
+    assert {page.code for page in PAGES.values() if page.kind is ExampleKind.TOLD} == TOLD
+
+
+_ONE = "## Masks\n\n### AC201: A title\n\nA cause\nof two lines.\n\n**What to do.** A\nremedy.\n\n"
+
+
+def test_a_page_is_read_with_its_lines_joined_and_its_example_as_it_is() -> None:
+    ((heading, (page,)),) = read(f"# Top\n\n{_ONE}```python program\nmodel = 1\n\ninputs = ()\n```\n")
+    assert (heading, page.code, page.title) == ("Masks", Code.DTYPE, "A title")
+    assert (page.cause, page.remedy) == ("A cause of two lines.", "A remedy.")
+    assert (page.kind, page.example) == (ExampleKind.PROGRAM, "model = 1\n\ninputs = ()")
+    ((_, (page,)),) = read(f"{_ONE}**Example.** Take\ntwo GPUs.\n")
+    assert (page.kind, page.example) == (ExampleKind.TOLD, "Take two GPUs.")
+
+
+def test_a_page_that_lacks_a_part_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the page of AC201 lacks"):
+        list(read(_ONE))
+
+
+def test_pages_come_without_torch() -> None:
+    code = "import sys; import attn_compiler.reasons.pages; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
+
+
+def test_a_page_is_found_by_its_code_in_any_case() -> None:
+    assert page_of("ac201") is PAGES[Code.DTYPE]
+    assert page_of("AC999") is None

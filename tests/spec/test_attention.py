@@ -1,16 +1,23 @@
+"""The spec of an attention and of linear attention, as text."""
+
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import typing
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr
 from attn_compiler.spec import added_scores, attention as spec, mask_kinds, masks, scores
 from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
+from attn_compiler.spec.codec import UNSAID, Codec
+from attn_compiler.spec.linear import LinearForm, LinearSpec
 from tests.index_expr.expressions import expressions
 from tests.lowerings.specs import make_spec
 
@@ -191,3 +198,128 @@ def test_numbers_that_mask_are_known_of_a_mask_that_was_read_in_part() -> None:
     assert called.adds_unread
     truth = dataclasses.replace(unread.mask, dense=dataclasses.replace(dense, dtype="bool"))
     assert not dataclasses.replace(unread, mask=truth).adds_unread
+
+
+# Frozen data as text and back.
+class Side(enum.Enum):
+    LEFT = "left"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    size: int
+    weight: float | None = 1.0
+    flag: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    inner: Inner
+    others: tuple[Inner, ...] = ()
+    side: Side = Side.LEFT
+    where: ix.Expr = ix.TRUE
+
+
+CLASSES = (Outer, Inner, Side)
+WHERE = ix.compare("<=", ix.Index("k"), ix.add(ix.Index("q"), ix.Const(3)))
+VALUES = [
+    Outer(inner=Inner(size=1)),
+    Outer(inner=Inner(size=2, weight=None), others=(Inner(size=3, weight=0.0), Inner(size=4, flag=True)), where=WHERE),
+]
+
+
+@pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.parametrize("value", VALUES)
+def test_any_value_as_text_and_back(value: Outer, brief: bool) -> None:
+    codec = Codec(CLASSES, brief=brief)
+    assert codec.value(codec.text(value), Outer) == value
+    assert codec.value(codec.text(value), Outer) is codec.value(codec.text(value), Outer)
+
+
+def test_a_brief_text_says_what_is_not_usual() -> None:
+    codec = Codec(CLASSES, brief=True)
+    assert codec.text(Inner(size=1)) == '{"kind":"Inner","size":1}'
+    assert codec.text(Inner(size=1, weight=None)) == '{"kind":"Inner","size":1,"weight":null}'
+    # Equal in Python, and another text.
+    assert codec.text(Inner(size=1, flag=0)) != codec.text(Inner(size=1))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grown:
+    size: int
+    later: str = field(default="usual", metadata=UNSAID)
+
+
+def test_a_field_that_came_later_is_said_where_it_is_not_usual() -> None:
+    codec = Codec((Grown,))
+    assert codec.text(Grown(size=1)) == '{"kind":"Grown","size":1}'
+    assert codec.text(Grown(size=1, later="not")) == '{"kind":"Grown","later":"not","size":1}'
+    assert all(codec.value(codec.text(x), Grown) == x for x in (Grown(size=1), Grown(size=1, later="not")))
+
+
+def test_a_full_text_says_everything() -> None:
+    said = json.loads(Codec(CLASSES).text(VALUES[0]))
+    assert said["inner"] == {"kind": "Inner", "size": 1, "weight": 1.0, "flag": False}
+    assert said["side"] == {"kind": "Side", "value": "left"}
+
+
+def test_further_classes() -> None:
+    with pytest.raises(ValueError, match="unknown kind, 'Inner'; known are Side"):
+        Codec((Side,)).value('{"kind":"Inner","size":1}', Inner)
+    assert Codec((Side,)).extended(Inner).value('{"kind":"Inner","size":1}', Inner) == Inner(size=1)
+
+
+def test_a_text_of_another_class_is_refused() -> None:
+    codec = Codec(CLASSES)
+    with pytest.raises(TypeError, match="the text of Outer, got that of Inner"):
+        codec.value(codec.text(Inner(size=1)), Outer)
+
+
+def test_two_classes_of_one_name_are_refused() -> None:
+    other = dataclass(frozen=True)(type("Inner", (), {}))
+    with pytest.raises(ValueError, match="one name"):
+        Codec((Inner, other))
+
+
+# The form of a recurrence as text, and words for people.
+FORM = LinearForm(
+    function="models.next:chunk#1", recurrence="delta", roles=("q", "k", "v", "g", "beta"), chunk=64, eps=1e-6
+)
+STATE_SPACE = LinearForm(
+    function="models.bamba:scan#2",
+    recurrence="ssd",
+    roles=("x", "dt", "A", "B", "C", "D", "state"),
+    chunk=256,
+    softplus=True,
+    limits=(0.0, float("inf")),
+    state_dtype="float64",
+)
+
+
+def test_a_text_is_read_back_as_it_was() -> None:
+    for form in (FORM, STATE_SPACE):
+        assert LinearForm.from_text(form.text) == form
+    assert FORM.text != dataclasses.replace(FORM, eps=None).text
+
+
+def test_a_state_is_told_by_its_role() -> None:
+    assert (FORM.has_state, STATE_SPACE.has_state) == (False, True)
+
+
+def test_words_say_the_recurrence_its_heads_and_its_decay() -> None:
+    spec = LinearSpec(
+        form=FORM,
+        batch=2,
+        length="s0",
+        num_heads_k=4,
+        num_heads_v=4,
+        head_dim_k=16,
+        head_dim_v=16,
+        dtype="float32",
+        device="cpu",
+    )
+    assert spec.words == "gated delta rule, 4 heads of 16/16, decay a head"
+    grouped = dataclasses.replace(spec, num_heads_k=2, form=dataclasses.replace(FORM, channel=True))
+    assert grouped.words == "gated delta rule, 4 heads of 16/16, 2 of q and k, decay a channel"
+    of_ssd = dataclasses.replace(spec, form=STATE_SPACE, num_heads_k=1, num_heads_v=1)
+    assert of_ssd.words == "state space (Mamba-2), 1 head of 16/16, decay a head, with a state"
