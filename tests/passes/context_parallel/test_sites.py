@@ -130,11 +130,12 @@ def _up_to(name: str) -> Attend:
 _BOUNDS = {"lengths": torch.tensor([9, 14]), "spans": torch.tensor([[1, 5], [2, 9]])}
 
 
-@pytest.mark.parametrize("name", _BOUNDS)
-def test_an_input_of_another_length_is_no_part_of_the_sequence(name: str) -> None:
+# Not "name": the fixtures below run every case that a test of this file has by that name.
+@pytest.mark.parametrize("bounds", _BOUNDS)
+def test_an_input_of_another_length_is_no_part_of_the_sequence(bounds: str) -> None:
     with pytest.raises(ContextParallelUnsupported, match=rf"2 elements.*{LENGTH} positions.*replicated"):
-        compile_and_run(attend=_up_to(name), data={name: _BOUNDS[name]})
-    compile_and_run(attend=_up_to(name), data={name: _BOUNDS[name]}, replicated=(name,))
+        compile_and_run(attend=_up_to(bounds), data={bounds: _BOUNDS[bounds]})
+    compile_and_run(attend=_up_to(bounds), data={bounds: _BOUNDS[bounds]}, replicated=(bounds,))
 
 
 def test_what_is_read_along_the_sequence_is_read_by_positions() -> None:
