@@ -7,11 +7,12 @@ its name in PROVED_KINDS, its recogniser in passes/recovering/score_kinds.py, an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.index_expr.reach import is_known, reach
+from attn_compiler.spec.codec import UNSAID
 
 #: characters of a formula in the words of a kind
 _MOST = 80
@@ -173,13 +174,14 @@ class Penalty:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bias:
     """A tensor that is an input, or whose computation could not be read. at: its indices, over (b, h, q, k). shape: (B, Hq, Sq, Skv), with
-    1 for a broadcast axis. weight: a factor on the element."""
+    1 for a broadcast axis. weight: a factor on the element. may_shut_out: nothing says that it is no mask, too."""
 
     tensor: str
     at: tuple[Expr, ...]
     shape: tuple[int | str, ...]
     weight: float = 1.0
     requires_grad: bool = False
+    may_shut_out: bool = field(default=False, metadata=UNSAID)
 
     @property
     def varies_along(self) -> str:

@@ -190,8 +190,9 @@ class AttentionSpec:
         """True if only run time knows the added numbers: a query may get low ones alone, and then has no keys. In a mask that was read in
         part, it is known which numbers mask, and passes complete its rows."""
         tensor = self.mask.dense or self.score.bias
-        formulas = [] if self.score.by_highest else self.score.proved
-        is_low = any(isinstance(kind, added_scores.BiasFormula) and kind.may_shut_out for kind in formulas)
+        added = [] if self.score.by_highest else self.score.proved
+        unknown = (added_scores.Bias, added_scores.BiasFormula)
+        is_low = any(isinstance(kind, unknown) and kind.may_shut_out for kind in added)
         is_unread = is_low or (self.mask.reason is not None and not self.mask.is_partial)
         return is_unread and tensor is not None and tensor.dtype != "bool"
 

@@ -12,7 +12,7 @@ from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror, opaque
 
 _LINEAR = frozenset("linear addmm conv1d".split())
-_PRODUCTS = frozenset("matmul bmm mm mv baddbmm einsum linear addmm".split())
+PRODUCTS = frozenset("matmul bmm mm mv baddbmm einsum linear addmm".split())
 _STEPS_DOWN = 12
 _MOST_ABOVE = 64
 
@@ -32,12 +32,12 @@ def _comes_from_linear(mirror: Mirror, softmax: fx.Node) -> bool:
         seen.add(node)
         if len(seen) > _MOST_ABOVE:
             return False
-        if _name(mirror, node) in _LINEAR:
+        if called(mirror, node) in _LINEAR:
             found = True
         elif node.op == "placeholder":
             if not _is_parameter(mirror, node):
                 return False
-        elif node.target is opaque or _name(mirror, node) in _PRODUCTS:
+        elif node.target is opaque or called(mirror, node) in PRODUCTS:
             return False
         else:
             queue.extend(node.all_input_nodes)
@@ -55,12 +55,12 @@ def _reaches_product(softmax: fx.Node) -> bool:
     level = [softmax]
     for _ in range(_STEPS_DOWN):
         level = [user for node in level for user in node.users if user.target is not opaque]
-        if any(_op(node) in _PRODUCTS for node in level):
+        if any(_op(node) in PRODUCTS for node in level):
             return True
     return False
 
 
-def _name(mirror: Mirror, node: fx.Node) -> str:
+def called(mirror: Mirror, node: fx.Node) -> str:
     """What the model called: for an opaque node by its Dynamo node."""
     owner = mirror.owner(node)
     return target_name(owner) if node.target is opaque and owner is not None else _op(node)

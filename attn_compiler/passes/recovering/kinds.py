@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Test
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Test
 from attn_compiler.spec import masks
 from attn_compiler.spec.masks import MaskKind
 
@@ -211,3 +211,20 @@ RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], MaskKind | None], ...] = (
     _key_padding,
     _any_of,
 )
+
+
+def at_most(x: Expr) -> Expr:
+    """What holds wherever a condition does, whatever elements for each query and key are."""
+    if whole(x) is None:
+        return x
+    match x:
+        case Apply(op="and" | "or" as op, args=args):
+            return ix.apply(op, *map(at_most, args))
+        case Apply(op="where", args=(condition, a, b)) if whole(condition) is None:
+            return ix.where(condition, at_most(a), at_most(b))
+    return ix.TRUE
+
+
+def whole(x: Expr) -> Load | None:
+    """A tensor that an expression reads an element of for each query and key."""
+    return next((load for load in ix.loads(x) if all(ix.mentions(load, index) for index in (Q, K))), None)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Apply, Expr, Linear, Load, Ranges
+from attn_compiler.index_expr import Expr, Linear, Ranges
 from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.ranges import LOADED_KEY
 from attn_compiler.index_expr.reach import Reach
@@ -24,7 +24,17 @@ from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Keyless, Match, Term
-from attn_compiler.passes.recovering import added, chosen, elements, keyless, kinds, reading, score_kinds, unproved
+from attn_compiler.passes.recovering import (
+    added,
+    chosen,
+    elements,
+    keyless,
+    kinds,
+    no_masks,
+    reading,
+    score_kinds,
+    unproved,
+)
 from attn_compiler.passes.recovering.keyless import MaskStep
 from attn_compiler.passes.recovering.packing import by_places
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
@@ -138,15 +148,14 @@ class _Read:
             x = ix.as_float(self._element(term))
         except Unreadable as unreadable:
             self._reasons.append(str(unreadable))
-            self._add_unread(term)
+            self._add_unread(term, may_shut_out=True)
             return
         within = self._known(x, term)
         found = added.split(x, term.weight, scores_up_to=fills.of_scores(self._match), within=within)
         self._reach = self._reach.plus(found.reach(within))
         rounded = _why_rounded(term, x, found)
         if rounded is not None:
-            self._add_unread(term)
-            self._mask_in_part(term, found, rounded)
+            self._add_unread(term, may_shut_out=not self._masks_in_part(term, found, rounded))
             return
         self._conditions.append(found.allowed)
         self._fills |= found.fills
@@ -154,21 +163,26 @@ class _Read:
             added_up = ix.mul(x, ix.Const(float(term.weight))) if found.sums or len(found.fills) > 1 else None
             self._step(term, MaskStep(allowed=found.allowed, fills=found.fills, replaces=False, added=added_up))
         for kind in score_kinds.recognise(found.added):
-            self._scores.append(self._named(kind, term))
-            if isinstance(kind, added_scores.Bias) and found.allowed == ix.TRUE:
-                version = self._version(kind.tensor)
-                self._reasons += unproved.of_bias(self._match, version, kind.weight, self._origin(kind.tensor))
+            named = self._named(kind, term)
+            if isinstance(kind, added_scores.Bias) and isinstance(named, added_scores.Bias):
+                # Whether it masks is one question, whatever masks beside it.
+                version, is_learned = self._version(kind.tensor), named.requires_grad
+                if not no_masks.is_none(self._mirror, self._match, version, kind.weight, is_learned=is_learned):
+                    self._reasons.append(unproved.of_bias(version, self._origin(kind.tensor)))
+                    named = replace(named, may_shut_out=True)
+            self._scores.append(named)
 
-    def _mask_in_part(self, term: Term, found: added.Split, rounded: str) -> None:
+    def _masks_in_part(self, term: Term, found: added.Split, rounded: str) -> bool:
         """What is exact of an added tensor's condition has to hold, whatever else it says."""
         exact = _exact(found.allowed)
         if not exact or found.sums or len(found.fills) != 1:
             self._reasons.append(rounded)
-            return
+            return False
         self._conditions += exact
         self._fills |= found.fills
         self._step(term, MaskStep(allowed=None, fills=found.fills, replaces=False))
         self._unread_masks.append(rounded)
+        return True
 
     def mask(self, term: Term) -> None:
         """A truth value for each pair."""
@@ -260,12 +274,14 @@ class _Read:
     def _told_apart(self, condition: Expr) -> tuple[Expr, Expr]:
         """What was read, and what reads an element for each query and key, which says nothing. Both have to hold."""
         parts = kinds.conjuncts(condition)
-        said = by_places(ix.decide(ix.apply("and", *map(_at_most, parts)), self._ranges), self._reader)
-        return ix.decide(said, self._ranges), ix.apply("and", *(part for part in parts if _whole(part) is not None))
+        said = by_places(ix.decide(ix.apply("and", *map(kinds.at_most, parts)), self._ranges), self._reader)
+        return ix.decide(said, self._ranges), ix.apply(
+            "and", *(part for part in parts if kinds.whole(part) is not None)
+        )
 
     def _why_not(self, rest: Expr) -> str | None:
         """Why a condition that was read says nothing."""
-        whole = _whole(rest)
+        whole = kinds.whole(rest)
         if whole is None:
             return None
         return f"{self._origin(whole.tensor)}, and holds an element for each query and key"
@@ -300,7 +316,7 @@ class _Read:
 
     # ---- scores ---------------------------------------------------------------------------------------------------
 
-    def _add_unread(self, term: Term) -> None:
+    def _add_unread(self, term: Term, *, may_shut_out: bool) -> None:
         """A tensor that can't be looked into is at least an element of itself, and varies along no more than its axes."""
         node = term.operand.node
         try:
@@ -312,7 +328,7 @@ class _Read:
             return
         shape = elements.shape(self._match, elements.varies_along(self._match, term.operand))
         self._unread[node.name] = mutation.version(self._mirror, node, self._mirror.order(term.operand.used))
-        bias = added_scores.Bias(tensor=node.name, at=at, shape=shape, weight=term.weight)
+        bias = added_scores.Bias(tensor=node.name, at=at, shape=shape, weight=term.weight, may_shut_out=may_shut_out)
         self._scores.append(self._named(bias, term))
 
     def _named(self, kind: ProvedScore, term: Term) -> ProvedScore:
@@ -358,23 +374,6 @@ def _why_rounded(term: Term, x: Expr, found: added.Split) -> str | None:
     if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
         return f"{term.operand.node.name} chooses by numbers that are rounded: {ix.text(x, _MOST)}"
     return None
-
-
-def _at_most(x: Expr) -> Expr:
-    """What holds wherever a condition does, whatever elements for each query and key are."""
-    if _whole(x) is None:
-        return x
-    match x:
-        case Apply(op="and" | "or" as op, args=args):
-            return ix.apply(op, *map(_at_most, args))
-        case Apply(op="where", args=(condition, a, b)) if _whole(condition) is None:
-            return ix.where(condition, _at_most(a), _at_most(b))
-    return ix.TRUE
-
-
-def _whole(x: Expr) -> Load | None:
-    """A tensor that an expression reads an element of for each query and key."""
-    return next((load for load in ix.loads(x) if all(ix.mentions(load, i) for i in (kinds.Q, kinds.K))), None)
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:

@@ -9,9 +9,7 @@ import torch
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr.reach import is_known
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.passes.graph.site import Match
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW
-from attn_compiler.passes.recovering import no_masks
 from attn_compiler.passes.recovering.reading import fake
 from attn_compiler.spec.added_scores import BiasFormula, GatheredBias, Penalty, ProvedScore, RegionPenalty
 
@@ -19,16 +17,14 @@ from attn_compiler.spec.added_scores import BiasFormula, GatheredBias, Penalty, 
 _MOST = 120
 
 
-def of_bias(match: Match, version: Version, weight: float, origin: str) -> tuple[str, ...]:
-    """Of a tensor that is added, times a weight. origin: why nothing is known of its elements. Nothing is said of one that is no mask."""
-    if no_masks.is_none(match, version, weight):
-        return ()
+def of_bias(version: Version, origin: str) -> str:
+    """Of a tensor that is added. origin: why nothing is known of its elements."""
     tensor = fake(version.node)
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
-        return (f"{origin}: it may mask too",)
+        return f"{origin}: it may mask too"
     return (
         f"{origin}: it may mask too. It holds whole numbers, and nothing says that they are 0 and 1 alone: truth values tell "
-        f"(mask.bool(), say), times a number from {MASKED_BELOW:g} down",
+        f"(mask.bool(), say), times a number from {MASKED_BELOW:g} down"
     )
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import attn_compiler
+from attn_compiler.options.options import Options
+from attn_compiler.passes.writing.select import decide
+from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.masks import MaskSpec
+from attn_compiler.spec.target import Target
 from tests.near_miss.checking import assert_same, normal
 
 B, H, S, D = 2, 2, 4, 8
+#: queries and keys of a window
+N = 64
 #: from the queries and a table of numbers to what is added
 Make = Callable[[Tensor, Tensor], Tensor]
 
@@ -76,3 +83,67 @@ def test_no_masks(name: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_what_may_mask(name: str) -> None:
     assert "it may mask too" in str(mask_of(MASKS[name]).reason)
+
+
+class Learned(nn.Module):
+    """Training with a bias for each head and pair, beside a padding mask or alone."""
+
+    def __init__(self, bias: str, padded: bool) -> None:
+        super().__init__()
+        self.qkv, self.pairs = nn.Linear(32, 96), nn.Linear(16, 2)
+        self.table, self.keys = nn.Parameter(torch.randn(2, N, N)), nn.Parameter(torch.randn(2, N, 16))
+        self.bias, self.padded = bias, padded
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        pairs = x.view(-1, N, 2, 16)[:, :, 0]
+        biases = {
+            "parameter": lambda: self.table,
+            "linear layer": lambda: self.pairs(pairs[:1, None].expand(1, N, N, 16)).permute(0, 3, 1, 2),
+            "product with a parameter": lambda: torch.einsum("bqd,hkd->bhqk", pairs, self.keys),
+            "input": lambda: (pairs[:1] @ pairs[:1].mT)[:, None],
+            "made to mask": lambda: self.table * -1e9,
+        }
+        scores = q * 0.25 @ k.mT + biases[self.bias]()
+        if self.padded:
+            scores = scores.masked_fill(~kept[:, None, None], -torch.inf)
+        return scores.softmax(-1) @ v
+
+
+def _spec(bias: str, padded: bool) -> AttentionSpec:
+    attn_compiler.reset()
+    options = {"inner": "eager", "cache_rewrites": False}
+    compiled = torch.compile(Learned(bias, padded).bfloat16().to("meta"), backend="attn_compiler", options=options)
+    with torch.device("meta"):
+        compiled(torch.empty(512, N, 32, dtype=torch.bfloat16), torch.ones(512, N, dtype=torch.bool))
+    ((site,),) = (report.sites for report in attn_compiler.reports())
+    return site.spec
+
+
+@pytest.mark.parametrize("bias", ["parameter", "linear layer", "product with a parameter"])
+def test_a_learned_bias_has_one_answer_with_and_without_a_mask(bias: str) -> None:
+    for spec in (_spec(bias, padded) for padded in (False, True)):
+        assert not spec.adds_unread
+        for sm in (80, 89, 90, 100):
+            decision = decide(dataclasses.replace(spec, device="cuda"), Target.fake(sm=sm), Options())
+            assert decision.lowering in ("triton", "sdpa_efficient")
+
+
+@pytest.mark.parametrize("bias", ["input", "made to mask"])
+def test_what_may_mask_may_do_so_beside_a_mask_too(bias: str) -> None:
+    assert [_spec(bias, padded).adds_unread for padded in (False, True)] == [True, True]
+
+
+def test_rows_that_an_input_shuts_out_beside_padding_get_their_own_gradient() -> None:
+    """An lse in float32 can not hold the logarithm of how many keys there are beside -1e9."""
+
+    def function(q: Tensor, k: Tensor, bias: Tensor, kept: Tensor) -> Tensor:
+        scores = (q * 0.5 @ k.mT + bias).masked_fill(~kept[:, None, None], -torch.inf)
+        return F.softmax(scores, -1) @ k
+
+    def inputs() -> list[Tensor]:
+        bias, kept = normal(1, 1, 300, 300), torch.ones(B, 300, dtype=torch.bool)
+        bias[..., 5, :], kept[1, 150:] = -1e9, False
+        return [*(normal(B, H, 300, D, grad=True, seed=seed) for seed in (0, 1)), bias, kept]
+
+    assert_same(function, inputs)

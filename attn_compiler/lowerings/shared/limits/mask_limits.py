@@ -147,8 +147,7 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
     if not (spec.needs_grad and spec.decomposed and spec.adds_unread) or tensor is None:
         return []
     rule = "with gradients, numbers that mask leave each query some key"
-    # Beside a bias, truth values would become numbers of the same tensor.
-    remedy = None if spec.score.added else "give the mask as truth values"
+    remedy = "give what masks as truth values (masked_fill); a bias that is a parameter is known to be none"
     return [Reason(code=Code.KEYLESS_ROWS, rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
 
 
