@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from attn_compiler.index_expr.building import add, apply, as_float, as_int, invert, test, where, whole_of
-from attn_compiler.index_expr.folding import choice_of_numbers
+from attn_compiler.index_expr.folding import EXACT_IN_EVERY_DTYPE, choice_of_numbers
 from attn_compiler.index_expr.linear_forms import combine, linear
 from attn_compiler.index_expr.nodes import Apply, Const, Expr, Linear, kind_of
 
@@ -124,6 +124,10 @@ _TURNED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "==", "!=": "!="}
 def _comparison_of_whole(op: str, a: Expr, b: Expr) -> Expr | None:
     """Compare an integer with another one, or with a float that is known now, as integers."""
     whole, other = whole_of(a), whole_of(b)
+    match a, b:
+        case Apply(op="rounded", args=(x,)), Const(value=c) if kind_of(x) == "int" and abs(c) < EXACT_IN_EVERY_DTYPE:
+            # On which side of a small number a whole one is, rounding leaves as it is.
+            whole = x
     if whole is not None and other is not None:
         return compare(op, whole, other)
     if whole is None and other is not None:

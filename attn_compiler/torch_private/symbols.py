@@ -145,8 +145,9 @@ def range_of(size: int | torch.SymInt) -> tuple[int, int | None]:
         return int(size), int(size)
     found = size.node.shape_env.bound_sympy(expr_of(size))
     least, most = (int(end) if end.is_Integer else None for end in (found.lower, found.upper))
-    is_empty = not least and not statically_known(size >= 1)
-    return least or int(not is_empty), None if most is None or most >= _NO_END else most
+    if least is None or least < 1:
+        least = int(statically_known(size >= 1))
+    return least, None if most is None or most >= _NO_END else most
 
 
 def ask_for_some(size: int | torch.SymInt) -> None:

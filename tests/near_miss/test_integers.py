@@ -242,7 +242,7 @@ def two_choices_that_add_up_in_bfloat16() -> Tensor:
     return (fill + torch.where(columns() % 2 == 0, -1.0, 0.0).bfloat16() != -1e9) | (columns() == rows())
 
 
-@near_miss("(causal ∧ (k % 2) ≠ 0) ∨ k = q")
+@near_miss("causal ∧ ((k % 2) ≠ 0 ∨ k = q)")
 def two_fills_that_add_up() -> Tensor:
     lowest = torch.finfo(torch.float32).min
     both = torch.where(columns() > rows(), lowest, 0.0) + torch.where(columns() % 2 == 0, lowest, 0.0)

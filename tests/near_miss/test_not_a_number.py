@@ -1,4 +1,4 @@
-"""0 in the place of NaN, at the weights, and ends of the dtype in the place of infinities, at the scores."""
+"""0 in the place of NaN, at the weights, rows of weights set to zero, and ends of the dtype in the place of infinities, at scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attn_compiler
-from tests.near_miss.checking import LENGTH, Case, Cases, assert_same, check, described, missed, nothing, qkv
+from tests.near_miss.checking import LENGTH, Case, Cases, assert_same, check, condition, described, missed, nothing, qkv
 
 Tensor = torch.Tensor
 CASES = Cases()
@@ -92,6 +92,47 @@ def all_that_are_not_nan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def scores_with_another_end(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     """-inf becomes 0, as any score may be."""
     return masked(q, k, kept).nan_to_num(neginf=0.0).softmax(-1) @ v
+
+
+def _guarded(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, rows: Tensor, fill: float) -> Tensor:
+    """Rows that are told apart get nothing, whatever the others do."""
+    return (q @ k.mT * 0.3).masked_fill(~kept, fill).softmax(-1).masked_fill(~rows, 0.0) @ v
+
+
+def _some_rows() -> Tensor:
+    """Without keys: rows 0 and 2. What guards leaves out row 0, and row 3, which has keys."""
+    kept = condition(LENGTH, LENGTH)
+    kept[:, 1] = True
+    kept[[0, 2]] = False
+    return kept
+
+
+@CASES.near_miss(described("scale 0.3"), inputs=lambda: qkv(_some_rows()))
+def rows_without_keys_are_guarded(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    return _guarded(q, k, v, kept, kept.any(-1, keepdim=True), -1e9)
+
+
+@CASES.near_miss(described("scale 0.3"), inputs=lambda: qkv(_some_rows()))
+def other_rows_are_guarded_than_those_without_keys(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    rows = (torch.arange(LENGTH) % 3 > 0)[:, None]
+    return _guarded(q, k, v, kept, rows, -1e9)
+
+
+@CASES.near_miss(described("scale 0.3"), inputs=lambda: qkv(_some_rows()))
+def rows_are_guarded_by_a_product(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1)
+    return (weights * kept.any(-1, keepdim=True)) @ v
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(_some_rows()))
+def guarded_rows_are_returned(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    weights = (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1).masked_fill(~kept.any(-1, keepdim=True), 0.0)
+    return weights @ v, weights
+
+
+@CASES.near_miss(missed(FOLLOWED, "another mask"), inputs=lambda: qkv(_some_rows()))
+def keys_are_guarded(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).masked_fill(~kept, -1e9).softmax(-1).masked_fill(~kept.any(-2, keepdim=True), 0.0) @ v
 
 
 @CASES.near_miss(nothing)

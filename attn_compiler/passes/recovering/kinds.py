@@ -22,6 +22,11 @@ def conjuncts(x: Expr) -> tuple[Expr, ...]:
     return x.args if isinstance(x, Apply) and x.op == "and" else (x,)
 
 
+def exact(condition: Expr) -> list[Expr]:
+    """The parts of a conjunction that no rounding can change."""
+    return [part for part in conjuncts(condition) if ix.is_exact(part)]
+
+
 def recognise(x: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> tuple[MaskKind, ...]:
     """The kinds whose conjunction is the expression. seqlen_q, seqlen_kv: the sizes of the scores."""
     kinds = _joined([_kind(part, seqlen_q, seqlen_kv) for part in conjuncts(x)])

@@ -26,6 +26,7 @@ from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Keyless, Match, Term
 from attn_compiler.passes.recovering import (
     added,
+    alternatives,
     chosen,
     elements,
     keyless,
@@ -174,7 +175,7 @@ class _Read:
 
     def _masks_in_part(self, term: Term, found: added.Split, rounded: str) -> bool:
         """What is exact of an added tensor's condition has to hold, whatever else it says."""
-        exact = _exact(found.allowed)
+        exact = kinds.exact(found.allowed)
         if not exact or found.sums or len(found.fills) != 1:
             self._reasons.append(rounded)
             return False
@@ -198,7 +199,7 @@ class _Read:
             self._step(term, self._masking(None, term))
             return
         allowed = ix.invert(allowed) if term.inverted else allowed
-        self._conditions += _exact(allowed)
+        self._conditions += kinds.exact(allowed)
         if ix.is_exact(allowed):
             self._step(term, self._masking(allowed, term))
             return
@@ -216,6 +217,8 @@ class _Read:
         reason = next(iter(self._unread_masks), None) or self._why_not(rest)
         if seqlen_q is None or seqlen_kv is None:
             reason = reason or "a sequence length is no plain size"
+        elif (many := alternatives.too_many(read)) is not None:
+            reason = reason or many
         elif self._is_whole:
             # All of them have to hold, whatever else has to.
             found = kinds.recognise(read, seqlen_q, seqlen_kv)
@@ -275,7 +278,7 @@ class _Read:
         """What was read, and what reads an element for each query and key, which says nothing. Both have to hold."""
         parts = kinds.conjuncts(condition)
         said = by_places(ix.decide(ix.apply("and", *map(kinds.at_most, parts)), self._ranges), self._reader)
-        return ix.decide(said, self._ranges), ix.apply(
+        return alternatives.fewer(ix.decide(said, self._ranges), self._ranges), ix.apply(
             "and", *(part for part in parts if kinds.whole(part) is not None)
         )
 
@@ -284,7 +287,8 @@ class _Read:
         whole = kinds.whole(rest)
         if whole is None:
             return None
-        return f"{self._origin(whole.tensor)}, and holds an element for each query and key"
+        what = f"{self._origin(whole.tensor)}, and holds an element for each query and key"
+        return f"{what}. Comparisons of positions, document numbers and truth values of keys are read, however they are joined"
 
     def _element(self, term: Term) -> Expr:
         self._along.append(term.along)
@@ -360,11 +364,6 @@ class _Read:
 
     def _version(self, name: str) -> Version:
         return self._unread[name] if name in self._unread else self._reader.tensors[name]
-
-
-def _exact(condition: Expr) -> list[Expr]:
-    """The parts of a conjunction that no rounding can change."""
-    return [part for part in kinds.conjuncts(condition) if ix.is_exact(part)]
 
 
 def _why_rounded(term: Term, x: Expr, found: added.Split) -> str | None:

@@ -171,8 +171,8 @@ passes/recovering/reading/pointwise.py; masks: what is different is what is equa
 
 cumsum begins at 0
 passes/recovering/reading/scans.py _running_sum; masks: a sum is one element short
-- ix.mul(ix.add(at[dim], ix.ONE), body)
-+ ix.mul(at[dim], body)
+- ix.mul(ix.add(at[dim], ix.ONE), Const(int(body.value)))
++ ix.mul(at[dim], Const(int(body.value)))
 
 diff's first element
 passes/recovering/reading/scans.py _difference; masks: the first difference is another one

@@ -29,6 +29,29 @@ def _by_blocks(n: int) -> Tensor:
     return torch.block_diag(torch.ones(2, 2), torch.ones(n - 2, n - 2)).bool()
 
 
+def _written(n: int, q: Tensor, k: Tensor) -> Tensor:
+    x = _ones(n)
+    x[q, k] = False
+    return x
+
+
+def _filled(n: int, kept: Tensor) -> Tensor:
+    x = torch.zeros(n, n)
+    x[kept] = -torch.inf
+    return x
+
+
+def _one_hot(n: int) -> Tensor:
+    return (torch.arange(n)[:, None] // 2 == torch.arange(n)).float()
+
+
+def _looped(n: int, keys: Callable[[int], tuple[int, int]]) -> Tensor:
+    x = torch.full((n, n), -torch.inf)
+    for i in range(n):
+        x[i, slice(*keys(i))] = 0.0
+    return x
+
+
 CAUSAL = "causal"
 #: how a mask of n queries and keys is made -> its words
 MADE: dict[str, tuple[Callable[[int], Tensor], str]] = {
@@ -69,12 +92,48 @@ MADE: dict[str, tuple[Callable[[int], Tensor], str]] = {
     "diag_embed": (lambda n: torch.diag_embed(torch.ones(n)).bool() | _ones(n).tril(-1), CAUSAL),
     "diag": (lambda n: torch.diag(torch.ones(n)).bool() | _ones(n).tril(-1), CAUSAL),
     "fill_diagonal_": (lambda n: _ones(n).tril(-1).fill_diagonal_(True), CAUSAL),
+    "minimum, maximum": (
+        lambda n: ~torch.maximum(torch.minimum(_ones(n).triu(1), _ones(n)), _ones(n).triu(2)),
+        CAUSAL,
+    ),
+    "cumsum of ones": (lambda n: torch.ones(n, n).cumsum(0) >= torch.ones(n, n).cumsum(1), CAUSAL),
+    "written at triu_indices": (lambda n: _written(n, *torch.triu_indices(n, n, 1)), CAUSAL),
+    "written at tril_indices": (lambda n: ~_written(n, *torch.tril_indices(n, n)), CAUSAL),
+    "written at places": (
+        lambda n: _written(n, torch.arange(n - 1), torch.arange(n - 1) + 1),
+        "k ≠ q + 1",
+    ),
+    "written by truth values": (lambda n: _filled(n, _ones(n).triu(1)), CAUSAL),
+    "written at a grid": (
+        lambda n: (
+            _ones(n).index_put((torch.arange(n)[:, None], torch.arange(n)[None]), torch.tensor(False)) | _ones(n).tril()
+        ),
+        CAUSAL,
+    ),
+    "scatter of positions": (
+        lambda n: ~_ones(n).scatter(1, torch.arange(2)[None].expand(n, 2), False) & _ones(n).tril(),
+        "causal ∧ keys up to 1",
+    ),
+    "index_fill": (
+        lambda n: _ones(n).tril() & ~_ones(n).index_fill(1, torch.arange(2), False),
+        "causal ∧ keys up to 1",
+    ),
+    "a list of keys": (lambda n: _ones(n).tril().index_fill_(1, torch.tensor([1, 4]), False), "causal ∧ k ≠ 1 ∧ k ≠ 4"),
+    "a prefix that causal holds": (lambda n: F.pad(_ones(n).tril(), (2, 0), value=True)[:, :n], "causal from 2"),
 }
 #: the same, where sizes are numbers alone
 WITH_NUMBERS: dict[str, tuple[Callable[[int], Tensor], str]] = {
     "kron of chunks": (lambda n: torch.kron(torch.eye(n // 2), torch.ones(2, 2)).bool(), "chunks of 2"),
     "roll of rows": (_roll_rows, ""),
     "block_diag": (_by_blocks, ""),
+    "documents as one-hot rows": (lambda n: _one_hot(n) @ _one_hot(n).mT > 0, "chunks of 2"),
+    "einsum of one-hot rows": (
+        lambda n: torch.einsum("qc,kc->qk", _one_hot(n), _one_hot(n)).bool() & _ones(n).tril(),
+        "causal ∧ chunks of 2",
+    ),
+    "rows of a window in a loop": (lambda n: _looped(n, lambda i: (max(0, i - 2), i + 1)), "causal ∧ window (2 back)"),
+    "rows of frames in a loop": (lambda n: _looped(n, lambda i: (0, i // 2 * 2 + 2)), "k <= 2·(q // 2) + 1"),
+    "rows up to the last key": (lambda n: _looped(n, lambda i: (i, n)), "window (0 back)"),
 }
 #: nearly causal: off by one, or another number
 NOT_CAUSAL: dict[str, Callable[[int], Tensor]] = {
@@ -91,6 +150,11 @@ NOT_CAUSAL: dict[str, Callable[[int], Tensor]] = {
     "a product over more than one": lambda n: (
         (_ones(n).tril().float() @ _ones(n).tril().float() > 1) | (torch.arange(n) == 0)
     ),
+    "written at one place less": lambda n: _written(n, *torch.triu_indices(n, n - 1, 1)),
+    "written a diagonal too far": lambda n: _written(n, *torch.triu_indices(n, n, 2)),
+    "written at places that are counted from the end": lambda n: _written(n, torch.arange(n) - n, torch.arange(n)),
+    "one row of a loop is another": lambda n: _looped(n, lambda i: (0, i + 1 + (i == 3))),
+    "a sum of more than one": lambda n: (_one_hot(n) @ (_one_hot(n).mT + _one_hot(n).mT) == 1) | (torch.arange(n) == 0),
     "rolled along keys": lambda n: _ones(n).tril().roll(1, 1),
 }
 

@@ -69,7 +69,66 @@ def interval_of(kind: MaskKind) -> Interval | None:
             chunk = ix.apply("floordiv", ix.add(Q, start, -1), Const(size))
             first = ix.add(ix.mul(chunk, Const(size)), start)
             return Interval(lower=first, upper=ix.add(first, Const(size)))
+        case masks.AnyOf(alternatives=alternatives):
+            return _of_alternatives(alternatives)
     return None
+
+
+def _of_alternatives(alternatives: tuple[tuple[MaskKind, ...], ...]) -> Interval | None:
+    """Rectangles and the like. Where all begin with the first key, the longest says it; else each query has to be in one of them alone."""
+    asked = [tuple(kind.condition for kind in kinds if not mentions_any(kind.condition, K)) for kinds in alternatives]
+    found = [_of_all(kind for kind in kinds if mentions_any(kind.condition, K)) for kinds in alternatives]
+    intervals = [interval for interval in found if interval is not None]
+    if len(intervals) < len(found) or any(mentions_any(x, H) for conditions in asked for x in conditions):
+        return None
+    here = [ix.apply("and", *conditions) for conditions in asked]
+    uppers = [SEQLEN_KV if each.upper is None else each.upper for each in intervals]
+    if all(each.lower is None for each in intervals):
+        lengths = [ix.where(condition, upper, ix.ZERO) for condition, upper in zip(here, uppers, strict=True)]
+        return Interval(upper=functools.reduce(lambda x, y: ix.apply("max", x, y), lengths))
+    if not all(_exclude(a, b) for i, a in enumerate(asked) for b in asked[:i]):
+        return None
+    lower: Expr = ix.ZERO
+    upper: Expr = ix.ZERO
+    for each, condition, last in zip(intervals, here, uppers, strict=True):
+        lower = ix.where(condition, ix.ZERO if each.lower is None else each.lower, lower)
+        upper = ix.where(condition, last, upper)
+    return Interval(lower=lower, upper=upper)
+
+
+def _of_all(kinds: Iterable[MaskKind]) -> Interval | None:
+    total = Interval()
+    for kind in kinds:
+        match kind:
+            case masks.Causal(alignment=alignment):
+                found: Interval | None = as_interval(Band(right=0, from_end=alignment is masks.Alignment.BOTTOM_RIGHT))
+            case masks.SlidingWindow(left=left, right=right):
+                found = as_interval(Band(left=left, right=right))
+            case _:
+                found = interval_of(kind)
+        if found is None:
+            return None
+        total = total.both(found)
+    return total
+
+
+def _exclude(some: Iterable[Expr], others: Iterable[Expr]) -> bool:
+    """Whether of two conjunctions one at most holds."""
+    return any(_contradict(a, b) for a in some for b in others if isinstance(a, Test) and isinstance(b, Test))
+
+
+def _contradict(a: Test, b: Test) -> bool:
+    """Of bounds and single values. A form that is 0 may be taken away as well as added."""
+    if "!=" in (a.relation, b.relation):
+        return False
+    sums = [ix.bounds(ix.combine(a.form, b.form, sign), {}) for sign in (1, -1)]
+    if a.relation == b.relation == "==":
+        return any((low is not None and low > 0) or (high is not None and high < 0) for low, high in sums)
+    if a.relation == b.relation:
+        return sums[0][1] is not None and sums[0][1] < 0
+    if a.relation == "==":
+        return _contradict(b, a)
+    return any(high is not None and high < 0 for _, high in sums)
 
 
 def _of_condition(condition: Expr) -> Interval | None:

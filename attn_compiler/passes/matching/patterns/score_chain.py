@@ -66,6 +66,7 @@ class Scores:
     factors: list[Scaled] = field(default_factory=list)
     additive: list[Joined] = field(default_factory=list)
     keeps: list[Joined] = field(default_factory=list)
+    masks_weights: bool = False
     masked_at: list[float] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
     shifted_along: list[Dim] = field(default_factory=list)

@@ -139,7 +139,7 @@ def _match(
             limits=tuple(scores.limits),
             sinks=_sinks(mirror, scores, weighted),
             dropout_p=weights_chain.dropout(way),
-            masks_weights=way.is_masked,
+            masks_weights=scores.masks_weights,
             softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
         ),
         returns_weights=way.is_read,

@@ -36,15 +36,11 @@ _MASK_SCORES = "mask the scores before the softmax: scores.masked_fill(~mask, fl
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """nodes: what stands between the softmax and the product with v. product: that. is_read: the weights have another reader.
-
-    is_masked: a mask sets weights to zero, and they are not divided by their sum after that.
-    """
+    """nodes: what stands between the softmax and the product with v. product: that. is_read: the weights have another reader."""
 
     nodes: tuple[fx.Node, ...]
     product: Contraction
     is_read: bool
-    is_masked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +66,6 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
                     nodes=tuple(path[1:]),
                     product=product,
                     is_read=_has_other_readers(mirror, path, user),
-                    is_masked=any(_zeroed(mirror, node) is not None for node in _after_sums(mirror, path[1:])),
                 )
             if _carried(mirror, user) is path[-1]:
                 paths.append([*path, user])
@@ -90,13 +85,6 @@ def _remedy(mirror: Mirror, weights: fx.Node) -> str | None:
     if any(operands.scale_of(mirror, product) is not None for product in products):
         return _SCALE_VALUES
     return _MASK_SCORES if products else None
-
-
-def _after_sums(mirror: Mirror, nodes: list[fx.Node]) -> list[fx.Node]:
-    """Those after the last division by a sum of weights, which leaves a row of zeros no number."""
-    found = ((i, softmaxes.normalised(mirror, node)) for i, node in enumerate(nodes))
-    last = max((i for i, division in found if division is not None and not division.floored), default=-1)
-    return nodes[last + 1 :]
 
 
 def _is_plain(product: Contraction) -> bool:
@@ -158,7 +146,7 @@ def dropout(way: Way) -> float:
 def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) -> Dims:
     """The dims of the weights at the product. Raises AxisError or Refused for what a kernel's result would not have.
 
-    key: what the softmax runs over. The scores get the masks of weights that are divided by their sum.
+    key: what the softmax runs over. The scores get the masks of weights that are divided by their sum, and those of whole rows.
     """
     dims = scores.dims
     column = scores.sinks is not None
@@ -185,8 +173,12 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) 
                 continue
             scores.keeps += [_kept(*one) for one in pending]
             pending = []
+    rows = [one for one in pending if not way.is_read and _is_of_rows(one[1], one[2], key)]
     for one in pending:
-        _check_masked_before(mirror, *one, scores)
+        if one not in rows:
+            _check_masked_before(mirror, *one, scores)
+            scores.masks_weights = True
+    scores.keeps += [_kept(*one) for one in rows]
     if column:
         raise Refused(
             code=Code.SINK_COLUMN,
@@ -385,6 +377,13 @@ def _is_same(mirror: Mirror, one: tuple[Version, bool] | None, other: tuple[Vers
     if one is None or other is None or one[1] != other[1]:
         return False
     return one[0] == other[0] or equal.are_equal(mirror, one[0].node, other[0].node)
+
+
+def _is_of_rows(zeroed: Zeroed, dims: Dims, key: Dim) -> bool:
+    """Whether a condition is the same for all keys: a row that it sets to zero is one whose keys are all left out."""
+    keys, shape = set(axes.resolve(key)), axes.shape_exprs(views.value(zeroed.condition))
+    own = dims[len(dims) - len(shape) :] if shape else ()
+    return all(size == axes.ONE for dim, size in zip(own, shape, strict=True) if not keys.isdisjoint(axes.resolve(dim)))
 
 
 def _is_bool(node: fx.Node) -> bool:

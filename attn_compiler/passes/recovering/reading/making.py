@@ -60,7 +60,16 @@ def _copied(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         return None
 
 
+def _one_hot(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """1 where a number is the index along the last axis."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return None
+    return ix.as_int(ix.compare("==", reader.read(source, at[:-1]), at[-1]))
+
+
 READERS: dict[object, ReadOp] = {
+    aten.one_hot.default: _one_hot,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,

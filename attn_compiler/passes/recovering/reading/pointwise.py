@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Const, Expr
+from attn_compiler.index_expr import Apply, Const, Expr, Index
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.views import argument
+from attn_compiler.passes.recovering.reading import scattered
 from attn_compiler.passes.recovering.reading.converting import converted, fits
 from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, computed_of
-from attn_compiler.passes.recovering.reading.nodes import fake
+from attn_compiler.passes.recovering.reading.nodes import fake, size
 
 aten = torch.ops.aten
 
@@ -119,17 +120,53 @@ def _rounded(combine: Callable[..., Expr | None]) -> ReadOp:
     return read
 
 
-def _multiply(a: Expr, b: Expr) -> Expr:
-    """Of truth values, in floats too, both hold: exact in any dtype."""
-    if not (ix.is_truth(a) and ix.is_truth(b)) or isinstance(a, Const) or isinstance(b, Const):
+def _multiply(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    dtype = _common_dtype(node.args)
+    if any(v not in (1, None) for v in node.kwargs.values()) or any(_overflows(x, dtype) for x in node.args):
+        return None
+    a, b = (_operand(reader, node, x, at, dtype) for x in node.args)
+    return None if a is None or b is None else computed_of(reader, _product(reader, node, at, a, b), node, at)
+
+
+def _product(reader: Reader, node: fx.Node, at: At, a: Expr, b: Expr) -> Expr:
+    """Of truth values, in floats too, both hold: exact in any dtype. The sign of a product of whole numbers is that of the rounded one,
+    where none of them is infinite."""
+    if isinstance(a, Const) or isinstance(b, Const):
         return ix.mul(a, b)
-    both = ix.as_int(ix.apply("and", ix.as_bool(a), ix.as_bool(b)))
-    return ix.as_float(both) if "float" in (ix.kind_of(a), ix.kind_of(b)) else both
+    if ix.is_truth(a) and ix.is_truth(b):
+        both = ix.as_int(ix.apply("and", ix.as_bool(a), ix.as_bool(b)))
+        return ix.as_float(both) if "float" in (ix.kind_of(a), ix.kind_of(b)) else both
+    x, y, dtype = _whole(a, fake(node).dtype), _whole(b, fake(node).dtype), fake(node).dtype
+    if x is None or y is None or not dtype.is_floating_point:
+        return ix.mul(a, b)
+    total = ix.mul(x, y)
+    within = reader.within(total, node, at)
+    exactly = converted(total, torch.int64, dtype, within) if fits(total, torch.int64, within) else None
+    return ix.mul(a, b) if exactly is None else exactly
+
+
+def _whole(x: Expr, dtype: torch.dtype) -> Expr | None:
+    """The whole number that a float of a dtype is, or was before it was rounded to a finite one."""
+    match x:
+        case Apply(op="float" | "rounded" as op, args=(a,)) if ix.kind_of(a) == "int":
+            return a if op == "float" or dtype != torch.float16 else None
+    return None
+
+
+def _of_truths(op: str, junction: str) -> Callable[[Expr, Expr], Expr]:
+    """The smaller or the larger one, which of truth values is a junction."""
+
+    def combine(a: Expr, b: Expr) -> Expr:
+        if ix.kind_of(a) == ix.kind_of(b) == "bool":
+            return ix.as_int(ix.apply(junction, a, b))
+        return ix.apply(op, a, b)
+
+    return combine
 
 
 def _times(axes_of: Callable[[fx.Node], tuple[str, str, str] | None]) -> ReadOp:
-    """Products over no axis, or over one of a single element: what an op that contracts is then. axes_of: letters of both operands and of
-    the result."""
+    """Products over no axis, or over one of a single element, and products of truth values of which one holds at one place of that axis
+    alone (documents as one-hot rows). axes_of: letters of both operands and of the result."""
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         found = axes_of(node)
@@ -137,18 +174,35 @@ def _times(axes_of: Callable[[fx.Node], tuple[str, str, str] | None]) -> ReadOp:
             return None
         *letters, out = found
         index = dict(zip(out, at, strict=True))
+        extents = {
+            letter: extent
+            for source, own in zip(_sources(node), letters, strict=True)
+            for letter, extent in zip(own, axes.shape_exprs(fake(source)), strict=True)
+            if letter not in index and extent != axes.ONE
+        }
+        if len(extents) > 1 or any(len(set(own)) < len(own) for own in letters):
+            return None
+        over = {letter: reader.scan_variable() for letter in extents}
         operands: list[Expr] = []
         for source, own in zip(_sources(node), letters, strict=True):
             one = [extent == axes.ONE for extent in axes.shape_exprs(fake(source))]
-            if len(set(own)) < len(own) or any(
-                letter not in index and not is_one for letter, is_one in zip(own, one, strict=True)
-            ):
-                return None
-            place = tuple(ix.ZERO if is_one else index[letter] for letter, is_one in zip(own, one, strict=True))
-            operands.append(reader.read(source, place))
-        return computed_of(reader, _multiply(*operands), node, at)
+            places = zip(own, one, strict=True)
+            at_own = tuple(ix.ZERO if is_one else (index | over)[letter] for letter, is_one in places)
+            operands.append(reader.read(source, at_own))
+        if not over:
+            return computed_of(reader, _product(reader, node, at, operands[0], operands[1]), node, at)
+        (variable,), (extent,) = over.values(), extents.values()
+        return _summed(operands, variable, size(extent), is_float=fake(node).dtype.is_floating_point)
 
     return read
+
+
+def _summed(operands: list[Expr], variable: Index, extent: Expr | None, *, is_float: bool) -> Expr | None:
+    """A sum of products of truth values of which at most one is not 0: where the variable is."""
+    if extent is None or not all(map(ix.is_truth, operands)):
+        return None
+    found = scattered.somewhere(ix.apply("and", *map(ix.as_bool, operands)), variable, extent)
+    return None if found is None else ix.as_float(found) if is_float else ix.as_int(found)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
@@ -246,17 +300,17 @@ READERS: dict[object, ReadOp] = {
     aten.add.Tensor: _arithmetic(ix.add),
     aten.sub.Tensor: _arithmetic(_subtract),
     aten.rsub.Scalar: _arithmetic(lambda a, b: _subtract(b, a)),
-    aten.mul.Tensor: _arithmetic(_multiply),
+    aten.mul.Tensor: _multiply,
     aten.einsum.default: _times(_of_equation),
     aten.matmul.default: _times(_of_matmul),
     aten.bmm.default: _times(_of_matmul),
     aten.mm.default: _times(_of_matmul),
     aten.neg.default: _arithmetic(lambda a: ix.mul(a, Const(-1))),
     aten.abs.default: _arithmetic(lambda a: ix.apply("abs", a)),
-    aten.minimum.default: _arithmetic(lambda a, b: ix.apply("min", a, b)),
-    aten.maximum.default: _arithmetic(lambda a, b: ix.apply("max", a, b)),
-    aten.min.other: _arithmetic(lambda a, b: ix.apply("min", a, b)),
-    aten.max.other: _arithmetic(lambda a, b: ix.apply("max", a, b)),
+    aten.minimum.default: _arithmetic(_of_truths("min", "and")),
+    aten.maximum.default: _arithmetic(_of_truths("max", "or")),
+    aten.min.other: _arithmetic(_of_truths("min", "and")),
+    aten.max.other: _arithmetic(_of_truths("max", "or")),
     aten.clamp.default: _clamp,
     aten.clamp.Tensor: _clamp,
     aten.clamp_min.default: _clamp,

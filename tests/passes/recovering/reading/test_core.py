@@ -50,7 +50,7 @@ def test_a_tensor_that_is_written_in_part_is_read_as_it_then_is() -> None:
 def test_a_tensor_that_is_written_in_an_unknown_way_is_loaded_as_it_then_is() -> None:
     def function(x: Tensor) -> Tensor:
         mask = torch.zeros(S, S)
-        mask[torch.tensor([1, 2])] = x
+        mask.index_copy_(0, torch.tensor([1, 2]), x.expand(2, S))
         now = mask + 0.0
         mask.diagonal().fill_(3.0)
         return torch.where(mask > now, mask, now - 3.0)

@@ -90,9 +90,8 @@ NOT_FOLLOWED: dict[str, Edit] = {
     "a diagonal": lambda x, y: x.diagonal().zero_(),
     "by strides": lambda x, y: x.as_strided((2, 2), (7, 1)).zero_(),
     "one of the parts of a split": lambda x, y: x.split(2, 1)[1].zero_(),
-    "by numbers of rows": lambda x, y: (x.index_fill_(0, torch.tensor([1]), 0.0), x[0].zero_()),
-    # Set by its brackets, torch 2.15 has `where` of it, which is followed.
-    "where a condition holds": lambda x, y: (x.index_put_((y > 0.5,), torch.tensor(0.0)), x[0].zero_()),
+    "by numbers of rows": lambda x, y: (x.index_copy_(0, torch.tensor([1]), y[:1]), x[0].zero_()),
+    "where a condition holds": lambda x, y: (x.masked_scatter_(y > 0.5, y), x[0].zero_()),
 }
 
 

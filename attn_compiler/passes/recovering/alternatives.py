@@ -1,0 +1,148 @@
+"""Alternatives of a mask in fewer words: what follows from others is dropped, and what holds in each stands before them. Rows that a loop
+wrote one by one are the band or the frames that they draw."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Ranges, Test
+from attn_compiler.index_expr.junctions import split
+
+Q, K = Index("q"), Index("k")
+
+#: alternatives that are held against each other, and those that are kept
+_FEW, _MOST = 16, 64
+#: pairs of a mask that is drawn, each as often as there are alternatives
+_MOST_PAIRS = 2**30
+
+_Parts = tuple[Expr, ...]
+
+
+def fewer(condition: Expr, within: Ranges) -> Expr:
+    """The same condition. within: how large indices and sizes are."""
+    parts = _strongest([_fewer(part, within) for part in split("and", condition)], within)
+    return ix.apply("and", *parts)
+
+
+def too_many(condition: Expr) -> str | None:
+    """Why a condition is not taken apart, which is the model's tensor then."""
+    most = max((len(split("or", part)) for part in split("and", condition)), default=0)
+    if most <= _MOST:
+        return None
+    return (
+        f"it has {most} alternatives, and {_MOST} are the most: compare positions in one expression, such as "
+        f"(k <= q) & (k > q - window), where a loop writes row by row"
+    )
+
+
+def _fewer(part: Expr, within: Ranges) -> Expr:
+    alternatives = [split("and", each) for each in split("or", part)]
+    if len(alternatives) < 2:
+        return part
+    drawn = _drawn(part, len(alternatives), within) if len(alternatives) > 2 else None
+    if drawn is not None:
+        return drawn
+    if len(alternatives) > _FEW:
+        return part
+    kept: list[_Parts] = []
+    for place, each in enumerate(alternatives):
+        if not any(_follows(other, each, within) for other in (*kept, *alternatives[place + 1 :])):
+            kept.append(each)
+    if len(kept) < 2:
+        return ix.apply("and", *kept[0])
+    common = [x for each in kept for x in each if all(each is own or _follows((x,), own, within) for own in kept)]
+    rest = [ix.apply("and", *(x for x in each if x not in common)) for each in kept]
+    return ix.apply("and", *common, ix.apply("or", *rest))
+
+
+def _strongest(parts: list[Expr], within: Ranges) -> list[Expr]:
+    """Parts of a conjunction that do not follow from one another."""
+    kept = list(parts)
+    for part in parts if len(parts) <= _FEW else ():
+        if any(other is not part and _implies(other, part, within) for other in kept):
+            kept = [other for other in kept if other is not part]
+    return kept
+
+
+def _follows(wanted: _Parts, known: _Parts, within: Ranges) -> bool:
+    """Whether a conjunction holds wherever another one does."""
+    return all(any(_implies(x, part, within) for x in known) for part in wanted)
+
+
+def _implies(a: Expr, b: Expr, within: Ranges) -> bool:
+    if a == b:
+        return True
+    if not isinstance(a, Test) or not isinstance(b, Test) or b.relation == "==" or a.relation == "!=":
+        return False
+    signs = (1, -1) if a.relation == "==" else (-1,)
+    least = 0 if b.relation == ">=" else 1
+    forms = (b.form,) if b.relation == ">=" else (b.form, ix.combine(Linear(()), b.form, -1))
+    lows = [ix.bounds(ix.combine(form, a.form, sign), within)[0] for form in forms for sign in signs]
+    return any(low is not None and low >= least for low in lows)
+
+
+# ---- a mask of known sizes ----------------------------------------------------------------------------------------
+
+
+def _drawn(x: Expr, alternatives: int, within: Ranges) -> Expr | None:
+    """The band or the frames that a condition on positions of a known number draws, every pair of it compared; None if it draws none."""
+    queries, keys = (_count(within, index) for index in (Q, K))
+    if not queries or not keys or alternatives * queries * keys > _MOST_PAIRS:
+        return None
+    pairs = _pairs(x, {Q: torch.arange(queries)[:, None], K: torch.arange(keys)[None]})
+    if pairs is None:
+        return None
+    pairs = pairs.expand(queries, keys)
+    first, last = pairs.int().argmax(1), keys - 1 - pairs.flip(1).int().argmax(1)
+    if not torch.equal(last - first + 1, pairs.sum(1)):
+        return None
+    upper, lower = _line(last, keys - 1, torch.clamp_max), _line(first, 0, torch.clamp_min)
+    if upper is None or lower is None:
+        return None
+    return ix.decide(ix.apply("and", ix.compare("<=", K, upper), ix.compare(">=", K, lower)), within)
+
+
+def _count(within: Ranges, index: Index) -> int | None:
+    last = within.get(index.name)
+    return None if last is None or last.terms else last.const + 1
+
+
+def _pairs(x: Expr, places: dict[Index, torch.Tensor]) -> torch.Tensor | None:
+    """Where a condition on nothing but positions holds."""
+    match x:
+        case Apply(op="and" | "or" as op, args=args):
+            found = [_pairs(part, places) for part in args]
+            known = [each for each in found if each is not None]
+            join = torch.logical_and if op == "and" else torch.logical_or
+            return functools.reduce(join, known) if len(known) == len(found) else None
+        case Test(relation=relation, form=form):
+            total = torch.full((1, 1), form.const)
+            for term, factor in form.terms:
+                if not isinstance(term, Index) or term not in places:
+                    return None
+                total = total + factor * places[term]
+            return total.ge(0) if relation == ">=" else total.eq(0) if relation == "==" else total.ne(0)
+    return None
+
+
+def _line(ends: torch.Tensor, limit: int, clamp: object) -> Expr | None:
+    """The number for each query as one expression of it, cut off at the last key or the first: a number, q + n, or c · (q // c) + n."""
+    at = torch.arange(len(ends))
+    free = (ends != limit).nonzero().flatten()
+    if not len(free):
+        return Const(limit)
+    place = int(free[0])
+    runs = torch.diff(ends).nonzero().flatten() + 1
+    width = int(torch.diff(runs)[0]) if len(runs) > 1 else int(runs[0]) if len(runs) else 0
+    for size in (1, width):
+        if size < 1:
+            continue
+        offset = int(ends[place]) - place // size * size
+        found = clamp(at // size * size + offset, limit)  # type: ignore[operator]
+        if torch.equal(found, ends):
+            chunk = Q if size == 1 else ix.mul(ix.apply("floordiv", Q, Const(size)), Const(size))
+            return ix.add(chunk, Const(offset))
+    return Const(int(ends[0])) if bool((ends == ends[0]).all()) else None
