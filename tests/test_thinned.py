@@ -78,3 +78,23 @@ def test_what_is_not_daily_is_marked(thin: type, mark: str) -> None:
     assert first == 1
     assert second.values == (2,)
     assert [x.name for x in second.marks] == [mark]
+
+
+def test_a_fixture_makes_what_the_tests_that_use_it_ask_for(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import pytest
+        from tests.thinned import asked_for
+
+        @pytest.fixture(scope="module")
+        def made(request):
+            return asked_for(request, "name")
+
+        @pytest.mark.parametrize("name", ["a", "b"])
+        def test_uses(made, name):
+            assert made == ["a", "b"]
+
+        @pytest.mark.parametrize("name", ["c"])
+        def test_has_the_same_parameter(name):
+            pass
+    """)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=3)

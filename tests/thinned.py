@@ -80,14 +80,15 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def asked_for(request: pytest.FixtureRequest, parameter: str, among: Iterable[Any] | None = None) -> list[Any]:
-    """The values that this module's tests have for the parameter, of the tests that run. A fixture makes nothing else.
+    """The values that tests of this module have for the parameter, of those that run and use the fixture. It makes nothing else.
 
     among: only those of these, in their order.
     """
     found: list[Any] = []
     for item in request.session.items:
         given = getattr(item, "callspec", None)
-        if item.path == request.path and given is not None and parameter in given.params:
+        uses = item.path == request.path and request.fixturename in getattr(item, "fixturenames", ())
+        if uses and given is not None and parameter in given.params:
             value = given.params[parameter]
             if value not in found:
                 found.append(value)
