@@ -131,6 +131,14 @@ def described(*words: str, sites: int = 1, lowering: str | None = None, because:
     return judge
 
 
+def with_lse(report: Report) -> None:
+    """One site without sinks, lowered, whose logsumexp the model goes on to read."""
+    described("", lowering="reference")(report)
+    (site,) = report.sites
+    assert site.spec.score.sinks is None, site.spec.score
+    assert site.spec.lse != "unread"
+
+
 def nothing(report: Report) -> None:
     """Neither a site nor a miss: there is no anchor."""
     assert not report.sites, report.sites

@@ -99,6 +99,9 @@ def _kept(
         else:
             start = [anchor, *_products_below(anchor)]
             _climb_scores(start, scores, operands, writers, is_decoding=is_decoding)
+    # What is made of a logsumexp may be sinks of the softmax beside it.
+    sums = [node for node in graph.nodes if anchors and target_name(node) == "logsumexp"]
+    _climb_scores([x for node in sums for x in (node, *_products_below(node))], scores, operands, writers)
     _climb_scores(masks, scores, operands, writers)
     return scores, operands
 

@@ -33,6 +33,7 @@ class Spelled:
     own: the call's output in the model.
     product: the attention, spelled out. It is erased where a kernel took its place.
     out: the same with the strides that the call gives it.
+    lse: the logsumexp in the model, and the same spelled out; None where nothing reads it.
     nodes: everything that was made for it.
     allowed: mask_mod of every score; None for a library's call.
     blocks: what its block mask says beside mask_mod; None for a library's call.
@@ -48,6 +49,7 @@ class Spelled:
     product: fx.Node
     out: fx.Node
     nodes: tuple[fx.Node, ...]
+    lse: tuple[fx.Node, fx.Node] | None = None
     allowed: fx.Node | None = None
     blocks: Blocks | None = None
     pattern: str = FLEX

@@ -57,7 +57,11 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
             sites.append(found)
         elif found is not None and _is_told(mirror, anchor):
             misses.append(found)
-    return FoundSites(sites=tuple(sites), misses=tuple(misses), untried=untried)
+    # A softmax of two numbers is how some write sinks.
+    covered = frozenset[fx.Node]().union(*(site.match.covered for site in sites))
+    return FoundSites(
+        sites=tuple(sites), misses=tuple(miss for miss in misses if miss.anchor not in covered), untried=untried
+    )
 
 
 def _is_told(mirror: Mirror, anchor: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 from attn_compiler.passes.graph import bodies, closed, regions, relevance
 from attn_compiler.passes.graph.calls import Trying, target_name, untried
 from attn_compiler.passes.graph.spelling import FLEX, Blocks, Spelled
-from attn_compiler.passes.spelling import expand, flex_blocks, flex_sinks
+from attn_compiler.passes.spelling import expand, flex_blocks
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.dtypes import computed_in
@@ -78,6 +78,8 @@ def give_back(graph_module: fx.GraphModule, spelled: Sequence[Spelled]) -> None:
         graph = graph_module.graph
         if not torch_snapshots.is_erased(one.product):
             one.out.replace_all_uses_with(one.own)
+            if one.lse is not None:
+                one.lse[1].replace_all_uses_with(one.lse[0])
         else:
             _erase_with_readers(graph, one.call)
         for node in reversed((*one.replaced, *one.nodes)):
@@ -100,8 +102,8 @@ def _erase_with_readers(graph: fx.Graph, node: fx.Node) -> None:
 class _Call:
     """The arguments of a call.
 
-    own: the attention that is taken out of it; with sinks, what the model makes of that.
-    sinks: the logits that are written beside the call (flex_sinks.py), if there are any.
+    own: the attention that is taken out of it.
+    lse: the logsumexp that is taken out of it, of powers of two; None where nothing reads it.
     score_others, mask_others: what the mods read besides.
     """
 
@@ -116,7 +118,7 @@ class _Call:
     score_others: tuple[Any, ...]
     mask_others: tuple[Any, ...]
     blocks: Blocks
-    sinks: fx.Node | None
+    lse: fx.Node | None
 
 
 def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
@@ -134,8 +136,7 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
         )
     arguments: Any = node.args
     q, k, v, score_mod, block_mask, scale, options, score_others, mask_others = arguments
-    sinks = flex_sinks.find(node)
-    refused = _unusual_option(options) or _other_output(node, frozenset() if sinks is None else sinks.nodes)
+    refused = _unusual_option(options) or _other_output(node)
     if refused is not None:
         return refused
     own = [user for user in node.users if user.args[1] == 0]
@@ -154,7 +155,7 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
         return blocks
     return _Call(
         node=node,
-        own=own[0] if sinks is None else sinks.own,
+        own=own[0],
         q=q,
         k=k,
         v=v,
@@ -164,7 +165,7 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
         score_others=tuple(score_others),
         mask_others=tuple(mask_others),
         blocks=blocks,
-        sinks=None if sinks is None else sinks.logits,
+        lse=next((user for user in node.users if user.args[1] == 1 and not relevance.comes_to_nothing(user)), None),
     )
 
 
@@ -215,8 +216,7 @@ def _unusual_option(options: object) -> Reason | None:
     )
 
 
-def _other_output(call: fx.Node, understood: frozenset[fx.Node]) -> Reason | None:
-    """understood: what reads outputs and is known, as sinks are."""
+def _other_output(call: fx.Node) -> Reason | None:
     for user in call.users:
         if user.target is not operator.getitem:
             return Reason(
@@ -225,12 +225,12 @@ def _other_output(call: fx.Node, understood: frozenset[fx.Node]) -> Reason | Non
                 observed=user.name,
             )
         index = user.args[1]
-        if index != 0 and not relevance.comes_to_nothing(user, besides=understood):
+        if index not in (0, 1) and not relevance.comes_to_nothing(user):
             return Reason(
                 code=Code.OTHER_OUTPUT,
-                rule="of FlexAttention's outputs only the attention's is used",
+                rule="of FlexAttention's outputs only the attention and its logsumexp are used",
                 observed=f"{_OUTPUTS[index] if isinstance(index, int) else index} is used",
-                remedy="call flex_attention without return_lse or return_aux",
+                remedy="ask return_aux for no max_scores",
             )
     return None
 
@@ -240,8 +240,7 @@ def _other_output(call: fx.Node, understood: frozenset[fx.Node]) -> Reason | Non
 
 def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
     others = [*call.score_others, *call.mask_others]
-    given = [call.q, call.k, call.v, *others, call.sinks]
-    inputs = list(dict.fromkeys(x for x in given if isinstance(x, fx.Node)))
+    inputs = list(dict.fromkeys(x for x in (call.q, call.k, call.v, *others) if isinstance(x, fx.Node)))
     values = {node: node.meta["example_value"] for node in inputs}
     scores = torch_tracing.untraced(lambda: _empty_scores(values[call.q], values[call.k]))
     mods = [
@@ -258,24 +257,30 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
         scores = (q @ k.transpose(-2, -1)).to(computed_in(q.dtype)) * call.scale
         allowed = mods[1](scores, *mask_others)
         masked = torch.where(allowed, mods[0](scores, *score_others), -math.inf)
-        product = _weights(masked, None if call.sinks is None else of_node[call.sinks]).to(q.dtype) @ v
-        return product, _lying_as(product, call.own.meta["example_value"]), allowed
+        product = masked.softmax(-1).to(q.dtype) @ v
+        lse = () if call.lse is None else (masked.logsumexp(-1) / math.log(2),)
+        return product, _lying_as(product, call.own.meta["example_value"]), allowed, *lse
 
     traced = torch_tracing.trace_pre_dispatch(function, list(values.values()))
     before = set(graph_module.graph.nodes)
     with torch_snapshots.taken_back_on_error(graph_module):
-        product, out, allowed = expand.inline(graph_module.graph, call.own, traced.graph, inputs)
+        # Behind whatever of the call's outputs is taken first: both are read below.
+        taken = min(x for x in (call.own, call.lse) if x is not None)
+        product, out, allowed, *lse = expand.inline(graph_module.graph, taken, traced.graph, inputs)
     made = tuple(node for node in graph_module.graph.nodes if node not in before)
     call.own.replace_all_uses_with(out)
+    if call.lse is not None:
+        call.lse.replace_all_uses_with(lse[0])
     return Spelled(
-        call=call.node, own=call.own, product=product, out=out, allowed=allowed, nodes=made, blocks=call.blocks
+        call=call.node,
+        own=call.own,
+        product=product,
+        out=out,
+        lse=None if call.lse is None else (call.lse, lse[0]),
+        allowed=allowed,
+        nodes=made,
+        blocks=call.blocks,
     )
-
-
-def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    if sinks is None:
-        return scores.softmax(-1)
-    return torch.cat([scores, flex_sinks.column(sinks, scores)], -1).softmax(-1)[..., :-1]
 
 
 def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import fx
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import OF_CACHE, OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes
 from attn_compiler.lowerings.graph_ops import kept
-from attn_compiler.passes.graph import faults, gradient_runs, gradients, program, saved, strides
+from attn_compiler.passes.graph import faults, gradient_runs, gradients, mutation, program, saved, strides
 from attn_compiler.passes.graph.emit import GraphBuilder, Held
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Site
@@ -105,12 +105,39 @@ def _try(unit: Unit, mirror: Mirror, site: Site, builder: GraphBuilder, targets:
         site.notes[:], site.copies[:] = notes, copies
         leave_alone(site, attempt.reason)
         return []
-    for before, after in zip(old, new, strict=True):
+    for output, before, after in zip(site.match.outputs, old, new, strict=True):
+        _read_by_name(output, before)
         builder.replace(before, after)
     site.new_out = new[0]
     for node in gone:
         unit.graph.erase_node(node)
+    for node in new:
+        _put_below(node)
     return held
+
+
+def _read_by_name(output: fx.Node, node: fx.Node) -> None:
+    """Let who reads a tensor after a Dynamo node wrote to it, and gave it back, read what the node gives. output: its mirror node."""
+    written = node.args[0] if mutation.returned(output) is not None and node.args else None
+    if not isinstance(written, fx.Node):
+        return
+    for user in list(written.users):
+        if node < user:
+            user.replace_input_with(written, node)
+
+
+def _put_below(node: fx.Node) -> None:
+    """Move what reads a node, and stands in front of it, to behind it, with what is made of that in front."""
+    place = node
+    early = {user for user in node.users if user < node}
+    reader = min(early, default=node)
+    while reader is not node:
+        following = reader.next
+        if reader in early or early & set(reader.all_input_nodes):
+            early.add(reader)
+            place.append(reader)
+            place = reader
+        reader = following
 
 
 def _erase_expanded(site: Site, graph: fx.Graph) -> None:

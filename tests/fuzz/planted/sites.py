@@ -65,8 +65,8 @@ passes/matching/patterns/weights_chain.py _bare; several masks: weights are set 
 
 a factor is read where the kernel stands
 passes/matching/patterns/softmax_chain.py _factor; score steps: a factor that is written after it was multiplied counts as it is then
-- used=scaled.used, until=weighted.node
-+ used=weighted.node, until=weighted.node
+- used=scaled.used, until=out
++ used=out, until=out
 
 a divisor is a factor
 passes/graph/program.py _factored; score steps: scores are multiplied where the model divides

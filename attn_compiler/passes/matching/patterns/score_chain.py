@@ -13,7 +13,7 @@ from attn_compiler.passes.graph.axes import AxisError, Dim, Dims
 from attn_compiler.passes.graph.site import Limit
 from attn_compiler.passes.matching.contraction import Contraction
 from attn_compiler.passes.matching.patterns import score_steps, steps
-from attn_compiler.passes.matching.patterns.steps import Step
+from attn_compiler.passes.matching.patterns.steps import Cast, Step, View
 from attn_compiler.spec.scores import Pointwise, ScoreChange, Unusual, pointwise
 
 
@@ -58,6 +58,7 @@ class Scores:
     shifted_along: axes whose maximum was subtracted.
     sinks: logits that joined the keys as a column, or the number that all of them are.
     sinks_first: the column is the first.
+    same: nodes that hold the scores as they are now, in any dtype, each with its dims.
     """
 
     dims: Dims
@@ -73,6 +74,7 @@ class Scores:
     is_offset: bool = False
     sinks: Joined | float | None = None
     sinks_first: bool = False
+    same: dict[fx.Node, Dims] = field(default_factory=dict)
 
     @property
     def is_changed(self) -> bool:
@@ -86,11 +88,14 @@ class Scores:
 
 def follow(product: Contraction, steps: list[Step], dims: Dims) -> Scores:
     """dims: those of the product. Raises AxisError for steps whose meaning depends on their order in a way that is not kept."""
-    scores = Scores(dims=dims, scale=product.alpha)
+    scores = Scores(dims=dims, scale=product.alpha, same={product.node: dims})
     if product.addend is not None:
         scores.additive.append(_added(product.addend, dims, product.node, product.beta))
     for step in steps:
         _apply(scores, step)
+        if not isinstance(step, (View, Cast)):
+            scores.same.clear()
+        scores.same[step.node] = scores.dims
     return scores
 
 

@@ -7,27 +7,31 @@ and must fit; Inductor's own patterns skip that and fuse softmax(dim=-2) wrongly
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import fx
 
 from attn_compiler.passes.graph import axes, gradients, mutation, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteScores, Term
+from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteAxes, SiteScores, Term
 from attn_compiler.passes.matching import contraction, operands
 from attn_compiler.passes.matching.contraction import Contraction
 from attn_compiler.passes.matching.patterns import (
     assembly,
+    denominators,
     mask_conditions,
     score_chain,
     score_steps,
+    sinks,
     softmaxes,
     weights_chain,
 )
 from attn_compiler.passes.matching.patterns.score_chain import Joined, Scaled, Scores
+from attn_compiler.passes.matching.patterns.sinks import Sunk
 from attn_compiler.passes.matching.patterns.softmaxes import Softmax
 from attn_compiler.passes.matching.patterns.steps import Step
-from attn_compiler.passes.matching.patterns.weights_chain import Way
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
@@ -44,9 +48,13 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
         rule, observed = "the softmax runs over one axis", f"it runs over {views.argument(anchor, 'dim')}"
         raise Refused(code=Code.SOFTMAX_AXIS, rule=rule, observed=observed, at=anchor, progress=0)
     product, steps = _to_product(mirror, softmax)
-    way = weights_chain.to_values(mirror, softmax.node)
     try:
-        return _match(mirror, softmax, product, steps, way)
+        with contextlib.suppress(AxisError):
+            found = _match(mirror, softmax, product, steps)
+            logits = found.scores.sinks
+            if not isinstance(logits, Operand) or _is_one_a_head(logits, found.axes):
+                return found
+        return _match(mirror, softmax, product, steps, with_sinks=False)
     except AxisError as error:
         rule = "every axis and every step of the scores can be followed"
         raise Refused(code=Code.AXES, rule=rule, observed=str(error), at=anchor, progress=4) from error
@@ -90,29 +98,42 @@ def _climb(
 
 
 def _match(
-    mirror: Mirror,
-    softmax: Softmax,
-    product: Contraction,
-    steps: list[Step],
-    way: Way,
+    mirror: Mirror, softmax: Softmax, product: Contraction, steps: list[Step], *, with_sinks: bool = True
 ) -> Match:
-    anchor, weighted = softmax.node, way.product
-    for each in (product, weighted):
-        _check_addend(mirror, each)
+    """with_sinks: what is multiplied behind the softmax may be that of sinks."""
+    anchor = softmax.node
     meaning = _fresh_labels(product)
     scores = score_chain.follow(product, steps, tuple(meaning[x] for x in product.out_labels))
     key = score_chain.softmax_axis(softmax.dim, scores)
     keys_on_the_right, query, batch = _roles(anchor, product, meaning, key)
-    _check_readers(mirror, softmax, product, steps)
-    weights = weights_chain.follow(mirror, anchor, way, scores, key)
-    out_dims, v_node, v_dims, d_v = _values(mirror, anchor, weighted, weights, key)
+    sums = denominators.of(mirror, softmax, scores, key)
+    own = frozenset({*softmax.nodes, *(s.node for s in steps), *(u for s in steps for u in s.uses)})
+    _check_readers(mirror, own | sums.nodes, product, steps)
+    sunk = sinks.behind(mirror, anchor, scores.dims, sums.known, own) if with_sinks else None
+    if sunk is not None:
+        scores.dims = sunk.dims
+    start = anchor if sunk is None else sunk.node
+    way = weights_chain.to_values(mirror, start)
+    weighted, masks = way.product, len(scores.keeps)
+    for each in (product, weighted):
+        _check_addend(mirror, each)
+    weights = weights_chain.follow(mirror, start, way, scores, key)
+    out_dims, v_node, v_dims, d_v = _values(mirror, start, weighted, weights, key)
+    out = weighted.node
+    if sunk is None and with_sinks:
+        sunk = sinks.behind(mirror, out, out_dims, sums.known, own, keeps_dtype=True)
+        out, out_dims = (out, out_dims) if sunk is None else (sunk.node, sunk.dims)
+    covered = frozenset({product.node, *(s.node for s in steps), *softmax.nodes, *way.nodes, weighted.node})
+    lse = denominators.read(mirror, sums, covered, out) if sunk is None else None
+    if lse is not None or sunk is not None:
+        denominators.check(softmax, scores, is_masked_later=len(scores.keeps) > masks)
     q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
     q_labels, k_labels = product.lhs_labels, product.rhs_labels
     if not keys_on_the_right:
         q_labels, k_labels = k_labels, q_labels
-    q, q_factor = _operand(mirror, product.node, q_node, operands.dims_by_label(q_labels, meaning, q_node), weighted)
-    k, k_factor = _operand(mirror, product.node, k_node, operands.dims_by_label(k_labels, meaning, k_node), weighted)
-    v, _ = operands.read(mirror, v_node, v_dims, used=weighted.node, until=weighted.node)
+    q, q_factor = _operand(mirror, product.node, q_node, operands.dims_by_label(q_labels, meaning, q_node), out)
+    k, k_factor = _operand(mirror, product.node, k_node, operands.dims_by_label(k_labels, meaning, k_node), out)
+    v, _ = operands.read(mirror, v_node, v_dims, used=weighted.node, until=out)
     scale = scores.scale * q_factor * k_factor
     added, masking = _split_masks(mirror, scores)
     return assembly.assemble(
@@ -120,7 +141,7 @@ def _match(
         decomposed=True,
         anchor=anchor,
         first=product.node,
-        out=weighted.node,
+        out=out,
         out_dims=out_dims,
         q=q,
         k=k,
@@ -132,18 +153,19 @@ def _match(
         head_dim_v=d_v,
         scores=SiteScores(
             scale=scale,
-            factors=tuple(_factor(mirror, scaled, key, weighted) for scaled in scores.factors),
+            factors=tuple(_factor(mirror, scaled, key, out) for scaled in scores.factors),
             changes=tuple(scores.changes),
-            additive=tuple(_term(mirror, t, weighted) for t in added),
-            allowed=tuple(_term(mirror, t, weighted) for t in (*scores.keeps, *masking)),
+            additive=tuple(_term(mirror, t, out) for t in added),
+            allowed=tuple(_term(mirror, t, out) for t in (*scores.keeps, *masking)),
             limits=tuple(scores.limits),
-            sinks=_sinks(mirror, scores, weighted),
+            sinks=_sinks(mirror, scores, sunk, out),
             dropout_p=weights_chain.dropout(way),
             masks_weights=scores.masks_weights,
             softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
         ),
+        lse=lse,
         returns_weights=way.is_read,
-        covered=frozenset({product.node, *(s.node for s in steps), *softmax.nodes, *way.nodes, weighted.node}),
+        covered=covered | (sums.nodes if sunk is None else sunk.nodes),
     )
 
 
@@ -188,9 +210,8 @@ def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: 
     )
 
 
-def _check_readers(mirror: Mirror, softmax: Softmax, product: Contraction, steps: list[Step]) -> None:
-    """Nothing but the steps themselves may read a score: a fused kernel does not make it."""
-    allowed = {*softmax.nodes, *(s.node for s in steps), *(u for s in steps for u in s.uses)}
+def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contraction, steps: list[Step]) -> None:
+    """Nothing but the steps themselves, and sums of them, may read a score: a fused kernel does not make it."""
     for node in (product.node, *(s.node for s in steps)):
         for user in mirror.readers(node):
             if user not in allowed and views.reads_elements(user, node):
@@ -203,18 +224,18 @@ def _check_readers(mirror: Mirror, softmax: Softmax, product: Contraction, steps
                 )
 
 
-def _factor(mirror: Mirror, scaled: Scaled, key: Dim, weighted: Contraction) -> Factor:
+def _factor(mirror: Mirror, scaled: Scaled, key: Dim, out: fx.Node) -> Factor:
     """A scale is read where the model reads it, but multiplied where the kernel stands: nothing may write to it in between."""
     value = scaled.by.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        writer = mutation.written_between(mirror, scaled.by, scaled.used, weighted.node)
+        writer = mutation.written_between(mirror, scaled.by, scaled.used, out)
         if writer is not None:
             raise AxisError(f"the scale {scaled.by.name} is written in place by {writer.name}")
         return Factor(node=scaled.by, divide=scaled.divide)
     dims = operands.broadcast_dims(scaled.by, scaled.dims)
     if {a for dim in dims for a in axes.resolve(dim)} & set(axes.resolve(key)):
         raise AxisError(f"{scaled.used.name} multiplies the scores with numbers that differ from key to key")
-    operand, _ = operands.read(mirror, scaled.by, dims, used=scaled.used, until=weighted.node)
+    operand, _ = operands.read(mirror, scaled.by, dims, used=scaled.used, until=out)
     return Factor(node=scaled.by, divide=scaled.divide, operand=operand)
 
 
@@ -245,10 +266,8 @@ def _values(
     return out_dims, v_node, operands.dims_by_label(v_labels, meaning, v_node), meaning[free[0]]
 
 
-def _operand(
-    mirror: Mirror, product: fx.Node, node: fx.Node, dims: Dims, weighted: Contraction
-) -> tuple[Operand, float]:
-    return operands.read(mirror, node, dims, used=product, until=weighted.node, through_scales=True)
+def _operand(mirror: Mirror, product: fx.Node, node: fx.Node, dims: Dims, out: fx.Node) -> tuple[Operand, float]:
+    return operands.read(mirror, node, dims, used=product, until=out, through_scales=True)
 
 
 def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joined]]:
@@ -272,10 +291,10 @@ def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joi
     return added, masking
 
 
-def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
+def _term(mirror: Mirror, joined: Joined, out: fx.Node) -> Term:
     """Read where the model reads it: it may have been written to after it was made."""
     site_dims = operands.broadcast_dims(joined.node, joined.dims)
-    operand, _ = operands.read(mirror, joined.node, site_dims, used=joined.used, until=weighted.node)
+    operand, _ = operands.read(mirror, joined.node, site_dims, used=joined.used, until=out)
     return Term(
         operand=operand,
         weight=joined.weight,
@@ -287,9 +306,15 @@ def _term(mirror: Mirror, joined: Joined, weighted: Contraction) -> Term:
     )
 
 
-def _sinks(mirror: Mirror, scores: Scores, weighted: Contraction) -> Operand | float | None:
-    if scores.sinks is None or isinstance(scores.sinks, float):
-        return scores.sinks
-    site_dims = (*scores.sinks.dims[:-1], ())
-    operand, _ = operands.read(mirror, scores.sinks.node, site_dims, used=scores.sinks.used, until=weighted.node)
+def _sinks(mirror: Mirror, scores: Scores, sunk: Sunk | None, out: fx.Node) -> Operand | float | None:
+    logits = scores.sinks if sunk is None else sunk.logits
+    if logits is None or isinstance(logits, float):
+        return logits
+    dims = (*logits.dims[:-1], ()) if sunk is None else operands.broadcast_dims(logits.node, logits.dims)
+    operand, _ = operands.read(mirror, logits.node, dims, used=logits.used, until=out)
     return operand
+
+
+def _is_one_a_head(sinks: Operand, site: SiteAxes) -> bool:
+    """Whether sinks are the same for all of a batch and all queries, so that kernels have a place for them."""
+    return not any(sinks.varies_along(atom) for atom in axes.flat((site.batch, site.query)))

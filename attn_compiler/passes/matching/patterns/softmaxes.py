@@ -37,12 +37,17 @@ _MOST_ADDED = 2.0**-24
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """node: the weights. scores: of what. dim: along which axis of them. nodes: all that it consists of."""
+    """node: the weights. scores: of what. dim: along which axis of them. nodes: all that it consists of.
+
+    total: the sum of the exponentials, where they are divided by something else that is made of it. shift: what they are less of.
+    """
 
     node: fx.Node
     scores: fx.Node
     dim: int
     nodes: frozenset[fx.Node]
+    total: fx.Node | None = None
+    shift: fx.Node | None = None
 
 
 def read(mirror: Mirror, anchor: fx.Node) -> Softmax | None:
@@ -71,7 +76,7 @@ def _less_logsumexp(mirror: Mirror, exp: fx.Node) -> Softmax | None:
     scores, total = less.args[:2]
     if not isinstance(scores, fx.Node) or not isinstance(total, fx.Node):
         return None
-    path = _row(mirror, total, less, aten.logsumexp.default, scores)
+    path = _row(mirror, total, less, aten.logsumexp.default, scores, is_shared=True)
     return (
         None
         if path is None
@@ -158,14 +163,16 @@ class _Row:
     nodes: tuple[fx.Node, ...]
 
 
-def _row(mirror: Mirror, node: fx.Node, reader: fx.Node, op: object, of: fx.Node) -> _Row | None:
-    """How `node`, which only `reader` reads, is `op` on `of` over one axis, which is kept or put back."""
+def _row(
+    mirror: Mirror, node: fx.Node, reader: fx.Node, op: object, of: fx.Node, *, is_shared: bool = False
+) -> _Row | None:
+    """How `node`, which only `reader` reads unless it is shared, is `op` on `of` over one axis, which is kept or put back."""
     path = [node]
     put_back: int | None = None
     below = reader
     while path[-1].target is not op:
         top = path[-1]
-        if not _is_read_by(mirror, top, {below}):
+        if not _is_read_by(mirror, top, {below, *(top.users if is_shared else ())}):
             return None
         if top.target is aten.unsqueeze.default and put_back is None:
             put_back = int(argument(top, "dim")) % value(top).dim()  # type: ignore[call-overload]
@@ -177,7 +184,9 @@ def _row(mirror: Mirror, node: fx.Node, reader: fx.Node, op: object, of: fx.Node
     rank = value(of).dim()
     dims = argument(top, "dim")
     listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, Iterable) else []
-    if top.args[0] is not of or len(listed) != 1 or not _is_read_by(mirror, top, {below}):
+    if top.args[0] is not of or len(listed) != 1:
+        return None
+    if not _is_read_by(mirror, top, {below, *(top.users if is_shared else ())}):
         return None
     dim = int(listed[0]) % rank
     is_kept = bool(argument(top, "keepdim"))

@@ -1,0 +1,369 @@
+"""What a model multiplies the weights or the output of each query by, read as a quotient of exponentials.
+
+X is the sum of a query's exponentiated scores, exp of their logsumexp. Y is exp of a tensor that the scores have no part in. A share of
+X / (X + Y) is that of sinks (sinks.py), in whatever way it is computed; other exponentials have to cancel.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from attn_compiler.passes.graph import axes, constants, mutation, views
+from attn_compiler.passes.graph.axes import AxisError, Dims
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.views import argument
+from attn_compiler.passes.matching.patterns.score_chain import Joined
+
+aten = torch.ops.aten
+Number: TypeAlias = sympy.Expr
+Reader: TypeAlias = Callable[[fx.Node, "Value"], "Value | None"]
+
+#: the sum of a query's exponentiated scores
+X = sympy.Symbol("X", positive=True)
+_CASTS = (*views.CASTS, aten.type_as.default)
+_JOINS = frozenset({aten.cat.default, aten.concat.default, aten.concatenate.default, aten.stack.default})
+_PARTS = frozenset("split split_with_sizes chunk unbind".split())
+_NEAR = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A tensor with numbers for each query. of: those, or where `power` is given what their exponentials are a power of: log(of) · power.
+
+    Several of them are joined along one axis. dims: what the dimensions mean; of that axis nothing.
+    """
+
+    of: tuple[Number, ...]
+    dims: Dims
+    power: float | None = None
+    axis: int | None = None
+
+
+def of_lse(dims: Dims) -> Value:
+    """The logsumexp of the scores."""
+    return Value(of=(X,), dims=dims, power=1.0)
+
+
+def is_passed(node: fx.Node) -> bool:
+    """Whether a node moves or casts numbers, and changes none."""
+    return views.is_view(node) or _is_cast(node)
+
+
+def moved(path: Sequence[fx.Node], dims: Dims) -> Dims:
+    """The dims after nodes that move or cast numbers. Raises AxisError."""
+    for node in path:
+        dims = views.forward(node, dims) if views.is_view(node) else dims
+    return dims
+
+
+def own(dims: Dims) -> list[list[axes.Atom]]:
+    """The atoms of each dimension that carry an index."""
+    return [[a for a in axes.resolve(dim) if a.size != axes.ONE] for dim in dims]
+
+
+def below(known: Mapping[fx.Node, Value]) -> set[fx.Node]:
+    """All that is made of what is known."""
+    found, queue = set(known), list(known)
+    while queue:
+        node = queue.pop()
+        for user in node.users:
+            if user not in found and views.reads_elements(user, node):
+                found.add(user)
+                queue.append(user)
+    return found
+
+
+def _is_cast(node: fx.Node) -> bool:
+    source = node.args[0] if node.args else None
+    if node.target not in _CASTS or not isinstance(source, fx.Node):
+        return False
+    before, after = views.value(source), views.value(node)
+    return before.is_floating_point() and after.is_floating_point() and before.device == after.device
+
+
+class Reading:
+    """Reads numbers of queries against the direction of the graph. nodes: those that they are made by, from what is known on."""
+
+    def __init__(self, mirror: Mirror, known: Mapping[fx.Node, Value]) -> None:
+        self._mirror = mirror
+        self._known = known
+        self._below = below(known)
+        self._read: dict[fx.Node, Value | None] = {}
+        self._leaves: dict[Number, Joined | float] = {}
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """What was read."""
+        return {node for node, value in self._read.items() if value is not None}
+
+    def logits(self, share: Number) -> Joined | float | None:
+        """The sinks whose exponentials are Y in the share X / (X + Y)."""
+        if sympy.cancel(share * (X + 1)) == X:
+            return 0.0
+        found = (y for y in share.free_symbols & self._leaves.keys() if sympy.cancel(share * (X + y)) == X)
+        return next((self._leaves[y] for y in found), None)
+
+    def value(self, node: fx.Node) -> Value | None:
+        """What is known of a node."""
+        if node not in self._read:
+            self._read[node] = self._known.get(node) or self._made(node)
+        return self._read[node]
+
+    def _made(self, node: fx.Node) -> Value | None:
+        if node not in self._below or node.op != "call_function":
+            return None
+        if node.target is operator.getitem:
+            return self._item(node)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        if node.target in _JOINS:
+            return self._joined(node)
+        source = node.args[0] if node.args else None
+        value = self.value(source) if isinstance(source, fx.Node) else None
+        if value is not None and is_passed(node):
+            return self._passed(node, value)
+        name = node.target.overloadpacket.__name__
+        name = name.removesuffix("_") if mutation.writes(node) else name.removeprefix("special_")
+        if (name in _BINARY or node.target in _STABLE) and len(node.args) > 1:
+            return self._of_two(node, name)
+        if value is None:
+            return None
+        if value.axis is not None and name in _OVER_PARTS:
+            return self._over_parts(node, name, value)
+        reader = _POINTWISE.get(name)
+        return None if reader is None else reader(node, value)
+
+    def _passed(self, node: fx.Node, value: Value) -> Value | None:
+        if not views.is_view(node):
+            return value
+        if value.axis is not None:
+            return value if views.value(node).shape == views.value(views.source(node)).shape else None
+        return replace(value, dims=views.forward(node, value.dims))
+
+    # ---- several joined ---------------------------------------------------------------------------------------------
+
+    def _joined(self, node: fx.Node) -> Value | None:
+        parts: Any = node.args[0]
+        own = [self.value(x) for x in parts]
+        first = next((x for x in own if x is not None), None)
+        if first is None or any(x is not None and x.axis is not None for x in own):
+            return None
+        is_stack = node.target is aten.stack.default
+        axis = int(argument(node, "dim")) % views.value(node).dim()  # type: ignore[call-overload]
+        if not is_stack and any(views.value(x).shape[axis] != 1 for x in parts):
+            return None
+        of = []
+        for x, value in zip(parts, own, strict=True):
+            found = value or self._leaf(x, first, node)
+            if found is None or found.power != first.power or not _are_alike(found.dims, first.dims):
+                return None
+            of.append(found.of[0])
+        dims = (*first.dims[:axis], (), *first.dims[axis if is_stack else axis + 1 :])
+        return Value(of=tuple(of), dims=dims, power=first.power, axis=axis)
+
+    def _over_parts(self, node: fx.Node, name: str, value: Value) -> Value | None:
+        axis = value.axis
+        dim = argument(node, "index" if name == "_" else "dim")
+        dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+        if not isinstance(dim, int) or axis is None or dim % len(value.dims) != axis:
+            return None
+        if name in ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"):
+            if value.power != 1.0:
+                return None
+            total = sum(value.of)
+            return replace(value, of=tuple(x / total for x in value.of), power=1.0 if "log" in name else None)
+        if name in ("logsumexp", "sum"):
+            if value.power != (1.0 if name == "logsumexp" else None):
+                return None
+            dims = value.dims if argument(node, "keepdim") else (*value.dims[:axis], *value.dims[axis + 1 :])
+            return replace(value, of=(sum(value.of),), dims=dims, axis=None)
+        if name in _PARTS:
+            return value
+        index = argument(node, "index") if name == "select" else argument(node, "start")
+        index = 0 if index is None else index
+        if not isinstance(index, int) or (name != "select" and views.value(node).shape[axis] != 1):
+            return None
+        return _part(value, index, is_kept=name != "select")
+
+    def _item(self, node: fx.Node) -> Value | None:
+        source, index = node.args
+        value = self.value(source) if isinstance(source, fx.Node) else None
+        if value is None or value.axis is None or not isinstance(index, int) or not isinstance(source, fx.Node):
+            return None
+        if len(source.meta["val"]) != len(value.of):
+            return None
+        return _part(value, index, is_kept=source.target is not aten.unbind.int)
+
+    # ---- two of them --------------------------------------------------------------------------------------------------
+
+    def _of_two(self, node: fx.Node, name: str) -> Value | None:
+        if argument(node, "rounding_mode") is not None:
+            return None
+        if name in ("add", "sub", "rsub") and constants.number(self._mirror, argument(node, "alpha", 1)) != 1.0:
+            return None
+        a, b = (self._side(x) for x in node.args[:2])
+        whole = a if isinstance(a, Value) else b if isinstance(b, Value) else None
+        if whole is None or whole.axis is not None:
+            return None
+        if axes.shape_exprs(views.value(node)) != axes.shape_exprs(views.value(_node_of(node, whole is a))):
+            return None
+        if node.target in _STABLE:
+            return replace(whole, of=(sympy.Symbol(node.name, positive=True),))
+        power = 1.0 if name == "logaddexp" else whole.power
+        if isinstance(a, Value) and isinstance(b, Value):
+            shape = views.value(node).dim()
+            if len(a.dims) != shape or len(b.dims) != shape or not _are_alike(a.dims, b.dims):
+                return None
+        elif name in ("mul", "div", "true_divide") and whole.power is not None:
+            return self._scaled(name, whole, b if whole is a else None)
+        left, right = (x if isinstance(x, Value) else self._leaf(x, whole, node) for x in (a, b))
+        if left is None or right is None or left.power != right.power or (name == "logaddexp" and left.power != 1.0):
+            return None
+        combined = _BINARY[name][0 if power is not None else 1]
+        if combined is None:
+            return None
+        return replace(whole, of=(combined(left.of[0], right.of[0]),), power=power)
+
+    def _side(self, x: object) -> object:
+        """What is known of an operand; itself, if that is nothing."""
+        found = self.value(x) if isinstance(x, fx.Node) and x in self._below else None
+        return x if found is None else found
+
+    def _scaled(self, name: str, whole: Value, by: object) -> Value | None:
+        number = constants.number(self._mirror, by)
+        if not number or whole.power is None:
+            return None
+        power = whole.power / number if name != "mul" else whole.power * number
+        return replace(whole, power=1.0 if abs(power - 1.0) < _NEAR else power)
+
+    def _leaf(self, x: object, beside: Value, used: fx.Node) -> Value | None:
+        """A number, or a tensor that the scores have no part in, beside numbers of queries."""
+        number = constants.everywhere(self._mirror, x)
+        if number is not None and math.isfinite(number):
+            if beside.power is None:
+                return replace(beside, of=(sympy.Rational(number),))
+            of = sympy.Integer(1) if number == 0 else self._symbol(number / beside.power, number / beside.power)
+            return replace(beside, of=(of,))
+        value = x.meta.get("val") if isinstance(x, fx.Node) and x not in self._below else None
+        if not isinstance(x, fx.Node) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return None
+        if beside.power is None and x.target is aten.exp.default and isinstance(x.args[0], fx.Node):
+            x, used = x.args[0], x
+        elif beside.power != 1.0:
+            return replace(beside, of=(sympy.Symbol(x.name, positive=True),))
+        return replace(beside, of=(self._symbol(x.name, Joined(node=x, dims=beside.dims, used=used)),))
+
+    def _symbol(self, name: object, logits: Joined | float) -> Number:
+        symbol = sympy.Symbol(f"exp of {name}", positive=True)
+        self._leaves.setdefault(symbol, logits)
+        return symbol
+
+
+def _node_of(node: fx.Node, is_first: bool) -> fx.Node:
+    found = node.args[0 if is_first else 1]
+    if not isinstance(found, fx.Node):
+        raise AxisError(f"{node.name} is made of no tensor")
+    return found
+
+
+def _part(value: Value, index: int, *, is_kept: bool) -> Value | None:
+    axis = value.axis
+    if axis is None or not -len(value.of) <= index < len(value.of):
+        return None
+    dims = value.dims if is_kept else (*value.dims[:axis], *value.dims[axis + 1 :])
+    return replace(value, of=(value.of[index],), dims=dims, axis=None)
+
+
+def _are_alike(one: Dims, other: Dims) -> bool:
+    return own(one) == own(other)
+
+
+# ---- what ops do -----------------------------------------------------------------------------------------------------
+
+_Two = Callable[[Number, Number], Number]
+#: on logarithms, as on what they are of, and on numbers
+_BINARY: dict[str, tuple[_Two | None, _Two | None]] = {
+    "add": (operator.mul, operator.add),
+    "sub": (operator.truediv, operator.sub),
+    "rsub": (lambda a, b: b / a, lambda a, b: b - a),
+    "mul": (None, operator.mul),
+    "div": (None, operator.truediv),
+    "true_divide": (None, operator.truediv),
+    "logaddexp": (operator.add, None),
+}
+#: what is subtracted from logarithms before their exponentials are taken, which have to cancel then
+_STABLE = frozenset({aten.maximum.default, aten.max.other})
+_OVER_PARTS = (
+    frozenset("softmax _softmax _safe_softmax log_softmax _log_softmax logsumexp sum select slice narrow".split())
+    | _PARTS
+)
+
+
+def _of_numbers(change: Callable[[Number], Number]) -> Reader:
+    return lambda node, value: None if value.power is not None else replace(value, of=tuple(map(change, value.of)))
+
+
+def _of_logarithms(change: Callable[[Number], Number], *, gives_number: bool) -> Reader:
+    def read(node: fx.Node, value: Value) -> Value | None:
+        if value.power is None or (not gives_number and value.power != 1.0):
+            return None
+        raised = [_raised(x, value.power) for x in value.of]
+        of = tuple(change(x) for x in raised if x is not None)
+        return replace(value, of=of, power=None if gives_number else 1.0) if len(of) == len(raised) else None
+
+    return read
+
+
+def _raised(x: Number, power: float) -> Number | None:
+    nearest = round(2 * power)
+    return x ** sympy.Rational(nearest, 2) if nearest and abs(2 * power - nearest) < _NEAR else None
+
+
+def _to_logarithm(change: Callable[[Number], Number], power: float) -> Reader:
+    def read(node: fx.Node, value: Value) -> Value | None:
+        return None if value.power is not None else replace(value, of=tuple(map(change, value.of)), power=power)
+
+    return read
+
+
+def _negated(node: fx.Node, value: Value) -> Value:
+    if value.power is not None:
+        return replace(value, of=tuple(1 / x for x in value.of))
+    return replace(value, of=tuple(-x for x in value.of))
+
+
+def _exp2(node: fx.Node, value: Value) -> Value | None:
+    scaled = None if value.power is None else replace(value, power=value.power * math.log(2))
+    return None if scaled is None else _POINTWISE["exp"](node, scaled)
+
+
+def _softplus(node: fx.Node, value: Value) -> Value | None:
+    beta, threshold = argument(node, "beta", 1), argument(node, "threshold", 20)
+    is_plain = beta == 1 and isinstance(threshold, (int, float)) and threshold >= 20
+    return _of_logarithms(lambda x: 1 + x, gives_number=False)(node, value) if is_plain else None
+
+
+_POINTWISE: dict[str, Reader] = {
+    "exp": _of_logarithms(lambda x: x, gives_number=True),
+    "exp2": _exp2,
+    "expm1": _of_logarithms(lambda x: x - 1, gives_number=True),
+    "sigmoid": _of_logarithms(lambda x: x / (1 + x), gives_number=True),
+    "expit": _of_logarithms(lambda x: x / (1 + x), gives_number=True),
+    "tanh": _of_logarithms(lambda x: (x**2 - 1) / (x**2 + 1), gives_number=True),
+    "log_sigmoid": _of_logarithms(lambda x: x / (1 + x), gives_number=False),
+    "softplus": _softplus,
+    "log": _to_logarithm(lambda x: x, 1.0),
+    "log2": _to_logarithm(lambda x: x, 1 / math.log(2)),
+    "log1p": _to_logarithm(lambda x: 1 + x, 1.0),
+    "neg": _negated,
+    "negative": _negated,
+    "reciprocal": _of_numbers(lambda x: 1 / x),
+}

@@ -1,0 +1,139 @@
+"""What a model makes of the logsumexp of its scores and is nearly that of sinks: the factor stays, and the site hands on its logsumexp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attn_compiler.reporting.report import Report
+from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, Case, Cases, check, described, missed, tensors, with_lse
+
+LENGTH = 12
+SHAPE = (BATCH, HEADS, LENGTH, HEAD_DIM)
+CASES = Cases()
+Tensor = torch.Tensor
+
+
+def given(*shape: int) -> list[Tensor]:
+    return tensors(SHAPE, SHAPE, SHAPE, shape or (HEADS, 1, 1))
+
+
+def scored(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e30)
+
+
+def by_factor(factor: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def function(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        scores = scored(q, k)
+        return scores.softmax(-1) @ v * factor(scores.logsumexp(-1, keepdim=True), sinks)
+
+    return function
+
+
+FACTORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "turned round": lambda lse, s: torch.sigmoid(s - lse),
+    "twice the difference": lambda lse, s: torch.sigmoid(2 * (lse - s)),
+    "a third of the difference": lambda lse, s: torch.sigmoid((lse - s) / 3),
+    "times the logits": lambda lse, s: torch.sigmoid(lse * s),
+    "the logits besides": lambda lse, s: torch.sigmoid(lse - s) * s,
+    "logits of the logsumexp": lambda lse, s: torch.sigmoid(lse - s * lse.mean(2, keepdim=True)),
+    "clamped": lambda lse, s: torch.sigmoid((lse - s).clamp(-1, 1)),
+    "without its gradient": lambda lse, s: torch.sigmoid(lse.detach() - s),
+    "other queries": lambda lse, s: torch.sigmoid(lse.flip(2) - s),
+    "two columns": lambda lse, s: torch.exp(lse - torch.cat([lse, lse, s.expand_as(lse)], -1).logsumexp(-1, True)),
+    "the sink's own weight": lambda lse, s: torch.stack([lse, s.expand_as(lse)]).softmax(0)[1],
+    "written to behind a view": lambda lse, s: _stale(lse - s),
+}
+
+
+def _stale(x: Tensor) -> Tensor:
+    view = x.view(x.shape)
+    view.sigmoid_()
+    return x.view(x.shape).sigmoid()
+
+
+def without_sinks(report: Report) -> None:
+    """The site hands on its logsumexp, or is none where what is made of that is written to."""
+    assert all(site.spec.score.sinks is None and site.spec.lse != "unread" for site in report.sites)
+    assert report.sites or "can wait" in report.misses[0].reason.rule
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors(name: str) -> None:
+    check(Case(name=name, function=by_factor(FACTORS[name]), judge=without_sinks, inputs=given))
+
+
+@CASES.near_miss(with_lse, inputs=lambda: given(1, LENGTH, 1))
+def a_logit_for_each_query(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    return by_factor(lambda lse, s: torch.sigmoid(lse - s))(q, k, v, sinks)
+
+
+@CASES.near_miss(missed("the scores have no reader", "logsumexp"), inputs=given)
+def a_logsumexp_of_other_scores(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.25
+    share = torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
+    return scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e30).softmax(-1) @ v * share
+
+
+@CASES.near_miss(missed("the scores have no reader", "logsumexp"), inputs=given)
+def a_logsumexp_over_the_queries(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = scored(q, k)
+    return scores.softmax(-1) @ v * torch.sigmoid(scores.logsumexp(-2)[..., None] - sinks)
+
+
+@CASES.near_miss(missed("as the softmax has them", "a number is added"), inputs=given)
+def a_logsumexp_of_scores_with_an_offset(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = scored(q, k) + 3.0
+    return scores.softmax(-1) @ v * torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
+
+
+@CASES.near_miss(with_lse, inputs=given)
+def a_logsumexp_that_is_returned(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    scores = scored(q, k)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return scores.softmax(-1) @ v * torch.sigmoid(lse - sinks), lse
+
+
+@CASES.near_miss(with_lse, inputs=given)
+def an_output_that_is_read_without_its_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = scored(q, k)
+    out = scores.softmax(-1) @ v
+    return out * torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks) + out
+
+
+@CASES.near_miss(with_lse, inputs=given)
+def a_view_of_the_output_before_it_is_written(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = scored(q, k)
+    out = scores.softmax(-1) @ v
+    view = out.transpose(1, 2)
+    out *= torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
+    return view * 1.0
+
+
+@CASES.near_miss(with_lse, inputs=lambda: [x.detach() for x in given()])
+def keys_that_are_written_before_the_factor(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    keys = k + 1
+    scores = scored(q, keys)
+    out = scores.softmax(-1) @ v
+    keys.mul_(2.0)
+    return out * torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks) + keys.mean()
+
+
+@CASES.near_miss(with_lse, inputs=lambda: tensors(*[(BATCH, HEADS, HEADS, HEAD_DIM)] * 3, (HEADS, 1, 1)))
+def queries_where_heads_would_be(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.25
+    return scores.softmax(-1) @ v * torch.sigmoid(scores.logsumexp(-1).transpose(1, 2)[..., None] - sinks)
+
+
+@CASES.near_miss(described("sinks"), inputs=given)
+def good(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    return by_factor(lambda lse, s: torch.sigmoid(lse - 2 * s))(q, k, v, sinks)
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_sinks(case: Case) -> None:
+    check(case)
