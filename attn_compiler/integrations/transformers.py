@@ -21,6 +21,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate, eager_mask, flex_attention_mask, sdpa_mask
 
+from attn_compiler.torch_private import frames as torch_frames
+
 _BACKEND = "attn_compiler"
 
 #: PyTorch's attention, with masks whose kinds stay known in layers that are compiled one by one
@@ -61,6 +63,7 @@ def compile_model(
         _let_blocks_be_known(model)
         _let_prompts_masks_be_known(model)
         model.compile(**settings)
+        _let_layers_share(model)
         return model
     layers = list(_repeated(model))
     if not layers:
@@ -196,6 +199,18 @@ def _choose(
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     choose(name)
+
+
+def _let_layers_share(model: nn.Module) -> None:
+    """Tell Dynamo, while it traces, that the backward need not store again what layers store outside of their checkpoints.
+
+    Gemma 4 and Gemma 3n store keys and values for later layers so. The graph hands them on.
+    """
+    call = model._compiled_call_impl
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if call is not None and getattr(text, "num_kv_shared_layers", None):
+        model._compiled_call_impl = torch_frames.storing_once(call)
 
 
 def _leave_out_caches(model: nn.Module) -> None:

@@ -326,6 +326,15 @@ def _are_same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
     return all(after[key] is item for key, item in before.items())
 
 
+#: by which Dynamo traces a checkpoint that stores something outside of it. The backward does not store it again, as an eager one does
+STORING_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
+
+def storing_once(call: Callable[..., T]) -> Callable[..., T]:
+    """Set that switch while the function is called, where this PyTorch has it."""
+    return config.patch({STORING_ONCE: True})(call) if hasattr(config, STORING_ONCE) else call
+
+
 def recompilation_reason() -> str | None:
     """Return the guard of the frame's earlier code that failed for this call; None for its first compilation."""
     context = get_metrics_context()

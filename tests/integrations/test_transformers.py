@@ -289,3 +289,33 @@ def test_sharded_layers_know_a_padded_batchs_mask(checkpoint: bool) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert _words() == ["causal ∧ key padding attention_mask[b, 0, 31, k] (proved), as dense bool[2, 1, 32, 32]"]
+
+
+def _sharing() -> Any:
+    """A Gemma 4 whose last two layers read keys and values of the two before, under gradient checkpointing."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    inputs = {"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "pad_token_id": 0}
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}
+    config = transformers.AutoConfig.for_model("gemma4_text", **sizes, **inputs, **layers, num_kv_shared_layers=2)
+    config.use_cache = False
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
+def test_checkpointed_layers_that_share_keys_and_values_are_found() -> None:
+    model = _sharing()
+    plain = copy.deepcopy(model)
+    compile_model(model, options=TRACED)
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    _same(model, plain, {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)})
+    (report,) = attn_compiler.reports()
+    assert (report.num_sites, report.num_misses) == (4, 0)

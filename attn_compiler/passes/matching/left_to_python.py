@@ -1,13 +1,16 @@
 """Attention that Dynamo leaves to Python, so that it is in no graph: told by where Dynamo breaks.
 
 A break inside of a checkpoint leaves all that the checkpoint runs to Python, a layer or a whole tower. Elsewhere Dynamo compiles what is
-before and after a break, and a function alone is left that it is told not to trace, or that is none of Python's.
+before and after a break. What is left then is a function that it is told not to trace or that is none of Python's, and what comes from a
+`with` on that it can't enter.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import linecache
 import os
 import re
 import traceback
@@ -20,6 +23,7 @@ from attn_compiler.passes.graph import opaque_calls
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reporting.facts import MissReport
+from attn_compiler.torch_private.frames import STORING_ONCE
 from attn_compiler.torch_private.observe import Break
 
 _RULE = "Dynamo traces the attention"
@@ -32,6 +36,10 @@ _MODULE_SAYS_ATTENTION = re.compile(r"Attention|Attn")
 #: what Dynamo calls a function that it was told not to trace, and one of C's
 _DISABLED = re.compile(r"torch\.compiler\.disable.*?<function (?P<name>\S+) at", re.DOTALL)
 _OF_C = re.compile(r"marked as skipped.*?module: (?P<module>[\w.]+), qualname: (?P<name>[\w.]+)", re.DOTALL)
+#: how Dynamo begins to say that it can't enter a `with`, or how it breaks there without a word
+_NO_WITH = ("Unsupported context manager", "step_unsupported")
+#: what is no function of Python's, so that nothing is compiled where it is called in Python
+_NOT_PYTHONS = frozenset({"scaled_dot_product_attention", "softmax"})
 
 
 def find(found: Break) -> MissReport | None:
@@ -44,7 +52,7 @@ def find(found: Break) -> MissReport | None:
     call, *inside = found.stack
     if _CHECKPOINT.search(call.line or ""):
         return _in_checkpoint(found, call, inside)
-    return None if inside else _not_traced(found, call)
+    return None if inside else _not_traced(found, call) or _not_entered(found, call)
 
 
 def _in_checkpoint(
@@ -54,14 +62,20 @@ def _in_checkpoint(
     paths = [path for name, module in owners or _given(found) for path in _attentions(name, module)]
     if not paths and not any(map(_calls_attention, inside)):
         return None
+    remedy = (
+        f"set torch._dynamo.config.{STORING_ONCE} = True before the first call, if what is stored there need not be stored again in the "
+        "backward; integrations.transformers.compile_model does so for layers that share keys and values"
+        if STORING_ONCE in found.reason
+        else "compute these layers without gradient checkpointing, or mend the break: outside of a checkpoint Dynamo compiles what is "
+        "before and after it"
+    )
     kinds = sorted({type(module).__name__ for _, module in owners or ()}) or ["what it runs"]
     reason = Reason(
         code=Code.LEFT_TO_PYTHON,
         rule=_RULE,
         observed=f"a graph break at {_place(found.stack[-1])} inside of a checkpoint leaves {', '.join(kinds)} to Python: "
         f"{_first_line(found.reason)}",
-        remedy="compute these layers without gradient checkpointing, or mend the break: outside of a checkpoint Dynamo compiles "
-        "what is before and after it",
+        remedy=remedy,
     )
     return _row(paths, "checkpoint", found.stack[-1], call, reason)
 
@@ -84,6 +98,41 @@ def _not_traced(found: Break, call: traceback.FrameSummary) -> MissReport | None
     if not _says_attention(name) and not (_last(name) in _OF_ANYTHING and _calls_attention(call)):
         return None
     return _row([path for path, _ in _owners(found, call)], name, call, call, reason)
+
+
+def _not_entered(found: Break, call: traceback.FrameSummary) -> MissReport | None:
+    """Name the attention that a `with` leaves to Python: inside of it, and behind it in the same function."""
+    scope, called = _with_at(call) if found.reason.startswith(_NO_WITH) else ("", frozenset[str]())
+    if not called & _NOT_PYTHONS:
+        return None
+    old = "sdp_kernel" in scope and "sdpa_kernel" not in scope
+    reason = Reason(
+        code=Code.LEFT_TO_PYTHON,
+        rule=_RULE,
+        observed=f"Dynamo can't enter `with {scope}`, and leaves the rest of the function to Python",
+        remedy="leave the scope out: a kernel is chosen without it; torch.nn.attention.sdpa_kernel is a scope that Dynamo enters"
+        if old
+        else "enter it around the call of the compiled model, or leave it out",
+    )
+    return _row([path for path, _ in _owners(found, call)], "with", call, call, reason)
+
+
+def _with_at(frame: traceback.FrameSummary) -> tuple[str, frozenset[str]]:
+    """Read what the innermost `with` at a line enters, and the names that its function calls from there on."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.filename)))
+    except SyntaxError:  # A notebook's cell with a command of its own.
+        tree = ast.parse("")
+    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == frame.name]
+    line = frame.lineno or 0
+    for function in functions:
+        inside = list(ast.walk(function))
+        heads = [x for x in inside if isinstance(x, ast.With) and x.lineno <= line <= x.body[0].lineno]
+        if heads:
+            block = max(heads, key=lambda x: x.lineno)
+            calls = [x.func for x in inside if isinstance(x, ast.Call) and x.lineno >= block.lineno]
+            return ast.unparse(block.items[0].context_expr), frozenset(_last(ast.unparse(func)) for func in calls)
+    return "", frozenset()
 
 
 def _row(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import attn_compiler
 from attn_compiler.passes.matching import left_to_python
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reporting.facts import MissReport
+from attn_compiler.torch_private import frames
 from attn_compiler.torch_private.observe import Break
 
 Run = Callable[..., Any]
@@ -212,3 +214,104 @@ def test_a_function_of_c_that_is_an_attention_is_its_librarys(module: str, name:
 def _break(reason: str) -> Break:
     frame = traceback.FrameSummary("model.py", 3, "forward", line="out = kernel.fwd(q, k, v)")
     return Break(graph="0/0", reason=reason, stack=(frame,), modules={}, settings={})
+
+
+# ---- what Dynamo can't enter --------------------------------------------------------------------------------------------
+
+
+def in_the_old_scope(x: Tensor, _: Tensor) -> Tensor:
+    y = x * 2
+    with torch.backends.cuda.sdp_kernel(enable_flash=True, enable_math=True):
+        y = F.scaled_dot_product_attention(y, y, y)
+    return y + 1
+
+
+@contextlib.contextmanager
+@torch.compiler.disable
+def timed() -> Iterator[None]:
+    """What Dynamo can't enter."""
+    yield
+
+
+def in_a_timer(x: Tensor, _: Tensor) -> Tensor:
+    with timed():
+        y = F.scaled_dot_product_attention(x, x, x)
+    return y + 1
+
+
+def after_a_timer(x: Tensor, _: Tensor) -> Tensor:
+    with timed():
+        x = x + 1
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def before_a_timer(x: Tensor, _: Tensor) -> Tensor:
+    x = F.scaled_dot_product_attention(x, x, x)
+    with timed():
+        return x + 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_inside_of_the_old_scope_is_a_miss() -> None:
+    (miss,), sites = _run(in_the_old_scope)
+    assert (miss.anchor, miss.reason.code, sites) == ("with", Code.LEFT_TO_PYTHON, 0)
+    assert "sdp_kernel(enable_flash=True" in miss.reason.observed
+    assert miss.reason.remedy is not None
+    assert miss.reason.remedy.startswith("leave the scope out")
+
+
+def test_what_is_inside_of_a_scope_that_dynamo_cant_enter_is_a_miss() -> None:
+    (miss,), sites = _run(in_a_timer)
+    assert (miss.reason.observed, sites) == (
+        "Dynamo can't enter `with timed()`, and leaves the rest of the function to Python",
+        0,
+    )
+    assert miss.reason.remedy == "enter it around the call of the compiled model, or leave it out"
+
+
+def test_what_is_behind_it_is_left_to_python_too() -> None:
+    (miss,), sites = _run(after_a_timer)
+    assert (miss.anchor, sites) == ("with", 0)
+
+
+def test_what_is_in_front_of_it_is_compiled() -> None:
+    misses, sites = _run(before_a_timer)
+    assert (misses, sites) == ([], 1)
+
+
+# ---- what a checkpoint stores -------------------------------------------------------------------------------------------
+
+
+class Storing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, x: Tensor, stored: dict[str, Tensor]) -> Tensor:
+        stored["x"] = x * 2
+        return self.attn(x)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Storing()
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        stored: dict[str, Tensor] = {}
+        return checkpoint(self.block, x * 2, stored, use_reentrant=False) + stored["x"]
+
+
+def test_a_checkpoint_that_stores_something_is_told_of_dynamos_switch() -> None:
+    (miss,), sites = _run(Shared())
+    assert (miss.modules, sites) == (("block.attn",), 0)
+    assert miss.reason.remedy is not None
+    assert f"torch._dynamo.config.{frames.STORING_ONCE} = True before the first call" in miss.reason.remedy
+    with torch._dynamo.config.patch(**{frames.STORING_ONCE: True}):
+        misses, sites = _run(Shared())
+    assert (misses, sites) == ([], 1)
+
+
+def test_a_call_that_stores_once_leaves_the_switch_as_it_was() -> None:
+    seen = frames.storing_once(lambda: getattr(torch._dynamo.config, frames.STORING_ONCE))()
+    assert (seen, getattr(torch._dynamo.config, frames.STORING_ONCE)) == (True, False)
