@@ -1,1 +1,1 @@
-"""Which nodes are an attention, and what only looks like one."""
+"""Matching of graph nodes to attention, and reports of nodes that only look like attention."""

@@ -1,6 +1,6 @@
-"""matmul, bmm, baddbmm, addmm, einsum and tensordot as one thing: a product of two tensors with a label on every axis.
+"""One form for matmul, bmm, baddbmm, addmm, einsum and tensordot: a product of two tensors with a label on every axis.
 
-A label in both operands and in the output is a batch axis, in both operands only it is contracted, else it is free.
+A label of both operands is a batch axis if the output has it, and a contracted axis if not. Any other label is a free axis.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Contraction:
 
 
 def parse(node: fx.Node) -> Contraction | None:
-    """The contraction that this node is, or None.
+    """Return the contraction that this node computes, or None.
 
-    None: no product, not of two tensors, an axis used twice in one of them, or one that is summed without the other tensor.
+    None: no product, not of two tensors, an axis used twice in one operand, or an axis summed without the other operand.
     """
     reader = _READERS.get(node.target)
     return None if reader is None else reader(node)
@@ -134,7 +134,7 @@ def _einsum(node: fx.Node) -> Contraction | None:
 
 
 def _implicit_output(inputs: str) -> str:
-    """What einsum gives without an arrow: the axes of an ellipsis, then every letter that occurs once, sorted."""
+    """Return einsum's default output: the axes of the ellipsis, then every letter that occurs once, sorted."""
     letters = [c for c in inputs if c.isalpha()]
     once = sorted(c for c in set(letters) if letters.count(c) == 1)
     return "".join(["..." if "..." in inputs else "", *once])
@@ -162,7 +162,7 @@ def _tensordot(node: fx.Node) -> Contraction | None:
 
 
 def _labels(term: str, own_dots: int, all_dots: int) -> Labels:
-    """Labels of one einsum term; the axes of an ellipsis are numbered from the right, so that they align as in matmul."""
+    """Labels of one einsum term. Axes of an ellipsis are numbered from the right, so they align as in matmul."""
     before, ellipsis, after = term.partition("...")
     dots = tuple(range(all_dots - own_dots, all_dots)) if ellipsis else ()
     return (*(all_dots + ord(c) for c in before), *dots, *(all_dots + ord(c) for c in after))

@@ -1,8 +1,8 @@
-"""Attention that Dynamo leaves to Python, so that it is in no graph: told by where Dynamo breaks.
+"""Attention outside of any graph because Dynamo leaves it to Python, found by the graph breaks.
 
-A break inside of a checkpoint leaves all that the checkpoint runs to Python, a layer or a whole tower. Elsewhere Dynamo compiles what is
-before and after a break. What is left then is a function that it is told not to trace or that is none of Python's, and what comes from a
-`with` on that it can't enter.
+A break inside a checkpoint leaves the whole checkpoint to Python: a layer or a whole tower. Elsewhere Dynamo compiles the code before and
+after a break. Python then runs three things: functions excluded from tracing, functions not written in Python, and the code from a `with`
+on that Dynamo can't enter.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _RULE = "Dynamo traces the attention"
 _CHECKPOINT = re.compile(r"checkpoint\w*\(", re.IGNORECASE)
 _CALLED = re.compile(r"([\w.]+)\(")
 _SAYS_ATTENTION = re.compile(r"(?!.*mask).*(?:attention|attn|sdpa)", re.IGNORECASE)
-#: functions that are named for no work
+#: generic names of functions, which do not tell their work
 _OF_ANYTHING = frozenset({"forward", "__call__", "apply", "fwd"})
 _MODULE_SAYS_ATTENTION = re.compile(r"Attention|Attn")
-#: what Dynamo calls a function that it was told not to trace, and one of C's
+#: Dynamo's words for a function excluded from tracing, and for a C function
 _DISABLED = re.compile(r"torch\.compiler\.disable.*?<function (?P<name>\S+) at", re.DOTALL)
 _OF_C = re.compile(r"marked as skipped.*?module: (?P<module>[\w.]+), qualname: (?P<name>[\w.]+)", re.DOTALL)
-#: how Dynamo begins to say that it can't enter a `with`, or how it breaks there without a word
+#: first words of Dynamo's message for a `with` that it can't enter, and for a break there without a message
 _NO_WITH = ("Unsupported context manager", "step_unsupported")
-#: what is no function of Python's, so that nothing is compiled where it is called in Python
+#: functions not written in Python: Dynamo compiles nothing inside a call of one from Python
 _NOT_PYTHONS = frozenset({"scaled_dot_product_attention", "softmax"})
 
 
 def find(found: Break) -> MissReport | None:
-    """The attention that a break leaves to Python, as a miss; None where it leaves none.
+    """Return the attention that a break leaves to Python, as a miss; None if there is none.
 
-    The call has to be in the frame that was compiled: of one further in Dynamo compiles the frame next, and breaks there again.
+    The call must be in the compiled frame. Dynamo compiles a deeper frame next, and breaks there again.
     """
     if not found.stack:
         return None
@@ -101,7 +101,7 @@ def _not_traced(found: Break, call: traceback.FrameSummary) -> MissReport | None
 
 
 def _not_entered(found: Break, call: traceback.FrameSummary) -> MissReport | None:
-    """Name the attention that a `with` leaves to Python: inside of it, and behind it in the same function."""
+    """Report the attention that a `with` leaves to Python: inside it, or after it in the same function."""
     scope, called = _with_at(call) if found.reason.startswith(_NO_WITH) else ("", frozenset[str]())
     if not called & _NOT_PYTHONS:
         return None
@@ -118,10 +118,10 @@ def _not_entered(found: Break, call: traceback.FrameSummary) -> MissReport | Non
 
 
 def _with_at(frame: traceback.FrameSummary) -> tuple[str, frozenset[str]]:
-    """Read what the innermost `with` at a line enters, and the names that its function calls from there on."""
+    """Return the context manager of the innermost `with` at a line, and the names that its function calls from there on."""
     try:
         tree = ast.parse("".join(linecache.getlines(frame.filename)))
-    except SyntaxError:  # A notebook's cell with a command of its own.
+    except SyntaxError:  # A notebook cell may hold a command that is not Python.
         tree = ast.parse("")
     functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == frame.name]
     line = frame.lineno or 0
@@ -157,12 +157,12 @@ def _first_line(reason: str) -> str:
 
 
 def _calls_attention(frame: traceback.FrameSummary) -> bool:
-    """Whether a line of the model's, or the function that it is in, names an attention that is called."""
+    """Return whether the model's line, or the function around it, calls something named as an attention."""
     return any(map(_says_attention, (frame.name, *_CALLED.findall(frame.line or ""))))
 
 
 def _says_attention(name: str) -> bool:
-    """By its last part, or, where that tells nothing, by what it belongs to: a cache of an attention is none."""
+    """Judge a name by its last part, or by the owner if the last part is generic. An attention's cache is not an attention."""
     last = _last(name)
     return _SAYS_ATTENTION.match(name if last in _OF_ANYTHING else last) is not None
 
@@ -172,7 +172,7 @@ def _last(name: str) -> str:
 
 
 def _owners(found: Break, frame: traceback.FrameSummary) -> list[tuple[str, nn.Module]]:
-    """The modules whose forward the frame may run, by their paths from what was compiled."""
+    """Return the modules whose forward the frame may run, with paths from the compiled module or modules."""
     every = ((_path(name, path), one) for name, given in _given(found) for path, one in given.named_modules())
     return [(path, one) for path, one in every if _is_line_of(type(one), frame)]
 
@@ -189,7 +189,7 @@ def _lines(code: CodeType) -> range:
 
 
 def _attentions(name: str, module: nn.Module) -> Iterator[str]:
-    """Paths of the outermost modules that their classes call an attention."""
+    """Yield the paths of the outermost modules whose class is named as an attention."""
     if _MODULE_SAYS_ATTENTION.search(type(module).__name__):
         yield _path(name, "")
         return
@@ -198,7 +198,7 @@ def _attentions(name: str, module: nn.Module) -> Iterator[str]:
 
 
 def _given(found: Break) -> list[tuple[str, nn.Module]]:
-    """The modules that were given, by name; one alone is the root."""
+    """Return the compiled modules by name; a single one is the root."""
     given = list(found.modules.items())
     return given if len(given) > 1 else [("", module) for _, module in given]
 

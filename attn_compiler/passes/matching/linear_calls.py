@@ -1,7 +1,7 @@
-"""Layers of linear attention: told as misses, by the name of the function or of the module that a model has for them.
+"""Layers of linear attention, reported as misses, found by the name of their function or module.
 
-Their state is a sum over the past, without a softmax, so no pattern starts there. Transformers has a function for each recurrence; a
-module's name counts only where products of computed tensors stand in it, and no softmax.
+Their state is a sum over the past without a softmax, so no pattern starts there. Transformers has a function for each recurrence. A
+module's name counts only if the module has products of computed tensors and no softmax.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAMBA = "install mamba-ssm and causal-conv1d, whose kernels transformers then c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrence:
-    """function, module: what the names of functions and classes hold that compute it. name: for people. remedy: what a user can do."""
+    """One recurrence. function, module: patterns for names of its functions and classes. name: for people. remedy: for the user."""
 
     function: str
     module: str
@@ -63,7 +63,7 @@ RECURRENCES: tuple[Recurrence, ...] = (
     ),
 )
 
-#: a function that has the parameters of one
+#: any other function that has the parameters of a recurrence
 _OTHER = Recurrence(function="", module="", name="a recurrence")
 
 _IN_FUNCTION = re.compile(r", in (\w+)$", re.MULTILINE)
@@ -71,8 +71,8 @@ _IN_FUNCTION = re.compile(r", in (\w+)$", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearLayers:
-    """Layers of one recurrence. called: the function or the class that computes it. firsts: the first node of each layer, in order.
-    refused: why the function's calls were not taken, where it was looked at."""
+    """Layers of one recurrence. called: the function or class that computes it. firsts: the first node of each layer, in order.
+    refused: the reason against taking the function's calls, if they were examined."""
 
     recurrence: Recurrence
     called: str
@@ -94,9 +94,9 @@ class LinearLayers:
 
 
 def find(graph: fx.Graph, refused: Mapping[str, Reason] | None = None) -> list[LinearLayers]:
-    """The layers of linear attention in one Dynamo graph, a group for each function or class; but for calls that were taken.
+    """Return the layers of linear attention in a Dynamo graph, grouped by function or class, without calls that were taken.
 
-    refused: functions whose calls were looked at and not taken (passes/matching/linear), by name.
+    refused: functions whose calls were examined and not taken (passes/matching/linear), by name.
     """
     looked_at = refused or {}
     by_call: dict[tuple[str, str], list[fx.Node]] = {}
@@ -122,7 +122,7 @@ def find(graph: fx.Graph, refused: Mapping[str, Reason] | None = None) -> list[L
 
 
 def _is_told(path: str, of_functions: Iterable[str]) -> bool:
-    """Whether a function of the module, or of one inside of it, is told by its name."""
+    """Return whether a function inside the module, or inside a submodule, is known by its name."""
     return any(other == path or other.startswith(f"{path}.") for other in of_functions)
 
 
@@ -144,7 +144,7 @@ def _grouped(
 
 
 def _function_of(node: fx.Node, looked_at: Mapping[str, Reason]) -> tuple[str, Recurrence] | None:
-    """Of the functions that a node was traced in, the outermost one that computes a recurrence."""
+    """Return the outermost function around a node that computes a recurrence, with that recurrence."""
     for name in _IN_FUNCTION.findall(node.meta.get("stack_trace") or ""):
         found = _of_function(name) or (_OTHER if name in looked_at else None)
         if found is not None:
@@ -153,7 +153,7 @@ def _function_of(node: fx.Node, looked_at: Mapping[str, Reason]) -> tuple[str, R
 
 
 def _module_of(node: fx.Node) -> tuple[str, Recurrence] | None:
-    """Of the module that a node is directly in."""
+    """Return the class of the innermost module around a node, with its recurrence."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
@@ -174,5 +174,5 @@ def _of_module(name: str) -> Recurrence | None:
 
 
 def _computes(nodes: list[fx.Node]) -> bool:
-    """Whether a module mixes tokens by products of what it computes, and by no softmax."""
+    """Return whether a module mixes tokens by products of computed tensors, without a softmax."""
     return any(map(is_product, nodes)) and not any(map(is_anchor_like, nodes))

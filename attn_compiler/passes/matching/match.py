@@ -1,4 +1,4 @@
-"""Anchors to sites: each softmax and SDPA call of the mirror is given to the patterns that start from it."""
+"""Turn anchors into sites: each softmax and SDPA call of the mirror is tried against the patterns that start from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ON_PLAIN = "call attention on plain tensors, such as the local ones of a DTenso
 
 
 def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
-    """Sites, misses, and what no pattern is tried on, in graph order."""
+    """Return sites, misses, and anchors that no pattern is tried on, in graph order."""
     untried = dict(spelling.left)
     for node in unit.graph.nodes:
         if is_anchor_like(node) and closed.is_closed(node):
@@ -57,7 +57,7 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
             sites.append(found)
         elif found is not None and _is_told(mirror, anchor):
             misses.append(found)
-    # A softmax of two numbers is how some write sinks.
+    # A softmax of two numbers is one way to write sinks.
     covered = frozenset[fx.Node]().union(*(site.match.covered for site in sites))
     return FoundSites(
         sites=tuple(sites), misses=tuple(miss for miss in misses if miss.anchor not in covered), untried=untried
@@ -65,15 +65,13 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
 
 
 def _is_told(mirror: Mirror, anchor: fx.Node) -> bool:
-    """Whether an anchor that is no site is a miss. An exponential may be a loss's, or anybody's: unseen.py tells which are attention."""
+    """Return whether an unmatched anchor is a miss. An exponential may belong to a loss; unseen.py tells which ones are attention."""
     if anchor.target in softmaxes.WRITTEN_OUT or anchor not in mirror.live:
         return False
     return anchor.target in sdpa_call.ANCHORS or not routers.is_choice(mirror, anchor)
 
 
 class _Written:
-    """Softmaxes of one graph that are written out."""
-
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
 
@@ -82,14 +80,14 @@ class _Written:
         return frozenset(one.exp for one in written_out.find(self._graph))
 
     def may_be(self, mirror: Mirror, anchor: fx.Node) -> bool:
-        """Whether an anchor is worth a look: an exponential is one of q kᵀ, in weights that sum to one."""
+        """Return whether an anchor is worth a try: an exponential must be of q kᵀ, in weights that sum to one."""
         if anchor.target not in softmaxes.WRITTEN_OUT:
             return True
         return softmaxes.read(mirror, anchor) is not None and mirror.owner(anchor) in self._exponentials
 
 
 def owners_in_sites(units: Iterable[Unit]) -> frozenset[fx.Node]:
-    """Dynamo's nodes that stand between the two products of any site."""
+    """Return Dynamo's nodes between the two products of any site."""
     return frozenset(
         owner
         for unit in units

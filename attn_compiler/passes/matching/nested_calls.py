@@ -1,6 +1,6 @@
-"""Attention of nested (jagged) tensors that Dynamo does not trace: it ends the graph there, so that the call is in none.
+"""Attention of nested (jagged) tensors at which Dynamo breaks the graph, so the call is in no graph.
 
-Where Dynamo does trace it, the call is in the graph, and closed (closed.py).
+If Dynamo traces the call instead, it is in the graph, and closed (closed.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAYS_ATTENTION = re.compile(r"attention|attn|sdpa", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BrokenOff:
-    """given: the nested tensor that the graph gives to what comes after it. source: the model's line of the call."""
+    """given: the nested tensor that the graph passes to the code after it. source: the model's line of the call."""
 
     given: fx.Node
     source: str
@@ -41,7 +41,7 @@ class BrokenOff:
 
 
 def find(gm: fx.GraphModule) -> BrokenOff | None:
-    """The call at which the graph ends, if that is an attention of nested tensors."""
+    """Return the call at which the graph ends, if it is an attention of nested tensors."""
     line = torch_compat.line_of_break(gm)
     if line is None or _SAYS_ATTENTION.search(line[0]) is None:
         return None

@@ -1,4 +1,4 @@
-"""From a tensor as the model uses it to the node that a kernel should read: above repeat_kv, copies and constant scales."""
+"""Find the node that a kernel should read for a tensor of the model: above repeat_kv, copies and constant scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_compiler.spec.dtypes import HALVES
 
 aten = torch.ops.aten
 
-#: ops that scale by a number -> whether they divide
+#: scaling ops -> True for a division
 _SCALES: dict[object, bool] = {
     aten.mul.Tensor: False,
     aten.mul.Scalar: False,
@@ -25,7 +25,7 @@ _SCALES: dict[object, bool] = {
 
 
 def scale_of(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(what is scaled, factor) if the node multiplies or divides one tensor by a number known now, else None."""
+    """Return (scaled tensor, factor) if the node multiplies or divides one tensor by a constant, else None."""
     if node.target not in _SCALES:
         return None
     left, right = node.args[:2]
@@ -42,7 +42,7 @@ def scale_of(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
 def _climb(
     mirror: Mirror, node: fx.Node, *, through_scales: bool, through_upcasts: bool
 ) -> list[tuple[fx.Node, float]]:
-    """The chain above `node` through views, constant scales and exact casts: (node, factor between it and `node`), nearest first."""
+    """Chain above `node` through views, constant scales and exact casts: (node, factor between it and `node`), nearest first."""
     chain = [(node, 1.0)]
     while True:
         current, factor = chain[-1]
@@ -58,7 +58,7 @@ def _climb(
 
 
 def _is_upcast(node: fx.Node) -> bool:
-    """Whether it casts half precision to float32, which is exact."""
+    """Return whether it casts half precision to float32, which is exact."""
     if node.target not in views.CASTS or mutation.writes(node):
         return False
     before, after = views.value(views.source(node)), views.value(node)
@@ -84,10 +84,10 @@ def read(
     through_scales: bool = False,
     through_upcasts: bool = False,
 ) -> tuple[Operand, float]:
-    """The operand behind `node`, whose dimensions mean `site_dims`, and the constant factor that was left out.
+    """Return the operand behind `node`, whose dimensions mean `site_dims`, and the constant factor left out.
 
-    The model reads `node` at `used` and the kernel will at `until`, so nothing that aliases the root may be written in
-    between. Raises AxisError if nothing above `node` exists in the Dynamo graph.
+    The model reads `node` at `used`, and the kernel reads it at `until`, so nothing that aliases the root may be written in between. Raises
+    AxisError if nothing above `node` exists in the Dynamo graph.
     """
     chain = _climb(mirror, node, through_scales=through_scales, through_upcasts=through_upcasts)
     candidates = _roots(mirror, chain, used, until)
@@ -101,14 +101,14 @@ def read(
 
 
 def _roots(mirror: Mirror, chain: list[tuple[fx.Node, float]], used: fx.Node, until: fx.Node) -> list[int]:
-    """Places in the chain to read from, best first: above the highest costly step, then ever lower ones."""
+    """Positions in the chain to read from, best first: above the highest costly step, then lower ones."""
     costly = [i + 1 for i, (n, _) in enumerate(chain[:-1]) if views.is_costly(n) or not views.is_view(n)]
     wanted = [_above_unit_axes(mirror, chain, i) for i in reversed(costly)] + [0, *range(1, len(chain))]
     return [p for p in dict.fromkeys(wanted) if _is_readable(mirror, [n for n, _ in chain[: p + 1]], used, until)]
 
 
 def _is_readable(mirror: Mirror, chain: list[fx.Node], used: fx.Node, until: fx.Node) -> bool:
-    """Whether the last of the chain, read at `until`, stands for the first, used at `used`: same elements, same gradient."""
+    """Return whether the last of the chain, read at `until`, equals the first, used at `used`: same elements, same gradient."""
     root = chain[-1]
     if mirror.dynamo_node(root) is None:
         return False
@@ -122,7 +122,7 @@ def _is_readable(mirror: Mirror, chain: list[fx.Node], used: fx.Node, until: fx.
 
 
 def _above_unit_axes(mirror: Mirror, chain: list[tuple[fx.Node, float]], position: int) -> int:
-    """Go on up past unsqueezes: they only prepared the expand that is left out."""
+    """Go further up past unsqueezes: they only prepared the omitted expand."""
     while (
         chain[position][0].target is aten.unsqueeze.default and mirror.dynamo_node(chain[position + 1][0]) is not None
     ):
@@ -156,7 +156,7 @@ def pairs(dims: Dims, site_dims: Dims) -> dict[Atom, Atom]:
 
 
 def settle(operands: list[Operand]) -> None:
-    """Pair every operand again until no atom of the site splits any more: each then sees the finest axes of all."""
+    """Pair all operands again until no atom of the site splits any more. Each operand then has the finest axes of all."""
     before = -1
     while before != (now := sum(len(_resolved(o)) for o in operands)):
         before = now
@@ -176,7 +176,7 @@ def _repaired(operand: Operand) -> dict[Atom, Atom]:
 
 
 def dims_by_label(labels: tuple[int, ...], meaning: dict[int, Dim], node: fx.Node) -> Dims:
-    """The site's atoms of each dimension of a contraction's operand; a unit dimension of a batch label broadcasts."""
+    """Return the site's atoms for each dimension of a contraction's operand. A unit dimension of a batch label broadcasts."""
     sizes = axes.shape_exprs(views.value(node))
     return tuple(
         () if size == axes.ONE and axes.dim_size(meaning[label]) != axes.ONE else meaning[label]
@@ -185,7 +185,7 @@ def dims_by_label(labels: tuple[int, ...], meaning: dict[int, Dim], node: fx.Nod
 
 
 def broadcast_dims(node: fx.Node, score_dims: Dims) -> Dims:
-    """The site's atoms of each dimension of a tensor that broadcasts against the scores, aligned from the right."""
+    """Return the site's atoms for each dimension of a tensor that broadcasts against the scores, aligned from the right."""
     sizes = axes.shape_exprs(views.value(node))
     if len(sizes) > len(score_dims):
         raise AxisError(f"{node.name} has more dimensions than the scores")

@@ -1,6 +1,6 @@
-"""Softmaxes that choose among experts, classes or tokens of a vocabulary: no attention, and no miss.
+"""Softmaxes that choose among experts, classes or tokens of a vocabulary: neither attention nor a miss.
 
-Their numbers come from a linear layer, and no product takes what they give: there is neither a q kᵀ nor a v.
+Their inputs come from a linear layer, and no product takes their results: there is neither a q kᵀ nor a v.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MOST_ABOVE = 64
 
 
 def is_choice(mirror: Mirror, softmax: fx.Node) -> bool:
-    """Whether a softmax is over what a linear layer gave, and nothing multiplies its weights with values."""
+    """Return whether a softmax is over a linear layer's output, and nothing multiplies its weights with values."""
     return _comes_from_linear(mirror, softmax) and not _reaches_product(softmax)
 
 
 def _comes_from_linear(mirror: Mirror, softmax: fx.Node) -> bool:
-    """Whether all numbers above are a linear layer's, or parameters, whatever is done to them one by one or by choosing some."""
+    """Return whether all numbers above come from a linear layer or a parameter, through elementwise ops and selections only."""
     queue, seen, found = list(softmax.all_input_nodes[:1]), set[fx.Node](), False
     while queue:
         node = queue.pop()
@@ -45,7 +45,7 @@ def _comes_from_linear(mirror: Mirror, softmax: fx.Node) -> bool:
 
 
 def _is_parameter(mirror: Mirror, node: fx.Node) -> bool:
-    """A parameter, or a buffer of the model's, such as a bias that balances experts."""
+    """Return whether a node is a parameter, or a buffer of the model, such as a bias that balances experts."""
     dynamo = mirror.dynamo_node(node)
     value = dynamo.meta.get("example_value") if dynamo is not None else None
     return isinstance(value, torch.nn.Parameter) or (dynamo is not None and "buffers" in dynamo.name)
@@ -61,7 +61,7 @@ def _reaches_product(softmax: fx.Node) -> bool:
 
 
 def called(mirror: Mirror, node: fx.Node) -> str:
-    """What the model called: for an opaque node by its Dynamo node."""
+    """Return the name of the function that the model called, for an opaque node from its Dynamo node."""
     owner = mirror.owner(node)
     return target_name(owner) if node.target is opaque and owner is not None else _op(node)
 

@@ -1,6 +1,6 @@
-"""Attention that no pattern starts from, as misses: its softmax is written out, it is linear, or Dynamo ends the graph at it.
+"""Attention that no pattern starts from, as misses: a written-out softmax, linear attention, or a graph that ends at it.
 
-Looked for before the graph is rewritten, on Dynamo's own nodes: in most graphs that is a look at each node's name.
+The search runs before the graph is rewritten, on Dynamo's own nodes. For most graphs it only reads the name of each node.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from attn_compiler.torch_private import compat as torch_compat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unseen:
-    """written: softmaxes that are written out; a pattern may know one of them all the same. others: rows of all else."""
+    """written: written-out softmaxes, which a pattern may match nevertheless. others: rows of everything else."""
 
     written: tuple[WrittenOut, ...] = ()
     others: tuple[MissReport, ...] = ()
 
     def rows(self, found: Collection[fx.Node] = ()) -> list[MissReport]:
-        """One row for each way in which the graph, or a body nested in it, has such attention. found: Dynamo's nodes in sites."""
+        """Return one row for each kind of such attention in the graph, or in a body nested in it. found: Dynamo's nodes in sites."""
         return [*_written_out(one for one in self.written if one.exp not in found), *self.others]
 
 
 def find(gm: fx.GraphModule) -> Unseen:
-    """Before the graph is rewritten."""
+    """Search a graph before it is rewritten."""
     graphs = [module.graph for module in torch_compat.graph_modules(gm)]
     others = _linear(graphs)
     broken_off = nested_calls.find(gm)

@@ -1,8 +1,8 @@
-"""Attention whose softmax is written out: `exp(s - max) / sum`, `exp(s - logsumexp(s))`, `log_softmax(s).exp()`. It is told as a miss.
+"""Attention with a written-out softmax, as a miss: `exp(s - max) / sum`, `exp(s - logsumexp(s))`, `log_softmax(s).exp()`.
 
-Looked for on Dynamo's own nodes, so that a graph without another attention needs no mirror. It takes all three for one: the product of two
-tensors that the model computes (q kᵀ) above the exp, weights that sum to one, and a product with a third (v) that sums over the same axis.
-So routers, losses, samplers and kernels of distances are none: one of the three is not there.
+The search uses Dynamo's own nodes, so a graph without other attention needs no mirror. Three parts are required. The exp has a product of
+two computed tensors (q kᵀ) above it. The weights sum to one. A product with a third tensor (v) sums over the same axis. Routers, losses,
+samplers and kernels of distances lack one of the three.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _EXPONENTIALS = frozenset("exp exp_ exp2 exp2_".split())
 _PRODUCTS = frozenset("matmul bmm mm baddbmm einsum __matmul__ __rmatmul__ tensordot".split())
 _DIVISIONS = frozenset("truediv div div_ itruediv divide true_divide __truediv__".split())
 _SUBTRACTIONS = frozenset("sub sub_ isub subtract".split())
-#: what leaves the elements what they are, perhaps at other places
+#: ops that keep the elements, perhaps at other places
 _VIEWS = frozenset(
     "to float half bfloat16 double type type_as view reshape unsqueeze squeeze transpose permute swapaxes movedim contiguous clone "
     "expand expand_as flatten unflatten getitem getattr detach view_as chunk split t".split()
 )
-#: what stands between the product and the softmax, or between the softmax and the product with v
+#: ops allowed between the product and the softmax, or between the softmax and the product with v
 _STEPS = (
     _VIEWS
     | _DIVISIONS
@@ -38,7 +38,7 @@ _STEPS = (
         "dropout_ nan_to_num nan_to_num_ log_softmax minimum maximum normalize".split()
     )
 )
-#: what a sum may pass before something is divided by it
+#: ops allowed between a sum and the division by it
 _OF_SUMS = _STEPS | frozenset("reciprocal reciprocal_ pow __pow__".split())
 _TURNS = frozenset("transpose mT swapaxes t".split())
 _MOVES = frozenset("permute movedim view reshape flatten unflatten chunk split".split())
@@ -49,7 +49,7 @@ _REMEDY = "write torch.softmax(scores, dim=-1), or call torch.nn.functional.scal
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WrittenOut:
-    """exp: the node that makes weights of scores. scores: the product q kᵀ. how: what the model writes in place of a softmax."""
+    """exp: the node that turns scores into weights. scores: the product q kᵀ. how: the model's form of the softmax."""
 
     exp: fx.Node
     scores: fx.Node
@@ -66,7 +66,7 @@ class WrittenOut:
 
 
 def find(graph: fx.Graph) -> list[WrittenOut]:
-    """Each attention of one Dynamo graph that is written so, once, in its order."""
+    """Return each attention of one Dynamo graph with a written-out softmax, once, in graph order."""
     found: dict[fx.Node, WrittenOut] = {}
     for node in graph.nodes:
         if _is_call(node, _EXPONENTIALS):
@@ -94,7 +94,7 @@ def _written(exp: fx.Node) -> WrittenOut | None:
 
 
 def _normalised(exp: fx.Node) -> tuple[str, int | None] | None:
-    """How the weights come to sum to one, and over which axis if that is told; None if they don't."""
+    """Return the form of the normalisation of the weights, and its axis if known; None if they do not sum to one."""
     above = list(_above(exp, _VIEWS))
     softmax = next((x for x in above if _is_call(x, {"log_softmax"})), None)
     if softmax is not None:
@@ -111,7 +111,7 @@ def _normalised(exp: fx.Node) -> tuple[str, int | None] | None:
 
 
 def _logsumexp(subtracted: fx.Node, exp: fx.Node) -> fx.Node | None:
-    """What of one number a row is subtracted as its logsumexp: the call, or what a sum's logarithm or an input stands for."""
+    """Return the logsumexp that is subtracted, one number for each row: the call, or else a sum's logarithm or an input."""
     if _is_like(subtracted, exp):
         return None
     through = _STEPS | {"log", "log2"}
@@ -125,7 +125,6 @@ def _logsumexp(subtracted: fx.Node, exp: fx.Node) -> fx.Node | None:
 
 
 def _sums(exp: fx.Node) -> Iterator[_Step]:
-    """Sums of the weights over an axis."""
     for step in _below(exp, _STEPS):
         reader = step.reader
         is_einsum = _is_call(reader, {"einsum"}) and len(_tensors(reader)) == 1
@@ -134,12 +133,11 @@ def _sums(exp: fx.Node) -> Iterator[_Step]:
 
 
 def _is_divided_by_sum(node: fx.Node) -> bool:
-    """F.normalize(x, p=1): the division is within the call."""
+    """Return whether a node is F.normalize(x, p=1), which divides within the call."""
     return _is_call(node, {"normalize"}) and argument(node, 1, "p") == 1
 
 
 def _is_divided_by(total: fx.Node) -> bool:
-    """Whether something is divided by a sum of weights."""
     if _is_divided_by_sum(total):
         return True
     for step in _below(total, _OF_SUMS):
@@ -156,7 +154,7 @@ def _is_divided_by(total: fx.Node) -> bool:
 
 
 def _axis(node: fx.Node, position: int) -> int | None:
-    """The one axis that a call works along, counted from the last; None if it is not told."""
+    """Return the one axis that a call works along, counted from the last; None if unknown."""
     dim = argument(node, position, "dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     source = next(iter(node.all_input_nodes), None)
@@ -167,7 +165,7 @@ def _axis(node: fx.Node, position: int) -> int | None:
 
 
 def _sums_over(step: _Step, axis: int | None) -> bool:
-    """Whether a product sums over that axis of the weights, as far as it can be told."""
+    """Return whether a product sums over that axis of the weights. True if unknown."""
     if axis is None or step.turns is None:
         return True
     contracted = _contracted(step)
@@ -178,7 +176,7 @@ def _sums_over(step: _Step, axis: int | None) -> bool:
 
 
 def _contracted(step: _Step) -> int | None:
-    """The axis of its operand that a product sums over, counted from the last."""
+    """Return the axis of its operand that a product sums over, counted from the last."""
     node = step.reader
     if target_name(node) == "einsum":
         return _contracted_by_name(node, step.node)
@@ -202,7 +200,7 @@ def _contracted_by_name(node: fx.Node, operand: fx.Node) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Step:
-    """A node on the way down, and one that reads it. turns: how often the last two axes changed places; None if others moved, too."""
+    """A node on the way down, and a reader of it. turns: number of swaps of the last two axes; None if other axes moved, too."""
 
     node: fx.Node
     reader: fx.Node
@@ -210,7 +208,7 @@ class _Step:
 
 
 def _above(node: fx.Node, through: frozenset[str] | set[str], *, itself: bool = False) -> Iterator[fx.Node]:
-    """What a node is made of, nearest first, through such steps and no others; what ends the way is given, too."""
+    """Yield the inputs of a node, nearest first, through these steps only. The node that ends a path is included."""
     waiting, seen = [(node, 0)], {node}
     if itself:
         yield node
@@ -225,7 +223,7 @@ def _above(node: fx.Node, through: frozenset[str] | set[str], *, itself: bool = 
 
 
 def _below(node: fx.Node, through: frozenset[str]) -> Iterator[_Step]:
-    """What is made of a node, nearest first, in the same way."""
+    """Yield the readers of a node, nearest first, in the same way."""
     waiting: list[tuple[fx.Node, int | None, int]] = [(node, 0, 0)]
     seen = {node}
     while waiting:
@@ -252,14 +250,14 @@ def _is_call(node: fx.Node, names: frozenset[str] | set[str]) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node is the product of two tensors that the model computes: neither is a parameter."""
+    """Return whether a node is the product of two computed tensors: neither is a parameter."""
     operands = _tensors(node) if _is_call(node, _PRODUCTS) else []
     operands = operands[1:] if target_name(node) == "baddbmm" else operands
     return len(operands) > 1 and not any(map(_is_weight, operands))
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Whether a node is a parameter, looked at in another way: cast, turned, scaled by a number."""
+    """Return whether a node is a parameter, possibly cast, transposed or scaled by a number."""
     while _is_call(node, _VIEWS | {"normalize", "mul", "truediv", "div"}) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return isinstance(node.meta.get("example_value"), torch.nn.Parameter)
@@ -273,7 +271,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes hold as many numbers."""
+    """Return whether two nodes have the same number of elements."""
     one, two = (x.meta.get("example_value") for x in (node, other))
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
         return False

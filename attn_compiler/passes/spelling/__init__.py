@@ -1,1 +1,1 @@
-"""Other spellings of attention become plain ones before anything is matched."""
+"""Rewrites of other spellings of attention into plain ones, before matching."""

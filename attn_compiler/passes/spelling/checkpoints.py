@@ -1,8 +1,8 @@
-"""Bodies of checkpoints (`torch.utils.checkpoint`) in the graph that calls them, for passes that have to see both, and back again.
+"""Inlining of checkpoint bodies (`torch.utils.checkpoint`) for passes that must see body and caller, and the way back.
 
-`inline` writes each body in place of its call, between two marks. `outline` makes a body of what is between them then, and calls it as
-before: what is recomputed, and how, stays the model's choice. What only depends on tensors around the checkpoint goes before the call,
-once for all layers.
+`inline` writes each body in place of its call, between two marks. `outline` makes a body of the nodes between the marks, and calls it as
+before. The model still chooses what is recomputed, and how. Nodes that depend only on tensors outside go before the call, once for all
+layers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from attn_compiler.passes.graph.calls import target_name
 
 _CHECKPOINT = "tag_activation_checkpoint"
 _MARK, _BODY, _HELD = "attn_compiler_mark", "attn_compiler_body", "attn_compiler_held"
-#: in the meta of a body's own nodes, and of what passes make in their names
+#: key in the meta of a body's own nodes, and of nodes that passes make on their behalf
 _OF_BODY = "attn_compiler_of_body"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inlined:
-    """One body that stands in the graph that called it.
+    """One body inlined in the graph of its caller.
 
-    begin, end: the marks around it. nodes: those of the body itself. target, kwargs, meta: of the call. notes: of the body, such as what
-    decides op by op what is recomputed.
+    begin, end: the marks around it. nodes: those of the body itself. target, kwargs, meta: of the call. notes: the body's meta, such as the
+    decision for each op to recompute it.
     """
 
     begin: fx.Node
@@ -43,7 +43,7 @@ class Inlined:
 
 
 def inline(gm: fx.GraphModule) -> list[Inlined]:
-    """Write the body of each checkpoint into the graph. A checkpoint in a checkpoint stays a call."""
+    """Inline the body of each checkpoint into the graph. A checkpoint inside a checkpoint stays a call."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and target_name(node) == _CHECKPOINT]
     found = [_inline(gm, call, body) for call in calls if (body := _body(call)) is not None]
     if found:
@@ -53,7 +53,7 @@ def inline(gm: fx.GraphModule) -> list[Inlined]:
 
 
 def outline(gm: fx.GraphModule, found: list[Inlined]) -> None:
-    """Make bodies again of what stands between the marks by now."""
+    """Make bodies again from the nodes now between the marks."""
     for one in found:
         _outline(gm, one)
     if found:
@@ -62,7 +62,7 @@ def outline(gm: fx.GraphModule, found: list[Inlined]) -> None:
 
 
 def outline_all(gm: fx.GraphModule, beside: list[fx.GraphModule], found: list[Inlined]) -> None:
-    """As `outline`. beside: other graphs with these bodies; with any of them, each graph may be a copy of the one that they stood in."""
+    """Outline several graphs. beside: other graphs with these bodies. If there are any, each graph may be a copy of the original one."""
     if not beside:
         outline(gm, found)
         return
@@ -71,7 +71,7 @@ def outline_all(gm: fx.GraphModule, beside: list[fx.GraphModule], found: list[In
 
 
 def _in_copy(gm: fx.GraphModule, found: list[Inlined]) -> list[Inlined]:
-    """The same bodies in a graph that was copied, and changed."""
+    """Find the same bodies in a graph that was copied and changed."""
     marks = [node for node in gm.graph.find_nodes(op="get_attr") if node.target == _MARK]
     of_copy = []
     for one, begin, end in zip(found, marks[::2], marks[1::2], strict=True):
@@ -82,7 +82,7 @@ def _in_copy(gm: fx.GraphModule, found: list[Inlined]) -> list[Inlined]:
 
 
 def _body(call: fx.Node) -> fx.GraphModule | None:
-    """The body of a call that takes its inputs from the call's arguments, and whose results are taken one by one. None: it stays."""
+    """Return the body of a call; None if it must stay. Inputs must come from the arguments, and results must be taken one by one."""
     given = bodies.bodies(call)
     if len(given) != 1 or bodies.first_argument(call, given[0]) != 1:
         return None
@@ -130,7 +130,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> Inlined:
 
 
 def _held(gm: fx.GraphModule, value: object) -> str:
-    """The name of an attribute with a value that a body has: a tensor, or a body of its own."""
+    """Hold a value of a body, a tensor or a nested body, in an attribute of the graph module. Return its name."""
     name = _unused_name(gm, _HELD)
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         gm.register_buffer(name, value)
@@ -147,7 +147,7 @@ def _unused_name(gm: fx.GraphModule, stem: str) -> str:
 
 
 def _erase_unused_bodies(gm: fx.GraphModule) -> None:
-    """Those that nothing calls any more, so that nothing takes them for parts of the model."""
+    """Erase bodies that nothing calls any more. Otherwise they would count as parts of the model."""
     for node in gm.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name != _MARK and not node.users and isinstance(getattr(gm, name, None), fx.GraphModule):
@@ -171,7 +171,7 @@ def _outline(gm: fx.GraphModule, one: Inlined) -> None:
         name = _unused_name(gm, _BODY)
         gm.add_module(name, _made_body(gm, inside, inputs, outputs, one))
         with graph.inserting_before(one.end):
-            # The graph of a module beside may name another one as its owner, which has no such body.
+            # The graph of a module in `beside` may name another owning module, which has no such body.
             held = graph.create_node("get_attr", name)
             call = graph.call_function(one.target, (held, *inputs), dict(one.kwargs))
             call.meta = {**one.meta, "example_value": tuple(x.meta["example_value"] for x in outputs)}
@@ -193,8 +193,8 @@ def _between(one: Inlined) -> list[fx.Node]:
 
 
 def _of_outside(inside: list[fx.Node], one: Inlined) -> list[fx.Node]:
-    """What passes made in the body of tensors around it alone. It is moved only where nothing of the body changes what calls mean: each
-    of its calls gives a value, unlike those that enter autocast or turn gradients off."""
+    """Return nodes that passes made in the body from outside tensors alone, which may move out.
+    None do if a node may change a mode: every call must give a value, unlike calls that enter autocast or turn gradients off."""
     if any(node.meta.get("example_value") is None and node.op != "get_attr" for node in inside):
         return []
     left, found = set(inside), []

@@ -1,6 +1,6 @@
-"""When an op commutes with sharding: all operands are sharded alike, on no axis that the op reduces or compares along.
+"""Rules for ops that commute with sharding: all operands are sharded alike, on no axis that the op reduces or compares along.
 
-The op on DTensors is then the same op on their local tensors. With other placements PyTorch communicates in between; nothing here does.
+The op on DTensors then equals the op on their local tensors. With other placements PyTorch communicates in between; these rewrites do not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _OPERANDS = ("query", "key", "value")
 
 
 def read(node: fx.Node, name: str) -> Shards | Reason:
-    """How a node's DTensor lies. name: for people."""
+    """Return the placement of a node's DTensor. name: for people."""
     return torch_dtensors.shards(node.meta["example_value"], name)
 
 
 def refused(node: fx.Node, out: Shards) -> Reason | None:
-    """Why a call on DTensors is not the same call on their local tensors; None if it is. out: how its result lies."""
+    """Return why a call on DTensors differs from the call on their local tensors; None if it does not. out: placement of its result."""
     name = target_name(node)
     if name == SDPA:
         return _of_sdpa(node, out)
@@ -125,7 +125,7 @@ def _given(node: fx.Node) -> dict[str, fx.Node]:
 
 
 def _misfits(node: fx.Node, given: dict[str, fx.Node], out: Shards) -> Iterator[Reason]:
-    """What of the tensors that are given is not cut as the result is, and can't be without communication."""
+    """Yield reasons against given tensors that are not sharded as the result is, and can't be without communication."""
     result: torch.Tensor = node.meta["example_value"]
     for name, x in given.items():
         value = x.meta.get("example_value")
@@ -168,7 +168,7 @@ def _fits(value: torch.Tensor, own: Shards, out: Shards, result: torch.Tensor) -
 
 
 def _is_whole(value: torch.Tensor, own: Shards, out: Shards, result: torch.Tensor) -> bool:
-    """Whether every process can cut its share out of what it has. Not of what has a gradient, which would have to be put together."""
+    """Return whether every process can cut its share out of its own data. False with a gradient, which would need a gather."""
     if value.requires_grad or own.cut or not torch_dtensors.is_dtensor(value):
         return False
     axes = [(_axis(wanted, value, result.dim()), wanted) for wanted in out.dims]
@@ -180,22 +180,22 @@ def _is_whole(value: torch.Tensor, own: Shards, out: Shards, result: torch.Tenso
 
 
 def _axis(wanted: int | None, value: torch.Tensor, rank: int) -> int | None:
-    """The axis of a tensor that belongs to one of a result with `rank` axes: the last to the last. Below zero: it has none."""
+    """Return a tensor's axis for an axis of a result with `rank` axes, aligned from the right. Below zero: it has none."""
     return None if wanted is None else wanted - (rank - value.dim())
 
 
 def _is_one(value: torch.Tensor, wanted: int | None, rank: int) -> bool:
-    """Whether a tensor is the same all along an axis of the result."""
+    """Return whether a tensor has size one along an axis of the result, or lacks that axis."""
     axis = _axis(wanted, value, rank)
     return axis is not None and (axis < 0 or torch_symbols.statically_known(value.shape[axis] == 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenShare:
-    """What a process takes of a DTensor that is given to attention.
+    """A process's share of a DTensor that is given to attention.
 
-    sums: axes of the mesh along which each process sees its own share of what the tensor is used for.
-    dims: what the tensor is to be cut along first, by axis of the mesh; None: it is cut as it should be.
+    sums: mesh axes along which each process uses the tensor for its own share of the result.
+    dims: the axis to cut first, for each mesh axis; None: the sharding is right already.
     """
 
     sums: tuple[int, ...]
@@ -203,7 +203,7 @@ class GivenShare:
 
 
 def taken(value: Any, out: Shards, rank: int) -> GivenShare:
-    """out: how what the tensor is used for is cut. rank: its number of axes."""
+    """Return the share to take of a DTensor. out: sharding of the result that uses it. rank: number of axes of the result."""
     own = torch_dtensors.shards(value, "a tensor")
     if not isinstance(own, Shards):
         raise ValueError(str(own))
@@ -221,7 +221,7 @@ def no_product(softmax: fx.Node) -> Reason:
 
 
 def moved(node: fx.Node, own: Shards, out: Shards) -> Reason:
-    """Why a node next to a softmax belongs to what is around the attention."""
+    """Return the reason that leaves a node next to a softmax outside the attention."""
     return Reason(
         code=Code.PLACEMENTS,
         rule=RULE,
@@ -231,7 +231,7 @@ def moved(node: fx.Node, own: Shards, out: Shards) -> Reason:
 
 
 def differs(node: fx.Node, value: Any, wanted: Any) -> Reason | None:
-    """What a result of local tensors has to agree in with what the model's own node gives."""
+    """Compare a result of local tensors with the model's own: dtype, device, rank and shape must agree."""
     same = value.dtype == wanted.dtype and value.device == wanted.device and value.dim() == wanted.dim()
     if same and all(torch_symbols.statically_known(x == y) for x, y in zip(value.shape, wanted.shape, strict=True)):
         return None

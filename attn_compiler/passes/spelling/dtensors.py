@@ -1,9 +1,9 @@
-"""Attention of DTensors as attention of their local tensors, so that it is found, proved and lowered as any other.
+"""Attention of DTensors as attention of their local tensors, so it is found, proved and lowered like any other.
 
-Tensor parallelism shards heads, data parallelism the batch. No attention looks across either, so each process's share is an attention
-of its own: `to_local`, the same calls, `from_local`. The smallest part of the graph that holds the attention is rewritten. Such a part is
-one call of SDPA, or the nodes from the product with k to the product with v. Where an op on DTensors is not the same op on local tensors
-(dtensor_rules.py), the graph stays as it is, and the reason is told.
+Tensor parallelism shards heads, data parallelism the batch. No attention looks across either, so each process's share is an attention of
+its own: `to_local`, the same calls, `from_local`. Only the smallest part of the graph with the attention is rewritten: one call of SDPA, or
+the nodes from the product with k to the product with v. If an op on DTensors differs from the op on local tensors (dtensor_rules.py), the
+graph stays as it is, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from attn_compiler.torch_private.dtensors import Shards
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoundLocal:
-    """local: the call of SDPA or softmax on local tensors that took an anchor's place, with what is to be said of it. left: the anchors
-    that stay calls on DTensors, each with the reason."""
+    """local: each call of SDPA or softmax on local tensors that replaced an anchor, with a note about it.
+    left: the anchors that stay calls on DTensors, each with the reason."""
 
     local: dict[fx.Node, str] = field(default_factory=dict)
     left: dict[fx.Node, Reason] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class FoundLocal:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Part:
-    """What is to be computed on local tensors. nodes: in the order of the graph. out: how the anchor's result lies. rank: its axes."""
+    """A part to compute on local tensors. nodes: in graph order. out: placement of the anchor's result. rank: its number of axes."""
 
     anchor: fx.Node
     nodes: tuple[fx.Node, ...]
@@ -52,14 +52,14 @@ class _Part:
 
 
 def spell_dtensors(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> FoundLocal:
-    """Rewrite every attention of DTensors of one graph module that can be, in place."""
+    """Rewrite in place every attention of DTensors of one graph module that can be rewritten."""
     graph, found = graph_module.graph, FoundLocal()
     anchors = [node for node in graph.nodes if _is_anchor(node)]
     if not anchors:
         return found
     where = regions.by_node(graph)
     for anchor in anchors:
-        # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
+        # Inside vmap a value has fewer axes than its tensor. No attention is rewritten there.
         if where[anchor].transforms or torch_snapshots.is_erased(anchor):
             continue
         part = _part(anchor)
@@ -75,7 +75,7 @@ def spell_dtensors(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: T
 
 
 class _Refused(Exception):
-    """What only shows when a part is computed on local tensors."""
+    """A reason found only when a part is computed on local tensors."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(str(reason))
@@ -106,7 +106,7 @@ def _is_dtensor(node: fx.Node) -> bool:
 def _part(anchor: fx.Node) -> _Part | Reason:
     out = dtensor_rules.read(anchor, "the attention")
     if isinstance(out, Reason):
-        # Of what is given more can be said.
+        # The reasons of the inputs say more.
         return next(_unknown(anchor), out)
     refused = dtensor_rules.refused(anchor, out)
     if refused is not None:
@@ -124,7 +124,7 @@ def _unknown(anchor: fx.Node) -> Iterator[Reason]:
 
 
 def _written_out(softmax: fx.Node, out: Shards) -> _Part | Reason:
-    """The nodes from the product with k to the product with v, and no more."""
+    """Return the nodes from the product with k to the product with v, and no others."""
     rank = int(softmax.meta["example_value"].dim())
     above = _reached(softmax, out, rank, is_above=True)
     below = _reached(softmax, out, rank, is_above=False)
@@ -142,7 +142,7 @@ class _Reached:
 
 
 def _reached(softmax: fx.Node, out: Shards, rank: int, *, is_above: bool) -> _Reached:
-    """The ops on single elements next to a softmax that lie as it does, and the products beyond."""
+    """Return the pointwise ops next to a softmax with its placement, and the products beyond them."""
     found, queue, seen = _Reached(), [softmax], {softmax}
     while queue:
         node = queue.pop()
@@ -175,11 +175,11 @@ def _refused_inside(node: fx.Node, out: Shards, rank: int) -> Reason | None:
 
 
 def _rewrite(graph_module: fx.GraphModule, part: _Part, mode: FakeTensorMode) -> fx.Node:
-    """The anchor on local tensors."""
+    """Rewrite a part, and return the anchor on local tensors."""
     graph = graph_module.graph
     local: dict[fx.Node, fx.Node] = {}
     whole: dict[fx.Node, fx.Node] = {}
-    # All that may fail only makes new nodes.
+    # Everything that may fail only makes new nodes.
     with torch_snapshots.taken_back_on_error(graph_module):
         for node in part.nodes:
             maker = _Maker(graph=graph, before=node, mode=mode)
@@ -198,7 +198,7 @@ def _rewrite(graph_module: fx.GraphModule, part: _Part, mode: FakeTensorMode) ->
 
 
 def _is_copied(x: fx.Node, part: _Part) -> bool:
-    """Whether the local tensor is a copy, cut out of a whole one: what is written to that later, it does not hold."""
+    """Return whether the local tensor is a copy, cut out of a whole one. A copy does not see later writes to the whole."""
     given = x.meta["example_value"]
     return x not in part.nodes and dtensor_rules.taken(given, part.out, part.rank).dims is not None
 
@@ -208,7 +208,7 @@ def _outside(node: fx.Node, part: _Part) -> list[fx.Node]:
 
 
 def _placed_alike(node: fx.Node, part: _Part) -> fx.Node:
-    """A DTensor that is given to the part, and that has the mesh and the placements of one that it gives."""
+    """Return a DTensor among the part's inputs with the mesh and the placements of the given result."""
     wanted = node.meta["example_value"]
     for x in (x for of_part in part.nodes for x in of_part.all_input_nodes if x not in part.nodes and _is_dtensor(x)):
         value = x.meta["example_value"]
@@ -219,7 +219,7 @@ def _placed_alike(node: fx.Node, part: _Part) -> fx.Node:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Maker:
-    """Makes nodes, each with its value, before one of the graph, as that one's own doing."""
+    """Maker of nodes with their values before one node of the graph, with that node's meta."""
 
     graph: fx.Graph
     before: fx.Node
@@ -232,7 +232,7 @@ class _Maker:
             return self._node("call_function", torch_dtensors.share_of, (x, given.dims))
         if value.requires_grad and given.sums:
             return self._node("call_function", torch_dtensors.summed_to_local, (x, given.sums))
-        # A mask that is made a DTensor of is read as what it was.
+        # A DTensor made of a local mask is read as that mask.
         inside = torch_dtensors.made_of(x)
         return inside if inside is not None else self._node("call_method", "to_local", (x,))
 
@@ -243,7 +243,7 @@ class _Maker:
         return made
 
     def from_local(self, node: fx.Node, local: fx.Node, alike: fx.Node) -> fx.Node:
-        """What reads a DTensor relies on the order that its axes have in memory."""
+        """Make a DTensor of a local one. Its readers rely on the memory order of its axes."""
         whole = node.meta["example_value"]
         own = torch_dtensors.local_of(whole)
         order = strides.order(own)
@@ -258,7 +258,7 @@ class _Maker:
             of_mesh = [self._node("call_function", torch_dtensors.get_attribute, (alike, name)) for name in names]
             made = self._node("call_function", own_function, (local, *of_mesh), {"run_check": False})
         else:
-            # Sizes of local tensors are symbols of their own: that they are those of the DTensor has to be said.
+            # Local sizes have symbols of their own, so they must be declared equal to the DTensor's.
             made = self._node("call_function", torch_dtensors.of_local, (local, alike, order))
         self._require_same(node, made.meta["example_value"], whole)
         return made

@@ -1,7 +1,7 @@
-"""Spell out the calls that hide an attention inside one node, so that matching and rewriting see its parts.
+"""Expansion of calls that hide an attention inside one node, so that matching and rewriting see its parts.
 
-Each call in EXPANSIONS is replaced in the Dynamo graph by the ATen ops of its expansion, with example values. What runs is
-the same mathematics; PyTorch's inference fast paths (`_transformer_encoder_layer_fwd`) are opaque to Inductor otherwise.
+Each call in EXPANSIONS is replaced in the Dynamo graph by the ATen ops of its expansion, with example values. The mathematics is the same.
+PyTorch's inference fast paths (`_transformer_encoder_layer_fwd`) are opaque to Inductor otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _heads(x_BSE: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _allowed(mask: torch.Tensor | None, mask_type: int | None) -> torch.Tensor | None:
-    """The fast paths' mask (True or nonzero: shut out; type 0 [S, S], 1 padding [B, S], 2 [B, H, S, S]) as SDPA's."""
+    """SDPA's mask from the fast paths' (True or nonzero: masked out; type 0 [S, S], 1 padding [B, S], 2 [B, H, S, S])."""
     if mask is None:
         return None
     allowed = mask.to(torch.bool).logical_not()
@@ -116,7 +116,7 @@ def transformer_encoder_layer(
     return norm(src + feed_forward(src), norm_weight_2, norm_bias_2)
 
 
-#: call in a Dynamo graph -> a function of the same arguments, traced into ATen ops in its place
+#: call in a Dynamo graph -> a function with the same arguments, traced into ATen ops in its place
 EXPANSIONS: dict[object, Callable[..., Any]] = {
     F.multi_head_attention_forward: F.multi_head_attention_forward,
     torch._native_multi_head_attention: native_multi_head_attention,
@@ -125,13 +125,13 @@ EXPANSIONS: dict[object, Callable[..., Any]] = {
 
 
 def expand_calls(graph_module: fx.GraphModule, trying: Trying = untried) -> list[str]:
-    """Expand every such call of one graph module in place; returns the names of the calls that were."""
+    """Expand all such calls of one graph module in place. Return the names of the expanded calls."""
     graph = graph_module.graph
     calls = [n for n in graph.nodes if n.op == "call_function" and n.target in EXPANSIONS and not closed.is_closed(n)]
     if not calls:
         return []
     where = regions.by_node(graph)
-    # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
+    # Inside vmap a value has fewer axes than its tensor. No attention is rewritten there.
     calls = [call for call in calls if not where[call].transforms]
     expanded = []
     for call in calls:
@@ -148,8 +148,8 @@ def spell_out(
     called: Callable[..., Any],
     mode: FakeTensorMode | None = None,
 ) -> dict[fx.Node, Any]:
-    """Put what a function does with a call's arguments, in ATen's ops, in the place of the call; gives what stands for the call, or for
-    each part that is taken out of its result. mode: of the graph's values, where no argument may be a tensor."""
+    """Replace a call by the ATen ops of a function of its arguments.
+    Return the replacement of the call, or of each item taken out of its result. mode: of the values, if no argument may be a tensor."""
     graph = graph_module.graph
     flat, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     nodes = [x for x in flat if isinstance(x, fx.Node)]
@@ -161,7 +161,7 @@ def spell_out(
         return called(*args, **kwargs)
 
     traced = torch_tracing.trace_pre_dispatch(function, [n.meta["example_value"] for n in inputs], mode)
-    # All that may fail only makes new nodes.
+    # Everything that may fail only makes new nodes.
     with torch_snapshots.taken_back_on_error(graph_module):
         result = inline(graph, call, traced.graph, inputs)
         parts = _parts(call, result)
@@ -170,7 +170,7 @@ def spell_out(
 
 
 def inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> Any:
-    """Copy a traced body to right before a call, as the call's own doing, and give what the body returns."""
+    """Copy a traced body in front of a call, with the call's meta. Return the body's result."""
     copies: dict[fx.Node, Any] = {}
     placeholders = iter(inputs)
     with graph.inserting_before(call):
@@ -186,7 +186,7 @@ def inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: list[fx.Node]
 
 
 def _describe(copy: fx.Node, traced: fx.Node, call: fx.Node) -> None:
-    """Give a copied node its value and its origin. Traced values forget requires_grad: it is carried on from the inputs."""
+    """Give a copied node its value and its origin. Traced values lose requires_grad, so it is copied from the inputs."""
     copy.meta = {k: v for k, v in call.meta.items() if k != "example_value"}
     value = traced.meta.get("val")
     if value is None:
@@ -202,7 +202,7 @@ def _wants_grad(node: fx.Node) -> bool:
 
 
 def _parts(call: fx.Node, result: Any) -> dict[fx.Node, Any]:
-    """What stands for the call, or for each part that is taken out of what it returns."""
+    """Return the replacement of the call, or of each item taken out of its result."""
     if isinstance(result, fx.Node):
         return {call: result}
     return {user: result[user.args[1]] if user.target is operator.getitem else None for user in call.users}

@@ -1,7 +1,7 @@
-"""When a number shuts a key out: beside a key that has not got it, no weight is left. Else it stays a number that is added.
+"""Rule for fills: a number masks a key if it leaves no weight beside a key without it. Any other number is a bias.
 
-Numbers that are known while compiling count with all that they can be, what is read at run time as a truth value, or as a part of the
-scores (index_expr/reach.py). Scores are taken to stay below PRODUCT times their scale. docs/numbers.md says why.
+Compile-time numbers count with their whole range of values. Run-time values count as a bool, or as part of the scores
+(index_expr/reach.py). Scores are assumed to stay below PRODUCT times their scale. docs/numbers.md says why.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from attn_compiler.passes.graph.site import Match
 from attn_compiler.spec.dtypes import EVERY
 from attn_compiler.spec.scores import pointwise
 
-#: real products q·k, before any scale, are taken to be below this; nobody's are near, and float16 overflows at four times as much
+#: assumed bound of real products q·k before any scale: no model is near it, and float16 overflows at four times as much
 PRODUCT = 2.0**14
 
-#: float32 has no exponential of less than minus this, and what float64 has is lost beside any other weight
+#: float32 has no exponential below minus this; a float64 one is lost beside any other weight
 GONE = 110.0
 
-#: lowest numbers of dtypes, also where they were scaled
+#: lowest numbers of dtypes, also after scaling
 _AS_LOW = -1e30
 _LOWEST = frozenset(torch.finfo(d).min for d in EVERY)
 
 
 def of_scores(match: Match) -> float:
-    """How large the scores of a match get before anything is added."""
+    """Return a bound of a match's scores before anything is added."""
     change = pointwise(match.scores.changes)
     return PRODUCT * abs(match.scores.scale) if change is None else change.most
 
 
 def shuts_out(fills: Iterable[float], added: Reach, scores: float) -> bool:
-    """Whether a key that got any of these numbers has no weight beside one that got none, whatever else both got.
+    """Return whether a key with any of these fills has no weight beside a key without, whatever else is added to both.
 
-    Fills of two sizes are none: of a row in which every key got one, the higher ones would have all the weight. Only between lowest
-    numbers of dtypes that makes no difference to anybody: such a row is padding, and gets nothing.
+    Fills of two sizes do not mask: in a row where every key has one, the higher ones would have all the weight. The lowest numbers of
+    dtypes may differ, because such a row is padding, and gets nothing.
     """
     found = frozenset(fills)
     highest = max(found, default=-math.inf)
@@ -48,9 +48,9 @@ def shuts_out(fills: Iterable[float], added: Reach, scores: float) -> bool:
 
 
 def unusual(match: Match, fills: Iterable[float], added: Reach) -> tuple[str, ...]:
-    """What happens to the scores that has no kind: fills that do not shut out, clamps that change a number.
+    """Describe score changes that have no kind: fills that do not mask, and clamps that change a number.
 
-    fills: of everything that masks, each of which shuts out by itself. added: all else that is added, together.
+    fills: of all masks, each of which masks by itself. added: the range of everything else that is added, together.
     """
     found, scores = set(fills), of_scores(match)
     lows = [limit.low for limit in match.scores.limits]

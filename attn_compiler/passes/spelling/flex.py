@@ -1,8 +1,8 @@
-"""FlexAttention's calls, spelled out for matching, and given back where no kernel of another kind takes their place.
+"""FlexAttention's calls, written out for matching, and given back unless another kernel replaces them.
 
-A call of the higher-order op `flex_attention` holds its score_mod and mask_mod as graphs over one score. Beside it, its attention is
-written as ATen ops with both evaluated at every score; what read the call reads that. So the mask and what is added are read and proved as
-any model's. That form is for looking at: it is erased again, and so is the call if a kernel took its place.
+A call of the higher-order op `flex_attention` holds its score_mod and mask_mod as graphs over one score. This pass writes the attention as
+ATen ops beside the call, with both evaluated at every score, and readers of the call read that. The mask and the bias are then read and
+proved as in any model. The written-out form is only for analysis and is erased again. The call is erased if a kernel replaced it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as
 NAME = FLEX
 OPERATION = "flex_attention"
 
-#: kernel options that change nothing but Flex's own outputs for its backward, and what FlexAttention gives if nobody says anything
+#: kernel options that change only Flex's own outputs for its backward, and FlexAttention's defaults
 _ANY_VALUE = frozenset({"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"})
 _DEFAULTS: Mapping[str, object] = {
     "BACKEND": "AUTO",
@@ -42,7 +42,7 @@ _OUTPUTS = ("the attention", "logsumexp", "max_scores")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """spelled: the calls that were spelled out. left: the others, each with the reason."""
+    """spelled: the calls that were written out. left: the others, each with the reason."""
 
     spelled: tuple[Spelled, ...] = ()
     left: Mapping[fx.Node, Reason]
@@ -53,7 +53,7 @@ def is_call(node: fx.Node) -> bool:
 
 
 def spell_flex(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
-    """Spell out every call of one graph module."""
+    """Write out every call of one graph module."""
     graph = graph_module.graph
     calls = [node for node in graph.nodes if is_call(node) and not closed.is_closed(node)]
     spelled: list[Spelled] = []
@@ -73,7 +73,7 @@ def spell_flex(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
 
 
 def give_back(graph_module: fx.GraphModule, spelled: Sequence[Spelled]) -> None:
-    """Leave of each call that was spelled out either itself, or what took its place."""
+    """For each written-out call, keep either the call or its replacement."""
     for one in spelled:
         graph = graph_module.graph
         if not torch_snapshots.is_erased(one.product):
@@ -102,9 +102,9 @@ def _erase_with_readers(graph: fx.Graph, node: fx.Node) -> None:
 class _Call:
     """The arguments of a call.
 
-    own: the attention that is taken out of it.
-    lse: the logsumexp that is taken out of it, of powers of two; None where nothing reads it.
-    score_others, mask_others: what the mods read besides.
+    own: the attention taken out of its result.
+    lse: the logsumexp (base 2) taken out of its result; None if nothing reads it.
+    score_others, mask_others: other tensors that the mods read.
     """
 
     node: fx.Node
@@ -204,7 +204,7 @@ def _body(call: fx.Node, mod: object) -> fx.GraphModule | None:
 
 
 def _unusual_option(options: object) -> Reason | None:
-    """What a user asked of Flex's own kernel, such as its tiles, is asked of no other."""
+    """Return the reason against an option of Flex's own kernel, such as its tiles, which no other kernel has."""
     rule, remedy = "FlexAttention's kernel is asked for nothing special", "leave kernel_options out"
     if not isinstance(options, Mapping):
         return Reason(code=Code.FLEX_CALL, rule=rule, observed=f"kernel_options {options}", remedy=remedy)
@@ -264,7 +264,7 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
     traced = torch_tracing.trace_pre_dispatch(function, list(values.values()))
     before = set(graph_module.graph.nodes)
     with torch_snapshots.taken_back_on_error(graph_module):
-        # Behind whatever of the call's outputs is taken first: both are read below.
+        # Insert after the first output taken out of the call: both are read below it.
         taken = min(x for x in (call.own, call.lse) if x is not None)
         product, out, allowed, *lse = expand.inline(graph_module.graph, taken, traced.graph, inputs)
     made = tuple(node for node in graph_module.graph.nodes if node not in before)
@@ -284,7 +284,7 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
 
 
 def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """With its axes in the order in memory that FlexAttention gives them: that of q's. Models take views of that."""
+    """Order the axes in memory as FlexAttention does, which is q's order. Models take views that depend on it."""
     strides = like.stride()
     order = sorted(range(x.dim()), key=lambda dim: strides[dim], reverse=True)
     if order == list(range(x.dim())):

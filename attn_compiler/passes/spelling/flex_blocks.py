@@ -1,9 +1,9 @@
-"""The block mask of a FlexAttention call: the dense mask that its blocks were made of.
+"""The block mask of a FlexAttention call: the dense mask from which its blocks were made.
 
-Flex's kernel leaves out the blocks that the block mask does not list, and asks mask_mod only in those listed as partial. So it computes
-what mask_mod says only if the lists were made of mask_mod. They were if PyTorch's `create_block_mask` ran in the same graph on a dense
-mask that reads as mask_mod does (recovering/block_masks.py). Lists that come in from outside could be any.
-The lists of queries, which the backward alone reads, are not looked at: PyTorch makes them of the others.
+Flex's kernel skips blocks that the block mask does not list, and applies mask_mod only in those listed as partial. So it computes
+mask_mod's attention only if the lists were made from mask_mod. This holds if PyTorch's `create_block_mask` ran in the same graph on a dense
+mask that reads as mask_mod does (recovering/block_masks.py). Lists from outside the graph could be any. The lists of queries, read only by
+the backward, are not examined: PyTorch makes them from the others.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ REMEDY = (
     "attn_compiler.integrations.transformers.compile_model, or load it with attn_implementation='sdpa'"
 )
 
-#: the last three of a block mask's parts, and the first ones
+#: positions of the block sizes and of the lists in a block mask
 _BLOCK_SIZES = slice(-3, -1)
 _LISTS = slice(2, 6)
 
 
 class _OtherwiseError(Exception):
-    """The lists were not made as PyTorch makes them; the text says what was met."""
+    """Lists that PyTorch did not make in its way; the text names the difference."""
 
 
 def find(call: fx.Node) -> Blocks | Reason:
-    """call: of flex_attention."""
+    """Return the blocks of a call of flex_attention, or the reason against them."""
     block_mask: Any = call.args[4]
     sizes, lists = block_mask[_BLOCK_SIZES], block_mask[_LISTS]
     q, k = (_value(x) for x in call.args[:2] if isinstance(x, fx.Node))
@@ -67,13 +67,13 @@ def _value(node: fx.Node) -> torch.Tensor:
 
 
 def _is_one_block(lists: tuple[Any, ...], sizes: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether it is what FlexAttention makes where it is given no block mask: a list of the first block, which holds every score."""
+    """Return whether it is FlexAttention's default without a block mask: a list of the first block, which holds every score."""
     number, indices, full_number, full_indices = lists
     if full_number is not None or full_indices is not None:
         return False
     ones = _is_filled(number, "ones") and _is_filled(indices, "zeros") and _value(indices).numel() == 1
     lengths = (q.shape[2], k.shape[2])
-    # No length that is not known now comes near the size of such a block.
+    # No length unknown at compile time reaches the size of such a block.
     large = all(
         isinstance(size, int) and (size >= 1 << 30 or torch_symbols.statically_known(length <= size))
         for size, length in zip(sizes, lengths, strict=True)
@@ -89,7 +89,7 @@ def _is_filled(node: object, name: str) -> bool:
 
 
 def _made_of(lists: tuple[Any, ...], sizes: tuple[Any, ...]) -> fx.Node:
-    """The dense mask that `_convert_mask_to_block_mask` made the lists of, by its own ops."""
+    """Return the dense mask from which `_convert_mask_to_block_mask` made the lists, by its own ops."""
     partial, full = _listed(*lists[:2]), _listed(*lists[2:])
     counts = _counts(partial, sizes, "partial")
     if _counts(full, sizes, "full") is not counts:
@@ -118,7 +118,7 @@ def _first(node: fx.Node) -> fx.Node:
 
 
 def _called(node: object, name: str, **kwargs: object) -> fx.Node:
-    """`node`, if it is a call of that name with these keywords."""
+    """Return `node` if it is a call of that name with these keywords; raise _OtherwiseError if not."""
     if not isinstance(node, fx.Node):
         raise _OtherwiseError("it has no lists")
     if node.op == "placeholder":
@@ -131,7 +131,7 @@ def _called(node: object, name: str, **kwargs: object) -> fx.Node:
 
 
 def _listed(number: object, indices: object) -> fx.Node:
-    """The blocks, as 0 and 1, that `_dense_to_ordered` made a list of."""
+    """Return the blocks, as 0 and 1, from which `_dense_to_ordered` made a list."""
     ordered = _called(_first(_called(indices, "to")), "argsort", dim=-1, descending=True, stable=True)
     counted = _called(_first(_called(number, "to")), "sum", dim=-1)
     blocks = _first(ordered)
@@ -145,7 +145,7 @@ def _listed(number: object, indices: object) -> fx.Node:
 
 
 def _counts(blocks: fx.Node, sizes: tuple[Any, ...], kind: str) -> fx.Node:
-    """How many scores of each block are allowed, where `blocks` are those with some but not all, or those with all."""
+    """Return the number of allowed scores in each block. `blocks`: those with some but not all allowed, or with all."""
     everything = sizes[0] * sizes[1]
     if kind == "full":
         return _compared(blocks, "eq", everything)
@@ -165,7 +165,7 @@ def _compared(node: object, name: str, number: int) -> fx.Node:
 
 
 def _check_padding(node: fx.Node) -> None:
-    """Rows and keys beyond the end are masked: they are added behind, as False."""
+    """Require padding with False behind the end, so that rows and keys there are masked."""
     added, mode, value = (argument(node, i, name) for i, name in ((1, "pad"), (2, "mode"), (3, "value")))
     behind = isinstance(added, (tuple, list)) and len(added) == 4 and tuple(added[::2]) == (0, 0)
     if not behind or mode not in ("constant", None) or value not in (None, 0, False):

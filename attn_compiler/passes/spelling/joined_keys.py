@@ -1,11 +1,11 @@
-"""One softmax over the scores of several sets of keys, as of a memory beside a window: one attention over all keys, spelled out beside.
+"""One softmax over several sets of keys, such as a memory and a window: one attention over all keys, written beside it.
 
-A model multiplies q with each set, joins the scores, and multiplies the weights with the joined values, or each part of them with its own
-values. Beside that stands the same over joined keys and values, where the mask of a set has zeros for the others. A kernel takes the place
-of both, or what was written beside is erased again.
+A model multiplies q with each set, joins the scores, and multiplies the weights with the joined values, or each part with its own values.
+Beside this the pass writes the same over joined keys and values, where the mask of a set has zeros for the others. A kernel replaces both,
+or the added form is erased again.
 
-Keys and values are copied where they are joined: 8 bytes for each number of a key in half precision. The model's own scores cost it some 12
-bytes for each query and key. So fewer queries than a head has numbers are left to the model.
+Keys and values are copied when joined: 8 bytes for each element of a key in half precision. The model's own scores cost about 12 bytes for
+each query and key. So the model keeps a site with fewer queries than the head dim.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _JOINS = frozenset({"cat", "concat", "concatenate"})
 _SCALES = frozenset({"mul", "truediv", "div"})
 _SPLITS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
 _SOFTMAXES = frozenset({"softmax"})
-#: more nodes than these stand nowhere between a product and a softmax, or between that and the next product
+#: most nodes expected between a product and a softmax, or between that and the next product
 _FARTHEST = 24
 
 
 class _NotJoined(Exception):
-    """What looked like joined scores is something else."""
+    """An apparent join of scores that is something else."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Mask:
-    """A mask of one set's scores: `node` is added (fill None), or says where `fill` stands in their place."""
+    """A mask of one set's scores: `node` is added (fill None), or is True where `fill` replaces them."""
 
     node: fx.Node
     fill: Any = None
@@ -47,7 +47,7 @@ class _Mask:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Set:
-    """One set of keys. product: q kᵀ. scales: (name, number) of what its scores are multiplied with, before masks."""
+    """One set of keys. product: q kᵀ. scales: (name, number) of the factors of its scores before masks."""
 
     product: Product
     scales: tuple[tuple[str, Any], ...]
@@ -76,13 +76,13 @@ class _Joined:
 
 
 def spell_joined(graph_module: fx.GraphModule, trying: Trying = untried) -> tuple[Spelled, ...]:
-    """Spell out every attention of one graph module whose scores are joined."""
+    """Write out every attention of one graph module whose scores are joined."""
     graph = graph_module.graph
     cats = [node for node in graph.nodes if _calls(node, _JOINS) and not closed.is_closed(node)]
     where: dict[fx.Node, regions.Region] = {}
     spelled: list[Spelled] = []
     for cat in cats:
-        # Read one by one: what a layer gives is another node once the layer is spelled out.
+        # Sites are read one by one, because writing out a layer changes the nodes that the next one reads.
         joined = _find(cat)
         if joined is None:
             continue
@@ -134,7 +134,7 @@ def _read(cat: fx.Node) -> _Joined:
 
 
 def _read_set(part: fx.Node) -> _Set:
-    """Up from a part of the scores to its product, through masks and then scales alone. Nothing else reads these nodes."""
+    """Read up from a part of the scores to its product, through masks and then scales only. Nothing else may read these nodes."""
     scales: list[tuple[str, object]] = []
     masks: list[_Mask] = []
     nodes: list[fx.Node] = []
@@ -170,7 +170,7 @@ def _mask(node: fx.Node) -> _Mask | None:
 
 
 def _ends(weights: fx.Node, sets: Sequence[_Set]) -> tuple[tuple[Product, ...], fx.Node, list[fx.Node]] | None:
-    """(products, the attention, the nodes before it) if weights are multiplied with values here: as a whole, or set by set."""
+    """Return (products, attention, nodes before it) if the weights multiply values as a whole or set by set, else None."""
     readers = list(weights.users)
     whole = _product_of(readers[0], weights) if len(readers) == 1 else None
     if whole is not None:
@@ -187,13 +187,13 @@ def _ends(weights: fx.Node, sets: Sequence[_Set]) -> tuple[tuple[Product, ...], 
 
 
 def _product_of(node: fx.Node, weights: fx.Node) -> Product | None:
-    """The product that sums over the last axis of the weights, if the node is one."""
+    """Return the product that sums over the last axis of the weights, if the node is one."""
     product = products.read(node)
     return product if product is not None and product.left is weights and product.summed is not None else None
 
 
 def _parts(weights: fx.Node, sets: Sequence[_Set]) -> list[fx.Node] | None:
-    """The part of each set, in their order: a slice of the last axis for each, or a split into them."""
+    """Return the part of each set, in order: a slice of the last axis for each, or a split into them."""
     readers = list(weights.users)
     if len(readers) == 1 and _calls(readers[0], _SPLITS):
         items = {user.args[1]: user for user in readers[0].users if target_name(user) == "getitem"}
@@ -219,7 +219,7 @@ def _parts(weights: fx.Node, sets: Sequence[_Set]) -> list[fx.Node] | None:
 
 
 def _start(node: fx.Node, weights: fx.Node) -> Any:
-    """Where a slice of the last axis begins; None if it is no such slice."""
+    """Return the start of a slice of the last axis; None for anything else."""
     if target_name(node) != "getitem" or node.args[0] is not weights or not isinstance(node.args[1], tuple):
         return None
     *before, last = node.args[1]
@@ -242,7 +242,7 @@ def _start(node: fx.Node, weights: fx.Node) -> Any:
 
 
 def _check_shapes(joined: _Joined) -> None:
-    """Keys and values differ in how many there are alone, and there are enough queries. Raises _NotJoined."""
+    """Require keys and values that differ only in their number, and enough queries. Raises _NotJoined."""
     first = joined.sets[0].product
     scores, q = _value(first.node), _value(first.left)
     if first.left_summed is None or torch_symbols.statically_known(scores.shape[-2] < q.shape[first.left_summed]):
@@ -254,7 +254,7 @@ def _check_shapes(joined: _Joined) -> None:
 
 
 def _check_alike(nodes: Sequence[fx.Node], axis: int | None) -> None:
-    """All are of one dtype and of one shape, but for an axis. Raises _NotJoined."""
+    """Require one dtype and one shape, except along an axis. Raises _NotJoined."""
     values = [_value(node) for node in nodes]
     for value in values:
         shapes = [
@@ -265,7 +265,7 @@ def _check_alike(nodes: Sequence[fx.Node], axis: int | None) -> None:
 
 
 def _check_untouched(joined: _Joined) -> None:
-    """No grad mode changes from the first product to the attention, and nothing is written to but what is made there. Raises _NotJoined."""
+    """Refuse a change of grad mode between the first product and the attention, and a write except to nodes made there (_NotJoined)."""
     for node in _between(joined):
         is_own = node in joined.nodes and set(bodies.writes(node)) <= joined.nodes
         if not is_own and (bodies.writes(node) or (node.op == "call_function" and not _gives(node))):
@@ -281,7 +281,7 @@ def _between(joined: _Joined) -> Iterator[fx.Node]:
 
 
 def _gives(node: fx.Node) -> bool:
-    """Whether a call gives something; one that switches something on or off does not."""
+    """Return whether a call gives a value. A call that switches a mode does not."""
     return node.meta.get("example_value") is not None
 
 
@@ -342,14 +342,14 @@ def _scores(joined: _Joined, values: Mapping[fx.Node, Any]) -> torch.Tensor:
 
 
 def _joined(tensors: Sequence[torch.Tensor], axis: int | None) -> torch.Tensor:
-    """Along an axis, which is the last but one in memory where it is the last of a transposed tensor."""
+    """Join tensors along an axis. The last axis of transposed tensors is the last but one in memory."""
     if axis is None or len(tensors) == 1:
         return tensors[0]
     return torch.cat([x.mT for x in tensors], -2).mT if axis == -1 else torch.cat(list(tensors), axis)
 
 
 def _among(mask: torch.Tensor, sets: Sequence[_Set], place: int, values: Mapping[fx.Node, Any]) -> torch.Tensor:
-    """The mask of one set among zeros for the others."""
+    """Place the mask of one set among zeros for the others."""
     sizes = [values[one.keys].shape[one.product.free] for one in sets]
     zeros = [mask.new_zeros((*mask.shape[:-1], size)) for size in sizes]
     zeros[place] = mask.expand(*mask.shape[:-1], sizes[place])

@@ -1,8 +1,8 @@
-"""Softmaxes over another axis than the last, written so that Inductor can't take them for attention.
+"""Rewrite of softmaxes over an axis other than the last, so that Inductor can't mistake them for attention.
 
-Its attention patterns look at no axis: they fuse softmax(q kᵀ, dim=-2) v as if the softmax ran over the keys, and the result is
-wrong (https://github.com/pytorch/pytorch/issues/195320). With the axis moved to the end and back they do not match, and the
-numbers are the same. Our own matching follows axes through the views.
+Inductor's attention patterns check no axis: they fuse softmax(q kᵀ, dim=-2) v as if the softmax ran over the keys, and the result is wrong
+(https://github.com/pytorch/pytorch/issues/195320). With the axis moved to the end and back they do not match, and the numbers are the same.
+This package's matching follows axes through the views.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MOST_STEPS = 8
 
 
 def put_keys_last(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> list[str]:
-    """Rewrite every such softmax that a product comes after, in place; returns the names of the softmaxes."""
+    """Rewrite in place every such softmax before a product. Return the names of the softmaxes."""
     graph = graph_module.graph
     found = [n for n in graph.nodes if _is_over_another_axis(n) and _reaches_product(n) and not closed.is_closed(n)]
     where = regions.by_node(graph) if found else {}
-    # Inside vmap a value has fewer axes than its tensor; no attention is taken there.
+    # Inside vmap a value has fewer axes than its tensor. No attention is rewritten there.
     found = [n for n in found if not where[n].transforms]
     moved = []
     for node in found:
@@ -67,7 +67,7 @@ def _move_axis(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
             result: torch.Tensor = function(*args, **kwargs)
         return result
 
-    # All values first: whatever fails, fails before the graph is another one.
+    # Compute all values first, so that a failure leaves the graph unchanged.
     moved_value = value(torch.transpose, scores.meta["example_value"], dim, -1)
     args, kwargs = with_arguments(node, input=(0, moved_value), dim=(1, -1))
     args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])

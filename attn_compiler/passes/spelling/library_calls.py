@@ -1,10 +1,10 @@
-"""Attention kernels that a model calls by a library's own op, spelled out beside the call where its arguments say all of the attention.
+"""Attention kernels called by a library's own op, written out beside the call if its arguments describe the whole attention.
 
-An op is known by its name and by the names of its arguments (library_ops.py), which are read off its schema: no library is imported,
-and a version with other arguments is a miss. The call itself stays in the graph until a kernel took its place (flex.give_back), so a
-site that no lowering serves better is left to the library.
+An op is known by its name and by the names of its arguments (library_ops.py), read from its schema. No library is imported, and a version
+with other arguments is a miss. The call stays in the graph until a kernel replaces it (flex.give_back), so a site that no lowering serves
+better is left to the library.
 
-Queries count from the end of the keys, as flash_attn has it: the last query sees up to the last key.
+Queries count from the end of the keys, as in flash_attn: the last query sees up to the last key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAME = "library call"
 
 
 def spell_library_calls(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
-    """Spell out every such call of one graph module that can be."""
+    """Write out all such calls of one graph module that can be."""
     graph = graph_module.graph
     calls = {node: call for node in graph.nodes if (call := library_ops.kernel_in(node)) and not closed.is_closed(node)}
     spelled: list[Spelled] = []
@@ -80,11 +80,11 @@ def _taken(graph_module: fx.GraphModule, node: fx.Node, kernel: fx.Node, region:
 class _Call:
     """One call, or one autograd.Function around a call.
 
-    node: what is called in the graph.
-    kernel: the call of the kernel: the same, or a node in the body of an autograd.Function.
-    own: the attention that is taken out of what `node` gives.
-    bounds: of the documents that the tokens belong to.
-    before, after: how many keys to the left and to the right of its own a query sees; None: all.
+    node: the call in the graph.
+    kernel: the call of the kernel: the same node, or a node in the body of an autograd.Function.
+    own: the attention taken out of the result of `node`.
+    bounds: start and end offsets of the tokens' documents.
+    before, after: number of keys left and right of its own key that a query sees; None: all.
     """
 
     node: fx.Node
@@ -101,12 +101,10 @@ class _Call:
 
 
 class _SaysOtherwise(Exception):
-    """The arguments ask for something that is not expressed here; the text says what."""
+    """Arguments that can't be expressed here; the text says why."""
 
 
 class _Reader:
-    """Reads one call."""
-
     def __init__(self, node: fx.Node, kernel: fx.Node) -> None:
         self._node = node
         self._kernel = kernel
@@ -228,14 +226,14 @@ class _Reader:
         out = opaque_calls.attention_of(call.kernel).meta["example_value"]
         if (*q.shape[:-1], v.shape[-1]) != tuple(out.shape):
             raise _SaysOtherwise(f"it gives {tuple(out.shape)} for q of {tuple(q.shape)}")
-        # Written out, a query without keys gives no number; a library's kernel gives 0.
+        # Written out, a query without keys gives NaN; a library's kernel gives 0.
         sees_all = call.before is None and call.after is None
         if call.softcap and not sees_all and not torch_symbols.statically_known(q.shape[-3] <= k.shape[-3]):
             raise _SaysOtherwise("queries may have no keys, beside a softcap")
 
 
 def _require_dtype(call: _Call) -> None:
-    """Autocast changes no dtype of a library's op, but those of what is written in its place."""
+    """Require dtypes that autocast keeps. It changes no dtype of a library's op, but does so for the ops written in its place."""
     q, k, v = (node.meta["example_value"] for node in (call.q, call.k, call.v))
     if not q.dtype == k.dtype == v.dtype:
         raise _SaysOtherwise(f"q, k and v are of {q.dtype}, {k.dtype} and {v.dtype}")
@@ -276,7 +274,7 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
 
 
 def _attention(call: _Call, given: Sequence[torch.Tensor], *, is_square: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention as (B, H, Sq, D), and the same as the call gives it."""
+    """Return the attention as (B, H, Sq, D), and in the call's own layout."""
     documents = _documents(given[3], given[0].shape[0]) if call.bounds is not None else None
     q, k, v = ((x.unsqueeze(0) if documents is not None else x).transpose(1, 2) for x in given[:3])
     allowed = _allowed(call, q.shape[2], k.shape[2], documents, q.device)
@@ -299,13 +297,13 @@ def _attention(call: _Call, given: Sequence[torch.Tensor], *, is_square: bool) -
 
 
 def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """With its axes in the order in memory that the library's kernel gives them, which may be that of q's. Models take views of that."""
+    """Order the axes in memory as the library's kernel does, which may be q's order. Models take views that depend on it."""
     order = strides.order(like)
     return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.dim())])
 
 
 def _require_same(made: torch.Tensor, own: torch.Tensor) -> None:
-    """What is spelled out stands for what the call gives, in its dtype and where its elements lie."""
+    """Require that the written-out result has the dtype and the strides of the call's result."""
     if made.dtype != own.dtype:
         raise _SaysOtherwise(f"it gives {own.dtype} for q of {made.dtype}")
     if not strides.same(made, own):
@@ -313,7 +311,7 @@ def _require_same(made: torch.Tensor, own: torch.Tensor) -> None:
 
 
 def _documents(bounds: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The document of each token. Tokens before the first bound have document 0, and tokens after the last bound share one of their own.
+    """Return the document of each token. Tokens before the first bound have document 0; those after the last bound share one of their own.
 
     The library computes neither.
     """

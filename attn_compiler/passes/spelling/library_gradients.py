@@ -1,8 +1,8 @@
-"""Whether the backward of an autograd.Function around a kernel of a library is the gradient of its forward, tensor by tensor.
+"""Check that the backward of an autograd.Function around a library's kernel is the gradient of its forward, tensor by tensor.
 
-The forward may pad the head dim of q, k and v, and slice that of the attention. The backward has to give the library's own backward the
-gradient of the result, padded as the attention was sliced, and what the forward saved. It has to give each operand what that kernel wrote
-for it, sliced as the operand was padded. Anything else is another gradient, and nothing here knows of which attention.
+The forward may pad the head dim of q, k and v, and slice that of the attention. The backward must call the library's own backward with the
+result's gradient, padded as the attention was sliced, and with the saved tensors. Each operand must get the gradient that this kernel wrote
+for it, sliced as the operand was padded. Any other gradient belongs to an unknown function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attn_compiler.passes.graph.calls import argument, target_name
 from attn_compiler.passes.graph.library_ops import Op
 from attn_compiler.torch_private import symbols as torch_symbols
 
-#: of each kernel its backward, whose arguments are named as the forward's are and as in _OWN
+#: kernel -> its backward, whose arguments have the forward's names and those in _OWN
 _BACKWARDS: Mapping[str, str] = {
     "flash_attn::_flash_attn_forward": "flash_attn::_flash_attn_backward",
     "flash_attn::_flash_attn_varlen_forward": "flash_attn::_flash_attn_varlen_backward",
@@ -27,17 +27,17 @@ _BACKWARDS: Mapping[str, str] = {
 _GRADIENTS = ("dq", "dk", "dv")
 _OWN = frozenset({"dout", "out", "softmax_lse", *_GRADIENTS})
 
-#: change no element
+#: ops that change no element
 _PLAIN = ("detach", "contiguous")
 _EMPTY = ("empty_like", "empty")
 
 
 class _Differs(Exception):
-    """The text says what."""
+    """A difference from the library's own gradient; the text says which."""
 
 
 def differs(node: fx.Node, kernel: fx.Node, op: Op) -> str | None:
-    """How the gradient of an autograd.Function differs from that of the kernel in its forward; None if it does not."""
+    """Return the difference between the gradient of an autograd.Function and that of its forward's kernel; None if there is none."""
     found = autograd_functions.differs(node, kernel)
     if found is not None:
         return found
@@ -97,7 +97,7 @@ class _Function:
             raise _Differs(f"nothing is known of the argument {other} of its backward")
 
     def _require_saved(self) -> None:
-        """The backward kernel has the operands and the results of the forward's."""
+        """Require that the backward kernel gets the operands and the results of the forward's."""
         wanted = {name: self._given[name] for name in (*self._op.qkv, *(self._op.bounds or ()))}
         for name, x in wanted.items():
             if x is None or self._kept(name) is not _plain(x):
@@ -124,7 +124,7 @@ class _Function:
             raise _Differs("its backward is given something else than the gradient of the attention")
 
     def _require_results(self) -> None:
-        """Each operand gets its own gradient, and nothing else gets one."""
+        """Require that each operand gets its own gradient, and that nothing else gets one."""
         operands = [_above(self._given[name], _padded) for name in self._op.qkv]
         buffers = [self._given_back[name] for name in _GRADIENTS]
         if len(set(operands)) != len(operands) or not set(operands) <= set(self._inputs):
@@ -166,12 +166,12 @@ def _plain(node: Any) -> Any:
 
 
 def _above(node: Any, passes: Callable[[fx.Node], bool]) -> Any:
-    """What a node is made of by calls that change no element, and those that pass."""
+    """Return the node above, through ops that change no element and ops that pass."""
     return _steps(node, passes)[-1]
 
 
 def _steps(node: Any, passes: Callable[[fx.Node], bool]) -> list[Any]:
-    """The same with all between, from below."""
+    """Return the node with all nodes above it on that way, from below."""
     steps = [node]
     while isinstance(node, fx.Node) and (target_name(node) in _PLAIN or passes(node)):
         node = argument(node, 0, "input")
@@ -180,7 +180,7 @@ def _steps(node: Any, passes: Callable[[fx.Node], bool]) -> list[Any]:
 
 
 def _padded(node: fx.Node) -> bool:
-    """Zeros are appended to the last axis."""
+    """Return whether a node appends zeros to the last axis."""
     if target_name(node) != "pad":
         return False
     sizes, mode, value = argument(node, 1, "pad"), argument(node, 2, "mode"), argument(node, 3, "value")
@@ -190,7 +190,7 @@ def _padded(node: fx.Node) -> bool:
 
 
 def _sliced(node: fx.Node) -> bool:
-    """The beginning of the last axis is taken."""
+    """Return whether a node takes the beginning of the last axis."""
     index: Any = node.args[1] if node.target is operator.getitem else None
     if not isinstance(index, tuple) or len(index) != 2:
         return False
@@ -199,7 +199,7 @@ def _sliced(node: fx.Node) -> bool:
 
 
 def _same_sizes(a: fx.Node, b: fx.Node) -> bool:
-    """Nodes of known tensors of the same sizes and the same type."""
+    """Return whether two nodes have known tensors of equal sizes and dtype."""
     left, right = (node.meta.get("example_value") for node in (a, b))
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return False

@@ -1,6 +1,6 @@
-"""Calls that stand for others, spelled out beside them: the steps that a graph goes through before it is mirrored.
+"""Steps that write out calls before a graph is mirrored, in their place or beside them.
 
-Each takes what the steps before it did, and gives that with its own part. What fails at one call leaves that call as it is.
+Each step takes the result of the previous steps, and returns it with its own part. A failure at one call leaves that call as it is.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from attn_compiler.passes.spelling import dtensors, expand, flex, joined_keys, k
 
 
 def expanded(unit: Unit, spelling: Spelling) -> Spelling:
-    """Calls that hide an attention, such as F.multi_head_attention_forward, are what they compute."""
+    """Replace calls that hide an attention, such as F.multi_head_attention_forward, by their ops."""
     return replace(spelling, expanded=tuple(expand.expand_calls(unit.graph_module, _trying(unit))))
 
 
 def on_local_tensors(unit: Unit, spelling: Spelling) -> Spelling:
-    """Calls on DTensors are calls on their local tensors."""
+    """Replace calls on DTensors by calls on their local tensors."""
     found = dtensors.spell_dtensors(unit.graph_module, unit.mode, _trying(unit))
     return replace(spelling.leaving(found.left), local=found.local)
 
 
 def of_flex(unit: Unit, spelling: Spelling) -> Spelling:
-    """Beside FlexAttention's calls stands what they compute."""
+    """Write out FlexAttention's calls beside them."""
     found = flex.spell_flex(unit.graph_module, _trying(unit))
     return replace(spelling.leaving(found.left), calls=(*spelling.calls, *found.spelled))
 
 
 def of_libraries(unit: Unit, spelling: Spelling) -> Spelling:
-    """Beside calls of libraries' kernels stands what they compute."""
+    """Write out calls of libraries' kernels beside them."""
     found = library_calls.spell_library_calls(unit.graph_module, _trying(unit))
     return replace(spelling.leaving(found.left), calls=(*spelling.calls, *found.spelled))
 
 
 def with_keys_last(unit: Unit, spelling: Spelling) -> Spelling:
-    """Softmaxes run over the last axis. Beside one over joined scores stands an attention over joined keys."""
+    """Move softmaxes to the last axis. Beside a softmax over joined scores, write an attention over joined keys."""
     moved = tuple(keys_last.put_keys_last(unit.graph_module, unit.mode, _trying(unit)))
     joined = joined_keys.spell_joined(unit.graph_module, _trying(unit))
     return replace(spelling, moved=moved, calls=(*spelling.calls, *joined))
 
 
 def given_back(unit: Unit, spelling: Spelling) -> None:
-    """Leave of each call that was spelled out beside itself either the call, or what took its place."""
+    """For each call written out beside itself, keep either the call or its replacement."""
     flex.give_back(unit.graph_module, spelling.calls)
 
 
 def spell_out(unit: Unit) -> Spelling:
-    """All of these steps, for a graph that goes through no others."""
+    """Run all of these steps, for a graph that goes through no others."""
     found = Spelling()
     for step in (expanded, on_local_tensors, of_flex, of_libraries, with_keys_last):
         found = step(unit, found)

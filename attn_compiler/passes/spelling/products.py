@@ -17,10 +17,10 @@ _SUMS = frozenset({"add", "iadd", "add_"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Product:
-    """left · right, which `equation` names the axes of; None for a product of matrices.
+    """left · right, with the axes named by `equation`; None for a product of matrices.
 
-    free: the axis of the right one, counted from the last, that is the last of the result. summed: the axis of it that the last of the left
-    one is summed over. left_summed: the axis of the left one that is summed over. None: there is none.
+    All axes are counted from the last. free: the axis of the right tensor that is the last of the result. summed: the right tensor's axis
+    summed over the last of the left one. left_summed: the axis of the left tensor that is summed over. None: there is none.
     """
 
     node: fx.Node
@@ -32,12 +32,12 @@ class Product:
     left_summed: int | None = -1
 
     def of(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """The same product of other tensors."""
+        """Compute the same product of other tensors."""
         return left @ right if self.equation is None else torch.einsum(self.equation, left, right)
 
 
 def read(node: object) -> Product | None:
-    """The product that a node is; None if it is none, or is told in another way."""
+    """Return the product that a node computes; None if it computes none, or in an unsupported form."""
     if not isinstance(node, fx.Node) or node.kwargs or not is_pytorchs(node):
         return None
     name, args = target_name(node), node.args
@@ -79,7 +79,7 @@ def _is_matrix(node: Any) -> bool:
 
 
 def summed_up(nodes: Sequence[fx.Node]) -> tuple[fx.Node | None, list[fx.Node]]:
-    """(the sum of all nodes, the sums within it), each of which the next alone reads."""
+    """Return (the sum of all nodes, the partial sums in it). Each partial sum has only the next one as its reader."""
     waiting = set(nodes)
     sums: list[fx.Node] = []
     while len(waiting) > 1:

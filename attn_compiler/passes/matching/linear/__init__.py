@@ -1,5 +1,5 @@
-"""Functions of linear attention: proposed by their parameters, proved by their text and by running them, and taken as one node.
+"""Functions of linear attention: proposed by their parameters, proved by their text and by runs, and taken as one node.
 
-templates.py has a row for each way to call one. source.py and branches.py read a function's text, operations.py the ops that it is made of.
-proving.py runs it against the recurrence. deciding.py says of a call whether it is taken, and substitutes.py is what Dynamo traces then.
+templates.py has one row for each list of parameters. source.py and branches.py read a function's text; operations.py reads its ops.
+proving.py runs it against the recurrence. deciding.py decides if a call is taken. substitutes.py holds the code that Dynamo traces instead.
 """

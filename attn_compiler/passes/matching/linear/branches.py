@@ -1,12 +1,12 @@
-"""Whether a function computes the same whatever its operands hold: no branch of it reads more than flags, ranks and what is None.
+"""Check that no branch of a function depends on the values of its operands: a branch may read flags, ranks and None only.
 
-A test runs one side of a branch. So a branch on numbers, on the batch, or on the device could do something else in the model than in the
-test. What a branch may read:
+A test runs one side of a branch. A branch on numbers, on the batch or on the device could take the other side in the model. Allowed
+conditions:
 
 - a parameter, a call of `is_torchdynamo_exporting`, `x is None`, and these under `not`, `and`, `or`
 - the rank of a tensor: `len(x.shape) == 4`, `x.dim() == 3`
-- whether two numbers of heads differ, both taken from shapes in one statement
-- whether padding is needed: `pad > 0` of a remainder
+- a comparison of two numbers of heads for equality, each taken from a shape by one assignment
+- a test for padding: `pad > 0` for a remainder
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-#: True only while a program is exported, where no call is taken
+#: functions that return True only during export, where no call is taken
 FALSE_HERE = frozenset({"is_torchdynamo_exporting"})
 _TESTED = (ast.If, ast.IfExp, ast.While, ast.Assert)
 #: the axis of heads in (batch, tokens, heads, dim)
@@ -23,14 +23,14 @@ _RANK = 4
 
 
 def why_not(tree: ast.FunctionDef) -> str | None:
-    """What in the text of a function chooses by more than flags; None where nothing does."""
+    """Return the first condition or comparison in a function's text that is not allowed; None if all are."""
     names = _Names(tree)
     allowed = {id(part) for test in _tests(tree) for part in _parts(test) if names.may_test(part)}
     for test in _tests(tree):
         for part in _parts(test):
             if id(part) not in allowed:
                 return f"it branches on `{ast.unparse(part)}`"
-    # A truth value may choose without a branch, too: `[a, b][n > 3]`, `2 * (n > 3)`.
+    # A truth value may also select without a branch: `[a, b][n > 3]`, `2 * (n > 3)`.
     loose = (node for node in ast.walk(tree) if isinstance(node, (ast.Compare, ast.BoolOp)) and id(node) not in allowed)
     inside = {id(part) for test in _tests(tree) for part in ast.walk(test)}
     found = next((node for node in loose if id(node) not in inside), None)
@@ -46,7 +46,7 @@ def _tests(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def _parts(test: ast.expr) -> Iterator[ast.expr]:
-    """What a test is made of, under `not`, `and` and `or`."""
+    """Yield the operands of a condition under `not`, `and` and `or`."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _parts(test.operand)
     elif isinstance(test, ast.BoolOp):
@@ -57,7 +57,7 @@ def _parts(test: ast.expr) -> Iterator[ast.expr]:
 
 
 class _Names:
-    """What is known of the names of a function. heads: those of numbers of heads. remainders: those of what is left of a division."""
+    """Facts about the names of a function. heads: names of numbers of heads. remainders: names of remainders of a division."""
 
     def __init__(self, tree: ast.FunctionDef) -> None:
         arguments = tree.args
@@ -94,7 +94,7 @@ class _Names:
 
 
 def _heads_in(target: ast.expr, value: ast.expr) -> set[str]:
-    """Of `batch, tokens, heads, dim = x.shape` and of `heads, dim = x.shape[-2:]`, the name of the number of heads."""
+    """Name of the number of heads in `batch, tokens, heads, dim = x.shape` or `heads, dim = x.shape[-2:]`."""
     if not isinstance(target, ast.Tuple):
         return set()
     match value:

@@ -1,7 +1,7 @@
-"""Of each call of a proposed function, while Dynamo traces it: whether it is taken. A call that is not is traced as ever.
+"""Decision for each call of a proposed function while Dynamo traces it: taken as one node, or traced as usual.
 
-Three things are decided: the spec of the call, whether a lowering would serve it, and whether the function is proved. The report of the
-compilation has the reason against a call that is not taken.
+Three questions are decided: the spec of the call, a lowering that would serve it, and the proof of the function. The compilation's report
+gives the reason for each call that is not taken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat, substitution
 from attn_compiler.torch_private.store import Store
 
-#: compilations whose reasons are kept until their report is made
+#: number of compilations whose reasons are kept until their report is made
 _MOST = 64
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -38,18 +38,18 @@ _REFUSED: OrderedDict[str, dict[str, Reason]] = OrderedDict()
 
 
 def refused() -> Mapping[str, Reason]:
-    """Of the compilation under way, why functions were not taken, by their names. They are forgotten then."""
+    """Return the reasons against functions in the current compilation, by function name, and forget them."""
     return _REFUSED.pop(torch_compat.graph_name(), {})
 
 
 def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...], given: Mapping[str, Any]) -> str:
-    """The text of the form that a call is taken with; "" if it is not taken. given: numbers and flags by parameter."""
+    """Return the text of the form that a call is taken with; "" if it is not taken. given: numbers and flags by parameter."""
     options = _options()
     if options is None:
         return ""
     found: LinearForm | Reason | None = None
     log = faults.Log(strict=options[0].strict)
-    # Dynamo would end the user's compilation with what is raised here.
+    # An exception here would make Dynamo end the user's compilation.
     with faults.confined(log, "linear", proposed.called) as attempt:
         found = _taken(proposed, tensors, roles, given, *options)
     faults.warned([log])
@@ -66,7 +66,7 @@ def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...]
 
 
 def _options() -> tuple[Options, Mapping[str, Any]] | None:
-    """What the compilation under way was asked for, and Inductor's patches; None if it is not for us."""
+    """Return the options of the current compilation, and Inductor's patches; None if its backend is not ours."""
     backend, settings = substitution.compiling_for()
     if backend is None or not substitution.are_taken_for(backend):
         return None
@@ -76,7 +76,7 @@ def _options() -> tuple[Options, Mapping[str, Any]] | None:
     try:
         return split_options(settings.get("mode"), settings.get("options"))
     except AttnCompilerError:
-        # The backend will say it.
+        # The backend will report the error.
         return None
 
 
@@ -88,7 +88,7 @@ def _taken(
     options: Options,
     patches: Mapping[str, Any],
 ) -> LinearForm | Reason | None:
-    """The form of a call that is taken; else why it is not, but for one that the user asked to leave alone."""
+    """Return the form of a call that is taken, or the reason against it. None: the user asked to leave it alone."""
     spec = spec_of(proposed, tensors, roles, given)
     if isinstance(spec, Reason):
         return spec
@@ -101,7 +101,7 @@ def _taken(
 
 
 def chosen(spec: LinearSpec, options: Options) -> Decision:
-    """The lowering of a call on its machine."""
+    """Choose the lowering of a call on its device."""
     target = Target.current(spec.device)
     return lowerings.linear_table.decide(
         spec, target, _asked(options), lambda name: lowerings.has_failed(name, spec, target)
@@ -109,7 +109,7 @@ def chosen(spec: LinearSpec, options: Options) -> Decision:
 
 
 def _asked(options: Options) -> tuple[str, ...] | None:
-    """Of the lowerings that the user names, those that may serve; None where none is named that could."""
+    """Return the lowerings named by the user that may serve a call; None if there are none."""
     return tuple(name for name in options.asked or () if name in (*lowerings.LINEAR_NAMES, UNTOUCHED)) or None
 
 
@@ -119,7 +119,7 @@ def _asked(options: Options) -> tuple[str, ...] | None:
 def spec_of(
     proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...], given: Mapping[str, Any]
 ) -> LinearSpec | Reason:
-    """What a call computes, of its operands' fake tensors; or why it can't be told."""
+    """Return the spec of a call from its operands' fake tensors, or the reason why it is unknown."""
     found = dict(zip(roles, tensors, strict=True))
     wrong = _shapes(proposed, found)
     if wrong is not None:
@@ -135,7 +135,7 @@ def spec_of(
 
 
 def call_of(form: LinearForm, tensors: Sequence[Tensor]) -> LinearSpec:
-    """The spec of a call with these operands, whose shapes are known to fit."""
+    """Return the spec of a call with these operands, whose shapes are known to fit."""
     found = dict(zip(form.roles, tensors, strict=True))
     v, k = (found["x"], found["B"]) if form.recurrence == "ssd" else (found["v"], found["k"])
     batch, length, num_heads_v, head_dim_v = v.shape
@@ -166,7 +166,7 @@ def _not_proved(proposed: Proposed, observed: str) -> Reason:
 
 
 def _shapes(proposed: Proposed, found: Mapping[str, Tensor]) -> Reason | None:
-    """Why operands are not those of the recurrence; None if they are."""
+    """Return why the operands do not have the shapes of the recurrence; None if they do."""
     template = proposed.template
     missing = [role for role in template.operands if role not in found and role not in template.optional]
     if missing:
@@ -192,7 +192,7 @@ def _shapes(proposed: Proposed, found: Mapping[str, Tensor]) -> Reason | None:
 
 
 def _others(proposed: Proposed, found: Mapping[str, Tensor], v: Tensor, k: Tensor) -> Reason | None:
-    """The axes of all operands, of which v and k have told the sizes."""
+    """Check the axes of all operands against the sizes read from v and k."""
     batch, length, heads, dim_v = v.shape
     groups, dim_k = k.shape[2:]
     tokens = (batch, length)
@@ -222,7 +222,7 @@ def _same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def _same(size: int | torch.SymInt, wanted: int | torch.SymInt) -> bool:
-    """Two symbolic sizes are made one by a guard: the function could not run if they differed."""
+    """Compare two sizes. Unequal symbols get a guard that they are equal: the function could not run otherwise."""
     if isinstance(size, torch.SymInt) and isinstance(wanted, torch.SymInt):
         axes.unify(size, wanted)
     return axes.same_size(axes.size_expr(size), axes.size_expr(wanted))

@@ -1,4 +1,4 @@
-"""Random operands for a proof: small sizes around the borders of chunks, the real length, the real heads, and numbers of three sorts."""
+"""Random operands for a proof: small sizes around chunk borders, the real length, the real heads, and three sorts of numbers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from attn_compiler.spec.linear import LinearSpec
 
-#: numbers as models have them; tiny q and k, where what is added to a norm counts, and long memory; numbers outside of what models have
+#: usual numbers; tiny q and k, where the eps added to a norm counts, with long memory; numbers outside the usual range
 SORTS = ("ordinary", "tiny", "unusual")
 _SMALL = (4, 6)
-#: of a run with all heads of the model
+#: head dims (k, v) of the run with all heads of the model
 _SMALLEST = (2, 3)
-#: heads of v for one of k in most runs, where there are many
+#: heads of v for each head of k in most runs, at most
 _GROUPED = 2
-#: numbers of the largest tensor of a proof
+#: elements of the largest tensor of a proof
 _MOST = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawSizes:
-    """batch, length, heads_k, heads_v, dim_k, dim_v: as in LinearSpec. sort: of numbers."""
+    """Sizes of one run. batch, length, heads_k, heads_v, dim_k, dim_v: as in LinearSpec. sort: of numbers."""
 
     batch: int
     length: int
@@ -37,12 +37,12 @@ class DrawSizes:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description of the sizes for error messages."""
         return f"at {self.length} tokens, heads of {self.dim_k}/{self.dim_v}, {self.sort} numbers"
 
 
 def sizes(spec: LinearSpec) -> Iterator[DrawSizes]:
-    """What to run a function at, the smallest first."""
+    """Yield the sizes to run a function at, smallest first."""
     ratio = min(spec.num_heads_v // spec.num_heads_k, _GROUPED)
 
     def small(length: int, sort: str) -> DrawSizes:
@@ -54,7 +54,7 @@ def sizes(spec: LinearSpec) -> Iterator[DrawSizes]:
         yield from (small(length, sort) for length in lengths)
     if isinstance(spec.length, int) and spec.length not in lengths and not _is_one_token(spec):
         yield small(spec.length, SORTS[0])
-    # A text may treat its tenth head, or groups of four, in another way than a second head and groups of two.
+    # A function's text may treat the tenth head, or groups of four, unlike the second head and groups of two.
     yield dataclasses.replace(
         small(lengths[min(1, len(lengths) - 1)], SORTS[0]),
         heads_k=spec.num_heads_k,
@@ -66,7 +66,7 @@ def sizes(spec: LinearSpec) -> Iterator[DrawSizes]:
 
 
 def _is_one_token(spec: LinearSpec) -> bool:
-    """Whether the function takes one token alone."""
+    """Return whether the function takes a single token only."""
     return spec.form.recurrence == "ssd" and spec.form.chunk == 1
 
 
@@ -78,10 +78,10 @@ def _lengths(spec: LinearSpec) -> tuple[int, ...]:
 
 
 def _as_they_are(spec: LinearSpec, ratio: int) -> DrawSizes:
-    """Batch, heads and their sizes as in the model, at few tokens; of fewer heads where that would take long."""
+    """Real batch, heads and head dims at few tokens; a batch of 1 and few heads if that would take long."""
     length = 1 if _is_one_token(spec) else spec.form.chunk + 1
     batch = spec.batch if isinstance(spec.batch, int) else 1
-    # Functions may hold a number for each pair of a chunk's tokens and each channel.
+    # Functions may hold a number for each pair of tokens in a chunk and each channel.
     is_by_channel = spec.form.channel or spec.form.recurrence == "ssd"
     pairs = spec.form.chunk**2 * (spec.head_dim_k if is_by_channel else 1)
     one_head = 2 * max(pairs, spec.form.chunk * (spec.head_dim_k + spec.head_dim_v), spec.head_dim_k * spec.head_dim_v)
@@ -98,7 +98,7 @@ def _as_they_are(spec: LinearSpec, ratio: int) -> DrawSizes:
 
 
 def operands(spec: LinearSpec, at: DrawSizes, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Random operands in the order of the form's roles, each with a gradient."""
+    """Draw random operands in the order of the form's roles, each with a gradient."""
     make = _of_ssd(spec, at) if spec.form.recurrence == "ssd" else _of_delta(spec, at)
     return [make[role]().to(dtype).requires_grad_() for role in spec.form.roles]
 
@@ -110,7 +110,7 @@ def _normal(*shape: int) -> Tensor:
 def _of_delta(spec: LinearSpec, at: DrawSizes) -> dict[str, Callable[[], Tensor]]:
     tokens, place = (at.batch, at.length), SORTS.index(at.sort)
     decay = (*tokens, at.heads_v, at.dim_k) if spec.form.channel else (*tokens, at.heads_v)
-    # A key that is longer than 1 makes the delta rule grow.
+    # A key longer than 1 makes the delta rule grow.
     shrunk = 1.0 if spec.form.eps is not None else at.dim_k**-0.5
     scale = (1.0, 1e-3, 0.3)[place]
     return {
@@ -124,7 +124,7 @@ def _of_delta(spec: LinearSpec, at: DrawSizes) -> dict[str, Callable[[], Tensor]
 
 
 def _beta(x: Tensor, sort: str) -> Tensor:
-    """Beyond 0 and 1 among unusual numbers."""
+    """Draw beta; the unusual sort goes below 0 and above 1."""
     return 0.7 * x.clamp(-1, 1.9) if sort == SORTS[2] else x.sigmoid()
 
 
@@ -133,7 +133,7 @@ def _of_ssd(spec: LinearSpec, at: DrawSizes) -> dict[str, Callable[[], Tensor]]:
     scale, shift = ((1.0, 0.0), (0.1, -5.0), (12.0, -6.0))[place]
 
     def dt() -> Tensor:
-        # On both sides of softplus's threshold among unusual numbers.
+        # The unusual sort lies on both sides of softplus's threshold.
         drawn = _normal(*tokens, heads) * scale + shift
         return drawn if spec.form.softplus else F.softplus(drawn)
 

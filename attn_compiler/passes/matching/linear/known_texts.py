@@ -1,12 +1,12 @@
-"""Texts of functions that a person has read: what they compute does not depend on the length in any way that a test could miss.
+"""Digests of functions that a person has read: their results depend on the length in no way that a test could miss.
 
-A graph with a length that is not known serves every length, and a test runs at some. So only these functions are taken there. A digest is
-that of source.py; it depends on no comment, and on no version of Python.
+A graph of unknown length serves every length, but a test runs at a few only. So such a graph takes only these functions. source.py makes
+the digests; comments and the Python version do not change them.
 """
 
 from __future__ import annotations
 
-#: digest -> what it is, and in which releases
+#: digest -> the function, and the releases that have it
 READ: dict[str, str] = {
     "898b4196826c994a": "torch_chunk_gated_delta_rule of transformers 5.23 and 5.24: a loop over chunks, and padding with zeros at the end",
     "fd95044c7399bad0": "torch_recurrent_gated_delta_rule of transformers 5.23 and 5.24: a loop over tokens",

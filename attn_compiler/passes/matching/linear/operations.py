@@ -1,10 +1,9 @@
-"""The ops that a function is made of: whether running it at random numbers proves what it computes.
+"""Check of a function's ops: a run at random numbers proves the result only if every op is on the list.
 
-Where all of them are on the list, what a function gives is made of its operands by sums, products, exponentials and roots alone, and is the
-same expression everywhere. Two such functions that agree at random points are equal. An op that takes one side or another by the value of
-a number would break that. So none of what comes from an operand is clamped to other numbers than the form's, or becomes a whole number or
-a truth value, which could be a mask or an index.
-Nothing is written to an operand, drawn, or read before it is written.
+Ops on the list build the result from sums, products, exponentials and roots of the operands. The result is then one expression everywhere,
+and two such functions that agree at random points are equal. An op that selects by value would break that. So no value made from an operand
+may be clamped to limits other than the form's. None may become an integer or a bool either, which could be an index or a mask. Nothing is
+written to an operand, drawn at random, or read before it is written.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _VIEWS = frozenset(
 
 
 def why_not(run: Callable[..., tuple[Tensor, Tensor]], operands: Sequence[Tensor], form: LinearForm) -> str | None:
-    """What a function is made of that a test proves nothing of; None where all of it is on the list."""
+    """Return the op of a function about which a test proves nothing; None if all ops are on the list."""
     graph = substitution.traced(lambda *given: run(form, given), operands)
     data: set[fx.Node] = set(graph.find_nodes(op="placeholder"))
     inputs, memory = frozenset(data), {node: node for node in data}
@@ -56,7 +55,7 @@ def why_not(run: Callable[..., tuple[Tensor, Tensor]], operands: Sequence[Tensor
         if of_data:
             data.add(node)
         memory[node] = base if first is not None and (name in _VIEWS or _writes(node)) else node
-        # A view of what has data in it has, too.
+        # A view of a tensor with data has data, too.
         if memory[node] in data:
             data.add(node)
     return None

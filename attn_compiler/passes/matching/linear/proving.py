@@ -1,8 +1,8 @@
-"""Whether a function computes the recurrence: by the ops that it is made of, and by running it in float64 at random numbers.
+"""Proof that a function computes the recurrence, by its ops and by runs in float64 at random numbers.
 
-The ops say that a test at random points proves what a function gives (operations.py); its text, that no branch does something else for
-other sizes (branches.py). Then outputs, states and all gradients are held against the recurrence, at lengths around the borders of chunks
-and at the real one, unless a person read the text. A proof is made once for a text and its sizes, and kept on disk beside rewrites.
+operations.py checks that a test at random points proves the results. branches.py checks the text: no branch behaves otherwise at other
+sizes. Outputs, states and all gradients are then compared with the recurrence, at lengths around chunk borders. The real length is run too,
+unless a person read the text. One proof serves a text and its sizes, and is kept on disk beside the rewrites.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.torch_private import compat as torch_compat, substitution
 from attn_compiler.torch_private.store import Store
 
-#: of float64, beside numbers of about 1
+#: allowed float64 difference, relative to numbers of about 1
 _NEAR = 1e-9
-#: tokens that the recurrence is run one by one for, and numbers of all states; of more, and of other numbers than ordinary, by chunks,
-#: whose backward takes a tenth
+#: limits of the token-by-token recurrence: tokens, and elements of all states. Larger runs, and those of other sorts of numbers, go by
+#: chunks, whose backward takes a tenth of the time.
 _ONE_BY_ONE, _FEW = 70, 1 << 12
-#: tokens that it always is run one by one for
+#: runs up to this many tokens always go token by token
 _FEWEST = 2
 _SEED = 20261127
-#: tokens of a run: a proof takes seconds, and of 32768 tokens minutes
+#: most tokens of a run: a proof takes seconds, and minutes at 32768 tokens
 _LONGEST = 8192
-#: in place of a length that nothing depends on
+#: stands for the length where nothing depends on it
 _ANY = "any"
 
 _PROVED: dict[str, str] = {}
 
 
 def why_not(proposed: Proposed, spec: LinearSpec, store: Store | None) -> Reason | None:
-    """Why a function is not proved to compute its form at these sizes; None if it is. store: where proofs are kept."""
+    """Return why a function is not proved to compute its form at these sizes; None if it is. store: cache of proofs."""
     said = _said(proposed, spec, store)
     if not said:
         return None
@@ -58,11 +58,11 @@ def why_not(proposed: Proposed, spec: LinearSpec, store: Store | None) -> Reason
 
 
 def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
-    """ "" of what is proved."""
+    """Return the reason against a function; "" if it is proved."""
     if proposed.text.why_not is not None:
         return proposed.text.why_not
     if proposed.name.rpartition("#")[2] in known_texts.READ:
-        # One proof for all lengths.
+        # One proof serves all lengths.
         spec = dataclasses.replace(spec, length=_ANY)
     elif not isinstance(spec.length, int):
         return "the length is not known, and a test says nothing of lengths that it does not run at"
@@ -78,7 +78,7 @@ def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
         except Exception as error:
             if torch_compat.starts_over(error):
                 raise
-            # It may be of the moment, so it is not kept.
+            # The error may be temporary, so it is not kept.
             return f"it raised {described(error)}"
         if store is not None:
             store.put(key, kept)
@@ -87,7 +87,7 @@ def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
 
 
 def _key(spec: LinearSpec) -> str:
-    """Everything that a proof rests on."""
+    """Digest of everything that a proof depends on."""
     held = dataclasses.replace(spec, dtype="float64", device="cpu", needs_grad=False)
     package = (cache.package_version(), cache.sources_digest())
     parts = (repr(held), *package, str(torch.__version__), sys.version, str(torch.get_default_dtype()))
@@ -135,7 +135,7 @@ def _recurrence(form: LinearForm, given: Sequence[Tensor], at: DrawSizes) -> tup
 def _apart(
     theirs: Sequence[Tensor], ours: Sequence[Tensor], given: Sequence[Tensor], *, is_differentiated: bool
 ) -> str | None:
-    """What of a function is not what the recurrence gives; None where all is."""
+    """Return the first difference between a function and the recurrence; None if they agree."""
     shapes = [[tuple(x.shape) for x in outs] for outs in (theirs, ours)]
     if shapes[0] != shapes[1]:
         return f"it gives {shapes[0]}, the recurrence {shapes[1]},"
@@ -158,7 +158,7 @@ def _gradients(outs: Sequence[Tensor], weights: Sequence[Tensor], given: Sequenc
 
 
 def _distance(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The largest difference beside numbers of 1 and more; not a number where one of them is none."""
+    """Return the largest difference, relative to 1 plus the largest element; NaN if any element is NaN."""
     with torch.no_grad():
         far = [(x - y).abs().max() / (1 + y.abs().max()) for x, y in zip(ones, others, strict=True)]
         return float(torch.stack(far).max())

@@ -1,4 +1,4 @@
-"""A model's function, called by the roles of its operands: what `verify` and proofs run, and what stands in a graph that is given back."""
+"""Call a model's function by the roles of its operands: for `verify`, for proofs, and for a graph that is given back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_compiler.spec.linear import LinearForm
 from attn_compiler.torch_private import compat as torch_compat, substitution
 
 _NORMALISED = "use_qk_l2norm_in_kernel"
-#: what functions with that flag add to a sum of squares
+#: eps that functions with the normalisation flag add to a sum of squares
 EPS = 1e-6
 
 
@@ -26,8 +26,8 @@ EPS = 1e-6
 class Proposed:
     """A function that has the parameters of a template.
 
-    name: its module, its name and the digest of its text. own: the model's function. template: how it is called. text: what it reads, and
-    what speaks against taking it. source: its line.
+    name: its module, its name and the digest of its text. own: the model's function. template: its parameters.
+    text: everything that it reads, and the reason against it if there is one. source: its line.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Proposed:
         return self.own.__name__
 
     def run(self, form: LinearForm, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """What it gives, and its last state, as `linear_call` has them."""
+        """Return the output and the last state, in the layout of `linear_call`."""
         given = dict(zip(form.roles, operands, strict=True))
         return self._one_token(form, given) if self.template.gives == "out, writes" else self._whole(form, given)
 
@@ -54,7 +54,7 @@ class Proposed:
         return out, last
 
     def _one_token(self, form: LinearForm, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Of one token, with what is a number for each head spread over its channels, as the function is given it."""
+        """Run one token. Values for each head are broadcast over its channels, as the function expects."""
         x = given["x"]
         dim, size = x.shape[-1], given["B"].shape[-1]
         state = given["state"].clone()
@@ -74,7 +74,7 @@ class Proposed:
 
 
 def settings(template: Template, form: LinearForm) -> dict[str, Any]:
-    """The numbers and flags of a form, by the parameters of a template."""
+    """Return the numbers and flags of a form, by the parameters of a template."""
     known: dict[str, Any] = {
         "chunk_size": form.chunk,
         _NORMALISED: form.eps is not None,
@@ -85,7 +85,7 @@ def settings(template: Template, form: LinearForm) -> dict[str, Any]:
 
 
 def form_of(proposed: Proposed, roles: tuple[str, ...], given: Mapping[str, Any], *, channel: bool) -> LinearForm:
-    """The form that a function has with these operands and settings, before its results are known."""
+    """Return the form of a function with these operands and settings, before the dtypes of its results are known."""
     template = proposed.template
     named = {name: given[name] for name in template.settings}
     limits = named.get("dt_limit")
@@ -104,9 +104,9 @@ def form_of(proposed: Proposed, roles: tuple[str, ...], given: Mapping[str, Any]
 def dtypes_of(
     proposed: Proposed, form: LinearForm, dtypes: Mapping[str, torch.dtype], *, grouped: bool
 ) -> tuple[str, str] | str:
-    """The dtypes of what a function gives for operands of these, found by running it once at a few numbers; or why it can't be told.
+    """Return the dtypes of a function's results for operands of these dtypes, or the reason why they are unknown.
 
-    The run has sizes that all differ, and its results have to have the shapes of the recurrence.
+    The function runs once on small tensors. All sizes of the run differ, and the results must have the shapes of the recurrence.
     grouped: there are fewer heads of k than of v.
     """
     try:
@@ -114,7 +114,7 @@ def dtypes_of(
     except Exception as error:
         if torch_compat.starts_over(error):
             raise
-        # It may be of the moment, so it is not kept.
+        # The error may be temporary, so it is not kept.
         return f"it raised {described(error)}"
 
 
@@ -140,7 +140,7 @@ def _dtypes_of(
 
 
 def shapes_of(form: LinearForm, at: DrawSizes) -> dict[str, tuple[int, ...]]:
-    """Shapes of operands by their roles."""
+    """Return the shapes of the operands by their roles."""
     tokens, number = (at.batch, at.length), (at.heads_v,)
     keys, heads = (*tokens, at.heads_k, at.dim_k), (*tokens, at.heads_v)
     if form.recurrence == "ssd":

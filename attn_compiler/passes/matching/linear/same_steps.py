@@ -1,7 +1,7 @@
-"""A function takes the same steps at the sizes of a model as at the small ones that it is run at.
+"""Check that a function takes the same steps at the model's sizes as at the small sizes of the tests.
 
-Numbers are compared at small sizes, so a text could do something else at a large batch, without a branch: by a number that it works out of
-sizes, or by a loop over them. Steps are cheap to look at: on tensors without memory a function runs at the model's own sizes.
+Numbers are compared at small sizes only. A text could act otherwise at a large batch without a branch, by a number computed from sizes or
+by a loop over them. Steps are cheap to compare: on tensors without memory, a function runs at the model's own sizes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.torch_private import substitution
 
-#: batches that are looked at where the batch is not known
+#: batch sizes to check where the batch is not known
 _BATCHES = (1, 3, 64, 4096)
-#: what takes sizes and places
+#: functions that take sizes and positions
 _OF_SIZES = frozenset(
     f"{operations.MOVES} empty zeros ones zeros_like ones_like eye new_zeros new_ones arange size dim chunk narrow pad flatten unflatten "
     "__getitem__ __setitem__ __get__".split()
@@ -28,7 +28,7 @@ _OF_SIZES = frozenset(
 
 
 def why_not(proposed: Proposed, spec: LinearSpec) -> str | None:
-    """What a function does at the sizes of a call that it does at no small ones; None if there is nothing."""
+    """Return what a function does at a call's sizes but at no small ones; None if there is nothing."""
     tested = [_steps(proposed, spec, at) for at in draws.sizes(spec) if at.sort == draws.SORTS[0]]
     numbers = frozenset().union(*(one.numbers for one in tested))
     for at in _own_sizes(spec):
@@ -57,7 +57,7 @@ def _own_sizes(spec: LinearSpec) -> Iterator[DrawSizes]:
 
 
 class _Steps(TorchFunctionMode):
-    """calls: names of what is called, in order. numbers: what is computed with, by name."""
+    """Recorder of steps. calls: names of the functions called, in order. numbers: numeric arguments, with the function's name."""
 
     def __init__(self) -> None:
         super().__init__()

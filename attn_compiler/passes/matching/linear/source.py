@@ -1,7 +1,8 @@
-"""The text of a function and of all that it reads: a digest that is the same in every process, and why a function may not be taken.
+"""Text of a function and of all that it reads: a digest that is equal in every process, and the reason against taking it.
 
-The text is that of the file, and is held against the code that runs. What a function reads besides its arguments is followed: functions,
-attributes of modules, numbers, defaults. All of it is in the digest, and every place is noted, for guards. What can't be followed refuses.
+The text comes from the file, and is compared with the code that runs. Everything that a function reads besides its arguments is followed:
+functions, attributes of modules, numbers, defaults. All of it enters the digest, and every place is noted for guards. A read that can't be
+followed is a refusal.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ from attn_compiler.passes.matching.linear import branches, vocabulary
 from attn_compiler.torch_private.outside_reads import OutsideRead
 
 _SPACE = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
-#: what changes with a tab, and with a version of Python
+#: tokens whose text depends on tabs and on the Python version
 _LAYOUT = {tokenize.INDENT: "indent", tokenize.DEDENT: "dedent", tokenize.NEWLINE: "newline"}
-#: names that say what they are, so that a digest need not
+#: modules under their usual names, which a digest need not record
 _USUAL = {"torch": torch, "F": F, "nn": torch.nn}
-#: decorators around a function that are looked behind
+#: most decorators around a function that are unwrapped
 _MOST_WRAPPED = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """digest: of all that is read. why_not: why the function may not be taken; None where nothing speaks against it. reads: every place."""
+    """digest: of all that is read. why_not: the reason against taking the function; None if there is none. reads: every place read."""
 
     digest: str
     why_not: str | None = None
     reads: tuple[OutsideRead, ...] = ()
 
     def holds(self) -> bool:
-        """Whether all that was read still is there."""
+        """Return whether everything read is still in place."""
         return all(one.holds() for one in self.reads)
 
 
 def read(function: types.FunctionType) -> Source:
-    """A function with all that it reads."""
+    """Read a function with all that it reads."""
     reader = _Reader()
     why = reader.add(function, _place(function))
     held = hashlib.sha256("\n".join((*reader.texts.values(), *reader.names)).encode()).hexdigest()[:16]
@@ -59,7 +60,7 @@ def read(function: types.FunctionType) -> Source:
 
 
 def innermost(value: object) -> Iterator[tuple[types.FunctionType, int]]:
-    """The function behind decorators, with their number; nothing of what is no function, or wraps itself."""
+    """Yield the function behind decorators, with their number; nothing if it is no function or wraps itself."""
     for wrapped in range(_MOST_WRAPPED):
         if not isinstance(value, types.FunctionType):
             return
@@ -70,7 +71,7 @@ def innermost(value: object) -> Iterator[tuple[types.FunctionType, int]]:
 
 
 def _place(function: types.FunctionType) -> OutsideRead | None:
-    """Where a function stands in its module, maybe behind decorators."""
+    """Find the place of a function in its module, maybe behind decorators."""
     module = sys.modules.get(function.__module__)
     for name, value in vars(module).items() if module is not None else ():
         for found, wrapped in innermost(value):
@@ -82,7 +83,7 @@ def _place(function: types.FunctionType) -> OutsideRead | None:
 
 
 class _Reader:
-    """What was read so far. texts: of functions. names: what names stand for, where their text does not say it."""
+    """Everything read so far. texts: of functions. names: meanings of names that their text does not tell."""
 
     def __init__(self) -> None:
         self.texts: dict[types.FunctionType, str] = {}
@@ -90,7 +91,7 @@ class _Reader:
         self.reads: list[OutsideRead] = []
 
     def add(self, function: types.FunctionType, place: OutsideRead | None) -> str | None:
-        """OutsideRead a function. Gives why it may not be taken."""
+        """Read a function from its place. Return the reason against taking it, or None."""
         if function in self.texts:
             return None
         self.texts[function] = ""
@@ -128,7 +129,7 @@ class _Reader:
         return None
 
     def _followed(self, function: types.FunctionType, chain: vocabulary.Chain) -> str | None:
-        """Why what stands under a name may not be read."""
+        """Return why the object behind a name may not be read; None if it may."""
         spelled, last = ".".join(chain), chain[-1]
         scope = function.__globals__
         if chain[0] not in scope:
@@ -163,7 +164,7 @@ class _Reader:
 
 
 def _made_of(function: types.FunctionType, place: OutsideRead) -> Iterator[OutsideRead]:
-    """What of a function may be replaced while it stays the same object."""
+    """Yield the parts of a function that can be replaced while the object stays the same."""
     for name in ("__code__", "__defaults__"):
         yield replace(place, names=(*place.names, name), value=getattr(function, name))
     by_name = function.__kwdefaults__
@@ -174,7 +175,7 @@ def _made_of(function: types.FunctionType, place: OutsideRead) -> Iterator[Outsi
 
 
 def _tree(function: types.FunctionType) -> tuple[ast.FunctionDef, str] | None:
-    """The function in its file, and its text, if that still is what runs."""
+    """Return the function's definition in its file, and its text; None if other code runs now."""
     try:
         lines, _ = inspect.findsource(function.__code__)
         text = textwrap.dedent(inspect.getsource(function.__code__))
@@ -186,7 +187,7 @@ def _tree(function: types.FunctionType) -> tuple[ast.FunctionDef, str] | None:
 
 
 def _own_text(found: ast.FunctionDef, text: str) -> str:
-    """Without decorators, whose lines come before the function's, and without the docstring."""
+    """Remove the decorators, whose lines come before the function's, and the docstring."""
     lines = text.splitlines(keepends=True)
     first = found.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
@@ -196,13 +197,13 @@ def _own_text(found: ast.FunctionDef, text: str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _codes(text: str) -> tuple[types.CodeType, ...]:
-    """The functions at the top of a file. They are compiled among its imports, which decide how a name's attribute is called."""
+    """Compile the top-level functions of a file. The file's imports decide how attributes of their names are called."""
     module = compile(text, "<text>", "exec", dont_inherit=True)
     return tuple(code for code in module.co_consts if isinstance(code, types.CodeType))
 
 
 def _same(one: types.CodeType, other: types.CodeType) -> bool:
-    """Whether two codes do the same: names, numbers and operations, wherever their lines are."""
+    """Return whether two code objects do the same: equal names, numbers and operations, wherever their lines are."""
     if (one.co_code, one.co_names, one.co_varnames, one.co_flags & ~_FUTURE) != (
         other.co_code,
         other.co_names,
@@ -220,17 +221,17 @@ def _same(one: types.CodeType, other: types.CodeType) -> bool:
     )
 
 
-#: `from __future__ import annotations` of the module, which changes no operation
+#: compiler flag of `from __future__ import annotations`, which changes no operation
 _FUTURE = 0x1000000
 
 
 def _globals(code: types.CodeType) -> set[str]:
-    """Every global name that is read: attributes are among them, which does no harm where no global has such a name."""
+    """Return every global name that is read. Attribute names are included, which does no harm unless a global has such a name."""
     found = {str(one.argval) for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return found.union(*(_globals(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
 def _tokens(text: str) -> str:
-    """Without comments and blanks."""
+    """Return the text without comments and blanks."""
     found = tokenize.generate_tokens(io.StringIO(text).readline)
     return " ".join(_LAYOUT.get(one.type, one.string) for one in found if one.type not in _SPACE)

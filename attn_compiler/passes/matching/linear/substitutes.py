@@ -1,6 +1,6 @@
-"""Finds functions of linear attention in the modules that are loaded, and has Dynamo take their calls as one node each.
+"""Find functions of linear attention in the loaded modules, and have Dynamo take each call as one node.
 
-What stands here in the place of a function is traced by Dynamo: it makes `linear_call` of the operands, and gives what the function gives.
+Dynamo traces the substitute in place of the function. It makes `linear_call` of the operands, and returns what the function returns.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from attn_compiler.torch_private.substitution import Decided
 #: packages without models
 _NO_MODELS = frozenset({"torch", "numpy", "scipy", "sympy", "triton", "attn_compiler", "networkx", "pytest", "_pytest"})
 
-#: modules that were looked at, and functions that were found there
+#: names of modules already searched, and the functions found there
 _SEEN: set[str] = set()
 _PROPOSED: dict[types.FunctionType, Proposed] = {}
 
 
 def look() -> None:
-    """At modules that were loaded since the last look; milliseconds."""
+    """Search the modules loaded since the last search; takes milliseconds."""
     for function in _new_functions():
         propose(function)
 
 
 def current(function: types.FunctionType) -> Proposed:
-    """A proposed function as its text and all that it reads are now."""
+    """Return a proposed function with its text and everything that it reads at this moment."""
     known = _PROPOSED[function]
     if known.text.holds():
         return known
@@ -56,7 +56,7 @@ def propose(function: types.FunctionType) -> Proposed | None:
 
 
 def proposal(function: types.FunctionType) -> Proposed | None:
-    """A function as it may be taken, by its parameters and its text."""
+    """Propose a function by its parameters and its text; None if it fits no template."""
     template = template_of(function)
     if template is None:
         return None
@@ -76,7 +76,7 @@ def _named(function: types.FunctionType, read: source.Source) -> str:
 
 
 def template_of(function: types.FunctionType) -> Template | None:
-    """The first template whose parameters a function has."""
+    """Return the first template whose parameters a function has."""
     code = function.__code__
     names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return next((one for one in TEMPLATES if one.parameters <= names), None)
@@ -97,7 +97,7 @@ def _new_functions() -> Iterator[types.FunctionType]:
 def _substitute(function: types.FunctionType, template: Template) -> None:
     flag = template.state_flag
     others = (*template.settings, *((flag,) if flag is not None else ()), *template.fixed)
-    # Of what a traced function holds, Dynamo knows pairs and words, and no Template.
+    # Dynamo understands pairs and strings in a traced function's closure, but no Template.
     roles = tuple(template.operands.items())
     gives_one_token = template.gives == "out, writes"
     gives_out_alone = template.gives == "out or pair"
@@ -132,12 +132,12 @@ def _by_role(roles: tuple[tuple[str, str], ...], tensors: Mapping[str, Tensor]) 
     return {role: tensors[name] for role, name in roles if name in tensors}
 
 
-#: of what a function of one token is given
+#: ranks of the operands of a one-token function
 _RANKS = {"x": 3, "dt": 3, "A": 3, "B": 3, "C": 3, "D": 2, "dt_bias": 2, "state": 4}
 
 
 def _is_of_heads(found: Mapping[str, Tensor]) -> bool:
-    """Whether what is spread over the channels of a head is one number for each head."""
+    """Return whether each value spread over a head's channels is one number for each head."""
     if "A" not in found or any(x.dim() != _RANKS[role] for role, x in found.items()):
         return False
     spread = [found[role] for role in ("dt", "A", "D", "dt_bias") if role in found]
@@ -145,7 +145,7 @@ def _is_of_heads(found: Mapping[str, Tensor]) -> bool:
 
 
 def _of_one_token(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The operands as `linear_call` has them."""
+    """Return the operands in the layout of `linear_call`."""
     made = {
         "x": found["x"].unsqueeze(1),
         "dt": found["dt"][:, :, 0].unsqueeze(1),

@@ -1,6 +1,6 @@
-"""How functions of linear attention are called, as data: one row for each list of parameters. To add one: its row in TEMPLATES.
+"""Parameter lists of functions of linear attention, as data: one row each. To add one, add a row to TEMPLATES.
 
-The names of parameters propose a function, and no more: what it computes is proved.
+Parameter names only propose a function; its computation is proved.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from attn_compiler.spec.linear import LinearKind
 class Template:
     """One list of parameters.
 
-    recurrence: which one. by_token: the function goes token by token.
+    recurrence: its name. by_token: the function goes token by token.
     operands: role -> parameter, in the order of `LinearForm.roles`. optional: roles that may be None.
-    settings: parameters that are numbers or flags. fixed: parameters that always are given this value, where a recurrence is run.
+    settings: parameters that are numbers or flags. fixed: parameters always set to this value when a recurrence is run.
     state_flag: the parameter that asks for the last state.
-    gives: "pair": (out, state), of which the state is None if it is not asked for. "out or pair": the state comes only where it is asked
-    for. "out, writes": out alone, of one token; the state is written in place, so nothing of it has a gradient.
+    gives: "pair": (out, state), where the state is None unless asked for. "out or pair": the state comes only if asked for. "out, writes":
+    out alone, for one token. The state is written in place, so no part of it has a gradient.
     """
 
     recurrence: LinearKind
@@ -35,7 +35,7 @@ class Template:
 
     @property
     def parameters(self) -> frozenset[str]:
-        """What a function must have to be proposed."""
+        """Parameters that a function must have to be proposed."""
         flag = () if self.state_flag is None else (self.state_flag,)
         return frozenset((*self.operands.values(), *self.settings, *self.fixed, *flag))
 

@@ -1,7 +1,7 @@
-"""The words that the text of a function may be made of: statements, methods of tensors, functions of PyTorch; and what it reads elsewhere.
+"""Words allowed in the text of a function, and the outside names that it reads: statements, tensor methods, functions of PyTorch.
 
-All that is not listed is refused. A tensor has hundreds of attributes that tell its memory, its mode or its device, and any of them could
-choose what a function computes. Which ops run is checked by operations.py.
+Everything not listed is refused. A tensor has hundreds of attributes for its memory, mode or device, and any of them could change the
+result. operations.py checks which ops run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXPRESSIONS = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.ListComp, ast.GeneratorExp, ast.comprehension),
     *(ast.JoinedStr, ast.FormattedValue, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context),
 )
-#: of tensors: what their sizes are, and what other tensors are to be made alike by
+#: attributes of tensors: their sizes, and properties that other tensors are made with
 _ATTRIBUTES = frozenset("shape ndim dtype device mT T".split())
 _METHODS = operations.ALLOWED | frozenset(
     "size dim numel to float double half bfloat16 type_as view_as expand_as reshape_as flatten unflatten movedim swapaxes narrow chunk "
@@ -55,7 +55,7 @@ _BUILTINS = frozenset(
 
 
 def chains(tree: ast.FunctionDef, outside: frozenset[str]) -> Iterator[Chain | str]:
-    """What a function reads elsewhere, each as a name with its attributes; and, as a text, each word that is not listed.
+    """Yield each outside name that a function reads, as a name with its attributes, and each unlisted word, as a text.
 
     outside: the names that its code looks up elsewhere.
     """
@@ -92,7 +92,7 @@ def _line(node: ast.AST) -> int:
 
 
 def _chain(node: ast.AST) -> Chain | None:
-    """A name with its attributes: ("torch", "linalg", "solve_triangular")."""
+    """Split a name with its attributes: ("torch", "linalg", "solve_triangular")."""
     if isinstance(node, ast.Name):
         return (node.id,)
     before = _chain(node.value) if isinstance(node, ast.Attribute) else None
@@ -100,7 +100,7 @@ def _chain(node: ast.AST) -> Chain | None:
 
 
 def is_known(value: object, name: str) -> bool:
-    """Whether a function computes the same whatever the state of a process is: one of Python, of `math`, or of PyTorch on the list."""
+    """Return whether a function is independent of process state: a builtin, one of `math`, or a listed one of PyTorch."""
     if name in _BUILTINS and vars(builtins).get(name) is value:
         return True
     if not isinstance(value, (types.BuiltinFunctionType, types.FunctionType)):
@@ -117,7 +117,7 @@ def is_known(value: object, name: str) -> bool:
 
 
 def is_constant(value: object) -> bool:
-    """Whether a value never changes and says all of itself in its text."""
+    """Return whether a value never changes and its repr tells all of it."""
     if isinstance(value, tuple):
         return type(value) is tuple and all(map(is_constant, value))
     return value is None or type(value) in (int, float, bool, str, torch.dtype, torch.memory_format)

@@ -1,4 +1,4 @@
-"""The ways in which attention is written. To add one: a file with NAME, ANCHORS and match(), a line in PATTERNS, its test."""
+"""Patterns of attention. To add one: a file with NAME, ANCHORS and match(), a line in PATTERNS, and a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_compiler.passes.matching.patterns import lse_call, sdpa_call, sdpa_ker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
-    """anchors: the ATen ops that it starts from. match: anchor -> Match, or raises Refused with the place where it stopped."""
+    """anchors: the ATen ops that start the pattern. match: anchor -> Match, or raises Refused with the place where it stopped."""
 
     name: str
     anchors: frozenset[object]

@@ -1,4 +1,4 @@
-"""The last step of every pattern: settle the axes of all tensors, then say which batch axes are heads."""
+"""Last step of every pattern: settle the axes of all tensors, then decide which batch axes are heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assemble(
     scores: SiteScores,
     **parts: Any,
 ) -> Match:
-    """A Match from a pattern's findings. batch_dims: the batch and head axes of the scores, outermost first."""
+    """Make a Match from a pattern's findings. batch_dims: the batch and head axes of the scores, outermost first."""
     terms = [t.operand for t in scores.terms]
     factors = [factor.operand for factor in scores.factors if factor.operand is not None]
     operands.settle([q, k, v, *terms, *factors])
@@ -51,7 +51,7 @@ def assemble(
 
 
 def _shared_tail(atoms: Dim, k: Operand, v: Operand) -> int:
-    """How many innermost axes K and V are both repeated along: query heads that share one key/value head."""
+    """Count the innermost axes that K and V are both repeated along: query heads that share one key/value head."""
     shared = 0
     for atom in reversed(atoms):
         if k.varies_along(atom) or v.varies_along(atom) or atom.size == axes.ONE:
@@ -61,7 +61,7 @@ def _shared_tail(atoms: Dim, k: Operand, v: Operand) -> int:
 
 
 def _first_head(atoms: Dim, shared: int) -> int:
-    """Where the heads begin: the last axis, or with shared heads also the axis that they are grouped in, if batch is left.
+    """Index of the first head axis. Heads are the last axis; with shared heads also the axis of their groups, if a batch axis is left.
 
     An axis of unknown size is batch: no model computes its number of heads, and kernels need to know it.
     """

@@ -1,6 +1,6 @@
-"""Scores that are masked by arithmetic, as in GPT-1: w · b + fill · (1 - b).
+"""Scores masked by arithmetic, as in GPT-1: w · b + fill · (1 - b).
 
-That is a mask where every b is 0 or 1. Here it is only told what it would be; that b is no other number is shown where masks are read.
+This is a mask if every b is 0 or 1. This file reads only its form. The code that reads masks proves that b has no other value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul_.Tensor})
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """scores · numbers + fill · (1 - numbers). product: the node that multiplies the two."""
+    """scores · numbers + fill · (1 - numbers). product: the node that multiplies the scores by the numbers."""
 
     scores: fx.Node
     numbers: fx.Node
@@ -30,7 +30,7 @@ class Blend:
 
 
 def read(mirror: Mirror, product: object, rest: object, weight: float) -> list[Blend]:
-    """Of product + weight · rest each way to take one factor for the numbers; of two versions of them there is none."""
+    """Return each reading of product + weight · rest as a blend, one for each choice of b. Both uses of b must see one version."""
     if not isinstance(product, fx.Node) or not isinstance(rest, fx.Node) or product.target not in _PRODUCTS:
         return []
     scaled = operands.scale_of(mirror, rest)
@@ -48,7 +48,7 @@ def read(mirror: Mirror, product: object, rest: object, weight: float) -> list[B
 
 
 def _left_of_one(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(b, 1) of 1 - b, (b, -1) of b - 1."""
+    """Return (b, 1) for 1 - b, and (b, -1) for b - 1."""
     if len(node.args) < 2 or constants.number(mirror, argument(node, "alpha", 1)) != 1.0:
         return None
     left, right = node.args[:2]

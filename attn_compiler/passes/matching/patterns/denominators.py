@@ -1,4 +1,4 @@
-"""What a model makes of the scores besides the weights: logsumexps of them, and sums that their exponentials are divided by."""
+"""Values that a model computes from the scores besides the weights: logsumexps, and sums that divide the exponentials."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOGSUMEXPS = frozenset({aten.logsumexp.default, aten.special_logsumexp.default}
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """known: the logsumexps, and other sums. nodes: these, and what they are made of the scores by. lses: the logsumexps."""
+    """known: the logsumexps and other sums. nodes: these, and the nodes between the scores and them. lses: the logsumexps."""
 
     known: Mapping[fx.Node, Value]
     nodes: frozenset[fx.Node]
@@ -32,7 +32,7 @@ class Sums:
 
 
 def of(mirror: Mirror, softmax: Softmax, scores: Scores, key: Dim) -> Sums:
-    """Of the same scores along the axis of the keys."""
+    """Find the logsumexps of the same scores along the key axis."""
     lses: dict[fx.Node, Dims] = {}
     nodes: set[fx.Node] = set()
     for node, dims in scores.same.items():
@@ -45,7 +45,7 @@ def of(mirror: Mirror, softmax: Softmax, scores: Scores, key: Dim) -> Sums:
 
 
 def _to_logsumexps(mirror: Mirror, path: list[fx.Node], besides: set[fx.Node]) -> Iterable[list[fx.Node]]:
-    """Ways down to logsumexps, by what moves or casts the scores alone."""
+    """Yield paths down to logsumexps, through ops that only move or cast the scores."""
     for user in mirror.readers(path[-1]):
         if user.target in _LOGSUMEXPS:
             yield [*path, user]
@@ -54,7 +54,7 @@ def _to_logsumexps(mirror: Mirror, path: list[fx.Node], besides: set[fx.Node]) -
 
 
 def _summed(path: list[fx.Node], dims: Dims, key: Dim) -> Dims | None:
-    """The dims of a logsumexp over the keys; None for one over something else."""
+    """Return the dims of a logsumexp over the keys; None if it is over another axis."""
     node = path[-1]
     try:
         dims = shares.moved(path[1:-1], dims)
@@ -68,7 +68,7 @@ def _summed(path: list[fx.Node], dims: Dims, key: Dim) -> Dims | None:
 
 
 def read(mirror: Mirror, sums: Sums, own: frozenset[fx.Node], out: fx.Node) -> ReadLse | None:
-    """The logsumexp, where something besides the attention reads it. own: that. Raises Refused where a kernel can't give it."""
+    """Return the logsumexp that is read outside the attention. own: the attention's nodes. Raises Refused if a kernel can't give it."""
     found = [x for x in sums.lses if any(user not in own | sums.nodes for user in mirror.readers(x))]
     if not found:
         return None
@@ -87,7 +87,7 @@ def read(mirror: Mirror, sums: Sums, own: frozenset[fx.Node], out: fx.Node) -> R
 
 
 def _made_before(lse: fx.Node, out: fx.Node, besides: set[fx.Node | None]) -> list[fx.Node]:
-    """What is made of a Dynamo node in front of another one, in order."""
+    """Return the nodes computed from `lse` before `out`, in order."""
     found: set[fx.Node] = {lse}
     made: list[fx.Node] = []
     node = lse.next if lse < out else out
@@ -100,8 +100,8 @@ def _made_before(lse: fx.Node, out: fx.Node, besides: set[fx.Node | None]) -> li
 
 
 def _may_wait(mirror: Mirror, early: list[fx.Node], lse: fx.Node, out: fx.Node) -> bool:
-    """Whether what is made of a logsumexp in front of the output may be made behind it: nothing there is written, drawn at random or
-    switched, and the output is not made of it."""
+    """Return whether nodes computed from a logsumexp before the output may run after it.
+    No node there may write, draw random numbers or change a mode, and the output may not depend on them."""
     first, last = mirror.order(lse), mirror.order(out)
     after = mirror.dynamo_node(out)
     if not early or after is None:
@@ -121,8 +121,8 @@ def _draws(node: fx.Node) -> bool:
 
 
 def check(softmax: Softmax, scores: Scores, *, is_masked_later: bool) -> None:
-    """Raises Refused where a kernel's logsumexp is another than the model's: a softmax is the same for scores that a number was added
-    to. is_masked_later: masks of the weights became masks of the scores."""
+    """Raise Refused if a kernel's logsumexp differs from the model's.
+    A number added to the scores changes it, but not the softmax. is_masked_later: masks of the weights became masks of the scores."""
     observed, remedy = None, None
     if is_masked_later:
         observed, remedy = "weights are masked after it was taken", "mask the scores, before both are taken"

@@ -1,4 +1,4 @@
-"""`attn_compiler::scaled_dot_product_attention_with_lse` (lse_op.py): SDPA's arguments, a softcap, and a logsumexp that may be read."""
+"""`attn_compiler::scaled_dot_product_attention_with_lse` (lse_op.py): SDPA's arguments, a softcap, and an optional logsumexp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANCHORS = frozenset({attention_with_lse})
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
-    """Raises Refused where the output is not taken out of the call, or is taken out of it after the logsumexp."""
+    """Match a call. Raises Refused if the output is not taken out of the call, or is taken out after the logsumexp."""
     out, lse = (_output(anchor, index) for index in range(2))
     call = sdpa_call.SdpaCall(pattern=NAME, anchor=anchor, out=out, mask="attn_mask", gqa=True)
     found = sdpa_call.match_call(mirror, call)
@@ -44,7 +44,7 @@ def _output(anchor: fx.Node, index: int) -> fx.Node:
 
 
 def _check_order(mirror: Mirror, anchor: fx.Node, out: fx.Node, lse: fx.Node) -> None:
-    """A kernel stands where the output stood, and its logsumexp is read below it."""
+    """Require the output before the logsumexp: a kernel stands at the output, and its logsumexp is read below it."""
     of_out, of_lse = mirror.dynamo_node(out), mirror.dynamo_node(lse)
     if of_out is None or of_lse is None or not of_out < of_lse:
         _refuse(anchor, "the logsumexp is taken out of it first, or alone")

@@ -1,4 +1,4 @@
-"""Added tensors that only mask, as the conditions that they were made of."""
+"""Conditions behind added tensors that only mask."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KEEP_ALIGNMENT = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An added tensor that is 0 where a condition holds (or, inverted, does not), and `fill` elsewhere; `node`: where that is read."""
+    """An added tensor: 0 where a condition holds (or, inverted, does not), else `fill`. `node`: the op that reads it."""
 
     condition: fx.Node
     inverted: bool
@@ -37,12 +37,12 @@ class Choice:
 
 
 def condition_of_mask(mirror: Mirror, term: fx.Node, weight: float) -> Choice | None:
-    """The condition of an added tensor that is 0 where it holds and masks elsewhere, the fill times `weight`.
+    """Return the condition of an added tensor that is 0 where it holds and masks elsewhere. The fill is multiplied by `weight`.
 
-    None for any other tensor.
+    None for any other tensor, and for one that is written to later.
 
-    Adding such a tensor and masking by its condition differ only in rows without any allowed key (0 here, the mean of v
-    there), and kernels are slower on float32's lowest number than on -inf. A tensor that is written to later is another one.
+    Adding such a tensor and masking by its condition differ only in rows without any allowed key: 0 here, the mean of v there. Kernels are
+    slower with float32's lowest number than with -inf.
     """
     path = [term]
     while views.is_view(path[-1]) and path[-1].target in _KEEP_ALIGNMENT:

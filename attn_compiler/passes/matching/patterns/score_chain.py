@@ -1,4 +1,4 @@
-"""What the steps between the product and the softmax add up to: one scale, what is added and masked, a cap, a sink column."""
+"""Sum of the steps between the product and the softmax: one scale, added and masking tensors, a cap, a sink column."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from attn_compiler.spec.scores import Pointwise, ScoreChange, Unusual, pointwise
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A tensor that joins the scores: added with `weight`, or (a bool) masking where it is False, or, `inverted`, True.
+    """A tensor that joins the scores: added with `weight`, or a bool mask of the scores where it is False (`inverted`: True).
 
-    dims: those of the scores where it does, at the mirror node `used`.
-    weighed_in: the dtype of the scores where the last part of the weight was multiplied on.
-    fill: what a masked score is.
-    replaces: the fill takes the place of the score. It is added to the score otherwise.
-    by_numbers: it is no bool: numbers, which mask if they are 0 and 1.
+    dims: the dims of the scores where it joins, at the mirror node `used`.
+    weighed_in: the dtype of the scores at the last multiplication of the weight.
+    fill: the value of a masked score.
+    replaces: the fill takes the place of the score. Otherwise it is added to the score.
+    by_numbers: the tensor is not bool. Its numbers mask if they are 0 and 1.
     """
 
     node: fx.Node
@@ -41,7 +41,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """What the scores are multiplied (or divided) by at run time. dims: those of the scores there. used: the mirror node that does it."""
+    """A factor or divisor of the scores known only at run time. dims: dims of the scores there. used: the mirror node that applies it."""
 
     by: fx.Node
     divide: bool
@@ -51,14 +51,14 @@ class Scaled:
 
 @dataclass(kw_only=True)
 class Scores:
-    """The scores while their steps are followed from the product on: dims now, and what happened so far.
+    """State of the scores while their steps are followed from the product on: the present dims, and all changes so far.
 
     changes: in the order of their steps. A later scale is moved before them.
-    masked_at: the highest number that a masked score may be by now.
+    masked_at: highest values that masked scores may have by now.
     shifted_along: axes whose maximum was subtracted.
-    sinks: logits that joined the keys as a column, or the number that all of them are.
+    sinks: logits that joined the keys as a column, or the number that all of them equal.
     sinks_first: the column is the first.
-    same: nodes that hold the scores as they are now, in any dtype, each with its dims.
+    same: nodes that hold the present scores, in any dtype, each with its dims.
     """
 
     dims: Dims
@@ -78,16 +78,16 @@ class Scores:
 
     @property
     def is_changed(self) -> bool:
-        """Whether something was done to each score by itself."""
+        """Return whether an elementwise change was made to the scores."""
         return pointwise(self.changes) is not None
 
     def unusual(self, what: str) -> None:
-        """Note what no lowering knows."""
+        """Note a feature that no lowering supports."""
         self.changes.append(Unusual(what=what))
 
 
 def follow(product: Contraction, steps: list[Step], dims: Dims) -> Scores:
-    """dims: those of the product. Raises AxisError for steps whose meaning depends on their order in a way that is not kept."""
+    """Follow the steps. dims: those of the product. Raises AxisError for steps whose meaning depends on an order that is not kept."""
     scores = Scores(dims=dims, scale=product.alpha, same={product.node: dims})
     if product.addend is not None:
         scores.additive.append(_added(product.addend, dims, product.node, product.beta))
@@ -100,7 +100,7 @@ def follow(product: Contraction, steps: list[Step], dims: Dims) -> Scores:
 
 
 def softmax_axis(dim: int, scores: Scores) -> Dim:
-    """The atoms that the softmax runs over. Raises AxisError if an earlier step only makes sense for another axis."""
+    """Return the atoms that the softmax runs over. Raises AxisError if an earlier step is valid only for another axis."""
     key = axes.resolve(scores.dims[dim])
     if any(axes.resolve(along) != key for along in scores.shifted_along):
         raise AxisError("the maximum that is subtracted was taken along another axis than the softmax")
@@ -156,7 +156,7 @@ def _added(term: fx.Node, dims: Dims, used: fx.Node, weight: float) -> Joined:
 
 
 def _check_after_sinks(scores: Scores, step: Step) -> None:
-    """The kinds say what happens to the scores before the sink column joins them: what comes later would change it too."""
+    """Refuse or note steps after the sink column. Kinds describe steps before it joins; later ones would change the column, too."""
     if isinstance(step, (steps.View, steps.SinkColumn)):
         raise AxisError(f"{step.node.name} moves the scores after the sink column joined them")
     if not isinstance(step, (steps.Cast, steps.Clamp, steps.Shift, steps.Offset)):
@@ -202,13 +202,13 @@ def _runtime_scale(scores: Scores, step: steps.RuntimeScale) -> None:
 
 
 def _widens_float16(step: steps.RuntimeScale) -> bool:
-    """A kernel multiplies q instead, in q's dtype, where a product that float32 holds may be infinite."""
+    """Return whether the scale widens float16. A kernel multiplies q in q's dtype, where a product that fits float32 may be infinite."""
     before, after = views.value(step.source).dtype, views.value(step.node).dtype
     return before == torch.float16 and after != before
 
 
 def _change(scores: Scores, step: steps.Change) -> None:
-    """A bias inside it, or a second change, has no kind of its own."""
+    """Add a change of the scores. A bias inside it, or a second change, has no kind of its own."""
     if scores.additive or scores.keeps or scores.is_changed or scores.shifted_along or scores.is_offset:
         scores.unusual(f"{step.name} after a mask, a bias, a shift or another change")
     scores.changes.append(step.change)

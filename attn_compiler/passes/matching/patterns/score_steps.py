@@ -1,7 +1,7 @@
-"""What may stand between q kᵀ and the softmax: one small reader for each op, in one table.
+"""Ops allowed between q kᵀ and the softmax: one small reader for each op, in one table.
 
-A reader looks at one mirror node and says which input carries the scores and what is done to them. Several answers mean
-several ways on; none means that this op is not understood here.
+A reader takes one mirror node, and returns the input that carries the scores and the change to them. Several results mean several possible
+paths upward. No result means that the op is not understood here.
 """
 
 from __future__ import annotations
@@ -35,25 +35,24 @@ from attn_compiler.spec.scores import Softcap
 
 aten = torch.ops.aten
 
-#: An added number is read as one that masks from float16's lowest number down. Above it a score counts beside the number that it got.
+#: An added number counts as a mask from float16's lowest number down. Above it, the score still matters beside the number.
 MASKED_BELOW = -65504.0
 
-#: In place of a score, a number above this leaves a weight beside a score of 0. Which ones below it mask, what else there is decides
-#: (fills.py).
+#: A score replaced by a number above this keeps a weight beside a score of 0. Below it, the other numbers decide if it masks (fills.py).
 MAY_MASK_BELOW = -110.0
 
-#: What masked scores must still be below after later scales: 1 / sqrt(1024) is allowed
+#: Masked scores must stay below this after later scales: 1 / sqrt(1024) is allowed
 STILL_MASKED_BELOW = MASKED_BELOW / 32
 
 
-#: A number up to this leaves a score the digits that count, in float32, and a mask a mask
+#: An added number up to this keeps a score's significant digits in float32, and keeps a mask a mask
 _MOST_ADDED = 1024.0
 
 Reader = Callable[[Mirror, fx.Node], list[Step]]
 
 
 def read(mirror: Mirror, node: fx.Node) -> list[Step]:
-    """Every way to understand `node` as a step on the scores; empty if there is none."""
+    """Return every reading of `node` as a step on the scores; empty if there is none."""
     if views.is_view(node):
         return [View(node=node, source=views.source(node))]
     reader = READERS.get(node.target)
@@ -105,7 +104,7 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 
 def _blended(mirror: Mirror, node: fx.Node, weight: float) -> list[Step]:
-    """Of left + weight · right."""
+    """Read left + weight · right."""
     left, right = node.args[:2]
     found = blended.read(mirror, left, right, weight)
     found += blended.read(mirror, right, left, 1.0) if weight == 1.0 else []
@@ -125,7 +124,7 @@ def _blended(mirror: Mirror, node: fx.Node, weight: float) -> list[Step]:
 
 
 def _offset(node: fx.Node, alpha: float | None) -> list[Step]:
-    """A number, times `alpha`, that is added to the scores or subtracted from them."""
+    """Read the addition or subtraction of a number times `alpha`."""
     source, number = node.args[:2]
     if alpha is None or not isinstance(source, fx.Node) or not isinstance(number, int | float):
         return []
@@ -133,7 +132,7 @@ def _offset(node: fx.Node, alpha: float | None) -> list[Step]:
 
 
 def _rsub(mirror: Mirror, node: fx.Node) -> list[Step]:
-    """other - alpha × scores, or the other way round."""
+    """Read other - alpha × scores, or scores and other swapped."""
     left, right = node.args[:2]
     alpha = constants.number(mirror, argument(node, "alpha"))
     if alpha != 1.0 or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
@@ -145,14 +144,14 @@ def _rsub(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 
 def _carries_scores(step: Step) -> bool:
-    """The scores have the full shape: what broadcasts up to the result is the other operand. Scores are no symbolic number."""
+    """Return whether `source` is a tensor of the result's full shape. A broadcast operand is not the scores, nor is a symbolic number."""
     source, whole = step.source.meta.get("val"), value(step.node)
-    # Tuples of other lengths compare their elements, too: of symbolic sizes, that would be a guard.
+    # Comparing tuples of different lengths also compares their elements, which would guard on symbolic sizes.
     return isinstance(source, torch.Tensor) and source.dim() == whole.dim() and source.shape == whole.shape
 
 
 def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The nodes that compute `scores`' maximum over its last axis, which is kept or put back, if that is what `node` is."""
+    """Return the nodes that compute `scores`' maximum over the last axis, kept or put back; None if `node` is not that."""
     path = [node]
     unsqueezed = False
     while True:
@@ -198,9 +197,9 @@ def _masked_fill(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 
 def _masking(mirror: Mirror, fill: object, node: fx.Node) -> float | None:
-    """The number that `fill` is in the scores that `node` gives, if a score with it may be masked.
+    """Return `fill` in the dtype of `node`'s scores, if a score with this value may be masked.
 
-    Rounded to their dtype: -1e9 is -998244352 in bfloat16, which is what else is added has to be held against.
+    It is rounded because other added numbers are compared with it: -1e9 is -998244352 in bfloat16.
     """
     number = constants.everywhere(mirror, fill)
     if number is None:
@@ -210,7 +209,7 @@ def _masking(mirror: Mirror, fill: object, node: fx.Node) -> float | None:
 
 
 def rounded(number: float, *nodes: fx.Node) -> float:
-    """The number in the dtype of each node in turn."""
+    """Round a number to the dtype of each node in turn."""
     for node in nodes:
         if value(node).is_floating_point():
             number = float(torch.tensor(number, dtype=torch.float64).to(value(node).dtype))
@@ -218,7 +217,7 @@ def rounded(number: float, *nodes: fx.Node) -> float:
 
 
 def _floor(mirror: Mirror, node: fx.Node) -> list[Step]:
-    """max(scores, lowest): OPT and others keep -inf out of the softmax this way."""
+    """Read max(scores, lowest): OPT and others keep -inf out of the softmax this way."""
     left, right = node.args[:2]
     for scores, bound in ((left, right), (right, left)):
         lowest = _masking(mirror, bound, node)
@@ -240,7 +239,7 @@ def _clamp(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 
 def _finite(mirror: Mirror, node: fx.Node) -> list[Step]:
-    """-inf and inf become the ends of the dtype, as by a clamp to them. No score is NaN that was none before it was masked."""
+    """Read nan_to_num: -inf and inf become the ends of the dtype, as by a clamp. Masking makes no score NaN."""
     low, high = argument(node, "neginf"), argument(node, "posinf")
     ends = torch.finfo(value(node).dtype)
     lowest = ends.min if low is None else constants.number(mirror, low)
@@ -289,12 +288,12 @@ def _logits(mirror: Mirror, column: fx.Node) -> fx.Node | float:
 
 
 def _is_real(logits: fx.Node | float) -> bool:
-    """Whether a column may be one of sinks. A number as low as those that mask has weight beside masked keys alone."""
+    """Return whether a column may be one of sinks. A sink as low as a mask has weight only beside masked keys."""
     return isinstance(logits, fx.Node) or MASKED_BELOW < logits < math.inf
 
 
 def _padded(mirror: Mirror, node: fx.Node) -> list[Step]:
-    """One column of one number beside the scores: a softmax plus one."""
+    """Read padding with one column of one number: a softmax plus one."""
     source, pad = node.args[:2]
     fill = argument(node, "value")
     number = 0.0 if fill is None else constants.number(mirror, fill)
@@ -307,7 +306,7 @@ def _padded(mirror: Mirror, node: fx.Node) -> list[Step]:
     return [SinkColumn(node=node, source=source, sinks=number, first=tuple(pad[:2]) == (1, 0))]
 
 
-#: The op in the mirror -> how to read it. A new step: one reader, one line here, one test.
+#: The op in the mirror -> its reader. For a new step add one reader, one line here and one test.
 READERS: dict[object, Reader] = {
     aten.mul.Tensor: _scale,
     aten.mul.Scalar: _scale,

@@ -1,4 +1,4 @@
-"""`F.scaled_dot_product_attention` in every argument form: one ATen op in the mirror, its semantics in its schema."""
+"""`F.scaled_dot_product_attention` with any arguments: one ATen op in the mirror, with its semantics in its schema."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ANCHORS = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 
 @dataclass(frozen=True, kw_only=True)
 class SdpaCall:
-    """How one op spells an SDPA call.
+    """One op's spelling of an SDPA call.
 
-    pattern: whose name the match has.
+    pattern: name of the match's pattern.
     anchor: the call.
     out: the attention's output.
-    mask: what the schema calls the mask.
-    gqa: fewer heads of k and v than of q are allowed.
+    mask: the schema's name of the mask.
+    gqa: k and v may have fewer heads than q.
     """
 
     pattern: str
@@ -40,13 +40,13 @@ class SdpaCall:
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
-    """Raises Refused for operands that are not (..., S, D) tensors, and for a scale that can't be told."""
+    """Match a call. Raises Refused for operands that are not (..., S, D) tensors, and for an unknown scale."""
     gqa = bool(views.argument(anchor, "enable_gqa"))
     return match_call(mirror, SdpaCall(pattern=NAME, anchor=anchor, out=anchor, mask="attn_mask", gqa=gqa))
 
 
 def match_call(mirror: Mirror, call: SdpaCall) -> Match:
-    """As `match`, for any op with such arguments."""
+    """Match any op with such arguments, as `match` does."""
     q, k, v = (_tensor(call.anchor, name) for name in ("query", "key", "value"))
     try:
         return _match(mirror, call, q, k, v)
@@ -116,7 +116,7 @@ def _match(mirror: Mirror, call: SdpaCall, q: fx.Node, k: fx.Node, v: fx.Node) -
 
 
 def _unify_sizes(call: SdpaCall, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
-    """The call does not compare the sizes of its inputs while compiling, and no kernel may read beyond the shorter one."""
+    """Make the sizes of the inputs equal. The call does not compare them at compile time, and no kernel may read past the shorter one."""
     out = views.value(call.out).shape
     of_q, of_k, of_v = (views.value(node).shape for node in (q, k, v))
     pairs = [(of_k[-2], of_v[-2]), (of_q[-1], of_k[-1])]
@@ -130,7 +130,7 @@ def _unify_sizes(call: SdpaCall, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
 
 
 def _batch_dims(node: fx.Node, batch: Dims, *, gqa: bool = False) -> Dims:
-    """The site's batch axes of one operand: unit axes broadcast, and with enable_gqa several query heads read one head."""
+    """Return the site's batch axes of one operand. Unit axes broadcast; with enable_gqa, several query heads read one head."""
     sizes = axes.shape_exprs(views.value(node))[:-2]
     own = batch[len(batch) - len(sizes) :]
     dims: list[Dim] = []

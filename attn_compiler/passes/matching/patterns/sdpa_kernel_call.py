@@ -1,7 +1,7 @@
 """PyTorch's own attention kernels, called by a model: `aten._scaled_dot_product_flash_attention` and its relatives.
 
-They are SDPA calls with a kernel chosen. Their first output is the attention; the others (logsumexp, seeds) are for their own backward,
-and a model that reads one asks for what no lowering gives.
+They are SDPA calls with a chosen kernel. Their first output is the attention. The others (logsumexp, seeds) are for their own backward, and
+no lowering provides them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _REMEDY = "call torch.nn.functional.scaled_dot_product_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What an op says beyond its schema.
+    """Properties of an op that its schema does not tell.
 
-    mask: the name of its mask.
-    top_left: where there are not as many queries as keys, its causal mask begins at the first key, as SDPA's. Else it ends at the last
-        one, or nothing is said of it.
-    gqa: it takes fewer heads of k and v.
+    mask: name of its mask argument.
+    top_left: with unequal numbers of queries and keys, its causal mask begins at the first key, as in SDPA. Otherwise it ends at the last
+    key, or is unspecified.
+    gqa: it accepts fewer heads of k and v.
     """
 
     mask: str = "attn_bias"
@@ -52,7 +52,7 @@ ANCHORS = frozenset(KERNELS)
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
-    """Raises Refused where a further output is read, and for what SDPA would not compute from the same arguments."""
+    """Match a call. Raises Refused if a further output is read, and for arguments with another meaning in SDPA."""
     kernel = KERNELS[anchor.target]
     out = _output(mirror, anchor)
     _require_plain(anchor, kernel)
@@ -98,7 +98,7 @@ def _schema(anchor: fx.Node) -> torch._C.FunctionSchema:
 
 
 def _require_plain(anchor: fx.Node, kernel: Kernel) -> None:
-    """These ops broadcast nothing, take no bool mask, and not all of them have SDPA's causal mask."""
+    """Require equal shapes and no bool mask: these ops broadcast nothing, take no bool mask, and some lack SDPA's causal mask."""
     q, k, v = (_value(anchor, name) for name in ("query", "key", "value"))
     for own, other in ((q.shape[0], k.shape[0]), (k.shape[0], v.shape[0]), (k.shape[2], v.shape[2])):
         axes.unify(own, other)

@@ -1,7 +1,7 @@
-"""What a model multiplies the weights or the output of each query by, read as a quotient of exponentials.
+"""Factors of each query's weights or output, read as a quotient of exponentials.
 
-X is the sum of a query's exponentiated scores, exp of their logsumexp. Y is exp of a tensor that the scores have no part in. A share of
-X / (X + Y) is that of sinks (sinks.py), in whatever way it is computed; other exponentials have to cancel.
+X is the sum of a query's exponentiated scores, the exp of their logsumexp. Y is the exp of a tensor independent of the scores. The share of
+sinks (sinks.py) is X / (X + Y), however it is computed. All other exponentials must cancel.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _NEAR = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A tensor with numbers for each query. of: those, or where `power` is given what their exponentials are a power of: log(of) · power.
+    """A tensor with numbers for each query. of: the numbers. If `power` is given, the tensor holds log(of) · power instead.
 
-    Several of them are joined along one axis. dims: what the dimensions mean; of that axis nothing.
+    Several of them are joined along `axis`. dims: meanings of the dimensions; the joined axis has none.
     """
 
     of: tuple[Number, ...]
@@ -48,29 +48,29 @@ class Value:
 
 
 def of_lse(dims: Dims) -> Value:
-    """The logsumexp of the scores."""
+    """Value of the scores' logsumexp."""
     return Value(of=(X,), dims=dims, power=1.0)
 
 
 def is_passed(node: fx.Node) -> bool:
-    """Whether a node moves or casts numbers, and changes none."""
+    """Return whether a node only moves or casts numbers."""
     return views.is_view(node) or _is_cast(node)
 
 
 def moved(path: Sequence[fx.Node], dims: Dims) -> Dims:
-    """The dims after nodes that move or cast numbers. Raises AxisError."""
+    """Return the dims after nodes that move or cast numbers. Raises AxisError."""
     for node in path:
         dims = views.forward(node, dims) if views.is_view(node) else dims
     return dims
 
 
 def own(dims: Dims) -> list[list[axes.Atom]]:
-    """The atoms of each dimension that carry an index."""
+    """Return the atoms of each dimension that carry an index."""
     return [[a for a in axes.resolve(dim) if a.size != axes.ONE] for dim in dims]
 
 
 def below(known: Mapping[fx.Node, Value]) -> set[fx.Node]:
-    """All that is made of what is known."""
+    """Return all nodes computed from known values, with the known nodes."""
     found, queue = set(known), list(known)
     while queue:
         node = queue.pop()
@@ -90,7 +90,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 class Reading:
-    """Reads numbers of queries against the direction of the graph. nodes: those that they are made by, from what is known on."""
+    """Reader of numbers of queries, upward in the graph. nodes: the nodes that compute them, from the known values on."""
 
     def __init__(self, mirror: Mirror, known: Mapping[fx.Node, Value]) -> None:
         self._mirror = mirror
@@ -101,18 +101,18 @@ class Reading:
 
     @property
     def nodes(self) -> set[fx.Node]:
-        """What was read."""
+        """Nodes that were read."""
         return {node for node, value in self._read.items() if value is not None}
 
     def logits(self, share: Number) -> Joined | float | None:
-        """The sinks whose exponentials are Y in the share X / (X + Y)."""
+        """Return the sinks whose exponentials are Y in the share X / (X + Y)."""
         if sympy.cancel(share * (X + 1)) == X:
             return 0.0
         found = (y for y in share.free_symbols & self._leaves.keys() if sympy.cancel(share * (X + y)) == X)
         return next((self._leaves[y] for y in found), None)
 
     def value(self, node: fx.Node) -> Value | None:
-        """What is known of a node."""
+        """Return the value of a node, or None if unknown."""
         if node not in self._read:
             self._read[node] = self._known.get(node) or self._made(node)
         return self._read[node]
@@ -233,7 +233,7 @@ class Reading:
         return replace(whole, of=(combined(left.of[0], right.of[0]),), power=power)
 
     def _side(self, x: object) -> object:
-        """What is known of an operand; itself, if that is nothing."""
+        """Return the value of an operand, or the operand itself if unknown."""
         found = self.value(x) if isinstance(x, fx.Node) and x in self._below else None
         return x if found is None else found
 
@@ -245,7 +245,7 @@ class Reading:
         return replace(whole, power=1.0 if abs(power - 1.0) < _NEAR else power)
 
     def _leaf(self, x: object, beside: Value, used: fx.Node) -> Value | None:
-        """A number, or a tensor that the scores have no part in, beside numbers of queries."""
+        """Return the value of a number, or of a tensor independent of the scores, next to numbers of queries."""
         number = constants.everywhere(self._mirror, x)
         if number is not None and math.isfinite(number):
             if beside.power is None:
@@ -289,7 +289,7 @@ def _are_alike(one: Dims, other: Dims) -> bool:
 # ---- what ops do -----------------------------------------------------------------------------------------------------
 
 _Two = Callable[[Number, Number], Number]
-#: on logarithms, as on what they are of, and on numbers
+#: effect on logarithms, in terms of their arguments, and effect on numbers
 _BINARY: dict[str, tuple[_Two | None, _Two | None]] = {
     "add": (operator.mul, operator.add),
     "sub": (operator.truediv, operator.sub),
@@ -299,7 +299,7 @@ _BINARY: dict[str, tuple[_Two | None, _Two | None]] = {
     "true_divide": (None, operator.truediv),
     "logaddexp": (operator.add, None),
 }
-#: what is subtracted from logarithms before their exponentials are taken, which have to cancel then
+#: numbers subtracted from logarithms before exp, which must cancel later
 _STABLE = frozenset({aten.maximum.default, aten.max.other})
 _OVER_PARTS = (
     frozenset("softmax _softmax _safe_softmax log_softmax _log_softmax logsumexp sum select slice narrow".split())

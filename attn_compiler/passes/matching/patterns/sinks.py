@@ -1,7 +1,7 @@
-"""Sinks behind the softmax: weights or an output times the share of them that one more number in the denominator leaves.
+"""Sinks after the softmax: weights or an output times the share that one more number in the denominator leaves.
 
-Models write that share as sigmoid(lse - sink), exp(lse - logaddexp(lse, sink)), softmax of the two joined, 1 / (1 + exp(sink - lse)), and
-so on: shares.py reads it. Here its product is found, and it is seen that nothing else reads or writes what that is made of.
+Models write the share as sigmoid(lse - sink), exp(lse - logaddexp(lse, sink)), softmax of the two joined, 1 / (1 + exp(sink - lse)), and so
+on. shares.py reads the share. This file finds its product, and checks that no other node reads or writes the nodes of the share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _QUOTIENTS = frozenset({aten.div.Tensor, aten.div_.Tensor, aten.true_divide.Tens
 
 @dataclass(frozen=True, kw_only=True)
 class Sunk:
-    """node: the weights or the output with sinks, which has `dims`. logits: of the sinks. nodes: what makes it."""
+    """node: the weights or the output with sinks, which has `dims`. logits: of the sinks. nodes: all nodes that compute it."""
 
     node: fx.Node
     dims: Dims
@@ -43,10 +43,10 @@ def behind(
     *,
     keeps_dtype: bool = False,
 ) -> Sunk | None:
-    """What makes sinks of a product or a quotient below `start`, which has `dims`; None where there is no such product.
+    """Return the sinks in a product or a quotient below `start`, which has `dims`; None if there are none.
 
-    known: the numbers of each query that are there for the softmax. own: what else may read them. keeps_dtype: what has sinks is in the
-    dtype of `start`.
+    known: the softmax's numbers for each query. own: other nodes that may read them.
+    keeps_dtype: the result with sinks has the dtype of `start`.
     """
     path, below = [start], shares.below(known)
     while True:
@@ -82,7 +82,7 @@ def behind(
 
 
 def _factor(carried: fx.Node, node: fx.Node) -> fx.Node | None:
-    """What a product or a quotient takes besides what is carried, as a divisor, and with the same shape as a result."""
+    """Return the other operand of a product, or the divisor of a quotient. The result must have the shape of the carried operand."""
     left, right = node.args[:2]
     if left is not carried and (node.target in _QUOTIENTS or mutation.writes(node)):
         return None
@@ -92,7 +92,7 @@ def _factor(carried: fx.Node, node: fx.Node) -> fx.Node | None:
 
 
 def _in_dtype_of(mirror: Mirror, start: fx.Node, node: fx.Node) -> list[fx.Node] | None:
-    """The product, and what stands between it and its cast back to the dtype that it began in, where it has another."""
+    """Return the product and the nodes to its cast back to `start`'s dtype; only the product if it has that dtype."""
     path = [node]
     while views.value(path[-1]).dtype != views.value(start).dtype:
         readers = mirror.readers(path[-1])
@@ -103,7 +103,7 @@ def _in_dtype_of(mirror: Mirror, start: fx.Node, node: fx.Node) -> list[fx.Node]
 
 
 def _is_one_a_query(share: Dims, dims: Dims, known: Mapping[fx.Node, Value]) -> bool:
-    """Whether each number is multiplied with what has its own query, and with all of that."""
+    """Return whether each number multiplies all elements of its own query, and no others."""
     queries = {a for value in known.values() for a in axes.flat(value.dims)}
     if len(share) > len(dims):
         return False
@@ -116,11 +116,11 @@ def _is_one_a_query(share: Dims, dims: Dims, known: Mapping[fx.Node, Value]) -> 
 
 
 def _is_read_by(mirror: Mirror, inside: set[fx.Node], readers: set[fx.Node]) -> bool:
-    """Whether nothing else reads elements of these nodes."""
+    """Return whether no other node reads elements of these nodes."""
     return all(x in readers or not views.reads_elements(x, node) for node in inside for x in mirror.readers(node))
 
 
 def _hold(mirror: Mirror, inside: set[fx.Node], readers: set[fx.Node]) -> bool:
-    """Whether nothing writes into one of these nodes before one of the readers reads it."""
+    """Return whether no write to one of these nodes comes before one of its readers."""
     pairs = ((node, user) for node in inside for user in node.users if user in readers)
     return all(mutation.written_between(mirror, node, node, user) is None for node, user in pairs)

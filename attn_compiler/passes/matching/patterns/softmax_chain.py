@@ -1,8 +1,8 @@
 """Attention written out: a product, steps on the scores, a softmax over the keys, a product with v.
 
-Anchored on the softmax. Upwards, every op must be a step that score_steps.py can read, until a product of two tensors; downwards,
-only what weights_chain.py knows, until a product with v. The axes of both products and of the softmax are followed all the way
-and must fit; Inductor's own patterns skip that and fuse softmax(dim=-2) wrongly (https://github.com/pytorch/pytorch/issues/195320).
+The softmax is the anchor. Upward, score_steps.py must read every op until a product of two tensors. Downward, weights_chain.py must know
+every op until a product with v. The axes of both products and of the softmax are followed all the way and must fit. Inductor's own patterns
+skip that and fuse softmax(dim=-2) wrongly (https://github.com/pytorch/pytorch/issues/195320).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _JOIN_KEYS = "join the keys, and the values, before the products, not the scores
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
-    """Raises Refused with the place where the graph stops looking like attention."""
+    """Match a softmax. Raises Refused with the place where the graph stops looking like attention."""
     softmax = softmaxes.read(mirror, anchor)
     if softmax is None:
         rule, observed = "the softmax runs over one axis", f"it runs over {views.argument(anchor, 'dim')}"
@@ -61,7 +61,7 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
 
 
 def _to_product(mirror: Mirror, softmax: Softmax) -> tuple[Contraction, list[Step]]:
-    """Walk up from the softmax. Returns the product and the steps after it, in the order in which they run."""
+    """Walk up from the softmax. Return the product and the steps after it, in execution order."""
     deepest: list[tuple[int, fx.Node]] = []
     found = _climb(mirror, softmax.scores, [], deepest, set())
     if found is not None:
@@ -80,7 +80,7 @@ def _to_product(mirror: Mirror, softmax: Softmax) -> tuple[Contraction, list[Ste
 def _climb(
     mirror: Mirror, node: fx.Node, taken: list[Step], deepest: list[tuple[int, fx.Node]], seen: set[fx.Node]
 ) -> tuple[Contraction, list[Step]] | None:
-    """Depth first; `seen` nodes led nowhere and are not tried again: two ways that meet would double the paths each time."""
+    """Search depth first. Nodes in `seen` failed and are not tried again: each merge of two paths would double the work."""
     product = contraction.parse(node)
     if product is not None:
         return product, taken[::-1]
@@ -100,7 +100,7 @@ def _climb(
 def _match(
     mirror: Mirror, softmax: Softmax, product: Contraction, steps: list[Step], *, with_sinks: bool = True
 ) -> Match:
-    """with_sinks: what is multiplied behind the softmax may be that of sinks."""
+    """Match the nodes around a softmax. with_sinks: a factor after the softmax may be the share of sinks."""
     anchor = softmax.node
     meaning = _fresh_labels(product)
     scores = score_chain.follow(product, steps, tuple(meaning[x] for x in product.out_labels))
@@ -170,7 +170,7 @@ def _match(
 
 
 def _check_addend(mirror: Mirror, product: Contraction) -> None:
-    """What a product adds no part of (beta=0) is not read, and still gets a gradient, of zeros, which a caller may ask for."""
+    """Refuse an unused addend (beta=0) that carries a gradient: the caller may ask for it, and it is zeros."""
     addend = product.node.args[0]
     if product.beta == 0 and isinstance(addend, fx.Node) and gradients.carries(mirror, addend):
         raise Refused(
@@ -184,7 +184,7 @@ def _check_addend(mirror: Mirror, product: Contraction) -> None:
 
 
 def _fresh_labels(product: Contraction) -> dict[int, Dim]:
-    """A new atom for each label; where one operand broadcasts (size 1), the other one's size counts."""
+    """Make a new atom for each label. If one operand broadcasts (size 1), the other one gives the size."""
     sizes: dict[int, axes.Size] = {}
     for node, labels in ((product.lhs, product.lhs_labels), (product.rhs, product.rhs_labels)):
         for label, size in zip(labels, axes.shape_exprs(views.value(node)), strict=True):
@@ -194,7 +194,7 @@ def _fresh_labels(product: Contraction) -> dict[int, Dim]:
 
 
 def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: Dim) -> tuple[bool, Dim, Dims]:
-    """(k is the right operand, query atoms, batch axes): the keys are the free axis that the softmax runs over."""
+    """Return (k is the right operand, query atoms, batch axes). The keys are the free axis that the softmax runs over."""
     for right in (True, False):
         k_free, q_free = (product.rhs_free, product.lhs_free) if right else (product.lhs_free, product.rhs_free)
         if [a for label in k_free for a in axes.resolve(meaning[label])] == list(key) and q_free and key:
@@ -211,7 +211,7 @@ def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: 
 
 
 def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contraction, steps: list[Step]) -> None:
-    """Nothing but the steps themselves, and sums of them, may read a score: a fused kernel does not make it."""
+    """Require that only the steps, and sums of the scores, read a score: a fused kernel does not make it."""
     for node in (product.node, *(s.node for s in steps)):
         for user in mirror.readers(node):
             if user not in allowed and views.reads_elements(user, node):
@@ -225,7 +225,7 @@ def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contrac
 
 
 def _factor(mirror: Mirror, scaled: Scaled, key: Dim, out: fx.Node) -> Factor:
-    """A scale is read where the model reads it, but multiplied where the kernel stands: nothing may write to it in between."""
+    """Read a scale where the model reads it. The kernel multiplies later, so nothing may write to the scale in between."""
     value = scaled.by.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         writer = mutation.written_between(mirror, scaled.by, scaled.used, out)
@@ -242,7 +242,7 @@ def _factor(mirror: Mirror, scaled: Scaled, key: Dim, out: fx.Node) -> Factor:
 def _values(
     mirror: Mirror, anchor: fx.Node, weighted: Contraction, weights: Dims, key: Dim
 ) -> tuple[Dims, fx.Node, Dims, Dim]:
-    """(dims of the output, node of v, dims of v, head-dim atoms of v); refuses a product over another axis than the keys."""
+    """Return (dims of the output, node of v, dims of v, head-dim atoms of v). Raises Refused if the product is not over the keys."""
     on_the_left = weights_chain.carries_weights(mirror, weighted.lhs, anchor)
     w_labels, v_labels = weighted.lhs_labels, weighted.rhs_labels
     v_node, free = weighted.rhs, weighted.rhs_free
@@ -271,7 +271,7 @@ def _operand(mirror: Mirror, product: fx.Node, node: fx.Node, dims: Dims, out: f
 
 
 def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joined]]:
-    """What is added to the scores, and of that the tensors that only mask, as their conditions."""
+    """Split the tensors added to the scores: the others, and those that only mask, as their conditions."""
     added: list[Joined] = []
     masking: list[Joined] = []
     for term in scores.additive:
@@ -292,7 +292,7 @@ def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joi
 
 
 def _term(mirror: Mirror, joined: Joined, out: fx.Node) -> Term:
-    """Read where the model reads it: it may have been written to after it was made."""
+    """Read a tensor at the model's reader, since it may be written to after its creation."""
     site_dims = operands.broadcast_dims(joined.node, joined.dims)
     operand, _ = operands.read(mirror, joined.node, site_dims, used=joined.used, until=out)
     return Term(
@@ -316,5 +316,5 @@ def _sinks(mirror: Mirror, scores: Scores, sunk: Sunk | None, out: fx.Node) -> O
 
 
 def _is_one_a_head(sinks: Operand, site: SiteAxes) -> bool:
-    """Whether sinks are the same for all of a batch and all queries, so that kernels have a place for them."""
+    """Return whether sinks are equal for the whole batch and all queries, which kernels require."""
     return not any(sinks.varies_along(atom) for atom in axes.flat((site.batch, site.query)))

@@ -1,7 +1,7 @@
-"""A softmax, by whatever ops it is written: PyTorch's own, exp(x) / sum(exp(x)), exp(log_softmax(x)), exp(x - logsumexp(x)).
+"""Softmax in any spelling: PyTorch's own, exp(x) / sum(exp(x)), exp(log_softmax(x)), exp(x - logsumexp(x)).
 
-A softmax that is written out is the same function. A model may subtract the row's maximum first or not: that is a number for each row,
-which changes no weight. Where a row has no weight left, or an exponential is infinite, the model gives NaN.
+A written-out softmax is the same function. Subtracting the row's maximum first is optional: one number for each row changes no weight. If a
+row has no weight left, or an exponential is infinite, the model gives NaN.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ WRITTEN_OUT = frozenset({aten.exp.default})
 _LOG_SOFTMAX = frozenset({aten.log_softmax.int, aten._log_softmax.default, aten.special_log_softmax.default})
 _DIVISIONS = frozenset({aten.div.Tensor, aten.true_divide.Tensor})
 
-#: what adds weights up, none of which is below 0
+#: ops that sum the weights, none of which is below 0
 SUM, NORM = aten.sum.dim_IntList, aten.linalg_vector_norm.default
 _CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default})
-#: a sum that is 1, but for rounding in half precision, is never below this
+#: highest clamp of a sum: a sum of 1, with rounding in half precision, is never below it
 _MOST_CLAMPED = 0.5
 
-#: what is added to a sum of at least 1 without a trace in float32, which sums in half precision are made in
+#: highest addend that leaves no trace in a float32 sum of at least 1; float32 also computes the sums of half precision
 _MOST_ADDED = 2.0**-24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """node: the weights. scores: of what. dim: along which axis of them. nodes: all that it consists of.
+    """node: the weights. scores: the input. dim: its softmax axis. nodes: all nodes of the softmax.
 
-    total: the sum of the exponentials, where they are divided by something else that is made of it. shift: what they are less of.
+    total: the sum of the exponentials, if they are divided by something else made from it. shift: the number subtracted from the scores.
     """
 
     node: fx.Node
@@ -51,7 +51,7 @@ class Softmax:
 
 
 def read(mirror: Mirror, anchor: fx.Node) -> Softmax | None:
-    """The softmax that an anchor belongs to; None for an exponential that is in none."""
+    """Return the softmax of an anchor; None for an exponential outside any softmax."""
     if anchor.target in CALLS:
         dim = argument(anchor, "dim")
         if not isinstance(dim, int):
@@ -85,7 +85,7 @@ def _less_logsumexp(mirror: Mirror, exp: fx.Node) -> Softmax | None:
 
 
 def _over_sum(mirror: Mirror, exp: fx.Node) -> Softmax | None:
-    """exp / sum, or exp · (1 / sum): the sum and that alone read the exponentials."""
+    """Read exp / sum, or exp · (1 / sum). Only the sum and this division may read the exponentials."""
     for weights in mirror.readers(exp):
         divisor, reader = _divisor(weights, exp)
         if divisor is None or (reader is not weights and not _is_read_by(mirror, reader, {weights})):
@@ -101,7 +101,7 @@ def _over_sum(mirror: Mirror, exp: fx.Node) -> Softmax | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Normalised:
-    """Weights divided by their sum along one axis. floored: the sum is kept from 0 by what changes no sum of 1."""
+    """Weights divided by their sum along one axis. floored: the sum is kept above 0 by a step that changes no sum of 1."""
 
     weights: fx.Node
     dim: int
@@ -109,7 +109,7 @@ class Normalised:
 
 
 def normalised(mirror: Mirror, node: fx.Node) -> Normalised | None:
-    """How a node divides weights by their sum along one axis, if it does."""
+    """Read a node as a division of weights by their sum along one axis; None if it is no such division."""
     weights = node.args[0] if node.args else None
     if not isinstance(weights, fx.Node) or node.target not in _DIVISIONS:
         return None
@@ -124,7 +124,7 @@ def normalised(mirror: Mirror, node: fx.Node) -> Normalised | None:
 
 
 def _floored(mirror: Mirror, node: fx.Node, reader: fx.Node, weights: fx.Node) -> _Row | None:
-    """The sum of weights, with a number added that a sum of 1 does not see, or clamped below 1; also as F.normalize(p=1) has it."""
+    """Read a sum of weights that is clamped below 1, or has an addend lost in a sum of 1, also as in F.normalize(p=1)."""
     if node.target in (aten.expand_as.default, aten.expand.default) and _is_read_by(mirror, node, {reader}):
         node, reader = views.source(node), node
     if not _is_read_by(mirror, node, {reader}) or not isinstance(node.args[0], fx.Node):
@@ -145,7 +145,7 @@ def _floored(mirror: Mirror, node: fx.Node, reader: fx.Node, weights: fx.Node) -
 
 
 def _divisor(weights: fx.Node, exp: fx.Node) -> tuple[fx.Node | None, fx.Node]:
-    """(what the exponentials are divided by, the node that reads it), if `weights` are that."""
+    """Return (divisor of the exponentials, its reader) if `weights` are their quotient."""
     left, right = weights.args[:2] if len(weights.args) > 1 else (None, None)
     if weights.target in _DIVISIONS and left is exp and isinstance(right, fx.Node) and right is not exp:
         return right, weights
@@ -157,7 +157,7 @@ def _divisor(weights: fx.Node, exp: fx.Node) -> tuple[fx.Node | None, fx.Node]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One number for each row of a tensor. nodes: from what is read down to the op that makes it of the tensor, which is the last."""
+    """One number for each row of a tensor. nodes: from the node that is read down to the op on the tensor, which is last."""
 
     dim: int
     nodes: tuple[fx.Node, ...]
@@ -166,7 +166,7 @@ class _Row:
 def _row(
     mirror: Mirror, node: fx.Node, reader: fx.Node, op: object, of: fx.Node, *, is_shared: bool = False
 ) -> _Row | None:
-    """How `node`, which only `reader` reads unless it is shared, is `op` on `of` over one axis, which is kept or put back."""
+    """Read `node` as `op` on `of` over one axis, which is kept or put back. Unless shared, only `reader` may read it."""
     path = [node]
     put_back: int | None = None
     below = reader
@@ -196,7 +196,7 @@ def _row(
 
 
 def _adds_nothing(mirror: Mirror, node: fx.Node, exp: fx.Node) -> bool:
-    """Whether it adds a number to a sum of exponentials that the sum does not see: the largest of them is 1."""
+    """Return whether a node adds a number that a sum of exponentials loses: the largest exponential is 1."""
     if not any(isinstance(step, Shift) for step in score_steps.read(mirror, views.source(exp))):
         return False
     if node.target is not aten.add.Tensor or argument(node, "alpha") != 1 or not isinstance(node.args[0], fx.Node):
@@ -206,12 +206,12 @@ def _adds_nothing(mirror: Mirror, node: fx.Node, exp: fx.Node) -> bool:
 
 
 def _unseen(node: fx.Node) -> float:
-    """What may be added to a number from 1 on without a trace."""
+    """Return the largest addend that leaves a number of at least 1 unchanged."""
     return min(_MOST_ADDED, torch.finfo(value(node).dtype).eps / 2)
 
 
 def _is_read_by(mirror: Mirror, node: fx.Node, readers: set[fx.Node]) -> bool:
-    """Whether nothing else reads its elements, and nothing writes to them."""
+    """Return whether no other node reads its elements, and none writes to them."""
     if mutation.is_written_later(mirror, node):
         return False
     return all(user in readers or not views.reads_elements(user, node) for user in mirror.readers(node))

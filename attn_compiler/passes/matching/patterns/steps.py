@@ -1,4 +1,4 @@
-"""What one op does to the scores, or to the weights after the softmax, as data: score_steps.py reads it, score_chain.py adds it up."""
+"""Effect of one op on the scores, or on the weights, as data: score_steps.py reads it, score_chain.py adds the steps up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_compiler.spec.scores import Pointwise
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One op on the scores: `source` carries them, `node` is the result. `uses`: further nodes that belong to the op."""
+    """One op on the scores: `source` carries them, `node` is the result. `uses`: further nodes of the op."""
 
     node: fx.Node
     source: fx.Node
@@ -21,24 +21,24 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class View(Step):
-    """Elements are moved, not changed."""
+    """A move of elements, without a change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cast(Step):
-    """Another floating dtype."""
+    """A cast to another floating dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale(Step):
-    """Times a number known now."""
+    """A product with a number known at compile time."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeScale(Step):
-    """Times (or over) what is known at run time only: a number, or a tensor that broadcasts to the scores, as one number a head is."""
+    """A product (or quotient) with a run-time number, or with a tensor that broadcasts to the scores, such as one number a head."""
 
     by: fx.Node
     divide: bool
@@ -46,7 +46,7 @@ class RuntimeScale(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Add(Step):
-    """Plus weight × term. negates: the scores themselves are subtracted."""
+    """Addition of weight × term. negates: the scores are subtracted."""
 
     term: fx.Node
     weight: float = 1.0
@@ -55,9 +55,9 @@ class Add(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Step):
-    """Only where the condition holds (or, inverted, does not): the rest is masked out, with the score `fill`.
+    """A mask that keeps scores where the condition holds (or, inverted, does not). All other scores become `fill`.
 
-    by_numbers: the condition are numbers that the scores were multiplied by; it is one if all of them are 0 or 1.
+    by_numbers: the condition holds numbers that multiplied the scores. It is a mask if all of them are 0 or 1.
     """
 
     condition: fx.Node
@@ -68,7 +68,7 @@ class Keep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Step):
-    """A change of each score by itself, by an op of that name. Of a softcap it is the middle: what follows is a scale."""
+    """An elementwise change of the scores, by an op of that name. For a softcap it is the middle part; a scale follows."""
 
     name: str
     change: Pointwise
@@ -76,7 +76,7 @@ class Change(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class SinkColumn(Step):
-    """A column of logits joins the keys: as the last one, or as the `first`. sinks: the logits, or the number that all of them are."""
+    """A column of logits that joins the keys, as the last one or as the `first`. sinks: the logits, or the number that all equal."""
 
     sinks: fx.Node | float
     first: bool = False
@@ -84,9 +84,9 @@ class SinkColumn(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Clamp(Step):
-    """No score below `low`, which masks, or above `high`. of_dtype: both are the ends of the scores' dtype, or none.
+    """A clamp of the scores to `low`, which masks, and `high`. of_dtype: both are the ends of the scores' dtype, or infinite.
 
-    Whether that changes a number, what the scores are multiplied with and what is added decide (fills.py).
+    Later scales and addends decide if the clamp changes a number (fills.py).
     """
 
     low: float
@@ -96,9 +96,9 @@ class Clamp(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Offset(Step):
-    """A number is added to every score: a softmax over them does not see it."""
+    """A number added to every score. The softmax does not depend on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shift(Step):
-    """Minus the maximum along the last axis: a softmax over that axis does not see it."""
+    """Subtraction of the maximum along the last axis. A softmax over that axis does not depend on it."""

@@ -1,8 +1,8 @@
-"""From the softmax down to the product with v: what may stand there, and whether a kernel's result is the same with it.
+"""Steps between the softmax and the product with v: which ones may stand there, and which leave a kernel's result equal.
 
-Views, casts and dropout; the part without the sink column; a product with 1; a mask that sets to zero what had no weight anyway. Also 0 in
-place of NaN, which a row without keys is, and a division by their own sum. What was set to zero before that might as well have been
-masked in the scores.
+Allowed: views, casts, dropout, the part without the sink column, a product with 1, and a mask that zeroes weights that were 0 anyway. Also
+allowed: 0 in place of NaN, which a row without keys gives, and a division by the weights' own sum. A mask before that division is equal to
+a mask of the scores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MASK_SCORES = "mask the scores before the softmax: scores.masked_fill(~mask, fl
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """nodes: what stands between the softmax and the product with v. product: that. is_read: the weights have another reader."""
+    """nodes: the steps between the softmax and the product with v. product: that product. is_read: the weights have another reader."""
 
     nodes: tuple[fx.Node, ...]
     product: Contraction
@@ -45,7 +45,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Zeroed:
-    """Weights are zero where `condition` does not hold (or, inverted, holds). weights: what is masked."""
+    """Weights set to zero where `condition` does not hold (or, inverted, holds). weights: the masked weights."""
 
     weights: fx.Node
     condition: fx.Node
@@ -53,7 +53,7 @@ class Zeroed:
 
 
 def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
-    """Walk down from the softmax to the product with v. Raises Refused where something else reads the weights."""
+    """Walk down from the softmax to the product with v. Raises Refused if another node reads the weights."""
     furthest = anchor
     paths: list[list[fx.Node]] = [[anchor]]
     while paths:
@@ -80,7 +80,7 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
 
 
 def _remedy(mirror: Mirror, weights: fx.Node) -> str | None:
-    """What to write instead of a product of the weights with something else than v."""
+    """Return the advice for a product of the weights with another factor before v."""
     products = [user for user in weights.users if user.target in (aten.mul.Tensor, aten.mul_.Tensor)]
     if any(operands.scale_of(mirror, product) is not None for product in products):
         return _SCALE_VALUES
@@ -99,14 +99,14 @@ def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) ->
 
 
 def _sums(mirror: Mirror, user: fx.Node, weights: fx.Node, path: list[fx.Node]) -> bool:
-    """Whether a node makes the sum that the next of the path divides these weights by."""
+    """Return whether `user` computes the sum by which a node of the path divides these weights."""
     found = (softmaxes.normalised(mirror, node) for node in path)
     is_sum = user.target in (softmaxes.SUM, softmaxes.NORM)
     return is_sum and any(one is not None and one.weights is weights for one in found)
 
 
 def carries_weights(mirror: Mirror, node: fx.Node, anchor: fx.Node) -> bool:
-    """Whether a factor of the product with v is made from the softmax."""
+    """Return whether a factor of the product with v is computed from the softmax."""
     current: fx.Node | None = node
     while current is not None and current is not anchor:
         current = _carried(mirror, current)
@@ -114,7 +114,7 @@ def carries_weights(mirror: Mirror, node: fx.Node, anchor: fx.Node) -> bool:
 
 
 def _carried(mirror: Mirror, node: fx.Node) -> fx.Node | None:
-    """The node that the weights come from, if `node` may stand among them."""
+    """Return the node that the weights come from, if `node` is an allowed step."""
     if not node.all_input_nodes:
         return None
     first = node.all_input_nodes[0]
@@ -136,7 +136,7 @@ def _carried(mirror: Mirror, node: fx.Node) -> fx.Node | None:
 
 
 def dropout(way: Way) -> float:
-    """The share of weights that is dropped. Raises AxisError for two dropouts."""
+    """Return the dropout probability of the weights. Raises AxisError for two dropouts."""
     rates = [p for n in way.nodes if n.target is aten.dropout.default and (p := views.dropout_probability(n))]
     if len(rates) > 1:
         raise AxisError("two dropouts on the weights")
@@ -144,9 +144,9 @@ def dropout(way: Way) -> float:
 
 
 def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) -> Dims:
-    """The dims of the weights at the product. Raises AxisError or Refused for what a kernel's result would not have.
+    """Return the dims of the weights at the product. Raises AxisError or Refused for steps whose effect a kernel's result would lack.
 
-    key: what the softmax runs over. The scores get the masks of weights that are divided by their sum, and those of whole rows.
+    key: the softmax axis. The scores get the masks of whole rows, and the masks of weights that are divided by their sum.
     """
     dims = scores.dims
     column = scores.sinks is not None
@@ -194,7 +194,7 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) 
 
 
 def _check_sum(node: fx.Node, along: Dim, key: Dim, before: Iterable[fx.Node], scores: Scores) -> None:
-    """The sum is that of a softmax, or of what a mask left of it. Raises AxisError."""
+    """Require that the sum is of a softmax, or of the part that a mask left. Raises AxisError."""
     if list(along) != list(axes.resolve(key)):
         raise AxisError(f"{node.name} divides the weights by their sum along another axis than the softmax")
     if scores.sinks is not None:
@@ -206,14 +206,14 @@ def _check_sum(node: fx.Node, along: Dim, key: Dim, before: Iterable[fx.Node], s
 def _check_sums_to_one(
     mirror: Mirror, node: fx.Node, pending: list[tuple[fx.Node, Zeroed, Dims]], scores: Scores
 ) -> None:
-    """Weights still sum to 1 where a key is left, so that what keeps their sum from 0 changes none. Raises Refused."""
+    """Require weights that sum to 1 in each row with a key left, so a floor on the sum has no effect. Raises Refused."""
     if not all(_is_masked_before(mirror, *one, scores) for one in pending):
         what = "divides by a sum that is kept from 0, of weights that are masked and sum to any number below 1"
         raise _other_mask(node, what)
 
 
 def _kept(node: fx.Node, zeroed: Zeroed, dims: Dims) -> Joined:
-    """The mask of weights as one of the scores: what it leaves of a softmax, over its sum, is the softmax over what it leaves."""
+    """Turn a mask of the weights into one of the scores. A masked softmax over its own sum equals a softmax over the kept keys."""
     numbers = not _is_bool(zeroed.condition)
     return Joined(
         node=zeroed.condition, dims=dims, used=node, inverted=zeroed.inverted, replaces=True, by_numbers=numbers
@@ -224,14 +224,14 @@ def _kept(node: fx.Node, zeroed: Zeroed, dims: Dims) -> Joined:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether it is a slice, a narrow or an item of a split."""
+    """Return whether a node is a slice, a narrow or an item of a split."""
     source = node.args[0] if node.args else None
     is_item = node.target is operator.getitem and isinstance(source, fx.Node) and source.target in _SPLITS
     return is_item or node.target in _SLICES
 
 
 def _part(node: fx.Node) -> tuple[fx.Node, axes.Size] | None:
-    """(the tensor that a part of the last axis is taken of, where the part begins); None if it is no such part."""
+    """Return (whole tensor, start) for a part of the last axis; None for any other node."""
     if not _is_part(node):
         return None
     top = views.source(node) if node.target is operator.getitem else node
@@ -274,7 +274,7 @@ def _zeroed(mirror: Mirror, node: fx.Node) -> Zeroed | None:
 
 
 def _cleared(mirror: Mirror, node: fx.Node) -> fx.Node | None:
-    """The weights that a node puts 0 in the place of each NaN of, if it does. Infinite weights there are none."""
+    """Return the weights if a node replaces their NaN with 0. Weights are never infinite."""
     if node.target is aten.nan_to_num.default:
         nan = views.argument(node, "nan")
         return views.source(node) if nan is None or constants.number(mirror, nan) == 0.0 else None
@@ -304,7 +304,7 @@ def _where(mirror: Mirror, node: fx.Node) -> Zeroed | None:
 
 
 def _times(mirror: Mirror, node: fx.Node) -> Zeroed | None:
-    """The weights times truth values, as they are or as numbers."""
+    """Read weights times bools, or times bools cast to numbers."""
     left, right = node.args[:2]
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
@@ -331,9 +331,9 @@ _MASKS: dict[object, Callable[[Mirror, fx.Node], Zeroed | None]] = {
 
 
 def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores) -> None:
-    """What is set to zero was masked in the scores, by the same elements: it had no weight. Raises Refused if that can't be told.
+    """Require that the same elements were masked in the scores, so their weights were zero. Raises Refused if that is unknown.
 
-    A row in which every key is masked gets nothing from the model then, as from every kernel.
+    A row in which every key is masked is then zero in the model, as from every kernel.
     """
     if _is_masked_before(mirror, node, zeroed, dims, scores):
         return
@@ -341,7 +341,7 @@ def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Di
 
 
 def _other_mask(node: fx.Node, what: str) -> Refused:
-    """Weights are masked in another way than their scores. what: a node does, of which that is seen."""
+    """Error for weights masked in another way than their scores. what: the observed action of the node."""
     return Refused(
         code=Code.AXES,
         rule="every axis and every step of the scores can be followed",
@@ -362,7 +362,7 @@ def _is_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims,
 
 
 def _bare(mirror: Mirror, condition: fx.Node, inverted: bool, reader: fx.Node) -> tuple[Version, bool] | None:
-    """A condition without its negations and casts, as it was read for `reader`. None if one of these was written to before it was read."""
+    """Return a condition without negations and casts, as read for `reader`. None if one of these was written to before its read."""
     while (condition.target in _NOT and _is_bool(condition)) or (
         condition.target in _CASTS and _is_bool(views.source(condition))
     ):
@@ -380,7 +380,7 @@ def _is_same(mirror: Mirror, one: tuple[Version, bool] | None, other: tuple[Vers
 
 
 def _is_of_rows(zeroed: Zeroed, dims: Dims, key: Dim) -> bool:
-    """Whether a condition is the same for all keys: a row that it sets to zero is one whose keys are all left out."""
+    """Return whether a condition is equal for all keys. A row that it zeroes has all its keys masked."""
     keys, shape = set(axes.resolve(key)), axes.shape_exprs(views.value(zeroed.condition))
     own = dims[len(dims) - len(shape) :] if shape else ()
     return all(size == axes.ONE for dim, size in zip(own, shape, strict=True) if not keys.isdisjoint(axes.resolve(dim)))
