@@ -1,1 +1,1 @@
-"""What masks and score changes mean, and the spec that follows."""
+"""Meaning of masks and score changes, and the spec that follows from it."""

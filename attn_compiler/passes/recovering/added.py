@@ -1,4 +1,4 @@
-"""What is added to the scores, as summands; what of it masks is told apart."""
+"""Split what is added to the scores into a mask and summands."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Summand:
 class Split:
     """An additive term: masked where `allowed` does not hold, and `added` elsewhere.
 
-    fills: the numbers that mask, as they are in the end.
-    sums: a masked pair may get several of them together.
+    fills: the numbers that mask, with all factors applied.
+    sums: a masked pair may get the sum of several fills.
     """
 
     allowed: Expr
@@ -34,9 +34,9 @@ class Split:
     sums: bool = False
 
     def reach(self, within: Ranges) -> Reach:
-        """How far what is added goes. What run-time numbers make low, such as (1 - mask) · -1e9, masks too: it undoes no mask.
+        """Return bounds of the added values. A low run-time value, such as (1 - mask) · -1e9, masks too: it undoes no mask.
 
-        What makes every key low, such as bias - 1e9, masks none of them: they are brought down to what was filled.
+        A value that lowers every key, such as bias - 1e9, masks none of them: it brings them down to the fill.
         """
         own = Reach()
         for part in self.added:
@@ -46,12 +46,12 @@ class Split:
 
 
 def split(x: Expr, weight: float = 1.0, *, scores_up_to: float = 0.0, within: Ranges | None = None) -> Split:
-    """What an additive term masks, and what else it adds. weight: the factor that the term has in the end.
+    """Split an additive term into a mask and added values. weight: the factor of the whole term.
 
-    Numbers that the term itself may undo, or scores up to `scores_up_to`, mask nothing: all of it is added then.
+    A number masks nothing if the term's other values, or scores up to `scores_up_to`, may undo it. All of the term is added then.
     """
     found = _split(x, weight)
-    # What all keys get shuts none of them out.
+    # A number that all keys get masks none of them.
     if found.allowed == ix.TRUE or (
         found.allowed != ix.FALSE and shuts_out(found.fills, found.reach(within or {}), scores_up_to)
     ):
@@ -74,7 +74,7 @@ def _split(x: Expr, weight: float) -> Split:
         case Apply(op="mul", args=(a, Const(value=factor))) if _is_factor(factor):
             found = _split(a, weight * factor)
             if found.allowed == ix.TRUE and len(found.added) > 1 and abs(weight * factor) >= -MASKED_BELOW:
-                # 3e38 · (1 - mask): its parts are so large that next to each of them all else that is added is rounded away.
+                # 3e38 · (1 - mask): each part is so large that anything added to it is rounded away.
                 return Split(allowed=ix.TRUE, added=(Summand(value=a, weight=weight * factor),))
             return found
         case Apply(op="div", args=(a, Const(value=factor))) if _is_factor(factor):
@@ -96,7 +96,7 @@ def _unless_zero(x: Const, weight: float) -> tuple[Summand, ...]:
 
 
 def _split_choice(x: Expr, condition: Expr, yes: Split, no: Split, weight: float) -> Split:
-    """Where one side is masked, what is added there makes no difference."""
+    """Split a choice between two terms. Values added on a masked side make no difference."""
     allowed, fills = ix.where(condition, yes.allowed, no.allowed), yes.fills | no.fills
     sums = yes.sums or no.sums
     if yes.allowed == ix.FALSE or no.allowed == ix.FALSE:

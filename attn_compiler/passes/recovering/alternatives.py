@@ -1,5 +1,5 @@
-"""Alternatives of a mask in fewer words: what follows from others is dropped, and what holds in each stands before them. Rows that a loop
-wrote one by one are the band or the frames that they draw."""
+"""Simplify the alternatives of a mask: drop implied ones, and factor out common conditions. Rows that a loop wrote one by one become the
+band or the frames that they form."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from attn_compiler.index_expr.junctions import split
 
 Q, K = Index("q"), Index("k")
 
-#: alternatives that are held against each other, and those that are kept
+#: the most alternatives that are compared with each other, and the most that are kept
 _FEW, _MOST = 16, 64
-#: pairs of a mask that is drawn, each as often as there are alternatives
+#: the most pairs of a mask that is evaluated, times its number of alternatives
 _MOST_PAIRS = 2**30
 
 _Parts = tuple[Expr, ...]
 
 
 def fewer(condition: Expr, within: Ranges) -> Expr:
-    """The same condition. within: how large indices and sizes are."""
+    """Return an equivalent condition with fewer alternatives. within: ranges of indices and sizes."""
     parts = _strongest([_fewer(part, within) for part in split("and", condition)], within)
     return ix.apply("and", *parts)
 
 
 def too_many(condition: Expr) -> str | None:
-    """Why a condition is not taken apart, which is the model's tensor then."""
+    """Return why a condition has too many alternatives, so that the model's tensor is used; else None."""
     most = max((len(split("or", part)) for part in split("and", condition)), default=0)
     if most <= _MOST:
         return None
@@ -59,7 +59,7 @@ def _fewer(part: Expr, within: Ranges) -> Expr:
 
 
 def _strongest(parts: list[Expr], within: Ranges) -> list[Expr]:
-    """Parts of a conjunction that do not follow from one another."""
+    """Return the parts of a conjunction that no other part implies."""
     kept = list(parts)
     for part in parts if len(parts) <= _FEW else ():
         if any(other is not part and _implies(other, part, within) for other in kept):
@@ -68,7 +68,7 @@ def _strongest(parts: list[Expr], within: Ranges) -> list[Expr]:
 
 
 def _follows(wanted: _Parts, known: _Parts, within: Ranges) -> bool:
-    """Whether a conjunction holds wherever another one does."""
+    """True if the conjunction `known` implies the conjunction `wanted`."""
     return all(any(_implies(x, part, within) for x in known) for part in wanted)
 
 
@@ -88,7 +88,7 @@ def _implies(a: Expr, b: Expr, within: Ranges) -> bool:
 
 
 def _drawn(x: Expr, alternatives: int, within: Ranges) -> Expr | None:
-    """The band or the frames that a condition on positions of a known number draws, every pair of it compared; None if it draws none."""
+    """Return the band or frames equal to a condition on positions of known sizes, checked on every pair; else None."""
     queries, keys = (_count(within, index) for index in (Q, K))
     if not queries or not keys or alternatives * queries * keys > _MOST_PAIRS:
         return None
@@ -111,7 +111,7 @@ def _count(within: Ranges, index: Index) -> int | None:
 
 
 def _pairs(x: Expr, places: dict[Index, torch.Tensor]) -> torch.Tensor | None:
-    """Where a condition on nothing but positions holds."""
+    """Evaluate a condition for all pairs; None if it reads anything but positions."""
     match x:
         case Apply(op="and" | "or" as op, args=args):
             found = [_pairs(part, places) for part in args]
@@ -129,7 +129,7 @@ def _pairs(x: Expr, places: dict[Index, torch.Tensor]) -> torch.Tensor | None:
 
 
 def _line(ends: torch.Tensor, limit: int, clamp: object) -> Expr | None:
-    """The number for each query as one expression of it, cut off at the last key or the first: a number, q + n, or c · (q // c) + n."""
+    """Return the ends of all rows, clamped to `limit`, as one expression: a number, q + n, or c · (q // c) + n; else None."""
     at = torch.arange(len(ends))
     free = (ends != limit).nonzero().flatten()
     if not len(free):

@@ -1,4 +1,4 @@
-"""Whether the blocks of each FlexAttention call are those of its mask_mod, by what both read as."""
+"""Check that the blocks of each FlexAttention call are those of its mask_mod, by comparing their expressions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attn_compiler.torch_private import symbols as torch_symbols
 
 
 def checked(unit: Unit, mirror: Mirror, spelling: Spelling, readers: Readers) -> Spelling:
-    """The spelling, in which calls whose blocks may not be those of their mask_mod are left alone."""
+    """Return the spelling without the calls whose blocks may differ from their mask_mod."""
     left: dict[fx.Node, Reason] = {}
     for one in spelling.calls:
         if one.blocks is None or one.allowed is None:
@@ -35,7 +35,7 @@ def checked(unit: Unit, mirror: Mirror, spelling: Spelling, readers: Readers) ->
 
 
 def differs(blocks: Blocks, allowed: fx.Node, mirror: Mirror, reader: Reader) -> Reason | None:
-    """Why it is not known that the blocks are those of mask_mod, if so. allowed: mask_mod of every score, a Dynamo node."""
+    """Return why the blocks may differ from mask_mod; None if they are equal. allowed: mask_mod of every score, a Dynamo node."""
     if blocks.dense is None:
         return None
     dense, mod = (_in_mirror(mirror, node) for node in (blocks.dense, allowed))
@@ -55,7 +55,7 @@ def _reason(observed: str) -> Reason:
 
 
 def _element(reader: Reader, node: fx.Node, dynamo: fx.Node) -> Expr:
-    """The element at (b, h, q, k), where an axis of size one has only its first."""
+    """Return the element at (b, h, q, k), with index 0 along axes of size one."""
     value: torch.Tensor = dynamo.meta["example_value"]
     at = tuple(
         Const(0) if torch_symbols.statically_known(size == 1) else Index(name)

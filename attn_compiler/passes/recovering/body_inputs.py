@@ -1,7 +1,7 @@
-"""Further inputs of a checkpoint's body: what its kernels read of the graph that calls it, and what is kept from call to call (buffers.py).
+"""Extra inputs of a checkpoint's body: tensors of the calling graph that kernels read, and tensors kept between calls (buffers.py).
 
-A model makes its mask once, outside of the checkpoints of its layers. What a layer is given is the mask; what a kernel wants is what the
-mask was made from, such as which tokens are padding.
+A model computes its mask once, outside the checkpoints of its layers. A layer receives the mask, but a kernel reads the tensors that the
+mask was computed from, such as the padding mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PREFIX = "attn_compiler_carried"
 
 
 def why_not(unit: Unit) -> str | None:
-    """Why a body can't have further inputs; None if it can."""
+    """Return why a body can't have extra inputs; None if it can."""
     if len(unit.place.calls) != 1:
         return "the graph that holds the attention is called in several places, or in a way that is not followed"
     (call,) = unit.place.calls
@@ -34,7 +34,7 @@ def why_not(unit: Unit) -> str | None:
 
 
 def add(unit: Unit, name: str, value: torch.Tensor) -> fx.Node:
-    """A further input of a body, the last one. value: fake. What its call gives for it goes into unit.written."""
+    """Add an input at the end of a body. value: a fake tensor. The argument that the call passes goes into unit.written."""
     last = bodies.placeholders(unit.graph_module)[-1]
     with unit.graph.inserting_after(last):
         node = unit.graph.placeholder(name)
@@ -43,8 +43,8 @@ def add(unit: Unit, name: str, value: torch.Tensor) -> fx.Node:
 
 
 def of_caller(unit: Unit, version: Version) -> fx.Node:
-    """The Dynamo node of what a tensor of a body's caller holds, when the body is called and when the backward computes it once more.
-    Raises AxisError where the body can't have it."""
+    """Return the Dynamo node of a caller's tensor, whose value is the same at the call and when the backward recomputes the body.
+    Raises AxisError if the body can't have it."""
     reason = why_not(unit)
     above = None if reason else unit.place.calls[0].unit.mirror
     if above is None or version.node.graph is not above.graph:
@@ -61,7 +61,7 @@ def of_caller(unit: Unit, version: Version) -> fx.Node:
 
 
 def carry(unit: Unit, version: Version) -> fx.Node:
-    """The input of a body that is what a tensor of its caller holds: one for all sites. Raises AxisError as `of_caller`."""
+    """Return the body's input for a tensor of its caller, shared by all sites. Raises AxisError as `of_caller` does."""
     found = of_caller(unit, version)
     known = next((node for node, given in unit.written.given.items() if given is found), None)
     if known is None:
@@ -71,13 +71,13 @@ def carry(unit: Unit, version: Version) -> fx.Node:
 
 
 def forget_erased(unit: Unit) -> None:
-    """A further input that an attempt made and took back is given nothing."""
+    """Drop inputs that a failed attempt added and erased again, so that calls pass nothing for them."""
     for node in [node for node in unit.written.given if torch_snapshots.is_erased(node)]:
         del unit.written.given[node]
 
 
 def pass_on(units: Iterable[Unit]) -> None:
-    """Let the calls of bodies give them their further inputs, once everything else is done."""
+    """Pass extra inputs in the calls of bodies. Runs after all other rewrites."""
     copies: dict[fx.Node, fx.Node] = {}
     for unit in units:
         if not unit.written.given:
@@ -89,9 +89,9 @@ def pass_on(units: Iterable[Unit]) -> None:
 
 
 def _kept(unit: Unit, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """What a call gives for a further input of a body: a copy where a user may write to the tensor before the body is run again.
+    """Return a call's argument for an extra input: a copy if a user may write to the tensor before the body runs again.
 
-    copies: those that there are, by the tensor: the first body's call has them made.
+    copies: copies made so far, by tensor. Each is computed before the call of the first body that needs it.
     """
     given, (call,) = unit.written.given[node], unit.place.calls
     is_differentiated = any(site.spec is not None and site.spec.needs_grad for site in unit.found.sites)

@@ -1,6 +1,6 @@
-"""What a graph gives back that another one may use as a mask: what is known of it is told, and what was relied on is guarded.
+"""Record facts about a graph's outputs that other graphs may use as masks, and guard the facts that this graph relied on.
 
-How it is read on the other side: reading/borders.py.
+reading/borders.py uses these facts in the other graphs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from attn_compiler.torch_private.known_masks import Known
 
 @dataclass(kw_only=True, eq=False)
 class Border:
-    """The outermost graph on its way through the passes, and what it hands over.
+    """State of the outermost graph during the passes, for its inputs and outputs.
 
-    root: None if it gives back nothing of the kind, and has no attention. read: the places of inputs that may be known, and that the graph
-    does not write to.
+    root: None if the graph has no attention, and no output that may be a mask. read: positions of the inputs that may be masks, and that
+    the graph does not write to.
     """
 
     root: Unit | None
@@ -44,7 +44,7 @@ class Border:
 
 
 def reached(gm: fx.GraphModule, units: Iterable[Unit], options: Options, readers: Readers) -> Border:
-    """To be called before anything of the graph is rewritten. What the graph's modules hold is looked at here (buffers.py)."""
+    """Start the border of a graph, before any rewrite. Also read masks that the graph's modules hold (buffers.py)."""
     row = torch_frames.once_per_compilation(GraphRow)
     root = next((unit for unit in _with_callers(units) if unit.graph_module is gm), None)
     reach = Aliases(graph=gm.graph)
@@ -72,7 +72,7 @@ def _with_callers(units: Iterable[Unit]) -> Iterator[Unit]:
 
 
 def crossed(border: Border) -> tuple[tuple[int, Known], ...]:
-    """What is known of the graph's outputs, by their places; told to the graphs that follow in a row, too. Guards what was relied on."""
+    """Return facts about the graph's outputs, by position. Record them for later graphs of the row, and guard the facts relied on."""
     root = border.root
     if root is None:
         return ()
@@ -103,7 +103,7 @@ def _told(border: Border, root: Unit) -> Iterator[tuple[int, Known]]:
 
 
 def _outputs(mirror: Mirror) -> Iterator[tuple[int, fx.Node, torch.Tensor]]:
-    """Those that may be masks, or make one, and are in memory of their own: place, node of the mirror, Dynamo's value."""
+    """Yield outputs that may be masks, or make one, and share no memory: position, mirror node, Dynamo's value."""
     (given,) = mirror.graph.output_node().args
     every: list[Any] = list(given) if isinstance(given, (tuple, list)) else [given]
     nodes = [node for node in every if isinstance(node, fx.Node)]
@@ -123,14 +123,14 @@ def _is_like(node: fx.Node, example: torch.Tensor) -> bool:
 
 
 def _element(reader: Reader, node: fx.Node) -> Expr:
-    """Raises Unreadable."""
+    """Return an output's element over known_masks.indices. Raises Unreadable."""
     at = known_masks.indices(reading.fake(node).dim())
     found = reader.read_at(len(reader.mirror.graph.nodes), node, at)
     return ix.decide(found, reader.within(found, node, at))
 
 
 def _unwritten(reader: Reader, element: Expr) -> dict[str, torch.Tensor]:
-    """Dynamo's values of what an element loads from, by name: of inputs that the graph does not write to."""
+    """Return Dynamo's values, by name, of the inputs that an element loads from and that the graph does not write to."""
     found = {}
     for name in element.facts.tensors:
         version = reader.tensors[name]

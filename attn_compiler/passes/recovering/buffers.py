@@ -1,8 +1,8 @@
-"""Masks that a module holds from its constructor on, such as a `tril` that is a buffer: they are read once, and known from then on.
+"""Masks that a module creates in its constructor, such as a `tril` buffer. They are read once, and known from then on.
 
-What a tensor holds is no fact of a graph. So it counts as what another graph gave back does (known_masks.py): a guard asks at each call for
-the very tensor, unwritten. A tensor is read a second time after a write, as a loaded checkpoint is, and not again: code that relies on
-nothing serves what is written more often.
+The values of a tensor are no fact of a graph. So they are treated as outputs of another graph (known_masks.py): a guard checks at each call
+that the tensor is the same one, and unwritten. After a write, such as loading a checkpoint, a tensor is read once more, and never again.
+A tensor that is written more often gets code that relies on no values.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from attn_compiler.passes.graph.mirroring import may_be_of_mask
 from attn_compiler.torch_private import frames as torch_frames, known_masks
 from attn_compiler.torch_private.known_masks import Known
 
-#: how often one tensor is read
+#: the most times that one tensor is read
 _MOST_LOOKS = 2
-#: elements of a tensor that is read: 8192 queries and keys
+#: the most elements of a tensor that is read: 8192 queries and keys
 _MOST = 2**26
 
 _looks: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
 
 def look(reach: Aliases) -> None:
-    """Have what a graph's modules hold known, where it is a mask by how far query and key are apart. The graph does not write to it."""
+    """Remember tensors of a graph's modules that mask by the distance of query and key, if the graph does not write to them."""
     if torch_frames.is_cut_into_buckets():
         # DistributedDataParallel writes to buffers before each call.
         return
@@ -45,7 +45,7 @@ def look(reach: Aliases) -> None:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether it has the shape of a mask for all heads, and its memory is at hand."""
+    """True if a tensor has the shape of a mask for all heads, and its memory can be read."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
     if not is_plain or tensor.dim() < 2 or math.prod(tensor.shape[:-2]) != 1 or not 1 < tensor.numel() <= _MOST:
         return False
@@ -53,7 +53,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _is_next(tensor: torch.Tensor) -> bool:
-    """Whether this look at a tensor is one of the first."""
+    """Count a read of a tensor. Return whether it is one of the first _MOST_LOOKS."""
     seen, count = _looks.get(id(tensor), (None, 0))
     count = count if seen is not None and seen() is tensor else 0
     _looks[id(tensor)] = (weakref.ref(tensor, _forget), count + 1)
@@ -66,7 +66,7 @@ def _forget(dead: weakref.ref[torch.Tensor]) -> None:
 
 
 def band_of(tensor: torch.Tensor) -> Expr | None:
-    """The elements of a tensor over known_masks.indices, if there are two numbers in it and the distance of query and key tells which."""
+    """Return the element over known_masks.indices, if the distance of query and key selects one of two numbers; else None."""
     with torch.no_grad():
         numbers = tensor.detach().reshape(tensor.shape[-2:])
         inside = numbers[0, 0].item()
@@ -74,7 +74,7 @@ def band_of(tensor: torch.Tensor) -> Expr | None:
         others = [row[n].item() for row, n in ((numbers[0], ahead), (numbers[:, 0], back)) if n < row.numel()]
         if not others:
             return None
-        # Truth values alone are as large as the tensor: distances would take eight times its elements in bytes.
+        # Only truth values have the size of the tensor: distances would take 8 bytes per element.
         query, key = _positions(numbers, 0), _positions(numbers, 1)
         is_inside = (key < query + ahead) & (key > query - back)
         if not bool(torch.where(is_inside, numbers == inside, numbers == others[0]).all()):
@@ -83,7 +83,7 @@ def band_of(tensor: torch.Tensor) -> Expr | None:
 
 
 def _run(row: torch.Tensor, number: float) -> int:
-    """How many elements are that number, up to the first that is another."""
+    """Count the leading elements that equal a number."""
     differs = (row != number).nonzero()
     return int(differs[0]) if differs.numel() else row.numel()
 
@@ -94,7 +94,7 @@ def _positions(numbers: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _band(tensor: torch.Tensor, ahead: int, back: int) -> Expr:
-    """Less than `ahead` keys after the query, and less than `back` before it; an end that no pair reaches is none."""
+    """Return the condition that a key is less than `ahead` after and `back` before the query. Ends that no pair reaches drop out."""
     query, key = known_masks.indices(tensor.dim())[-2:]
     return ix.apply("and", *_ends(tensor, ahead, back, query, key))
 

@@ -1,8 +1,7 @@
-"""Keys that a mask leaves a query by their indices: `ones.scatter(-1, topk, False)`, and what of it is then asked of each key, or of the
-block that a key is in.
+"""Masks that allow keys by their indices, such as `ones.scatter(-1, topk, False)`, read for each key or for the block of a key.
 
-The tensor is one number, and another one at the indices. A part of the mask that is false for the one and true for the other says no more
-than which keys the indices name.
+The tensor holds one number at the indices and another one elsewhere. A part of the mask that is true for the first and false for the
+second says exactly which keys the indices name.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ aten = torch.ops.aten
 
 K = Index("k")
 
-#: what gives the elements that it is given, one for one
+#: ops whose result has the elements of their input, one for one
 _SAME = (*views.CASTS, *views.COPIES)
 
 
 def of(mirror: Mirror, match: Match, reader: Reader, parts: Iterable[Expr]) -> Chosen | None:
-    """What the first part of a conjunction that asks for chosen keys says."""
+    """Return the chosen keys of the first part of a conjunction that names some; else None."""
     keys = axes.dim_size(match.axes.key)
     found = (_of(mirror, reader, part, load, keys) for part in parts for load in ix.loads(part))
     return next((each for each in found if each is not None), None)
 
 
 def _of(mirror: Mirror, reader: Reader, part: Expr, load: Load, keys: sympy.Expr) -> Chosen | None:
-    """keys: how many there are."""
+    """Return the chosen keys that a load in `part` names, or None. keys: the number of keys."""
     writer = _scatter(mirror, reader.tensors[load.tensor])
     block = _block(load.at[-1]) if load.at else None
     if writer is None or block is None or any(ix.mentions(x, K) for x in load.at[:-1]):
@@ -79,7 +78,7 @@ def _of(mirror: Mirror, reader: Reader, part: Expr, load: Load, keys: sympy.Expr
 
 
 def _block(at: Expr) -> int | None:
-    """How many keys in a row have one element."""
+    """Return the number of consecutive keys that share an element; None if unknown."""
     if at == K:
         return 1
     match at:
@@ -89,7 +88,7 @@ def _block(at: Expr) -> int | None:
 
 
 def _scatter(mirror: Mirror, version: Version) -> fx.Node | None:
-    """What wrote one number at indices last, into all of the tensor."""
+    """Return the scatter of one number that wrote last, if it wrote to the tensor itself and not to a view."""
     writer = version.node if version.since is None else version.since
     if writer.graph is not mirror.graph:
         return None
@@ -99,7 +98,7 @@ def _scatter(mirror: Mirror, version: Version) -> fx.Node | None:
 
 
 def _written(writer: fx.Node, load: Load) -> Const | None:
-    """The number at the indices, as the tensor holds it."""
+    """Return the number at the indices, converted to the tensor's dtype."""
     value = argument(writer, "value")
     if not isinstance(value, (bool, int, float)):
         return None
@@ -108,7 +107,7 @@ def _written(writer: fx.Node, load: Load) -> Const | None:
 
 
 def _is_of_rows(writer: fx.Node, indices: fx.Node) -> bool:
-    """Whether each row along the last axis has a row of indices."""
+    """True if each row along the last axis has its own row of indices."""
     value, own = fake(writer), fake(indices)
     dim = argument(writer, "dim")
     if not isinstance(dim, int) or own.dim() != value.dim() or dim % value.dim() != value.dim() - 1:
@@ -117,7 +116,7 @@ def _is_of_rows(writer: fx.Node, indices: fx.Node) -> bool:
 
 
 def _are_distinct(indices: fx.Node) -> bool:
-    """Whether they are those of a top k along the last axis, as they are."""
+    """True if the indices are the unchanged result of a topk along the last axis."""
     while indices.target in _SAME and isinstance(indices.args[0], fx.Node):
         indices = indices.args[0]
     if indices.target is not operator.getitem or indices.args[1] != 1 or not isinstance(indices.args[0], fx.Node):

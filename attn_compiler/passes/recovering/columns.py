@@ -1,8 +1,8 @@
-"""What the elements of k and v are made of, head dim by head dim: runs of dims that are elements of one tensor each.
+"""Sources of the elements of k and v: runs of head dims, each of which holds elements of one tensor.
 
-Elements are read as those of masks are (reading/), by the rules that move elements and no other: views, slices, pieces of a split, `cat`,
+Elements are read as those of masks are (reading/), but only by rules that move elements: views, slices, pieces of a split, `cat`,
 and writes in place, such as `k[..., :n].copy_(k_nope)` into a fresh tensor. So each element is traced to the one tensor that holds it,
-and to what that tensor held between two writes.
+at a version between two writes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ aten = torch.ops.aten
 
 BATCH, HEAD, KEY, HEAD_DIM = (Index(name) for name in "bhkd")
 
-#: stands for an element of memory that nothing was written to
+#: placeholder for an element of uninitialised memory
 _UNWRITTEN = Const(float("nan"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRun:
-    """Head dims from `first` on, `size` of them. of: the tensor that holds them. at: where, over b, h, k and d, the place in the run."""
+    """A run of `size` head dims from `first` on. of: the tensor that holds them. at: indices over b, h, k and d; d counts in the run."""
 
     first: int
     size: int
@@ -51,7 +51,7 @@ class Columns:
         self._reader = Reader(mirror, _RULES, inside.reached)
 
     def runs(self, match: Match, operand: Operand, head_dim: Dim) -> list[ColumnRun] | None:
-        """What the head dims of k or v are made of, in order; None where that can't be said."""
+        """Return the runs that make up the head dims of k or v, in order; None if they are unknown."""
         at, size = _at(match, operand, head_dim), axes.dim_size(head_dim)
         if at is None or not size.is_Integer:
             return None
@@ -76,7 +76,7 @@ class Columns:
 
 
 def _borders(x: Expr, size: int) -> list[int] | None:
-    """Where another choice may be made among the head dims, 0 and the end included; None if a choice asks for anything else."""
+    """Return the head dims at which a choice may change, 0 and the end included; None if one depends on anything else."""
     found = {0, size}
     for part in ix.ordered(x, _conditions):
         if not isinstance(part, Test):
@@ -89,12 +89,12 @@ def _borders(x: Expr, size: int) -> list[int] | None:
 
 
 def _conditions(x: Expr) -> tuple[Expr, ...]:
-    """Not what an element's place is made of."""
+    """Return the parts of x, but not the indices of a load."""
     return () if isinstance(x, Load) else ix.parts(x)
 
 
 def _at(match: Match, operand: Operand, head_dim: Dim) -> At | None:
-    """The place of the element (b, h, k, d) in the operand's root; None where a dimension is a part of one of these axes."""
+    """Return the indices of element (b, h, k, d) in the operand's root; None if a dimension is only a part of one of these axes."""
     site_of = {own: site for site, own in operand.reads.items()}
     found = []
     for dim in operand.root_dims:
@@ -109,7 +109,7 @@ def _at(match: Match, operand: Operand, head_dim: Dim) -> At | None:
 
 
 def _with_next(position: Expr, atoms: list[Any], match: Match, head_dim: Dim) -> Expr | None:
-    """The position among the axes before, and along the next one, whose atoms are taken off the list."""
+    """Extend a row-major position by the next axis, and remove its atoms from the list; None if no axis matches."""
     groups = ((BATCH, match.axes.batch), (HEAD, match.axes.heads_kv), (KEY, match.axes.key), (HEAD_DIM, head_dim))
     for index, group in groups:
         own = [atom for atom in axes.resolve(group) if atom.size != axes.ONE]
@@ -121,7 +121,7 @@ def _with_next(position: Expr, atoms: list[Any], match: Match, head_dim: Dim) ->
 
 
 def _piece(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """getitem(split(x, sizes, dim), i)"""
+    """Read getitem(split(x, sizes, dim), i)."""
     pieces, place = node.args
     if not isinstance(pieces, fx.Node) or not isinstance(place, int) or pieces.target not in _SPLITS:
         return None
@@ -138,7 +138,7 @@ def _piece(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Parts of a head. Keys that are put together, as a cache's and new ones, are one tensor from there on."""
+    """Read a cat of parts of a head. A cat of keys, such as a cache's and new ones, is itself a source."""
     dim = views.argument(node, "dim", 0)
     if not isinstance(dim, int) or not at[dim].facts.indices <= {HEAD_DIM.name}:
         return None
@@ -150,7 +150,7 @@ def _unwritten(reader: Reader, node: fx.Node, at: At) -> Expr:
 
 
 def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """A copy in the same dtype, on the same device."""
+    """Read a copy if it keeps dtype and device."""
     source = views.source(node)
     alike = fake(source).dtype == fake(node).dtype and fake(source).device == fake(node).device
     return reader.read(source, at) if alike else None
@@ -166,7 +166,7 @@ _SPLITS = (
 _MADE_EMPTY = (aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default)
 _COPIES = (*views.COPIES, *views.CASTS, aten.to.device, aten.type_as.default)
 
-#: the ATen op -> how an element of its result reads. Nothing that computes is here: what it gives is a tensor that elements are traced to.
+#: ATen op -> rule that reads an element of its result. Ops that compute have none: elements are traced to their results.
 _RULES: dict[object, ReadOp] = {
     **{op: rule for op, rule in moving.READERS.items() if op not in (aten.embedding.default, aten.index.Tensor)},
     **dict.fromkeys(_COPIES, _same),

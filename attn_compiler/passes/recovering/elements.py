@@ -1,4 +1,4 @@
-"""Where in a tensor that joins the scores the element of one score (b, h, q, k) stands, whatever axes its dimensions are made of."""
+"""Indices of the element for score (b, h, q, k) in a mask or bias, whatever axes its dimensions are made of."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from attn_compiler.passes.recovering.reading import Unreadable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Axes of the site that stand together, and the index that runs along them."""
+    """Adjacent axes of the site, and the index that runs along them."""
 
     atoms: Dim
     index: Expr
 
 
 def indices(match: Match, dims: Dims) -> tuple[Expr, ...]:
-    """An expression over (b, h, q, k) for each dimension of a tensor whose dimensions mean these axes of the site.
+    """Return an index over (b, h, q, k) for each dimension of a tensor. dims: the site's axes that each dimension is made of.
 
-    Raises Unreadable where a size that is more than a sum of symbols stands inside a dimension that is made of several axes.
+    Raises Unreadable if a dimension of several axes contains a size that `reading.size` can't express.
     """
     places = _places(match)
     return tuple(_index(axes.resolve(dim), places) for dim in dims)
 
 
 def ranges(match: Match, longer: Mapping[int, int]) -> Ranges:
-    """The largest value of each index, where its size is a plain one. longer: as in `Readers.longer`."""
+    """Return the largest value of each index whose size can be expressed. longer: as in `Readers.longer`."""
     found: dict[str, Linear] = {}
     for name, group in _groups(match):
         size = reading.size(axes.dim_size(group))
@@ -44,12 +44,12 @@ def ranges(match: Match, longer: Mapping[int, int]) -> Ranges:
 
 
 def varies_along(match: Match, operand: Operand) -> str:
-    """The letters of the indices, of "bhqk", that pick another element of the operand."""
+    """Return the letters, of "bhqk", of the indices that select another element of the operand."""
     return "".join(name for name, group in _groups(match) if any(map(operand.varies_along, _long(group))))
 
 
 def shape(match: Match, along: str) -> tuple[int | str, ...]:
-    """(B, Hq, Sq, Skv), with 1 for what is not among the letters `along`."""
+    """Return (B, Hq, Sq, Skv), with 1 for each index whose letter is not in `along`."""
     sizes = ((name, axes.dim_size(group)) for name, group in _groups(match))
     return tuple(1 if name not in along else int(size) if size.is_Integer else str(size) for name, size in sizes)
 
@@ -59,12 +59,12 @@ def _groups(match: Match) -> tuple[tuple[str, Dim], ...]:
 
 
 def _long(dim: Dim) -> Dim:
-    """The atoms that an index runs along: those of size one have none."""
+    """Return the atoms of a dimension that are longer than one."""
     return tuple(atom for atom in axes.resolve(dim) if atom.size != axes.ONE)
 
 
 def _places(match: Match) -> list[_Place]:
-    """Whole groups first, then their parts: b as it is, or b // windows and b % windows."""
+    """List whole groups first, then their parts: b itself, then b // windows and b % windows."""
     groups = [(Index(name), _long(group)) for name, group in _groups(match)]
     whole = [_Place(atoms=atoms, index=index) for index, atoms in groups if atoms]
     parts = [part for index, atoms in groups if len(atoms) > 1 for part in _parts(index, atoms)]

@@ -1,11 +1,11 @@
-"""Numbers that are added for each key and so far apart that the highest of a row leaves no other key a weight: (1 - mask) · -10000.
+"""Numbers added per key, so far apart that the keys with the highest number of a row get all the weight: (1 - mask) · -10000.
 
-A softmax is the same whatever all its scores are raised by. So a row in which every key got -10000 is as if none had. One with keys of 2
-beside 1 in its mask has those of 2. Whatever whole numbers a mask holds, the keys with the highest are used, and no others.
+A softmax does not change if all its scores are shifted. So a row in which every key got -10000 is unmasked. A row with 2 and 1 in its mask
+uses the keys with 2. Whatever integers a mask holds, the keys with the highest number are used, and no others.
 
-Beside numbers like the lowest of a dtype no score counts: (1 - mask) · finfo.min. There 0 is the number of keys that are used. A row
-without a 0, or with a higher number, is the softmax over what is added to it: nodes behind the kernel give that. Training keeps such
-numbers as they are, since q and k get a gradient from these rows.
+Numbers like the lowest of a dtype round scores away: (1 - mask) · finfo.min. There the keys with 0 are used. A row without a 0, or with a
+higher number, is the softmax over the added numbers: nodes behind the kernel compute that. Training keeps such numbers as they are, since
+q and k get a gradient from these rows.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from attn_compiler.passes.recovering.keyless import loses_scores
 from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.spelling.fills import GONE, of_scores
 
-#: how much of a factor rounding to bfloat16 may take away
+#: the share of a factor that is surely left after rounding to bfloat16
 _ROUNDED = 1 - 2.0**-7
 
 
 def leaves_keys(mirror: Mirror, match: Match, reader: Reader) -> bool:
-    """Whether the one tensor that is added does so, and nothing else becomes of the scores of a call, which kernels keep in float32."""
+    """True if the one tensor added in a call has such numbers, and nothing else changes the scores, which kernels keep in float32."""
     added = None if match.decomposed else _added(mirror, match, reader)
     apart = None if added is None else _apart(added)
     return apart is not None and apart > 2 * of_scores(match) + GONE
 
 
 def leaves_zeros(mirror: Mirror, match: Match, reader: Reader) -> bool:
-    """Whether the one tensor that is added holds whole numbers times a number beside which no score counts: (1 - mask) · lowest.
+    """True if the one added tensor holds integers times a number that rounds all scores away: (1 - mask) · lowest.
 
-    Beside a 0, a key that got less has no weight. A row without a 0, or with more than that, is the softmax over what is added to it.
+    In a row with a 0, keys with less get no weight. A row without a 0, or with more than 0, is the softmax over the added numbers.
     """
     added = _added(mirror, match, reader)
     factor = None if added is None else _lowest_step(added)
-    # One number for all keys of a row chooses none of them, and its tensor has no axis of keys.
+    # One number for all keys of a row selects none of them, and its tensor has no key axis.
     if added is None or factor is None or not ix.mentions(added, Index("k")):
         return False
     (term,) = match.scores.additive
@@ -55,7 +55,7 @@ def leaves_zeros(mirror: Mirror, match: Match, reader: Reader) -> bool:
 
 
 def _added(mirror: Mirror, match: Match, reader: Reader) -> Expr | None:
-    """The one number for each key that is added to the scores, if nothing else becomes of them."""
+    """Return the number that is added to the scores for each key, if nothing else changes them; else None."""
     scores = match.scores
     if match.lse is not None or scores.allowed or scores.is_causal or len(scores.additive) != 1:
         return None
@@ -73,7 +73,7 @@ def _added(mirror: Mirror, match: Match, reader: Reader) -> Expr | None:
 
 
 def _lowest_step(x: Expr) -> float | None:
-    """The size of a finite factor that whole numbers are multiplied by last, as low as numbers that mask; None for anything else."""
+    """Return the absolute value of the last factor of integers, if it is finite and as large as numbers that mask; else None."""
     match x:
         case Apply(op="float" | "rounded", args=(a,)):
             return _lowest_step(a)
@@ -83,7 +83,7 @@ def _lowest_step(x: Expr) -> float | None:
 
 
 def _apart(x: Expr) -> float | None:
-    """How far apart two numbers are at least, which are not the same; None where that is not known, or where scores are lost in them."""
+    """Return the least distance of two different numbers; None if it is unknown, or if the numbers round scores away."""
     match x:
         case Apply(op="float" | "rounded", args=(a,)):
             return _apart(a)
@@ -97,13 +97,13 @@ def _apart(x: Expr) -> float | None:
 
 
 def _step(factor: float) -> float | None:
-    """Of multiples of a factor, each rounded to a number of some dtype: what two differ in is no less than the power of two below it."""
+    """Return the least distance of two multiples of a factor, each rounded to some dtype: the power of two below it; else None."""
     least = abs(factor) * _ROUNDED
     return 2.0 ** math.floor(math.log2(least)) if least > 1 and abs(factor) < -MASKED_BELOW else None
 
 
 def _is_whole(x: Expr) -> bool:
-    """Whether it is a whole number, also where it is rounded to a dtype of floats."""
+    """True if x is an integer, or an integer rounded to a float dtype."""
     match x:
         case Const(value=value):
             return float(value).is_integer()

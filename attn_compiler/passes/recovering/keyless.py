@@ -1,10 +1,10 @@
-"""Queries that a mask leaves no key: what the model gives them.
+"""Output of queries whose keys are all masked.
 
-A softmax over scores that are all one number, however low, weighs all keys alike: the row is the mean of v. Kernels skip such a row and
-give 0. Somebody may read it: an empty prompt is a batch row of cross attention, DeBERTa masks padding along the queries too, an indexer
-looks at padding. So a row gets what the model's own softmax gives it. -inf and SDPA's truth values leave such a row to PyTorch: 0 here.
+A softmax over equal scores, however low, weighs all keys alike: the row is the mean of v. Kernels skip such a row and return 0. Some models
+read it: an empty prompt is a batch row of cross attention, DeBERTa masks padding along the queries, too, and an indexer looks at padding.
+So a row gets the result of the model's own softmax. With -inf and SDPA's truth values, PyTorch decides such a row: it is 0 here.
 
-`of` says what the model gives, from what masks and in which order. `keyless_nodes.py` makes the nodes.
+`of` derives the model's result from its masking steps and their order. `keyless_nodes.py` makes the nodes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from attn_compiler.passes.graph.site import Keyless
 
 Q, K = Index("q"), Index("k")
 
-#: scores are taken to be below this where a number that masks is added to them: half of what float32 counts in at -1e9
+#: assumed bound of scores that a masking number is added to: float32 rounds smaller ones away at -1e9
 _SCORES = 16.0
-#: more than as many steps are not tried in all combinations
+#: the most steps that are tried in all combinations
 _MOST = 6
-#: weights of numbers that are further apart are 0 and 1
+#: numbers that are further apart have softmax weights 0 and 1
 _APART = 110.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskStep:
-    """One step that masks.
+    """One masking step.
 
-    allowed: where it does not; None if that was not read.
-    fills: the numbers of what it masks with.
-    replaces: they come in place of what is there; else they are added.
-    added: all that is added, over (b, h, q, k), where several of the fills may come together.
+    allowed: true where the step does not mask; None if that was not read.
+    fills: the numbers that it masks with.
+    replaces: the fills replace the scores; else they are added to them.
+    added: the whole added term over (b, h, q, k), if several of the fills may add up.
     """
 
     allowed: Expr | None
@@ -47,7 +47,7 @@ class MaskStep:
 
     @property
     def outcomes(self) -> tuple[float, ...]:
-        """What a masked pair may get."""
+        """Numbers that a masked pair may get."""
         found = set(self.fills)
         if self.added is not None:
             found |= {a + b for a in self.fills for b in self.fills}
@@ -55,7 +55,7 @@ class MaskStep:
 
 
 def shuts_queries_out(keyless: Keyless | None) -> bool:
-    """Whether a condition on the query alone leaves it no key, whatever the keys are: somebody may well read such rows."""
+    """True if a condition on the query alone masks all its keys. A model may well read such rows."""
     if keyless is None or keyless.allowed is None:
         return False
     found = keyless.allowed
@@ -66,13 +66,13 @@ def shuts_queries_out(keyless: Keyless | None) -> bool:
 def of(
     steps: Sequence[MaskStep], dtype: torch.dtype, within: Ranges, *, square: bool, low: float = -math.inf
 ) -> Keyless | None:
-    """What a row without keys is. None: none is without keys, or PyTorch's own answer stands.
+    """Return the output of rows without keys. None: each row has keys, or PyTorch's own result stands.
 
-    steps: all that masks, in the model's order.
-    dtype: of the scores.
-    within: how large the indices are.
+    steps: all masking steps, in the model's order.
+    dtype: the dtype of the scores.
+    within: ranges of the indices.
     square: there are as many queries as keys.
-    low: no score is below it in the end.
+    low: the lower limit of the final scores.
     """
     finite = [max(fill, low) for step in steps for fill in step.fills if math.isfinite(max(fill, low))]
     known = [step.allowed for step in steps if step.allowed is not None]
@@ -93,11 +93,11 @@ def of(
     return Keyless(allowed=allowed, highest=highest, numbers=_numbers(steps, low), through=through)
 
 
-# ---- what the scores become ---------------------------------------------------------------------------------------
+# ---- scores of masked pairs ---------------------------------------------------------------------------------------
 
 
 def _outcomes(steps: Sequence[MaskStep], dtype: torch.dtype, low: float) -> set[tuple[float, bool]] | str:
-    """Of each combination of steps that mask a pair the number it gets, and whether the score is still in it; why not, if unknown."""
+    """Return (number, score is in it) for each combination of steps that mask a pair; the reason if that is unknown."""
     if len(steps) > _MOST or any(len(step.fills) > 1 and step.added is None for step in steps):
         return "a pair may be masked by one of several numbers"
     found: set[tuple[float, bool]] = set()
@@ -124,18 +124,18 @@ def _outcome(masking: Iterable[tuple[MaskStep, float]], dtype: torch.dtype) -> t
 
 
 def loses_scores(number: float, dtype: torch.dtype) -> bool:
-    """Whether nothing is left of a score of that dtype which a finite number is added to."""
+    """True if a score of that dtype is rounded away when a finite number is added to it."""
     return _half_step(number, dtype) >= _SCORES
 
 
 def _half_step(number: float, dtype: torch.dtype) -> float:
-    """Half of the distance to the next number towards 0: less than that is lost in a sum."""
+    """Return half the distance to the next number towards 0. A smaller addend is rounded away."""
     _, exponent = math.frexp(abs(number))
     return math.ldexp(torch.finfo(dtype).eps, exponent - 2)
 
 
 def _numbers(steps: Sequence[MaskStep], low: float) -> Expr:
-    """What a masked pair holds, the score left out."""
+    """Return the number of a masked pair, without its score."""
     total: Expr = Const(0.0)
     for step in steps:
         if step.added is not None:
@@ -151,7 +151,7 @@ def _numbers(steps: Sequence[MaskStep], low: float) -> Expr:
 
 
 def _has_keys(allowed: Expr, within: Ranges, *, square: bool) -> bool:
-    """Whether every query may use the first key, or where there are as many keys as queries, the key of its own position."""
+    """True if every query may use the first key or, with as many keys as queries, the key at its own position."""
     if allowed == ix.TRUE:
         return True
     places: list[Expr] = [ix.ZERO, *([Q] if square else [])]
@@ -159,7 +159,7 @@ def _has_keys(allowed: Expr, within: Ranges, *, square: bool) -> bool:
 
 
 def _holds(x: Expr) -> bool:
-    """Whether a condition is true, if loaded whole numbers that stand above keys are positions, and none is below 0."""
+    """True if a condition holds, on the assumption that loaded integers that bound keys are positions, and so at least 0."""
     if isinstance(x, ix.Apply) and x.op == "and":
         return all(_holds(part) for part in x.args)
     return x == ix.TRUE or (isinstance(x, Test) and x.relation == ">=" and _is_position(x.form))

@@ -1,6 +1,6 @@
-"""From an index expression to mask kinds: each part of the conjunction is one kind, or the mask stays dense.
+"""Mask kinds of an index expression: each part of the conjunction is one kind, or the mask stays dense.
 
-Nothing is guessed: a kind is taken only where the expression is literally it. What remains unnamed keeps its formula.
+Nothing is guessed: a kind is taken only if the expression is exactly it. A part without a kind stays a formula.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ B, H, Q, K = map(Index, "bhqk")
 
 
 def conjuncts(x: Expr) -> tuple[Expr, ...]:
-    """The parts that must all hold; none for a mask that lets everything through."""
+    """Return the parts of a conjunction; none for a mask that allows every pair."""
     if x == ix.TRUE:
         return ()
     return x.args if isinstance(x, Apply) and x.op == "and" else (x,)
@@ -45,7 +45,7 @@ def _kind(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind:
 
 
 def _without(form: Linear, *indices: tuple[Index, int]) -> Linear | None:
-    """The rest of a form that has these indices with these factors, and neither a query, a key nor a head in the rest."""
+    """Return a form without these indices; None if their factors differ, or if a query, key or head is left."""
     factors = dict(form.terms)
     for index, factor in indices:
         if factors.get(index) != factor:
@@ -63,7 +63,7 @@ def _plain(form: Linear) -> Expr:
 
 
 def _causal(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    """k <= q + r."""
+    """Recognise k <= q + r."""
     if not isinstance(part, Test) or part.relation != ">=":
         return None
     rest = _without(part.form, (K, -1), (Q, 1))
@@ -77,7 +77,7 @@ def _causal(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
 
 
 def _window(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    """k >= q - w."""
+    """Recognise k >= q - w."""
     if not isinstance(part, Test) or part.relation != ">=":
         return None
     rest = _without(part.form, (K, 1), (Q, -1))
@@ -87,7 +87,7 @@ def _window(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
 
 
 def _band(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    """|q - k| <= w."""
+    """Recognise |q - k| <= w."""
     if not isinstance(part, Test) or part.relation != ">=" or len(part.form.terms) != 1:
         return None
     (term, factor), width = part.form.terms[0], part.form.const
@@ -98,7 +98,7 @@ def _band(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
 
 
 def _key_bound(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    """k <= r, or k >= -r."""
+    """Recognise k <= r, or k >= -r."""
     if not isinstance(part, Test) or part.relation != ">=":
         return None
     last = _without(part.form, (K, -1))
@@ -108,11 +108,11 @@ def _key_bound(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | No
     return None if first is None else masks.KeyBound(side="first", bound=_plain(ix.combine(Linear(()), first, -1)))
 
 
-# ---- what tensors say ---------------------------------------------------------------------------------------------
+# ---- run-time tensors ---------------------------------------------------------------------------------------------
 
 
 def _key_padding(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    """Any condition on the key that a tensor is asked for: attention_mask[b, k] ≠ 0, or token_type_ids[b, k] = 1."""
+    """Recognise any condition on a tensor's element for the key: attention_mask[b, k] ≠ 0, or token_type_ids[b, k] = 1."""
     reads_keys = any(ix.mentions(load, K) for load in ix.loads(part))
     return masks.KeyPadding(condition=part) if reads_keys and not _mentions(part, Q, H) else None
 
@@ -122,7 +122,7 @@ def _document(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | Non
 
 
 def document(part: Expr) -> masks.Document | None:
-    """f[b, q] = f[b, k], where f is read from tensors."""
+    """Recognise f[b, q] = f[b, k], where f is read from tensors."""
     for query, key in _equal_sides(part):
         if not _mentions(key, Q, H) and ix.substitute(key, K, Q) == query and any(ix.loads(key)):
             return masks.Document(of_key=key)
@@ -130,7 +130,7 @@ def document(part: Expr) -> masks.Document | None:
 
 
 def _equal_sides(part: Expr) -> tuple[tuple[Expr, Expr], ...]:
-    """(x, y) and (y, x) for x = y, an equation of two terms."""
+    """Return (x, y) and (y, x) for x = y, an equation of two terms."""
     if isinstance(part, Apply) and part.op == "eq":
         a, b = part.args
     elif isinstance(part, Test) and part.relation == "==" and part.form.const == 0 and len(part.form.terms) == 2:
@@ -143,7 +143,7 @@ def _equal_sides(part: Expr) -> tuple[tuple[Expr, Expr], ...]:
 
 
 def _chunked(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    """(q - s) // c = (k - s) // c."""
+    """Recognise (q - s) // c = (k - s) // c."""
     for query, key in _equal_sides(part):
         if not isinstance(key, Apply) or key.op != "floordiv" or ix.substitute(key, K, Q) != query:
             continue
@@ -158,7 +158,7 @@ def _chunked(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None
 
 
 def _prefix(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    """k <= q ∨ k < r."""
+    """Recognise k <= q ∨ k < r."""
     if not isinstance(part, Apply) or part.op != "or" or len(part.args) != 2:
         return None
     kinds = [_kind(alternative, seqlen_q, seqlen_kv) for alternative in part.args]
@@ -169,7 +169,7 @@ def _prefix(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
 
 
 def _any_of(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    """Alternatives of which at least one is no mere formula: causal ∨ the same image block."""
+    """Recognise alternatives of which at least one is more than a formula: causal ∨ the same image block."""
     if not isinstance(part, Apply) or part.op != "or" or _is_at_most(part):
         return None
     kinds = [recognise(alternative, seqlen_q, seqlen_kv) for alternative in part.args]
@@ -179,7 +179,7 @@ def _any_of(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
 
 
 def _is_at_most(part: Apply) -> bool:
-    """Whether two alternatives are `x < y ∨ x = y` of floats: one comparison, and no document."""
+    """True if the alternatives are `x < y ∨ x = y` of floats: one comparison, and no document."""
     ops = {x.op: x.args for x in part.args if isinstance(x, Apply)}
     return len(part.args) == 2 and "lt" in ops and set(ops["lt"]) == set(ops.get("eq", ()))
 
@@ -189,7 +189,7 @@ def _place(alternative: tuple[MaskKind, ...]) -> int:
 
 
 def _joined(kinds: list[MaskKind]) -> list[MaskKind]:
-    """A number of positions back and a number ahead are one window."""
+    """Merge a limit of positions back and one of positions ahead into one window."""
     left = [k for k in kinds if isinstance(k, masks.SlidingWindow) and k.right is None]
     right = [(k, n) for k in kinds if (n := _positions_ahead(k)) is not None]
     if len(left) == 1 and len(right) == 1:
@@ -219,7 +219,7 @@ RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], MaskKind | None], ...] = (
 
 
 def at_most(x: Expr) -> Expr:
-    """What holds wherever a condition does, whatever elements for each query and key are."""
+    """Return a condition that x implies, and that loads no element per query and key."""
     if whole(x) is None:
         return x
     match x:
@@ -231,5 +231,5 @@ def at_most(x: Expr) -> Expr:
 
 
 def whole(x: Expr) -> Load | None:
-    """A tensor that an expression reads an element of for each query and key."""
+    """Return a load in x of an element per query and key, or None."""
     return next((load for load in ix.loads(x) if all(ix.mentions(load, index) for index in (Q, K))), None)

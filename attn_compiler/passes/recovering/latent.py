@@ -1,9 +1,9 @@
-"""The one tensor that k and v are linear maps of, where there is one: multi-head latent attention, found in the graph.
+"""Find the latent that k and v are linear maps of (multi-head latent attention).
 
-Models that cache a compressed form of k and v make both of the whole cache in each step. That is `linear(latent, W)`, cut into heads, of
-which one part is v and the other one, beside a part that is one for all heads and carries the positions, is k. With q multiplied by that
-weight, and the output too, attention can run over the latent itself: one head of keys and values for all heads of queries. No name is asked
-for; what k and v are made of is traced element by element (columns.py).
+Models that cache a compressed form of k and v compute both from the whole cache in each step, as `linear(latent, W)` cut into heads. One
+part of a head is v. The other part is k, together with a part that all heads share and that carries the positions. If q and the output are
+multiplied by that weight, attention runs over the latent itself: one head of keys and values for all query heads. No names are compared:
+k and v are traced element by element (columns.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MADE_OF_ONE = "k and v are linear maps of one latent"
 
 
 class _No(Exception):
-    """They are no such maps; `reason`, where they are nearly. Internal."""
+    """k and v are nearly maps of one latent, but not quite; `reason` says why. Internal."""
 
     def __init__(self, observed: str, *, rule: str = _MADE_OF_ONE, remedy: str | None = None) -> None:
         super().__init__(observed)
@@ -43,7 +43,7 @@ class _No(Exception):
 
 
 class _Linear(NamedTuple):
-    """A call of a linear as the mirror has it: its result, input and weight, which are mirror nodes, and what is added."""
+    """A linear call: its result, input and weight, which are mirror nodes. bias: it adds one."""
 
     made: fx.Node
     source: fx.Node
@@ -62,9 +62,9 @@ class Finder:
         return Columns(self._mirror)
 
     def find(self, match: Match) -> Latent | Reason | None:
-        """The latent; why there is none where v is made of a whole cache in each step; None for everything else.
+        """Return the latent of a site; the reason if v is computed from a whole cache but has no latent; else None.
 
-        As many queries as keys are a prompt or a training step, in which k and v are new.
+        A site with as many queries as keys is a prompt or a training step: k and v are new, so the result is None.
         """
         if axes.same_size(axes.dim_size(match.axes.query), axes.dim_size(match.axes.key)):
             return None
@@ -82,10 +82,10 @@ class Finder:
         except _No as no:
             return no.reason
 
-    # ---- what v is made by ----------------------------------------------------------------------------------------
+    # ---- the projection of v --------------------------------------------------------------------------------------
 
     def _linear(self, run: ColumnRun, made: fx.Node) -> _Linear | None:
-        """The call that made the tensor; None if it is nothing like a projection. Raises _No for what is nearly one."""
+        """Return the linear call that made the tensor, or None. Raises _No if something is added to its result."""
         if run.of.node.target is aten.linear.default:
             return self._parsed(run.of.node)
         if calls.target_name(made) in _ADDS and any(map(_comes_of_linear, made.all_input_nodes)):
@@ -102,7 +102,7 @@ class Finder:
         return _Linear(node, self._first_name(source), self._first_name(weight), bias is not None)
 
     def _first_name(self, node: fx.Node) -> fx.Node:
-        """The tensor that a chain of in-place ops gave back."""
+        """Return the tensor that a chain of in-place ops wrote to."""
         while (written := mutation.returned(node)) is not None and self._mirror.dynamo_node(written) is not None:
             node = written
         return node
@@ -142,11 +142,11 @@ class Finder:
         return found
 
     def _parted(self, runs: Sequence[ColumnRun], linear: _Linear) -> tuple[ColumnRun, ColumnRun | None]:
-        """The part of k that each head has of its own, and the one that all share."""
+        """Return the part of k that differs between heads, and the part that all heads share."""
         own = [run for run in runs if HEAD.name in _indices(run.at) or len(runs) == 1]
         shared = [run for run in runs if run not in own]
         if len(own) > 1:
-            # Of the parts that each head has of its own, one is nope.
+            # Only one part may differ between heads: the one without positions (nope).
             maps = [run for run in own if run.of.node is linear.made]
             raise _No(
                 "each head of k has a rotary part of its own"
@@ -204,7 +204,7 @@ class Finder:
     # ---- its parts ------------------------------------------------------------------------------------------------
 
     def _projection(self, match: Match, linear: _Linear, run: ColumnRun) -> Projection:
-        """Raises _No where the columns are not cut into heads one after the other."""
+        """Return the projection. Raises _No unless its columns are split into consecutive heads of equal size."""
         heads, column = axes.dim_size(match.axes.heads), ix.linear(run.at[-1])
         rows = axes.shape_exprs(linear.weight.meta["val"])[0]
         factors = dict(column.terms)
@@ -235,7 +235,7 @@ class Finder:
         return self._operand(match, run.of.node, match.out, run.at[:-1], last)
 
     def _operand(self, match: Match, node: fx.Node, used: fx.Node, place: tuple[Expr, ...], last: Dim) -> Operand:
-        """A tensor whose dimensions are the site's batch and keys, each once, of size one, and the last one."""
+        """Return a tensor as an operand. Its axes are batch and key, each at most once, axes of size one, and `last`."""
         by_index: dict[Expr, Dim] = {BATCH: match.axes.batch, KEY: match.axes.key, ix.ZERO: ()}
         sizes = axes.shape_exprs(node.meta["val"])
         own = [by_index.get(index) for index in place]
@@ -253,13 +253,13 @@ _ADDS = ("add", "add_", "iadd", "__add__", "baddbmm", "addmm")
 
 
 def _comes_of_linear(node: fx.Node) -> bool:
-    """Through a scale, too."""
+    """True for a linear call, and for a product with its result."""
     found = [node, *(node.all_input_nodes if calls.target_name(node) == "mul" else ())]
     return any(calls.target_name(n) == "linear" for n in found)
 
 
 def _beside_keys(match: Match) -> list[fx.Node]:
-    """What the attention reads beside q, k and v: masks and biases."""
+    """Return the masks and biases that the attention reads."""
     return [term.operand.root for term in match.scores.terms]
 
 

@@ -1,6 +1,6 @@
-"""What is added to a site's scores and masks them, proved: read as a condition over (b, h, q, k) and kinds of both.
+"""Prove the meaning of a site's masks and biases: read them as a condition over (b, h, q, k), mask kinds and score kinds.
 
-The two are told apart (added.py). A condition must be exact; what is added need only be named.
+added.py separates masks from biases. A condition must be exact; a bias need only be recognised.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _MOST = 120
 
 _INDICES = (kinds.B, kinds.H, kinds.Q, kinds.K)
 
-#: what scores · b + fill · (1 - b) is, unless each b was shown to be a truth value
+#: note on scores · b + fill · (1 - b), unless each b was shown to be a truth value
 _NUMBERS = "scores are multiplied by numbers that were not shown to be 0 and 1 (mask.bool().float() tells)"
 
-#: how Dynamo names a parameter or a buffer: l_self_modules_attn_modules_bias_parameters_table_
+#: Dynamo's name of a parameter or a buffer: l_self_modules_attn_modules_bias_parameters_table_
 _PARAMETER = re.compile(r"(?:.*modules_(?P<module>\w+?)_)?(?:parameters|buffers)_(?P<name>\w+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meaning:
-    """condition: when a pair is allowed by what masks; None if that could not be read.
+    """Proved meaning of masks and biases. condition: true where a pair is allowed; None if that could not be read.
 
-    kinds: what is masked; reason: why that, or a part of it, could not be read; added: of what was read, why it may mask and nobody knows.
-    rest: what masks besides the kinds, where only what it loads could not be looked into.
-    chosen: the only keys that a query may use, where they have indices.
-    scores: what else is added, if all of it is known. tensors: what each name that `scores` loads from stands for. along: of each
-    term (added ones first), the letters of the indices that its elements were not shown to be the same along. unusual: what happens
-    to the scores that has no kind (fills.py).
-    keyless: what a query without keys is; None if 0 is right, or each has some (keyless.py).
+    kinds: mask kinds. reason: why the mask, or a part of it, could not be read. added: why a bias that was read may be a mask.
+    rest: the condition beside the kinds, if only the tensors that it loads could not be read.
+    chosen: the only keys that a query may use, if they are given by indices.
+    scores: kinds of all biases, if all are known. tensors: the tensor behind each name that `scores` loads from. along: for each
+    term (added ones first), the letters of the indices along which its elements may differ. unusual: changes of the scores that
+    have no kind (fills.py).
+    keyless: the output of a query without keys; None if 0 is right, or if each query has keys (keyless.py).
     """
 
     condition: Expr | None = None
@@ -84,12 +84,12 @@ class Meaning:
 
     @property
     def is_everything(self) -> bool:
-        """Whether nothing is masked and nothing added."""
+        """True if nothing is masked and nothing is added."""
         return self.condition == ix.TRUE and not self.scores
 
     @property
     def is_causal_only(self) -> bool:
-        """Whether all that is done is a causal mask."""
+        """True if a causal mask is all that changes the scores."""
         is_all = self.reason is None and len(self.kinds) == 1
         return not self.scores and is_all and isinstance(self.kinds[0], masks.Causal)
 
@@ -99,7 +99,7 @@ class Meaning:
 
 
 def of(mirror: Mirror, match: Match, reader: Reader) -> Meaning:
-    """Read what joins the scores of a match. That never fails: what can't be read comes back with its reason."""
+    """Read the masks and biases of a match. This never fails: an unreadable term comes back as its reason."""
     read = _Read(mirror, match, reader)
     for term in match.scores.additive:
         read.add(term)
@@ -109,7 +109,7 @@ def of(mirror: Mirror, match: Match, reader: Reader) -> Meaning:
 
 
 def unread(match: Match, reason: str) -> Meaning:
-    """What is said of a match where nothing could be read."""
+    """Return the meaning of a match none of whose terms could be read."""
     return Meaning(
         reason=reason,
         along=tuple(term.along for term in match.scores.terms),
@@ -121,7 +121,7 @@ def unread(match: Match, reason: str) -> Meaning:
 
 
 class _Read:
-    """What was read of one match so far."""
+    """Meaning of one match, as far as it was read."""
 
     def __init__(self, mirror: Mirror, match: Match, reader: Reader) -> None:
         self._mirror = mirror
@@ -144,7 +144,7 @@ class _Read:
         self._reach = Reach()
 
     def add(self, term: Term) -> None:
-        """A tensor that is added: what of it masks, and kinds of the rest."""
+        """Read an added tensor: a condition for its mask, and score kinds for the rest."""
         try:
             x = ix.as_float(self._element(term))
         except Unreadable as unreadable:
@@ -166,7 +166,7 @@ class _Read:
         for kind in score_kinds.recognise(found.added):
             named = self._named(kind, term)
             if isinstance(kind, added_scores.Bias) and isinstance(named, added_scores.Bias):
-                # Whether it masks is one question, whatever masks beside it.
+                # A bias may mask or not, whatever other masks there are.
                 version, is_learned = self._version(kind.tensor), named.requires_grad
                 if not no_masks.is_none(self._mirror, self._match, version, kind.weight, is_learned=is_learned):
                     self._reasons.append(unproved.of_bias(version, self._origin(kind.tensor)))
@@ -174,7 +174,7 @@ class _Read:
             self._scores.append(named)
 
     def _masks_in_part(self, term: Term, found: added.Split, rounded: str) -> bool:
-        """What is exact of an added tensor's condition has to hold, whatever else it says."""
+        """Take the exact parts of an added tensor's condition: they must hold, whatever the rest is. False if that fails."""
         exact = kinds.exact(found.allowed)
         if not exact or found.sums or len(found.fills) != 1:
             self._reasons.append(rounded)
@@ -186,7 +186,7 @@ class _Read:
         return True
 
     def mask(self, term: Term) -> None:
-        """A truth value for each pair."""
+        """Read a mask that has a truth value for each pair."""
         self._fills.add(term.fill)
         try:
             element = self._element(term)
@@ -220,10 +220,10 @@ class _Read:
         elif (many := alternatives.too_many(read)) is not None:
             reason = reason or many
         elif self._is_whole:
-            # All of them have to hold, whatever else has to.
+            # Each of these must hold, whatever else must.
             found = kinds.recognise(read, seqlen_q, seqlen_kv)
         if reason is None and not found:
-            # A tensor that may mask too is one of the scores, so what the others mask is still all that has to be said.
+            # A bias that may mask is one of the scores, so the mask kinds of the other terms stay complete.
             reason = next(iter(self._reasons), None)
         is_all = not self._unread_masks and not self._scores
         return Meaning(
@@ -253,7 +253,7 @@ class _Read:
         self._dtype = _dtype_of(term.operand.used) or self._dtype
 
     def _keyless(self) -> Keyless | None:
-        """What a row without keys is. A sink joins its softmax and takes all the weight; weights that are set to zero are 0."""
+        """Return the output of a row without keys. None (0) if a sink takes all the weight, or masked weights are set to 0."""
         if self._match.scores.sinks is not None or self._match.scores.masks_weights:
             return None
         steps = [step for _, step in sorted(self._steps, key=operator.itemgetter(0))]
@@ -275,7 +275,7 @@ class _Read:
         return {name: most for name, most in within.items() if not name.endswith(LOADED_KEY.format(""))}
 
     def _told_apart(self, condition: Expr) -> tuple[Expr, Expr]:
-        """What was read, and what reads an element for each query and key, which says nothing. Both have to hold."""
+        """Split a condition into what was read and the parts that load an element per query and key. Both must hold."""
         parts = kinds.conjuncts(condition)
         said = by_places(ix.decide(ix.apply("and", *map(kinds.at_most, parts)), self._ranges), self._reader)
         return alternatives.fewer(ix.decide(said, self._ranges), self._ranges), ix.apply(
@@ -283,7 +283,7 @@ class _Read:
         )
 
     def _why_not(self, rest: Expr) -> str | None:
-        """Why a condition that was read says nothing."""
+        """Return why the rest of a condition says nothing; None if it loads no element per query and key."""
         whole = kinds.whole(rest)
         if whole is None:
             return None
@@ -304,7 +304,7 @@ class _Read:
         return found
 
     def _origin(self, name: str) -> str:
-        """Why nothing is known of the elements of a tensor."""
+        """Return why nothing is known of the elements of a tensor."""
         version = self._version(name)
         too_large = self._reader.too_large.items()
         larger = next((why for known, why in too_large if self._version(known).node is version.node), None)
@@ -321,12 +321,12 @@ class _Read:
     # ---- scores ---------------------------------------------------------------------------------------------------
 
     def _add_unread(self, term: Term, *, may_shut_out: bool) -> None:
-        """A tensor that can't be looked into is at least an element of itself, and varies along no more than its axes."""
+        """Record a tensor that can't be read as a Bias: it loads its own elements, and varies at most along its axes."""
         node = term.operand.node
         try:
             at = elements.indices(self._match, term.operand.dims)
         except Unreadable as unreadable:
-            # What else is added is not all then.
+            # The biases are not all known then.
             self._unread_masks.append(str(unreadable))
             self._is_whole = False
             return
@@ -336,7 +336,7 @@ class _Read:
         self._scores.append(self._named(bias, term))
 
     def _named(self, kind: ProvedScore, term: Term) -> ProvedScore:
-        """The kind with its loads under short names, its shape, and whether it wants a gradient."""
+        """Return the kind with short names of its tensors, its shape, and whether it requires a gradient."""
         nodes = (self._version(name).node for name in score_kinds.tensors(kind))
         wants = self._requires_grad(term.operand.root) and any(map(self._requires_grad, nodes))
         if isinstance(kind, added_scores.Bias) and not kind.shape:
@@ -345,7 +345,7 @@ class _Read:
         return score_kinds.with_gradient(renamed) if wants else renamed
 
     def _requires_grad(self, node: fx.Node) -> bool:
-        """By Dynamo's own value where it has one."""
+        """True if a node requires a gradient, by Dynamo's own value if there is one."""
         dynamo = self._mirror.dynamo_node(node)
         value = node.meta["val"] if dynamo is None else dynamo.meta["example_value"]
         return bool(value.requires_grad)
@@ -367,7 +367,7 @@ class _Read:
 
 
 def _why_rounded(term: Term, x: Expr, found: added.Split) -> str | None:
-    """Why an added tensor's condition, or its choice of what it adds, is not exact."""
+    """Return why an added tensor's condition, or its choice between values, is not exact; None if both are."""
     if not ix.is_exact(found.allowed):
         return f"{term.operand.node.name} masks by numbers that are rounded: {ix.text(found.allowed, _MOST)}"
     if not all(score_kinds.chooses_exactly(part.value) for part in found.added):
@@ -376,19 +376,19 @@ def _why_rounded(term: Term, x: Expr, found: added.Split) -> str | None:
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
-    """Of scores that a node computes."""
+    """Return the dtype of a node that computes floats, else None."""
     value = node.meta["val"]
     return value.dtype if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else None
 
 
 def _how(node: fx.Node) -> str:
-    """By which op, and whether its sizes may be what is in the way."""
+    """Return the op of a node in words, and whether symbolic sizes may be the obstacle."""
     by = f"by {target_name(node)} " if isinstance(node.target, torch._ops.OpOverload) else ""
     return by + ("of symbolic sizes " if any(not s.is_Integer for s in axes.shape_exprs(reading.fake(node))) else "")
 
 
 def _parameter(found: re.Match[str]) -> str:
-    """The name alone, unless it is what every module calls its own."""
+    """Return a parameter's name, after its module's if it is `weight` or `bias`, which many modules have."""
     module, name = found["module"], found["name"]
     return f"{module}.{name}" if name in ("weight", "bias") and module and not module.isdigit() else str(name)
 

@@ -1,5 +1,5 @@
-"""Tensors that are added and mask nothing, whatever they hold: a function's values that have bounds; products of the queries, and what is
-learned, which are as large as scores are."""
+"""Added tensors that never mask, whatever they hold: results of bounded functions; products of the queries and learned biases, which are
+only as large as scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BOUNDED: frozenset[object] = frozenset(
 
 
 def is_none(mirror: Mirror, match: Match, version: Version, weight: float, *, is_learned: bool) -> bool:
-    """Whether weight times the tensor is nearer to zero than numbers that mask. is_learned: it gets a gradient."""
+    """True if weight times the tensor is closer to zero than numbers that mask. is_learned: it gets a gradient."""
     most = _most(match, version)
     if most is None and is_learned and _is_learned(mirror, version):
         most = PRODUCT
@@ -31,7 +31,7 @@ def is_none(mirror: Mirror, match: Match, version: Version, weight: float, *, is
 
 
 def _most(match: Match, version: Version) -> float | None:
-    """What no element is further from zero than; None where nothing is known."""
+    """Return a bound on the absolute values of the elements; None if unknown."""
     if version.since is not None:
         return None
     if version.node.target in _BOUNDED:
@@ -40,7 +40,7 @@ def _most(match: Match, version: Version) -> float | None:
 
 
 def _is_of_queries(match: Match, node: fx.Node) -> bool:
-    """Whether it is a product of the site's own queries. Other tensors may be masks: nothing is known of their numbers."""
+    """True if a node is a product of the site's own queries. Other products may be masks: their numbers are unknown."""
     product = contraction.parse(node)
     if product is None or product.addend is not None or product.alpha != 1.0:
         return False
@@ -49,7 +49,7 @@ def _is_of_queries(match: Match, node: fx.Node) -> bool:
 
 
 def _is_learned(mirror: Mirror, version: Version) -> bool:
-    """Whether a tensor that gets a gradient is a parameter, or a product with one. Another input may be a mask all the same."""
+    """True if a tensor that gets a gradient is a parameter, or a product with one. Any other input may still be a mask."""
     if version.since is not None:
         return False
     node = version.node
@@ -62,5 +62,5 @@ def _is_learned(mirror: Mirror, version: Version) -> bool:
 
 
 def _is_parameter(node: fx.Node | None) -> bool:
-    """By Dynamo's own value."""
+    """True if Dynamo's own value is a parameter."""
     return node is not None and isinstance(node.meta.get("example_value"), torch.nn.Parameter)

@@ -1,8 +1,8 @@
-"""Packed sequences: what a running count of the places where positions jump says of a mask.
+"""Masks of packed sequences, whose documents are numbered by a running count of the places where positions jump.
 
-transformers numbers the documents of a batch by such a count. Within a document positions go up by one, so two of them are as far apart as
-their tokens: what compares positions is a causal mask or a window. Where the positions are an arange, they never jump, all tokens have one
-number, and the comparison of numbers is not in the mask any more. That deserves a word.
+transformers numbers the documents of a batch by such a count. Within a document positions go up by one, so they are as far apart as their
+tokens: a comparison of positions is a causal mask or a window. Positions that are an arange never jump. All tokens then have one document
+number, and its comparison drops out of the mask. A note reports that.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from attn_compiler.spec.masks import Document
 
 aten = torch.ops.aten
 
-#: of a document, its first token's position less its first place: any number
+#: the position of a document's first token minus the index of that token: any number
 _ORIGIN = Load("origin of a document", (), "int")
 
 
 def by_places(condition: Expr, reader: Reader) -> Expr:
-    """A condition with positions of a document's tokens as their places, where all that counts is how far apart they are."""
+    """Replace positions within a document by token indices, in parts that depend only on how far apart they are."""
     parts = kinds.conjuncts(condition)
     for part in parts:
         kind = kinds.document(part)
@@ -40,7 +40,7 @@ def by_places(condition: Expr, reader: Reader) -> Expr:
 
 
 def _counted(kind: Document, reader: Reader) -> Load | None:
-    """The position of key k, where documents are numbered by a count of the places where positions do not go up by one."""
+    """Return key k's position if documents are numbered by a count of the places where it does not go up by one; else None."""
     of_key = kind.of_key
     if not isinstance(of_key, Load) or of_key.at[-1:] != (K,) or of_key.tensor not in reader.tensors:
         return None
@@ -65,7 +65,7 @@ def _counted(kind: Document, reader: Reader) -> Load | None:
 
 
 def _settled(x: Expr) -> Expr:
-    """An expression with every comparison in it settled that holds, or fails, for all keys."""
+    """Replace each comparison in x that holds, or fails, for all keys by its truth value."""
     done: dict[Expr, Expr] = {}
     for part in ix.ordered(x):
         done[part] = ix.decide(rebuilt_of(part, done), {})
@@ -73,7 +73,7 @@ def _settled(x: Expr) -> Expr:
 
 
 def _placed(part: Expr, position: Load) -> Expr:
-    """A condition with k and q for their positions, if it is the same wherever a document begins."""
+    """Replace positions by k and q, if the condition is the same wherever a document begins."""
     placed = part
     for at in (K, Q):
         placed = ix.substitute(placed, ix.substitute(position, K, at), ix.add(at, _ORIGIN))
@@ -81,7 +81,7 @@ def _placed(part: Expr, position: Load) -> Expr:
 
 
 def notes(terms: Iterable[Term], reader: Reader, words: str) -> tuple[str, ...]:
-    """One line for each count of documents in the making of these masks that is the same for all tokens. words: what is left."""
+    """Return a line for each document count behind these masks that is the same for all tokens. words: the remaining mask."""
     counts = {n for term in terms for n in _made_from(term.operand.node) if n.target is aten.cumsum.default}
     lines = {
         f"document(cumsum…) ⇒ {words}, because {_name(reader, positions)} is arange": None
@@ -95,7 +95,7 @@ def notes(terms: Iterable[Term], reader: Reader, words: str) -> tuple[str, ...]:
 
 
 def _made_from(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and all that it is made from, in this graph."""
+    """Yield the node and all nodes that it is computed from, in this graph."""
     waiting, seen = [node], {node}
     while waiting:
         current = waiting.pop()
@@ -114,7 +114,7 @@ def _is_compared_with_its_neighbour(positions: fx.Node) -> bool:
 
 
 def _is_arange(positions: fx.Node, reader: Reader) -> bool:
-    """Whether an element is its own place along the last axis, plus something that is the same for all of them."""
+    """True if an element is its index along the last axis, plus a term that is the same for all of them."""
     element = _element(positions, reader)
     if element is None or ix.kind_of(element) != "int":
         return False
@@ -131,6 +131,6 @@ def _element(node: fx.Node, reader: Reader) -> Expr | None:
 
 
 def _name(reader: Reader, node: fx.Node) -> str:
-    """The model's name for it, without the number that tells equal layers apart."""
+    """Return the model's name of a node, without the number that distinguishes equal layers."""
     dynamo = reader.mirror.dynamo_node(node)
     return re.sub(r"_\d+$", "", node.name if dynamo is None else dynamo.name)

@@ -1,7 +1,7 @@
-"""What a lowering can get of what proved kinds read: tensors that have a Dynamo node, and symbolic sizes, where the kernel stands.
+"""Tensors and symbolic sizes of proved kinds that a lowering can read at the kernel: those that have a Dynamo node.
 
-A mask may have been read through the inside of one call: what it was made from is not at hand then. What a tensor held before it was
-written to is, as a copy. So is a tensor of the graph that calls this one, as a further input, where it can have one (body_inputs.py).
+A mask may be read through the inside of one call, whose tensors are out of reach. A tensor's value before a write is in reach, as a copy.
+So is a tensor of the graph that calls this one, as an extra input, if this graph can have one (body_inputs.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Kinds = Iterable[MaskKind | ProvedScore | Chosen]
 
 
 def missing(unit: Unit, mirror: Mirror, match: Match, loads: Mapping[str, Version], kinds: Kinds) -> tuple[str, ...]:
-    """The names of tensors and sizes that the kinds read and a lowering of this match can't get. loads: what each name stands for."""
+    """Return the names of tensors and sizes that the kinds read but a lowering can't get. loads: the tensor behind each name."""
     kinds = _evaluated(kinds)
     tensors = {name for kind in kinds for name in reads.tensors(kind)}
     lost = {name for name in tensors if name not in loads or not _is_at_hand(unit, mirror, match, loads[name])}
@@ -42,13 +42,13 @@ def missing(unit: Unit, mirror: Mirror, match: Match, loads: Mapping[str, Versio
 def tensors(
     builder: GraphBuilder, loads: Mapping[str, Version], kinds: Kinds, lost: Iterable[str]
 ) -> dict[str, fx.Node]:
-    """The Dynamo node of what each name that the kinds load from stands for. lost: what `missing` found."""
+    """Return the Dynamo node behind each name that the kinds load from. lost: the result of `missing`."""
     found = {name for kind in _evaluated(kinds) for name in reads.tensors(kind)} - set(lost)
     return {name: builder.loaded(loads[name], name) for name in sorted(found)}
 
 
 def sizes(mirror: Mirror, match: Match, kinds: Kinds) -> dict[str, SizeOf]:
-    """Where each symbolic size in the kinds can be seen: the first input of the graph that has it. Those that none has are missing."""
+    """Map each symbolic size in the kinds to the first graph input that has it. Sizes that no input has are left out."""
     wanted = {name for kind in _evaluated(kinds) for name in reads.sizes(kind)}
     out = mirror.dynamo_node(match.out)
     found: dict[str, SizeOf] = {}
@@ -60,7 +60,7 @@ def sizes(mirror: Mirror, match: Match, kinds: Kinds) -> dict[str, SizeOf]:
 
 
 def _evaluated(kinds: Kinds) -> tuple[MaskKind | ProvedScore | Chosen, ...]:
-    """Those that a lowering may compute anew. A Bias is no more than the operand that the site has anyway."""
+    """Return the kinds that a lowering may recompute. A Bias is not one: its tensor is an operand of the site anyway."""
     return tuple(kind for kind in kinds if not isinstance(kind, Bias))
 
 
@@ -83,7 +83,7 @@ def _is_at_hand(unit: Unit, mirror: Mirror, match: Match, version: Version) -> b
 
 
 def _at_hand(unit: Unit, mirror: Mirror, match: Match, version: Version) -> object:
-    """Its value. Raises AxisError where it can't be had."""
+    """Return the fake value of a tensor. Raises AxisError if the site can't read it."""
     if version.node.graph is not mirror.graph:
         return body_inputs.of_caller(unit, version).meta["example_value"]
     copied_before(mirror, version, match.out)

@@ -1,8 +1,8 @@
-"""A match to an AttentionSpec: the operands are made on fake values, so that shapes, strides and dtypes are what a kernel would see.
+"""Turn a match into an AttentionSpec. Operands are built on fake tensors, so shapes, strides and dtypes are those that a kernel sees.
 
-The mask is read as a condition over (b, h, q, k) (meaning.py). One that lets everything through is dropped, a causal one becomes the
-kernels' own `is_causal`. Any other stays one dense tensor that combines all that is added or masked, and its spec says what it was proved
-to be, or why it could not be read.
+The mask is read as a condition over (b, h, q, k) (meaning.py). A mask that allows every pair is dropped, and a causal mask becomes the
+kernels' own `is_causal`. Any other mask stays one dense tensor that combines all added and masking terms. Its spec has the mask kinds that
+were proved, or the reason why the mask could not be read.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from attn_compiler.spec import dims, masks, reads, scores
 from attn_compiler.spec.attention import AttentionSpec, Dim, LatentSpec, LseUse, SizeRange, StoredSpec, TensorSpec
 from attn_compiler.torch_private import frames as torch_frames, symbols as torch_symbols
 
-#: said of a mask of which nothing is known for where it comes from
+#: note on a mask from outside compiled code, of which nothing is known
 COMES_IN = (
     "the mask comes in from where nothing compiled made it; what compiled code makes stays known in other graphs "
     "(integrations.transformers.compile_model does that for layers of Hugging Face models)"
 )
 
-#: said of the same where transformers batches requests and pages its cache
+#: note on such a mask where transformers batches requests and pages its cache
 OF_REQUESTS = (
     "the mask keeps apart the requests of a batch: transformers' continuous batching writes it anew for each batch, in Python, "
     "to one tensor, so that each query reads the keys of all requests (with attn_implementation='flash_attention_2' those of its own)"
 )
-#: what an attention is given there, beside its mask
+#: arguments of an attention there, beside its mask
 _PAGED = ("read_index", "write_index")
 
-#: how to see an exception that was caught
+#: hint for reproducing an exception that was caught
 _REPRODUCE = "compile with options={'strict': True}, which raises it"
 
 
 def recover_specs(unit: Unit, mirror: Mirror, found: FoundSites, readers: Readers) -> FoundSites:
-    """Every site with its spec. A site whose operands can't be arranged becomes a miss."""
+    """Give every site its spec. A site whose operands can't be arranged becomes a miss."""
     kept: list[Site] = []
     misses = list(found.misses)
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
@@ -75,7 +75,7 @@ def recover_specs(unit: Unit, mirror: Mirror, found: FoundSites, readers: Reader
 
 
 def _warn(cause: str, modules: list[str]) -> None:
-    """modules: where that kept a mask from being read."""
+    """Warn that an exception kept masks from being read. modules: those of the masks."""
     warnings.warn(
         f"attn_compiler could not read the mask at {', '.join(dict.fromkeys(modules))}, which stays a dense tensor there: {cause}. "
         f"To reproduce: {_REPRODUCE}",
@@ -93,7 +93,7 @@ def _described(
     latents: latent.Finder,
     unreadable: dict[str, list[str]],
 ) -> Reason | None:
-    """Describe the site; why that can't be done, if so."""
+    """Describe the site. Return the reason if that is not possible."""
     try:
         _describe(unit, mirror, site, builder, reader, latents, unreadable)
     except AxisError as error:
@@ -110,7 +110,7 @@ def _miss(site: Site, reason: Reason) -> Miss:
 
 
 def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
-    """The dtype that a kernel gets q and k in: that of the model's product (autocast included), or that of `SiteReads.narrow`."""
+    """Return the kernel's dtype of q and k: `SiteReads.narrow`, or that of the model's product (autocast included)."""
     if match.reads.narrow is not None:
         return match.reads.narrow
     value = match.first.meta["val"]
@@ -127,9 +127,9 @@ def _describe(
     latents: latent.Finder,
     unreadable: dict[str, list[str]],
 ) -> None:
-    """Fill in the spec and the meaning of the mask. The match loses a mask that the kernel needs no tensor for. Raises AxisError.
+    """Fill in the spec and the meaning of the mask. Remove a mask that the kernel needs no tensor for. Raises AxisError.
 
-    unreadable: exceptions that kept masks from being read, with the modules where; a new one is entered.
+    unreadable: exceptions that kept masks from being read, with the masks' modules. New ones are added.
     """
     match = site.match
     out = emit.example(mirror, match.out)
@@ -181,7 +181,7 @@ def _describe(
 
 
 def _with_own_rows(match: Match, spec: AttentionSpec, keyless: Keyless | None) -> AttentionSpec:
-    """The spec, which says so where the rows of queries without keys can't be completed behind any kernel."""
+    """Set `own_rows` in the spec if rows of queries without keys can't be completed behind any kernel."""
     if keyless is None or (keyless.own is None and _why_not_completed(match, spec, keyless) is None):
         return spec
     rows: Literal["numbers", "model"] = "numbers" if is_added_up(match, spec) else "model"
@@ -199,7 +199,7 @@ def _why_not_completed(match: Match, spec: AttentionSpec, keyless: Keyless) -> s
 
 
 def _is_at_hand(spec: AttentionSpec, numbers: Expr) -> bool:
-    """Whether the site is given all that the numbers read: what its kinds read, too."""
+    """True if the site has all tensors and sizes that the numbers read: its own sizes, and whatever its mask kinds read."""
     if spec.mask.out_of_reach:
         return False
     own = frozenset(str(size) for size in (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv))
@@ -207,7 +207,7 @@ def _is_at_hand(spec: AttentionSpec, numbers: Expr) -> bool:
 
 
 def is_added_up(match: Match, spec: AttentionSpec) -> bool:
-    """Whether all that masks is in one tensor of numbers, which are added as the model adds them."""
+    """True if all masks are in one tensor of numbers, which is added as the model adds it."""
     tensor = spec.mask.dense or spec.score.bias
     return tensor is not None and tensor.dtype != "bool" and not match.scores.allowed and not match.scores.limits
 
@@ -229,7 +229,7 @@ def _dims(sizes: torch.Size | tuple[int, ...]) -> tuple[Dim, ...]:
 
 
 def _ranges(*sizes: int | torch.SymInt) -> tuple[SizeRange, ...]:
-    """Of a symbolic batch and symbolic lengths, where guards say more of them than their names do. That they are not empty is asked for."""
+    """Return ranges of symbolic batch and lengths whose guards say more than their names do. Guard that no size is 0."""
     found = {}
     for size in sizes:
         torch_symbols.ask_for_some(size)
@@ -278,7 +278,7 @@ def _wants_bias_gradient(mirror: Mirror, match: Match) -> bool:
 
 
 def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: dict[str, list[str]]) -> Meaning:
-    """What is masked and added means, with a note for what was left out of it. An exception costs this mask alone: it stays dense."""
+    """Read the masks and biases, and note conditions that were left out. After an exception this mask alone stays dense."""
     match = site.match
     is_masked = bool(match.scores.terms)
     try:
@@ -287,7 +287,7 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
             match.notes = (*match.notes, OF_REQUESTS if torch_frames.was_given(*_PAGED) else COMES_IN)
         if is_masked and proved.reason is None:
             match.notes = (*match.notes, *packing.notes(match.scores.terms, reader, proved.words))
-    except Exception as error:  # Whatever breaks in reading a mask, its tensor is at hand.
+    except Exception as error:  # If reading a mask fails in any way, its tensor is still available.
         if unit.options.strict:
             raise
         cause = f"{type(error).__name__}: {error}"
@@ -297,7 +297,7 @@ def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: di
 
 
 def _masks_come_in(mirror: Mirror, match: Match) -> bool:
-    """Whether an input is used as a mask. An added input counts if it has no gradient and is the same for all heads, as masks are."""
+    """True if a graph input is used as a mask. An added input counts if it has no gradient and is the same for all heads, as masks are."""
     return any(_comes_in(mirror, term) for term in match.scores.allowed) or any(
         _comes_in(mirror, term) and _is_like_a_mask(emit.example(mirror, term.operand.root))
         for term in match.scores.additive
@@ -314,9 +314,9 @@ def _is_like_a_mask(numbers: torch.Tensor) -> bool:
 
 
 def _prove(match: Match, proved: Meaning, bias: bool) -> None:
-    """Take a mask off the match where nothing, or `is_causal`, says as much; what is left is told which indices it depends on.
+    """Remove a mask that allows every pair, or that `is_causal` expresses. Else record the indices that each term depends on.
 
-    bias: something that is added wants a gradient, so its tensor stays whatever it is.
+    bias: an added tensor requires a gradient, so the tensors always stay.
     """
     changes = (*match.scores.changes, *(scores.Unusual(what=what) for what in proved.unusual))
     match.scores = dataclasses.replace(match.scores, changes=changes)

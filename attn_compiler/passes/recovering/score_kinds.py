@@ -1,7 +1,7 @@
-"""From what is added to the scores to score kinds: each summand (added.py) is one kind.
+"""Score kinds of the terms that are added to scores: each summand (added.py) is one kind.
 
-A kind is named by what an expression is made of, so its float arithmetic need not be bit-exact. What masks is another matter, and what
-chooses between two numbers: a condition that rests on rounded arithmetic (`ix.is_exact`) is left to the dense tensor by meaning.py.
+A kind is recognised by the structure of its expression, so its float arithmetic need not be bit-exact. Masks, and choices between two
+numbers, must be exact: meaning.py leaves a condition on rounded arithmetic (`ix.is_exact`) to the dense tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ B, H, Q, K = map(Index, "bhqk")
 
 
 def recognise(added: tuple[Summand, ...]) -> tuple[ProvedScore, ...]:
-    """The kinds whose sum this is. Loads of tensors as such come back as Bias without a shape (an empty one)."""
+    """Return the kinds whose sum equals the summands. A plain load becomes a Bias with an empty shape."""
     weights: dict[Expr, float] = {}
     for part in added:
         value = _unrounded(part.value)
@@ -31,7 +31,7 @@ def recognise(added: tuple[Summand, ...]) -> tuple[ProvedScore, ...]:
 
 
 def joined(kinds: Iterable[ProvedScore]) -> tuple[ProvedScore, ...]:
-    """The same sum in the order in which it is printed; slopes of one position are one (Falcon's eager ALiBi is added twice)."""
+    """Sort kinds in print order, and add up the slopes of equal ALiBi positions (Falcon's eager code adds ALiBi twice)."""
     alibis: dict[Expr, added_scores.Alibi] = {}
     rest = []
     for kind in kinds:
@@ -47,12 +47,11 @@ def joined(kinds: Iterable[ProvedScore]) -> tuple[ProvedScore, ...]:
 
 
 def chooses_exactly(x: Expr) -> bool:
-    """Whether no truth value in x rests on rounded arithmetic. A number may be rounded; a choice between two numbers may not."""
+    """True if no truth value in x rests on rounded arithmetic. A number may be rounded; a choice between two numbers may not."""
     return all(ix.is_exact(part) for part in ix.ordered(x) if ix.kind_of(part) == "bool")
 
 
 def _unrounded(x: Expr) -> Expr:
-    """The number that x is up to rounding."""
     done = with_parts(x, _unrounded)
     return done.args[0] if isinstance(done, Apply) and done.op == "rounded" else done
 
@@ -73,7 +72,7 @@ def _mentions(x: Expr, *indices: Index) -> bool:
 
 
 def _alibi(part: Summand) -> ProvedScore | None:
-    """slope(h) · position, the position a whole number."""
+    """Recognise slope(h) · position, where the position is an integer."""
     slopes: Expr = Const(float(part.weight))
     position: Expr | None = None
     for factor in _factors(part.value):
@@ -101,7 +100,7 @@ def _factors(x: Expr) -> Iterator[Expr]:
 
 
 def _whole(x: Expr) -> Expr | None:
-    """The whole number that a factor is, or the one behind a float that is one."""
+    """Return x if it is an integer, or the integer that it converts to a float; else None."""
     if ix.kind_of(x) == "int":
         return x
     return (
@@ -110,7 +109,7 @@ def _whole(x: Expr) -> Expr | None:
 
 
 def _is_position(x: Expr) -> bool:
-    """Whether a whole number is linear in k, in |k - q|, or read at run time for each key."""
+    """True if an integer is linear in k, linear in |k - q|, or read at run time for each key."""
     form = ix.linear(x)
     of_key = [(term, factor) for term, factor in form.terms if _mentions(term, K)]
     if not of_key:
@@ -123,7 +122,7 @@ def _is_position(x: Expr) -> bool:
 
 
 def _is_read_at_keys(x: Expr) -> bool:
-    """Whole numbers of run-time tensors for each key, and products of them."""
+    """True for integers that run-time tensors hold for each key, and for combinations of them."""
     match x:
         case Load(at=at, kind=kind):
             return kind != "float" and all(i == K or not _mentions(i, K, Q) for i in at)
@@ -138,7 +137,7 @@ def _is_read_at_keys(x: Expr) -> bool:
 
 
 def _difference(x: Expr) -> Linear | None:
-    """x as k - q + r, with r the same for all queries and keys; None if it is nothing like that."""
+    """Return x or -x as k - q + r, with r the same for all queries, keys and heads; else None."""
     form = ix.linear(x) if ix.kind_of(x) == "int" else Linear(())
     factors = dict(form.terms)
     if factors.get(K) not in (1, -1) or factors.get(Q) != -factors[K]:
@@ -152,7 +151,7 @@ def _difference(x: Expr) -> Linear | None:
 
 
 def _relative(part: Summand) -> ProvedScore | None:
-    """table[f(k - q), ...]: an index that sees the positions as one difference."""
+    """Recognise table[f(k - q), ...], whose index depends on positions by their difference alone."""
     load = part.value
     if not isinstance(load, Load):
         return None
@@ -161,7 +160,7 @@ def _relative(part: Summand) -> ProvedScore | None:
     if len(rows) != 1 or len(distances) != 1 or any(_mentions(i, B) for i in load.at):
         return None
     row, distance = rows[0], distances.pop()
-    # With the key counted from the query, no query is left in an index that knows of nothing but their difference.
+    # With k + q substituted for k, an index that depends on their difference alone mentions no query.
     if _mentions(ix.substitute(row, K, ix.add(K, Q)), Q):
         return None
     plain = ix.add(distance, ix.ZERO)
@@ -171,7 +170,7 @@ def _relative(part: Summand) -> ProvedScore | None:
 
 
 def _differences(x: Expr) -> Iterator[Linear]:
-    """Every k - q + r in x, each written with a positive k, and without the numbers known now."""
+    """Yield every k - q + r in x, with a positive k and without constants."""
     match x:
         case Linear():
             found = _difference(x)
@@ -188,7 +187,7 @@ def _differences(x: Expr) -> Iterator[Linear]:
 
 
 def _log_buckets(row: Expr, distance: Expr) -> added_scores.LogBuckets | None:
-    """T5's buckets, if the row is their formula to the letter. Its numbers are taken from the row, then all of it is compared."""
+    """Return T5's buckets if the row is exactly their formula. Constants come from the row, then the whole formula is compared."""
     for log_range, count in _log_scales(row):
         for both_ways in (True, False):
             half = 2 * count
@@ -200,7 +199,7 @@ def _log_buckets(row: Expr, distance: Expr) -> added_scores.LogBuckets | None:
 
 
 def _log_scales(x: Expr) -> Iterator[tuple[float, int]]:
-    """(c, n) of every log(_ / n) / c in x."""
+    """Yield (c, n) of every log(_ / n) / c in x."""
     match x:
         case Apply(op="div", args=(Apply(op="log", args=(Apply(op="div", args=(_, Const(value=n))),)), Const(value=c))):
             if float(n).is_integer() and n > 0 and math.isfinite(c):
@@ -214,7 +213,7 @@ def _log_scales(x: Expr) -> Iterator[tuple[float, int]]:
 
 
 def _t5_row(distance: Expr, count: int, log_range: float, both_ways: bool) -> Expr:
-    """T5's formula of a row, for `count` buckets in one direction, of which the first half are exact."""
+    """Return T5's formula of a row, for `count` buckets in one direction. The first half of them are exact."""
     exact = count // 2
     far = ix.apply("abs", distance) if both_ways else ix.mul(ix.apply("min", distance, ix.ZERO), Const(-1))
     wide = ix.apply("div", ix.as_float(far), Const(float(exact)))
@@ -229,7 +228,7 @@ def _t5_row(distance: Expr, count: int, log_range: float, both_ways: bool) -> Ex
 
 
 def _gathered(part: Summand) -> ProvedScore | None:
-    """table[f(q, k), ...]: an index that is more than an index of the score."""
+    """Recognise table[f(q, k), ...], with an index that is not just an axis of the score."""
     load = part.value
     if not isinstance(load, Load) or all(_is_axis(i) for i in load.at):
         return None
@@ -237,7 +236,7 @@ def _gathered(part: Summand) -> ProvedScore | None:
 
 
 def _is_axis(index: Expr) -> bool:
-    """Whether an index of a tensor is one of the score, or a part of one that is made of several axes."""
+    """True if an index is a constant, an axis of the score, or a component of one that merges several axes."""
     match index:
         case Const() | Index():
             return True
@@ -251,7 +250,7 @@ def _is_axis(index: Expr) -> bool:
 
 
 def _penalty(part: Summand) -> ProvedScore | None:
-    """c ? number : 0, or the other way round."""
+    """Recognise `c ? number : 0` and `c ? 0 : number`."""
     if not isinstance(part.value, Apply) or part.value.op != "where":
         return None
     condition, yes, no = part.value.args
@@ -266,7 +265,7 @@ def _penalty(part: Summand) -> ProvedScore | None:
 
 
 def _region(condition: Expr) -> Expr | None:
-    """f(b, k) of a condition f(b, q) ≠ f(b, k) between whole numbers, which may have become floats."""
+    """Return f(b, k) of a condition f(b, q) ≠ f(b, k) between integers, which may be held as floats; else None."""
     equal = ix.invert(condition)
     if isinstance(equal, ix.Test) and equal.relation == "==":
         form: Linear | None = equal.form
@@ -284,7 +283,7 @@ def _region(condition: Expr) -> Expr | None:
 
 
 def _whole_sum(x: Expr) -> Linear | None:
-    """A sum of whole numbers that are held as floats."""
+    """Return a sum of integers that are held as floats, as an integer form; else None."""
     match x:
         case Const(value=value):
             return Linear((), int(value)) if float(value).is_integer() else None
@@ -343,7 +342,7 @@ def _renamed(field: str, value: Any, name: Callable[[str], str]) -> Any:
 
 
 def with_gradient(kind: ProvedScore) -> ProvedScore:
-    """The same kind, reading something learned."""
+    """Return the kind as one that requires a gradient. Penalties read nothing learned and stay."""
     return (
         kind
         if isinstance(kind, (added_scores.Penalty, added_scores.RegionPenalty))

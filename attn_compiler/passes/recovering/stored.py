@@ -1,8 +1,8 @@
-"""K and V as a cache in FP8 holds them: above the casts and the one multiplication that make them the model's numbers again.
+"""K and V as an FP8 cache stores them, above the casts and the one multiplication that restore the model's numbers.
 
-`(cache.float() * scale).to(dtype)` is what transformers' QuantizedCache reads, `cache.to(dtype)` what a cache without a scale does.
-A kernel that reads FP8 itself leaves out both, and half of the memory traffic. It is exact: every FP8 number is one of bfloat16's
-and of float16's, and the scale joins the scores and the output in float32.
+transformers' QuantizedCache computes `(cache.float() * scale).to(dtype)`. A cache without a scale computes `cache.to(dtype)`.
+A kernel that reads FP8 itself skips both, and half of the memory traffic. This is exact: every FP8 number is also a bfloat16 and
+a float16 number, and the scale is applied to the scores and the output in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def find(mirror: Mirror, match: Match) -> tuple[Stored, Stored] | None:
-    """K and V in FP8, if both are."""
+    """Return K and V in FP8 if both are stored so, else None."""
     k, v = (_stored(mirror, operand, match.out) for operand in (match.k, match.v))
     return None if k is None or v is None else (k, v)
 
@@ -31,7 +31,7 @@ def _stored(mirror: Mirror, operand: Operand, until: fx.Node) -> Stored | None:
         above = _above(node)
         if above is None or (above[1] is not None and scale is not None):
             return None
-        # What the model makes of the cache, it may still change in place.
+        # The model may still write in place to a tensor that it computes from the cache.
         if mutation.written_between(mirror, node, node, until) is not None:
             return None
         reader, node, scale = node, above[0], scale or above[1]
@@ -52,7 +52,7 @@ def _stored(mirror: Mirror, operand: Operand, until: fx.Node) -> Stored | None:
 
 
 def _above(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
-    """What a node of the same shape makes of floating-point numbers by a cast, or by multiplying them by a single one: (those, the one)."""
+    """Return (source, scale) of a cast of floats (no scale), or of floats times a scalar tensor, if the shape stays; else None."""
     if node.target in views.CASTS and _keeps_shape(node, source := views.source(node)):
         return source, None
     if node.target is not aten.mul.Tensor:
@@ -81,7 +81,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _is_readable(mirror: Mirror, node: fx.Node, reader: fx.Node, until: fx.Node) -> bool:
-    """Whether the kernel, at `until`, finds there what the model reads at `reader`, and no gradient is lost."""
+    """True if the kernel, at `until`, finds the value that the model reads at `reader`, and no gradient is lost."""
     if mirror.dynamo_node(node) is None or gradients.carries(mirror, node):
         return False
     return mutation.written_between(mirror, node, reader, until) is None

@@ -1,4 +1,4 @@
-"""Why a tensor that was read to the end is still no proved mask: what it adds may shut keys out, or may not."""
+"""Reasons why a fully read tensor is no proved mask: its added values may or may not mask keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 120
 
 
 def of_bias(version: Version, origin: str) -> str:
-    """Of a tensor that is added. origin: why nothing is known of its elements."""
+    """Return the reason for an added tensor. origin: why nothing is known of its elements."""
     tensor = fake(version.node)
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return f"{origin}: it may mask too"
@@ -29,7 +29,7 @@ def of_bias(version: Version, origin: str) -> str:
 
 
 def why(kinds: Iterable[ProvedScore]) -> str | None:
-    """Of what is added, the first that may mask, and what would tell; None where all of it is known to be no mask (ALiBi, T5's buckets)."""
+    """Return why the first unclear score kind may mask, and the remedy. None if all are known to be no mask (ALiBi, T5's buckets)."""
     return next((told for kind in kinds if (told := _of(kind)) is not None), None)
 
 

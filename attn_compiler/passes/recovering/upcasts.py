@@ -1,12 +1,12 @@
-"""Scores that a model computes in float32 of half-precision q and k, "for stability": a half-precision kernel computes the same.
+"""Scores computed in float32 from half-precision q and k, "for stability": a half-precision kernel computes the same.
 
-A product of two bfloat16 or float16 numbers is exact in float32, which is what a kernel adds them up in; scores, masks and the softmax stay
-in float32 in a kernel. So q and k are read above their cast, where the model casts its weights back for the product with v. A model that
-trains keeps the casts: a kernel rounds the gradients of the scores, which the model keeps in float32. So does a CPU, where a kernel for
-half precision is not faster.
+A product of two bfloat16 or float16 numbers is exact in float32, and a kernel accumulates in float32. Its scores, masks and softmax stay in
+float32, too. So q and k are read above their cast if the model casts its weights back for the product with v. Training keeps the casts: a
+kernel rounds the gradients of the scores, which the model keeps in float32. A CPU keeps them, too: its half-precision kernels are not
+faster.
 
-Of bfloat16, a kernel for training may make its products in tf32, which has all digits of q, k, v and of the output's gradient. Only weights
-and the gradients of scores are cut, to 11 digits, where the model rounds its weights and their gradients to 8.
+For bfloat16, a training kernel may compute products in tf32, which has all bits of q, k, v and of the output's gradient. Only weights and
+gradients of scores are rounded, to 11 significant bits. The model rounds its weights and their gradients to 8.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOTE = "q and k are read before the model casts them to float32, which a kernel 
 
 
 def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
-    """The half-precision dtype that the site's operands have, if its kernel may go without the casts of q and k; q and k lose them then."""
+    """Remove the casts of q and k if the kernel may do without them, and return their half-precision dtype; else None."""
     narrow = _upcast(match)
     if narrow is None:
         return None
@@ -43,7 +43,7 @@ def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
             match.notes = (*match.notes, NOTE)
             return narrow
     except AxisError:
-        # The axes above the cast can't be followed: the site is as it was.
+        # The axes above the cast can't be followed: the site stays unchanged.
         pass
     match.q, match.k = with_casts
     _settle(match)
@@ -51,7 +51,7 @@ def read_through(mirror: Mirror, match: Match) -> torch.dtype | None:
 
 
 def holds_bfloat16(mirror: Mirror, match: Match) -> bool:
-    """Whether q and k, as a kernel reads them, are bfloat16 numbers that the model holds in float32, and so are v and the weights there."""
+    """True if q and k are bfloat16 numbers cast to float32, and the model's v and weights are bfloat16."""
     if _upcast(match) != torch.bfloat16 or match.scores.factors or _dtype(match.v.root) != torch.bfloat16:
         return False
     try:
@@ -62,7 +62,7 @@ def holds_bfloat16(mirror: Mirror, match: Match) -> bool:
 
 
 def _upcast(match: Match) -> torch.dtype | None:
-    """The half-precision dtype that a site gives its output in, and weighs v in, where its scores are float32."""
+    """Return the half-precision dtype of a site's output and weights, if its scores are float32; None on a CPU."""
     narrow = _dtype(match.out)
     if _is_on_cpu(match.out) or narrow not in HALVES or _dtype(match.first) != torch.float32:
         return None
@@ -79,7 +79,7 @@ def _is_on_cpu(node: torch.fx.Node) -> bool:
 
 
 def _above_cast(mirror: Mirror, match: Match, operand: Operand) -> tuple[Operand, float]:
-    """The operand above its casts, and what constant factor is left out there that was not before. Raises AxisError."""
+    """Return the operand above its casts, and the constant factor that is skipped in addition. Raises AxisError."""
     (_, before), (found, after) = (
         operands.read(
             mirror,

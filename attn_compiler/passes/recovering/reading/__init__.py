@@ -1,7 +1,7 @@
-"""One element of a mirror node as an index expression: `of(mirror).read(node, indices)`, on demand and remembered.
+"""One element of a mirror node as an index expression: `of(mirror).read(node, indices)`, on demand and cached.
 
-Each op has one line in a READERS table of this package. What can't be looked into is a load: an element of that very tensor at
-those indices, which is true of any tensor. So reading never guesses; at worst it says little.
+Each op has one line in a READERS table of this package. A tensor that can't be read is a load: an element of that very tensor at
+those indices, which is always true. So reading never guesses; at worst it says little.
 """
 
 from attn_compiler.passes.graph.mirror import Mirror
@@ -9,7 +9,7 @@ from attn_compiler.passes.recovering.reading import in_place, inside, making, mo
 from attn_compiler.passes.recovering.reading.core import Reader, ReadOp, Unreadable
 from attn_compiler.passes.recovering.reading.nodes import fake, size
 
-#: the ATen op -> how an element of its result reads
+#: ATen op -> rule that reads an element of its result
 READERS: dict[object, ReadOp] = {
     **making.READERS,
     **pointwise.READERS,

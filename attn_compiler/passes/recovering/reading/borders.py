@@ -1,11 +1,11 @@
-"""Inputs of a graph that another graph gave back: what was proved of them there holds here.
+"""Inputs of a graph that are outputs of another graph: facts that were proved there hold here.
 
-Two ways lead over a border. Graphs that were cut out of one (DDP's buckets) share Dynamo's example values, run in a row, and are compiled
-in that order: what one gives back is known in the next without any check. Everything else comes in as an argument: what is known
-of that very tensor (known_masks.py) holds as long as a guard finds the same known of it.
+There are two ways. Graphs that were cut out of one (DDP's buckets) share Dynamo's example values, run in a row, and are compiled
+in that order: an output of one is known in the next without any check. Any other tensor comes in as an argument: the facts about
+that very tensor (known_masks.py) hold as long as a guard finds the same facts.
 
-What a mask was made from, such as which tokens are padding, may not be at hand on the other side. A row of the mask says the same, if
-nothing else shuts out a key there that it lets another query see: of "causal, and these keys are padding" the last query's row is that.
+The tensors behind a mask, such as padding, may be missing on the other side. A row of the mask replaces them if no other condition
+masks a key in that row that it allows in another row. For "causal, and these keys are padding", that is the last query's row.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from attn_compiler.torch_private.known_masks import ITSELF, Known, own_element, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Made:
-    """What one of several graphs in a row gives back.
+    """An output of one of several graphs in a row.
 
-    example: Dynamo's value, which the graphs share. element: over known_masks.indices. loads: Dynamo's values of what the element loads
-    from, by name; they are inputs of that graph, and it does not write to them. graph: its place in the row.
+    example: Dynamo's value, which the graphs share. element: over known_masks.indices. loads: Dynamo's values, by name, of the tensors
+    that the element loads from; they are inputs of that graph, which does not write to them. graph: its place in the row.
     """
 
     example: torch.Tensor
@@ -44,26 +44,26 @@ class Made:
 
 @dataclass(kw_only=True, eq=False)
 class GraphRow:
-    """Graphs that were cut out of one, in the order in which they run. written: the memory that each of them writes to."""
+    """Graphs that were cut out of one, in execution order. written: the memory that each of them writes to."""
 
     written: list[set[object]] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
 
     def find(self, example: object) -> Made | None:
-        """What is known of a value, if no graph after the one that made it has written to it, or to what it was made from."""
+        """Return the facts about a value; None if a later graph wrote to it, or to a tensor that it was made from."""
         made = next((m for m in self.made if m.example is example), None)
         if made is None:
             return None
         return None if self.is_written([made.example, *made.loads.values()], since=made.graph + 1) else made
 
     def is_written(self, values: Sequence[object], *, since: int = 0) -> bool:
-        """Whether one of the graphs writes to one of these values, from the place `since` on."""
+        """True if a graph from the place `since` on writes to one of these values."""
         memory = mutation.storages_of(values)
         return any(memory & written for written in self.written[since:])
 
 
 class BorderInputs:
-    """unit: whose graph's inputs are read. relied_on: filled with those of which something had to be known, and what; to be guarded."""
+    """Reads inputs of a unit's graph by known facts. relied_on: filled with the inputs and facts that were used, which need guards."""
 
     are_of_body = False
 
@@ -83,7 +83,7 @@ class BorderInputs:
         return None if found is None else self._here(found, reader, node, at)
 
     def _looked_up(self, reader: Reader, dynamo: fx.Node, node: fx.Node) -> Expr | None:
-        """What is known of an input, in loads of itself and of other inputs (by their names), or None."""
+        """Return the known element of an input, in loads of itself and of other inputs (by name), or None."""
         value = fake(node)
         row, example = torch_frames.once_per_compilation(GraphRow), dynamo.meta.get("example_value")
         made = row.find(example)
@@ -93,7 +93,7 @@ class BorderInputs:
             element = of_itself(made.element, made.element.facts.tensors - names.keys(), value)
             return None if element is None else _renamed(element, names)
         known = known_masks.recall(torch_frames.given_tensor(dynamo))
-        # What is known is that of the frame's beginning: a graph before this one may write to the tensor.
+        # The facts hold at the beginning of the frame: a graph before this one may write to the tensor.
         if known is None or known.dims != value.dim() or row.is_written([example]):
             return None
         if not torch_frames.may_rely_on(dynamo, known):
@@ -102,7 +102,7 @@ class BorderInputs:
         return known.element
 
     def _here(self, x: Expr, reader: Reader, node: fx.Node, at: At) -> Expr:
-        """A known element at these indices, its loads and sizes as this graph has them."""
+        """Return a known element at these indices, with the loads and sizes of this graph."""
         inputs = {n.name: n for n in reader.mirror.graph.nodes if n.op == "placeholder"}
         dynamo_names = {d.name: n for n in inputs.values() if (d := reader.mirror.dynamo_node(n)) is not None}
         lengths = {size_of_axis(i): size(axes.size_expr(s)) for i, s in enumerate(fake(node).shape)}
@@ -114,7 +114,7 @@ class BorderInputs:
             if isinstance(part, ix.Size):
                 return lengths.get(part) or part
             if isinstance(part, Load):
-                # As it came in, whatever is written to it here.
+                # The tensor as it came in, before any write in this graph.
                 return reader.load_at(0, node if part.tensor == ITSELF else dynamo_names[part.tensor], part.at)
             return part
 
@@ -134,7 +134,7 @@ def _input_like(unit: Unit, example: torch.Tensor) -> fx.Node | None:
 
 
 def known_of(x: Expr, value: torch.Tensor) -> Known | None:
-    """What can be said of a tensor where nothing but the tensor itself is at hand. x: its element, over known_masks.indices."""
+    """Return the facts about a tensor in terms of the tensor alone, or None. x: its element, over known_masks.indices."""
     found = of_itself(x, x.facts.tensors, value)
     if found is None:
         return None
@@ -145,7 +145,7 @@ def known_of(x: Expr, value: torch.Tensor) -> Known | None:
 
 
 def of_itself(x: Expr, foreign: Iterable[str], value: torch.Tensor) -> Expr | None:
-    """x without the tensors that are not at hand, which a row of the tensor itself stands for; None if none does. value: the tensor."""
+    """Replace missing tensors in x by a row of the tensor itself; None if no row says the same. value: the tensor."""
     foreign = frozenset(foreign)
     if not x.facts.tensors & foreign:
         return x
@@ -171,8 +171,8 @@ def _are_two_numbers(x: Apply) -> bool:
 
 
 def _condition(x: Expr, foreign: frozenset[str], value: torch.Tensor, element: object) -> Expr | None:
-    """A condition in which an element of the tensor itself stands for what is not at hand. element: says of an element whether the
-    condition holds there."""
+    """Replace missing tensors in a condition by an element of the tensor itself, or return None. element: returns the condition that an
+    element stands for."""
     if value.dim() < 2:
         return None
     parts = x.args if isinstance(x, Apply) and x.op == "and" else (x,)
@@ -180,7 +180,7 @@ def _condition(x: Expr, foreign: frozenset[str], value: torch.Tensor, element: o
     query, key = own[-2], own[-1]
     if any(ix.mentions(part, query) for part in parts if part.facts.tensors & foreign):
         return None
-    # A row says whatever is so for all queries: which keys are padding, and how many keys were padded.
+    # A row expresses every condition that is the same for all queries: the padding keys, and their number.
     rest = [part for part in parts if ix.mentions(part, query)]
     ranges = _ranges(value)
     for row, place in _rows(value, key):
@@ -190,8 +190,8 @@ def _condition(x: Expr, foreign: frozenset[str], value: torch.Tensor, element: o
 
 
 def _holds_there(x: Expr, query: Index, row: Expr, ranges: Ranges) -> bool:
-    """Whether what holds for a key and any query holds for the key and the query `row`, too: what shuts out a key there shuts it out for
-    all queries. Of the diagonal and the last query so it is, however many keys there are."""
+    """True if x, wherever it allows a key for some query, allows it for the query `row`, too: a key that is masked there is masked for
+    all queries. This holds for the diagonal and the last query, however many keys there are."""
     there = ix.substitute(x, query, row)
     if ix.decide(there, ranges) == ix.TRUE:
         return True
@@ -201,8 +201,8 @@ def _holds_there(x: Expr, query: Index, row: Expr, ranges: Ranges) -> bool:
 
 
 def _rows(value: torch.Tensor, key: Index) -> Sequence[tuple[Expr, Expr]]:
-    """Queries that may see whatever any query sees: the last one, and on a square each key's own. Each as a number here, and for any such
-    tensor."""
+    """Return queries that may see every key that any query sees: the last one and, on a square, each key's own. Each is an index of this
+    tensor, and an index of any such tensor."""
     queries, keys = (axes.size_expr(s) for s in value.shape[-2:])
     last = size(queries)
     found: list[tuple[Expr, Expr]] = []

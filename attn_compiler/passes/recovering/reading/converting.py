@@ -1,15 +1,15 @@
-"""Whole numbers and floats as their dtypes hold them: what is rounded says so, what may wrap around is not read.
+"""Integers and floats as their dtypes hold them: rounded numbers are marked, numbers that may wrap around are not read.
 
-Expressions calculate with whole numbers of any size, tensors with those of their dtype. So an op on whole numbers is read only
-where its result surely fits, and a conversion to a float is exact only where that holds every number that can come. How large a
-number gets follows from the shape of the tensor that it is an element of, from the dtype of what it was loaded from, and from
+Expressions calculate with integers of any size, tensors with those of their dtype. So an op on integers is read only if its
+result surely fits, and a conversion to a float is exact only if the float holds every possible number. The bounds of a number
+follow from the shape of the tensor that it is an element of, from the dtype of the tensor that it was loaded from, and from
 three assumptions:
 
-- A symbolic size is at most LONGEST. A guard holds that (`Reader.within`): a larger one compiles anew, and is only known to be
+- A symbolic size is at most LONGEST. A guard ensures that (`Reader.within`): a larger one recompiles, and is only known to be
   below IN_MEMORY, which no tensor's axis reaches.
-- A whole number of 64 bits that is loaded, or made of a float, is below LOADED: positions, lengths, document numbers and times in
-  nanoseconds are. Where two are multiplied, each is below LOADED_FACTOR, as masks and positions are.
-- What is loaded in a narrower dtype may be anything that the dtype holds, and so may the result of arithmetic that was not read.
+- An integer of 64 bits that is loaded, or made of a float, is below LOADED: positions, lengths, document numbers and times in
+  nanoseconds are. If two are multiplied, each is below LOADED_FACTOR, as masks and positions are.
+- An integer loaded in a narrower dtype may be any number of that dtype. So may the result of arithmetic that was not read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def kind_of_dtype(dtype: torch.dtype) -> str:
 
 
 def largest_loaded(dtype: torch.dtype, *, by_arithmetic: bool = False) -> int:
-    """n, if an element of a tensor of whole numbers lies from -n - 1 to n. by_arithmetic: the tensor is a result that may have wrapped."""
+    """Return n if an element of an integer tensor lies from -n - 1 to n. by_arithmetic: the tensor is a result that may have wrapped."""
     limits = torch.iinfo(dtype)
     return LOADED if limits.bits == 64 and not by_arithmetic else limits.max
 
@@ -50,9 +50,9 @@ def ranges(
     longest: Callable[[int | torch.SymInt], int] | None = None,
     named: Mapping[str, int] | None = None,
 ) -> Ranges:
-    """How large the indices, sizes and loads in x can be, if x is the element at `at` of a tensor of that shape.
+    """Return ranges of the indices, sizes and loads in x, if x is the element at `at` of a tensor of that shape.
 
-    longest: the largest that a size can be. named: how large sizes (by name) and loads (by LOADED_KEY of their tensors) can be.
+    longest: the largest value of a size. named: the largest values of sizes (by name) and loads (by LOADED_KEY of their tensors).
     """
     largest: dict[str, int] = dict.fromkeys(ix.sizes(x), LONGEST)
     largest |= named or {}
@@ -66,14 +66,14 @@ def ranges(
 
 
 def bounds(x: Expr, within: Ranges) -> tuple[int | None, int | None]:
-    """Numbers that a whole number never goes below and above. within: what is known of its indices, sizes and loads.
+    """Return the lower and upper bound of an integer. within: the ranges of its indices, sizes and loads.
 
-    Nothing else is known of an index than that it runs along an axis, and of a load than that it has 64 bits.
+    Any other index is only known to run along an axis, and any other load to have 64 bits.
     """
     return ix.bounds(x, _ASSUMED | dict(within))
 
 
-#: what holds of whatever the ranges do not name
+#: bounds of all that the ranges do not name
 _ASSUMED: dict[str, Linear] = {
     ANY_INDEX: Linear((), IN_MEMORY),
     ANY_LOAD: Linear((), LOADED),
@@ -82,7 +82,7 @@ _ASSUMED: dict[str, Linear] = {
 
 
 def _largest(position: Expr, last: int) -> Iterator[tuple[str, int]]:
-    """For each index in a position that is at most `last`: how large it can be, where all terms of the position are >= 0."""
+    """Yield the largest value of each index in a position of at most `last`, if all terms of the position are >= 0."""
     if ix.kind_of(position) != "int":
         return
     form = ix.linear(position)
@@ -93,7 +93,7 @@ def _largest(position: Expr, last: int) -> Iterator[tuple[str, int]]:
 
 
 def fits(x: Expr, dtype: torch.dtype, within: Ranges) -> bool:
-    """Whether a whole number or truth value surely survives a conversion to the dtype. within: ranges of x's indices."""
+    """True if an integer or truth value surely survives a conversion to the dtype. within: ranges of x's indices."""
     if dtype == torch.bool or dtype.is_floating_point or ix.kind_of(x) == "bool":
         return True
     limits = torch.iinfo(dtype)
@@ -108,13 +108,13 @@ def fits(x: Expr, dtype: torch.dtype, within: Ranges) -> bool:
 
 
 def _ends(x: Expr) -> list[Expr]:
-    """What a choice, and the choices that it is between, come down to: each once."""
+    """Return the values of a choice and of the choices nested in it, each once."""
     found = ordered(x, lambda part: part.args[1:] if isinstance(part, Apply) and part.op == "where" else ())
     return [part for part in found if not (isinstance(part, Apply) and part.op == "where")]
 
 
 def converted(x: Expr, source: torch.dtype | None, dtype: torch.dtype, within: Ranges) -> Expr | None:
-    """x, an element of dtype `source` (None for a Python number), converted; None if that may wrap around."""
+    """Convert x, an element of dtype `source` (None for a Python number); None if it may wrap around."""
     if dtype == torch.bool:
         return ix.as_bool(x)
     if not dtype.is_floating_point:
@@ -127,7 +127,7 @@ def converted(x: Expr, source: torch.dtype | None, dtype: torch.dtype, within: R
 
 
 def _holds_all_of(dtype: torch.dtype, source: torch.dtype | None) -> bool:
-    """Whether a dtype of whole numbers holds every number of another one."""
+    """True if an integer dtype holds every number of another one."""
     if source is None or source.is_floating_point or source == torch.bool:
         return source == torch.bool
     own, other = torch.iinfo(dtype), torch.iinfo(source)
@@ -135,7 +135,7 @@ def _holds_all_of(dtype: torch.dtype, source: torch.dtype | None) -> bool:
 
 
 def computed(x: Expr, dtype: torch.dtype, within: Ranges) -> Expr:
-    """The result of float arithmetic in a dtype: what is known now is rounded to it, other arithmetic is not exact anyhow."""
+    """Return the result of float arithmetic in a dtype. Constants are rounded to it; other arithmetic is inexact anyhow."""
     match x:
         case Const(value=value):
             return Const(nearest(value, dtype))
@@ -148,7 +148,7 @@ def computed(x: Expr, dtype: torch.dtype, within: Ranges) -> Expr:
 
 
 def _rounded(x: Expr, dtype: torch.dtype, within: Ranges) -> Expr:
-    """A number as the nearest one of a float dtype."""
+    """Round a number to the nearest one of a float dtype."""
     match x:
         case Const(value=value):
             return Const(nearest(value, dtype))
@@ -162,12 +162,12 @@ def _rounded(x: Expr, dtype: torch.dtype, within: Ranges) -> Expr:
 
 
 def nearest(value: float, dtype: torch.dtype) -> float:
-    """A number in a float dtype, rounded through float32 as kernels do for narrower ones."""
+    """Round a number to a float dtype, through float32 as kernels do for narrower ones."""
     return float(torch.tensor(value, dtype=computed_in(dtype)).to(dtype).item())
 
 
 def _is_exact_in(x: Expr, dtype: torch.dtype, within: Ranges) -> bool:
-    """Whether the dtype holds every whole number that x can be."""
+    """True if the dtype holds every integer that x can be."""
     low, high = bounds(x, within)
     largest = round(2 / torch.finfo(dtype).eps)
     return low is not None and high is not None and -largest <= low and high <= largest

@@ -1,4 +1,4 @@
-"""The reader itself, and what every rule uses: conversions, and the indices of an operand that broadcasts."""
+"""The reader of elements, and helpers of all rules: conversions, and the indices of an operand that broadcasts."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from attn_compiler.torch_private import symbols as torch_symbols
 At = tuple[Expr, ...]
 ReadOp = Callable[["Reader", fx.Node, At], Expr | None]
 
-#: a tensor, indices in it, and the last that wrote to it before
+#: a tensor, indices in it, and the last node that wrote to it before
 _Key = tuple[fx.Node, At, fx.Node | None]
 
-#: (condition, indices): an element is one of a view's where the condition holds, and there it is that one
+#: (condition, indices): where the condition holds, a view has an element, at these indices of the view
 Inside = tuple[Expr, At]
 
-#: (what is written to, a tensor in the same memory, indices in that) -> what of the tensor is written; None: that can't be said
+#: (tensor that is written to, another tensor in its memory, indices in the latter) -> the written element; None: unknown
 Reach = Callable[[fx.Node, fx.Node, At], Inside | None]
 
-#: Reads that stand in each other on Python's stack; of what stands deeper the inner ones are read first
+#: The most nested reads on Python's stack. Deeper ones are read first, from the inside out
 _AT_ONCE = 24
 
-#: The results of these may have wrapped around: all that their dtype holds may come
+#: Ops whose results may have wrapped around, so that they may be any number of their dtype
 _GROWING = frozenset(
     {"add", "sub", "rsub", "mul", "neg", "abs", "pow", "square", "prod", "cumprod", "diff", "arange"}
     | {"bitwise_not", "bitwise_xor", "bitwise_or", "bitwise_left_shift", "__lshift__", "__xor__", "__or__"}
@@ -58,7 +58,7 @@ _GROWING = frozenset(
 
 
 class InputOrigins(Protocol):
-    """What the inputs of a graph are where they come from. are_of_body: in the graphs that call this one, a body."""
+    """Reads inputs of a graph where they come from. are_of_body: the graph is a body, and its inputs come from its callers."""
 
     are_of_body: bool
 
@@ -77,7 +77,7 @@ class _Exhausted(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Moment:
-    """What is being read: `node`, as it is right before the place `when` in the order of the mirror. None: nothing yet."""
+    """The node that is being read, as it is right before the place `when` in the order of the mirror. None: nothing yet."""
 
     node: fx.Node | None
     when: int
@@ -85,7 +85,7 @@ class _Moment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Request:
-    """An element that is asked for: of which version of a tensor, where in it, at which moment, and after how many others in a row."""
+    """A request for an element: the version of a tensor, indices, the moment, and the number of nested requests."""
 
     version: Version
     at: At
@@ -98,25 +98,25 @@ class _Request:
 
 
 class _Deeper(Exception):
-    """What is asked for has to be read before what asks for it, which is then read again."""
+    """The request must be read before the element that depends on it, which is then read again."""
 
     def __init__(self, request: _Request) -> None:
         self.request = request
 
 
 class Reader:
-    """Reads elements of one mirror's nodes. rules: by ATen op. reach: what a write reaches. inputs: what the inputs of a body are
-    where it is called.
+    """Reads elements of one mirror's nodes. rules: by ATen op. reach: the elements that a write reaches. inputs: reads the
+    graph's inputs where they come from.
 
-    tensors: what each name that a load uses stands for: a tensor, as it is between two writes to its memory. Its node belongs to
-    this mirror or, for what an input of a body was followed to, to the mirror of a graph that calls the body:
-    `tensors[name].node.graph` is that mirror's graph. not_followed: those names that are inputs of a body, and could not be.
-    too_large: those names whose tensors were not looked into because the formula would be too large, each with how large.
-    budget: what reading one element may take; what takes more is Unreadable.
-    longer: sizes of axes that indices are taken to run further along than the tensors do, and how far (`Readers.longer`).
+    tensors: the tensor behind each name that a load uses, at a version between two writes to its memory. Its node belongs to
+    this mirror or, if an input of a body was followed, to the mirror of a graph that calls the body:
+    `tensors[name].node.graph` is that mirror's graph. not_followed: names of a body's inputs that could not be followed.
+    too_large: names of tensors that were not read because their formula would be too large, each with its size.
+    budget: the limits for reading one element. An element beyond them is Unreadable.
+    longer: axis sizes for which indices run further than the tensors do, and how far (`Readers.longer`).
 
-    An expression says what a tensor holds at a certain place of the graph: an op reads what its inputs hold when it runs, through
-    views too. What was written to a tensor since it was made is read where the write says it, and is a load else.
+    An expression holds at one place of the graph: an op reads its inputs as they are when it runs, through
+    views too. A later write to a tensor is read by the rule of that write. Without a rule the element is a load.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class Reader:
             return self.read(node, at)
 
     def read(self, node: fx.Node, at: At) -> Expr:
-        """The element of `node` at `at`, one expression a dimension. Raises Unreadable.
+        """Return the element of `node` at `at`, one expression a dimension. Raises Unreadable.
 
-        For a rule: as the op that it is a rule for reads it. For others: as it is in the end.
+        A rule gets the element as its op reads it. Other callers get it as it is at the end of the graph.
         """
         version = self._version(node)
         moment = _Moment(node=node, when=self._when(node))
@@ -174,7 +174,7 @@ class Reader:
         return self._carried_out(request)
 
     def _from_the_start(self, request: _Request) -> Expr:
-        """The element, for a mask of its own. Raises Unreadable, for the same reason whenever it is asked for again."""
+        """Read an element with a budget of its own. Raises Unreadable, with the same reason on every later request."""
         self._steps = 0
         try:
             return self._in_turn(request)
@@ -183,7 +183,7 @@ class Reader:
             raise Unreadable(str(exhausted)) from None
 
     def _in_turn(self, request: _Request) -> Expr:
-        """The element, after all that is too deep in what it is made of."""
+        """Read an element, after the elements that it depends on and that are nested too deeply."""
         waiting = [request]
         while True:
             try:
@@ -231,7 +231,7 @@ class Reader:
         return mutation.version(self.mirror, node, self._when(node))
 
     def _when(self, source: fx.Node) -> int:
-        """When the node that is being read reads this input: a view whenever it is read itself, another op when it runs."""
+        """Return when the current node reads this input. A view reads it when it is read itself, another op when it runs."""
         reading, when = self._moment.node, self._moment.when
         if reading is None or (self._is_view_of(reading, source)):
             return when
@@ -259,14 +259,14 @@ class Reader:
         return load
 
     def _is_written_since_made(self, version: Version) -> bool:
-        """Whether its op no longer says what the tensor holds. What a view holds, the tensor that it is a view of knows."""
+        """True if a write changed the tensor after its op. False for a view: its base tensor is checked instead."""
         node, since = version.node, version.since
         if since is None or any(self._is_view_of(node, source) for source in node.all_input_nodes):
             return False
         return self.mirror.order(since) > self.mirror.order(node)
 
     def _written(self, version: Version, at: At) -> Expr | None:
-        """The element as the last write left it: what it wrote, or what was there before; None if the write is not understood."""
+        """Return the element after the last write: the written one or the one before; None if the write is not understood."""
         node, since = version.node, version.since
         target = mutation.returned(since) if since is not None else None
         place = self._reach(target, node, at) if target is not None else None
@@ -275,7 +275,7 @@ class Reader:
         reached, own = place
         before = None if reached == ix.TRUE else self.read_at(self.mirror.order(since), node, at)
         if isinstance(before, Load) and self.tensors[before.tensor].node is self._first_name(node):
-            # Of a tensor that is not understood, one load after the write says as much as one before it and what was written.
+            # For an unreadable tensor, one load after the write says as much as a load before it and the written value.
             return None
         if reached == ix.FALSE:
             return before
@@ -293,15 +293,15 @@ class Reader:
         return None if rule is None else rule(self, node, at)
 
     def varies(self, node: fx.Node) -> bool:
-        """Whether the node is one example's of a vmap: nothing outside of that vmap has this tensor."""
+        """True if the node belongs to one example of a vmap: this tensor does not exist outside that vmap."""
         return bool(self._varies.get(node))
 
     def load(self, node: fx.Node, at: At) -> Expr:
-        """An element of the tensor itself, as it is when it is read. Raises Unreadable where there is no such tensor."""
+        """Return a load from the tensor itself, as it is at the time of reading. Raises Unreadable if there is no such tensor."""
         return self._load(self._version(node), at)
 
     def load_at(self, when: int, node: fx.Node, at: At) -> Expr:
-        """The same right before the place `when` in the order of the mirror."""
+        """Return the load right before the place `when` in the order of the mirror."""
         with self._at(_Moment(node=None, when=when)):
             return self.load(node, at)
 
@@ -312,7 +312,7 @@ class Reader:
         node = version.node
         name, short = naming.name_of(self.mirror, node), naming.users_name(self.mirror, node)
         name = short if self.tensors.setdefault(short, version).node is node else name
-        # A node that only the mirror has may be named as another one of Dynamo's is, and one of a body as one of its caller.
+        # A node of the mirror alone may have the name of another node of Dynamo's, and a node of a body that of one of its caller.
         while self.tensors.setdefault(name, version) != version:
             name += "'"
         if node.op == "placeholder" and self._inputs is not None and self._inputs.are_of_body:
@@ -320,18 +320,18 @@ class Reader:
         return Load(name, at, kind_of_dtype(fake(node).dtype))
 
     def _first_name(self, node: fx.Node) -> fx.Node:
-        """The tensor that a chain of in-place ops gave back, by the name that it had before them."""
+        """Return the node of a tensor before a chain of in-place ops wrote to it."""
         while (written := mutation.returned(node)) is not None and self.mirror.dynamo_node(written) is not None:
             node = written
         return node
 
     def within(self, x: Expr, node: fx.Node, at: At) -> Ranges:
-        """How large the indices, sizes and loads in x can be, if x is computed for the element of `node` at `at`."""
+        """Return ranges of the indices, sizes and loads in x, if x is computed for the element of `node` at `at`."""
         known = {name: self._largest_size(node, sympy.Symbol(name)) for name in ix.sizes(x)}
         for tensor in x.facts.tensors & self.tensors.keys():
             if tensor not in self._largest:
                 self._largest[tensor] = _largest_element(self.tensors[tensor].node)
-            # What holds of any load is not said of each: bounds are remembered by what is known, and the less differs, the better.
+            # The bound of any load is left out: bounds are cached by these ranges, and fewer different ones mean more hits.
             if self._largest[tensor] != LOADED:
                 known[LOADED_KEY.format(tensor)] = self._largest[tensor]
         longest = functools.partial(self._largest_size, node)
@@ -339,7 +339,7 @@ class Reader:
         return ranges(x, shape, at, longest=lambda size: longest(axes.size_expr(size)), named=known)
 
     def _largest_size(self, node: fx.Node, size: sympy.Expr) -> int:
-        """Held by a guard, where nothing is known and it is at most LONGEST in this call."""
+        """Return the largest value of a size. Guards LONGEST if nothing is known and the size is within it in this call."""
         if size not in self._sizes:
             self._sizes[size] = torch_symbols.largest(fake(node), size, LONGEST) or IN_MEMORY
         return self._sizes[size]
@@ -368,7 +368,7 @@ def broadcast(value: torch.Tensor, at: At) -> At:
 
 
 def _largest_element(node: fx.Node) -> int:
-    """n, if the elements of a tensor of whole numbers lie from -n - 1 to n. Of truth values and floats, what counts as any load."""
+    """Return n if the elements of an integer tensor lie from -n - 1 to n. LOADED for truth values and floats."""
     if kind_of_dtype(fake(node).dtype) != "int":
         return LOADED
     name = str(getattr(node.target, "overloadpacket", "")).removeprefix("aten.")
@@ -376,12 +376,12 @@ def _largest_element(node: fx.Node) -> int:
 
 
 def converted_of(reader: Reader, x: Expr, node: fx.Node, source: torch.dtype | None, at: At) -> Expr | None:
-    """x, of dtype `source` (None for a number), as the element of `node` at `at` holds it; None if that may wrap around."""
+    """Convert x, of dtype `source` (None for a number), to the dtype of `node`, whose element at `at` it is; None if it may wrap."""
     return converted(x, source, fake(node).dtype, reader.within(x, node, at))
 
 
 def computed_of(reader: Reader, x: Expr, node: fx.Node, at: At) -> Expr | None:
-    """The result x of arithmetic as the element of `node` at `at` holds it; None if it may wrap around."""
+    """Convert the result x of arithmetic to the dtype of `node`, whose element at `at` it is; None if it may wrap around."""
     dtype = fake(node).dtype
     if dtype == torch.bool:
         return ix.as_bool(x)

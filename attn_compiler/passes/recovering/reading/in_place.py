@@ -1,6 +1,6 @@
-"""Ops that write in place: what they write is read as what the same op without the underscore computes.
+"""Ops that write in place: the written values are read by the rule of the same op without the underscore.
 
-The reader says which elements of which tensors that reaches.
+The reader finds the elements of tensors that a write reaches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _written(rule: ReadOp) -> ReadOp:
-    """The result of an op as its tensor takes it, which keeps its dtype."""
+    """Make a rule that converts the result of an op to the dtype of the tensor that is written to."""
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         found = rule(reader, node, at)
@@ -41,7 +41,7 @@ def _fill_with(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _fill_diagonal(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """The elements of a matrix whose indices are equal are a number."""
+    """Read a matrix whose elements with equal indices are set to a number."""
     source, value = node.args[0], argument(node, "fill_value")
     if (
         not isinstance(source, fx.Node)
@@ -55,7 +55,7 @@ def _fill_diagonal(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _copy(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """The source, as large or broadcast, converted to the dtype of the tensor."""
+    """Read the source, as large or broadcast, converted to the dtype of the tensor."""
     return _given(reader, node, argument(node, "src"), at)
 
 

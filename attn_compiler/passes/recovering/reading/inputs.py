@@ -1,4 +1,4 @@
-"""The inputs of a body (of a checkpoint, say) read on in the graphs that call it, where masks are made once for all layers."""
+"""Inputs of a body (of a checkpoint, say), read in the graphs that call it, where masks are made once for all layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from attn_compiler.passes.recovering.reading.nodes import fake
 
 
 class BodyInputs:
-    """calls: every call of the body; none if there is one that is not understood. reader_of: of the graph that a call is in, which
-    only then gets a mirror."""
+    """Reads inputs of a body at its calls. calls: all of them; none if one is not understood. reader_of: returns the reader of
+    a calling graph, which gets a mirror only then."""
 
     are_of_body = True
 
@@ -60,7 +60,7 @@ class BodyInputs:
 
 
 def _when(call: BodyCall, above: Reader) -> int | None:
-    """The place of the call among the caller's mirror nodes, None if it has none. What the call writes it writes after that."""
+    """Return the place of the call among the caller's mirror nodes, or None. Writes of the call come after it."""
     return min((above.mirror.order(n) for n in above.mirror.owned(call.node)), default=None)
 
 
@@ -75,6 +75,6 @@ def _argument(call: BodyCall, above: Reader, placeholder: fx.Node | None) -> fx.
 
 
 def are_alike(argument: fx.Node, placeholder: fx.Node) -> bool:
-    """Whether two nodes of different mirrors stand for tensors of one dtype and shape."""
+    """True if two nodes of different mirrors stand for tensors of one dtype and shape."""
     a, b = fake(argument), fake(placeholder)
     return a.dtype == b.dtype and axes.shape_exprs(a) == axes.shape_exprs(b)

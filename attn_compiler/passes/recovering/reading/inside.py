@@ -1,4 +1,4 @@
-"""Views the other way round: when an element of a view's source is one of the view's, and which. What a write through it reaches."""
+"""Views in reverse, from elements of the source to those of the view: they tell which elements a write through the view reaches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from attn_compiler.passes.recovering.reading.nodes import dim_of, fake, size
 
 aten = torch.ops.aten
 
-#: (view, source, indices in the source) -> when that element is one of the view's, and which; None where that can't be said
+#: (view, source, indices in the source) -> when the view has that element, and at which indices; None: unknown
 FindInside = Callable[[fx.Node, fx.Node, At], Inside | None]
 
 
 def reached(written: fx.Node, base: fx.Node, at: At) -> Inside | None:
-    """When a write to `written` reaches the element of `base` at `at`, and which of the written ones that is.
+    """Return when a write to `written` reaches the element of `base` at `at`, and the indices of that element in `written`.
 
-    None if `written` is not a view of `base`, or one that is not followed.
+    None if `written` is not a view of `base`, or a view that can't be followed.
     """
     if not isinstance(written.meta.get("val"), torch.Tensor):
         return None
@@ -43,7 +43,7 @@ def reached(written: fx.Node, base: fx.Node, at: At) -> Inside | None:
 
 
 def _are_the_same(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors in one memory have the same elements in the same order, however the one was made of the other."""
+    """True if two tensors of one storage have the same elements in the same order, by dtype, offset, shape and strides."""
     x, y = fake(a), fake(b)
     placed = [(axes.size_expr(v.storage_offset()), *map(axes.size_expr, (*v.shape, *v.stride()))) for v in (x, y)]
     return x.dtype == y.dtype and x.dim() == y.dim() and placed[0] == placed[1]
@@ -101,7 +101,7 @@ def _sliced(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
     return ix.decide(ix.apply("and", *conditions), {}), (*at[:dim], own, *at[dim + 1 :])
 
 
-#: the ATen view -> which elements of its source it holds
+#: ATen view -> rule for the elements of its source that it holds
 INSIDE: dict[object, FindInside] = {
     **dict.fromkeys(PERMUTES, _permuted),
     **dict.fromkeys((*RESHAPES, *SQUEEZES), _reshaped),

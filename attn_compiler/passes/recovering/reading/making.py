@@ -53,7 +53,7 @@ def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _copied(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """A copy is a tensor of its own: what is written to its source later makes no difference to it (a cache's length)."""
+    """Read a copy. Later writes to its source do not change it (a cache's length), so an unreadable source makes it a load."""
     try:
         return _same(reader, node, at)
     except Unreadable:
@@ -61,7 +61,7 @@ def _copied(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _one_hot(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """1 where a number is the index along the last axis."""
+    """Read 1 where a number equals the index along the last axis, else 0."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return None

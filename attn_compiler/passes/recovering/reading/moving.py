@@ -33,7 +33,7 @@ def _unsqueeze(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _reshaped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """view, reshape, squeeze, flatten. Axes that are split or merged need known sizes, all but the outermost of each group."""
+    """Read view, reshape, squeeze, flatten. Axes that are split or merged need known sizes, except the outermost of each group."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return None
@@ -42,7 +42,7 @@ def _reshaped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def reindexed(at: At, value: torch.Tensor, other: torch.Tensor) -> At | None:
-    """The indices in `other` of the element of `value` at `at`, where one is a reshape of the other; None if that can't be said."""
+    """Return the indices in `other` of the element of `value` at `at`, if one is a reshape of the other; None if unknown."""
     mine = [(i, s) for i, s in zip(at, axes.shape_exprs(value), strict=True) if s != axes.ONE]
     theirs = [s for s in axes.shape_exprs(other) if s != axes.ONE]
     found: list[Expr] = []
@@ -61,7 +61,7 @@ _Sized = tuple[Expr, sympy.Expr]
 
 
 def _groups(mine: list[_Sized], theirs: list[sympy.Expr]) -> Iterator[tuple[list[_Sized], list[sympy.Expr]]]:
-    """Dimensions of both sides, in order, that together have the same size; ends early where there are none."""
+    """Yield groups of dimensions of both sides, in order, that have the same total size. Ends early if there are none."""
     mine, theirs = list(mine), list(theirs)
     while mine and theirs:
         taken, sizes = [mine.pop(0)], [theirs.pop(0)]
@@ -77,7 +77,7 @@ def _groups(mine: list[_Sized], theirs: list[sympy.Expr]) -> Iterator[tuple[list
 
 
 def _flattened(indices: list[_Sized]) -> Expr | None:
-    """The position in row-major order of an index a dimension, each with its size."""
+    """Return the row-major position of indices, one a dimension, each with its size; None if an inner size is unknown."""
     position, *rest = indices
     total = position[0]
     for index, extent in rest:
@@ -88,7 +88,7 @@ def _flattened(indices: list[_Sized]) -> Expr | None:
 
 
 def _unflattened(position: Expr | None, sizes: list[sympy.Expr]) -> list[Expr] | None:
-    """An index for each of the sizes, from the position in row-major order."""
+    """Return an index for each of the sizes from the row-major position; None if an inner size is unknown."""
     if position is None or not all(s.is_Integer for s in sizes[1:]):
         return None
     indices: list[Expr] = []
@@ -104,7 +104,7 @@ def _expanded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _repeated(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """repeat, tile: the whole tensor again and again, along new axes in front too."""
+    """Read repeat and tile: the whole tensor again and again, along new leading axes too."""
     source, times = node.args[0], argument(node, "repeats", argument(node, "dims"))
     if not isinstance(source, fx.Node) or not isinstance(times, (list, tuple)):
         return None
@@ -116,7 +116,7 @@ def _repeated(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _within(i: Expr, size: sympy.Expr, times: object) -> Expr | None:
-    """The index below `size` that an index below times · size falls on."""
+    """Map an index below times · size to the index below `size`; None if unknown."""
     if size == axes.ONE:
         return ix.ZERO
     if isinstance(times, int) and times == 1:
@@ -125,7 +125,7 @@ def _within(i: Expr, size: sympy.Expr, times: object) -> Expr | None:
 
 
 def _repeated_in_place(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """repeat_interleave: each element the same number of times."""
+    """Read repeat_interleave with the same number of times for each element."""
     source, times, dim = node.args[0], argument(node, "repeats"), dim_of(node)
     if not isinstance(source, fx.Node) or dim is None:
         return None
@@ -138,7 +138,6 @@ def _repeated_in_place(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _permuted(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Whatever puts the axes in another order."""
     source, order = node.args[0], permuted(node, len(at))
     if order is None or not isinstance(source, fx.Node):
         return None
@@ -149,7 +148,7 @@ def _permuted(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def permuted(node: fx.Node, rank: int) -> Order | None:
-    """For each axis of a result, the axis of what is read; None where that can't be said."""
+    """Return the source's axis for each axis of a result; None if unknown."""
     try:
         return PERMUTES[node.target](node, rank)
     except axes.AxisError:
@@ -177,7 +176,7 @@ def _slice(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
-    """Where a slice or a narrow begins."""
+    """Return the start of a slice or a narrow; None if unknown."""
     start: Any = argument(node, "start") or 0
     if _is_from_the_front(start):
         value = start.meta["val"] if isinstance(start, fx.Node) else start
@@ -189,19 +188,19 @@ def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
         return None
     if argument(node, "step", 1) != 1 or argument(node, "end") not in (None, _TO_THE_END):
         return None
-    # What is left out in front is what the result is shorter by, however the start was counted.
+    # The start is the difference of both lengths, whether it was counted from the front or from the end.
     whole, kept = (size(axes.shape_exprs(fake(n))[dim]) for n in (source, node))
     return None if whole is None or kept is None else ix.add(whole, kept, -1)
 
 
 def _is_from_the_front(start: Any) -> bool:
-    """A start below zero counts from the end."""
+    """True if a start surely counts from the front. A start below zero counts from the end."""
     value = start.meta.get("val") if isinstance(start, fx.Node) else start
     return isinstance(value, (int, torch.SymInt)) and torch_symbols.statically_known(value >= 0)
 
 
 def _indexed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """x[:, i, j, ...] with index tensors for axes that stand together."""
+    """Read x[:, i, j, ...] with index tensors for adjacent axes."""
     source, given = node.args[0], node.args[1]
     if not isinstance(source, fx.Node) or not isinstance(given, (list, tuple)):
         return None
@@ -214,12 +213,12 @@ def _indexed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     whole = (*at[:first], *read, *at[last:])
     if all((lowest := ix.lower_bound(i)) is not None and lowest >= 0 for i in read):
         return reader.read(source, whole)
-    # An index that may be negative counts from the end: true of an element of the tensor, not of what it is made of.
+    # An index that may be negative counts from the end. A load allows that, the rules of the source's op do not.
     return reader.load(source, whole)
 
 
 def _picked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """index_select and gather, whose indices are never negative."""
+    """Read index_select and gather, whose indices are never negative."""
     source, dim, indices = node.args[0], dim_of(node), argument(node, "index")
     if not isinstance(source, fx.Node) or not isinstance(indices, fx.Node) or dim is None or not at:
         return None
@@ -229,7 +228,7 @@ def _picked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _stacked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """stack: the tensor that the index along the new axis picks."""
+    """Read stack: the index along the new axis selects a tensor."""
     parts, dim = node.args[0], dim_of(node, 0)
     if not isinstance(parts, (list, tuple)) or dim is None:
         return None
@@ -248,7 +247,7 @@ def _stacked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _flipped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """flip: an index counts from the end."""
+    """Read flip: an index counts from the end."""
     source, dims = node.args[0], argument(node, "dims")
     if not isinstance(source, fx.Node) or not isinstance(dims, (list, tuple)):
         return None
@@ -262,7 +261,7 @@ def _flipped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _rolled(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """roll: an index counts from so many places on, and begins anew."""
+    """Read roll: an index is shifted, and wraps around."""
     source, shifts, dims = node.args[0], argument(node, "shifts"), argument(node, "dims", [])
     if not isinstance(source, fx.Node) or not isinstance(shifts, (list, tuple)) or not isinstance(dims, (list, tuple)):
         return None
@@ -276,7 +275,7 @@ def _rolled(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _padded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """pad: the tensor where it is, and a number around it. A pad below zero cuts."""
+    """Read pad: the tensor, and a number around it. A pad below zero crops."""
     source, pads, value = node.args[0], argument(node, "pad"), argument(node, "value", 0) or 0
     if (
         not isinstance(source, fx.Node)
@@ -309,7 +308,7 @@ def _whole_number(value: Any) -> Expr | None:
 
 
 def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """cat: the part that the index falls into. Every part but the last has a known size."""
+    """Read cat: the index selects a part. Every part but the last has a known size."""
     parts, dim = node.args[0], dim_of(node, 0)
     if not isinstance(parts, (list, tuple)) or dim is None:
         return None
@@ -321,7 +320,7 @@ def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     starts = [0, *itertools.accumulate(map(int, sizes[:-1]))]
     found: Expr | None = None
     for i in reversed(_that_may_hold(at[dim], starts)):
-        # The only place in a part of size one is its first: what is read there is the same for all indices.
+        # A part of size one has only index 0: the element there is the same for all indices.
         own = ix.ZERO if sizes[i] == axes.ONE else ix.add(at[dim], Const(-starts[i]))
         element = reader.read(nodes[i], (*at[:dim], own, *at[dim + 1 :]))
         converted = converted_of(reader, element, node, fake(nodes[i]).dtype, at)
@@ -334,7 +333,7 @@ def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _that_may_hold(position: Expr, starts: list[int]) -> range:
-    """Which of the parts that begin there, one after the other, a position can be in."""
+    """Return the consecutive parts that a position can be in. starts: where each part begins."""
     low, high = ix.bounds(position, {})
     first = 0 if low is None else max(0, bisect.bisect_right(starts, low) - 1)
     return range(first, len(starts) if high is None else max(first + 1, bisect.bisect_right(starts, high)))

@@ -1,4 +1,4 @@
-"""What a tensor is called in a formula: by the user's own name where there is one."""
+"""Names of tensors in formulas: the user's own name where there is one."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import fx
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.torch_private import frames as torch_frames
 
-#: how Dynamo names what the model was called with: l_kwargs_attention_mask_
+#: Dynamo's name of an argument of the model: l_kwargs_attention_mask_
 _ARGUMENT = re.compile(r"^l_(?:kwargs_|self_)?(\w+?)_*$")
-#: nodes that are looked at for what a tensor is made of: a mask is made of few, and hidden states of all before them
+#: the most nodes that are searched for a tensor's inputs: a mask has few, hidden states have all nodes before them
 _MOST = 64
 
 
 def name_of(mirror: Mirror, node: fx.Node) -> str:
-    """That of the node in Dynamo's graph, or in the mirror where Dynamo has none."""
+    """Return the name of the node in Dynamo's graph, or in the mirror if Dynamo has none."""
     dynamo = mirror.dynamo_node(node)
     return dynamo.name if dynamo is not None else node.name
 
 
 def users_name(mirror: Mirror, node: fx.Node) -> str:
-    """As the model's code calls an input: "attention_mask", by whatever way it was handed on. Of a mask, or of whole
-    numbers, that is made of one input alone, that one and the last op: "attention_mask.flip". Else as `name_of`."""
+    """Return the model's name of an input, "attention_mask", however it was passed on. For a mask or integers made of one
+    input alone, return that input and the last op: "attention_mask.flip". Else return the same as `name_of`."""
     dynamo = mirror.dynamo_node(node)
     return node.name if dynamo is None else name_in_dynamo(dynamo, node.meta["val"].dtype)
 
 
 def name_in_dynamo(dynamo: fx.Node, dtype: torch.dtype) -> str:
-    """As `users_name`, of a node of Dynamo's graph whose value has that dtype."""
+    """Return `users_name` for a node of Dynamo's graph whose value has that dtype."""
     if dynamo.op == "placeholder":
         return _input(dynamo)
-    # A position's number, or a part of a hidden state, says nothing by what it is made of. A mask does.
+    # The inputs of a float (a position, a part of a hidden state) say nothing about it. The input of a mask does.
     only = None if dtype.is_floating_point else _only_input(dynamo)
     return dynamo.name if only is None else f"{_input(only)}.{_op(dynamo)}"
 
 
 def _op(node: fx.Node) -> str:
-    """A method or a function by its own name: nodes are named after the model's variables, too."""
+    """Return the name of a node's method or function. The node itself may have the name of a model's variable."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target.overloadpacket.__name__)
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
@@ -51,7 +51,7 @@ def _input(placeholder: fx.Node) -> str:
 
 
 def _only_input(node: fx.Node) -> fx.Node | None:
-    """The one tensor that a node is made of, if it is made of one, and no module's own."""
+    """Return the one input tensor that a node is computed from; None if there are more, or if a module owns it."""
     found: fx.Node | None = None
     seen, waiting = {node}, [node]
     while waiting:
@@ -72,7 +72,7 @@ def _only_input(node: fx.Node) -> fx.Node | None:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a user of a tensor may write to it."""
+    """True if a user of a tensor may write to it."""
     if node.target is operator.setitem:
         return True
     return node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__")

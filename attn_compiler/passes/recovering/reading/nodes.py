@@ -1,4 +1,4 @@
-"""What the rules ask of a node besides its elements: its fake tensor, the axis that it was given, and sizes as expressions."""
+"""Properties of a node that rules read besides its elements: its fake tensor, its axis argument, and sizes as expressions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dim_of(node: fx.Node, default: int | None = None) -> int | None:
     return given if isinstance(given, int) else default
 
 
-#: what sizes are made of, by the names of sympy's and PyTorch's classes
+#: operations in sizes, by the names of sympy's and PyTorch's classes
 _MADE_OF: dict[str, Callable[[Expr, Expr], Expr]] = {
     "Add": ix.add,
     "Mul": ix.mul,
@@ -36,8 +36,8 @@ _MADE_OF: dict[str, Callable[[Expr, Expr], Expr]] = {
 
 
 def size(expr: sympy.Expr) -> Expr | None:
-    """A size as an expression: a sum of products of symbols, of quotients (patches of a series), of the larger one of two. None if it is
-    made of anything else."""
+    """Return a size as an expression: sums and products of symbols, quotients and remainders (patches of a series), minima and maxima.
+    None if it contains anything else."""
     return _size(sympy.expand(expr))
 
 
@@ -56,5 +56,5 @@ def _size(expr: sympy.Expr) -> Expr | None:
 
 
 def symbolic(number: torch.SymInt) -> Expr | None:
-    """A number of the model's own, made of sizes or of what it was called with. None where it is made of one that may be below 1."""
+    """Return a symbolic number of the model, made of sizes or of its arguments. None if one of these may be below 1."""
     return size(torch_symbols.decided(number)) if torch_symbols.is_of_positive(number) else None

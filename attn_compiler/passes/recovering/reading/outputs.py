@@ -1,4 +1,4 @@
-"""What a higher-order call gives back, read on in the body that computes it: T5 makes its bias in its first layer, for all layers."""
+"""Results of a higher-order call, read inside the body that computes them. T5 computes its bias in its first layer, for all layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_compiler.passes.recovering.reading.inputs import are_alike
 
 
 class BodyOutputs:
-    """unit: whose graph holds the calls. reader_of: of a body."""
+    """Reads results of bodies. unit: its graph holds the calls. reader_of: returns the reader of a body."""
 
     def __init__(self, unit: Unit, reader_of: Callable[[Unit], Reader]) -> None:
         self._unit = unit
@@ -50,19 +50,18 @@ class BodyOutputs:
 
 
 def _may_be_an_input(node: fx.Node) -> bool:
-    """Whether writes to what the call was given would be seen in the result."""
+    """True if a result shares memory with an argument of the call, so that writes to one are seen in the other."""
     memory = mutation.storages(node)
     return any(memory & mutation.storages(source) for source in node.all_input_nodes)
 
 
 def _can_be_read(body: Unit) -> bool:
-    """A body that is called once, whose mirror is made already or is nobody else's to make."""
+    """True for a body that is called once, and whose mirror exists or is made by no other step."""
     ready = body.mirror is not None or not any(map(is_anchor_like, body.graph.nodes))
     return ready and len(body.place.calls) == 1 and unsupported_tensor(body.graph_module) is None
 
 
 def _output(mirror: Mirror, position: int) -> fx.Node | None:
-    """The node of one of the outputs."""
     (given,) = mirror.graph.output_node().args
     made = given[position] if isinstance(given, (tuple, list)) and position < len(given) else None
     return made if isinstance(made, fx.Node) else None

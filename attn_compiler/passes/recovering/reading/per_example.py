@@ -1,4 +1,4 @@
-"""Which values of a mirror belong to one example of a vmap."""
+"""Values of a mirror that belong to one example of a vmap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 
 
 def regions_of(mirror: Mirror) -> dict[fx.Node, frozenset[int]]:
-    """The vmaps that a node's value is one example of, for nodes that are."""
+    """Map each node whose value is one example of vmaps to those vmaps."""
     found: dict[fx.Node, frozenset[int]] = {}
     if not mirror.vmap_axes:
         return found

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
-    """An op that first converts its operands to one dtype, as PyTorch does: -1 is 255 for uint8, and stays unread."""
+    """Make a rule of an op that converts its operands to one dtype, as PyTorch does. -1 is 255 in uint8, and stays unread."""
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         if any(v not in (1, None) for v in node.kwargs.values()):
@@ -37,7 +37,7 @@ def _pointwise(combine: Callable[..., Expr | None]) -> ReadOp:
 
 
 def _overflows(x: Any, dtype: torch.dtype) -> bool:
-    """Whether a finite Python number is infinite in a dtype.
+    """True if a finite Python number is infinite in a dtype.
 
     PyTorch calculates with the number itself, and rounds the result: 0 · 1e5 is 0 in float16. Some ops refuse such a number.
     """
@@ -46,7 +46,7 @@ def _overflows(x: Any, dtype: torch.dtype) -> bool:
 
 
 def _common_dtype(args: Iterable[Any]) -> torch.dtype:
-    """What PyTorch converts the operands of an op to. A symbolic number counts as a whole one."""
+    """Return the dtype that PyTorch converts an op's operands to. A symbolic number counts as an integer."""
     values = [x.meta.get("val") if isinstance(x, fx.Node) else x for x in args]
     known = [v if isinstance(v, (bool, int, float, torch.Tensor)) else 0 for v in values]
     return torch.result_type(known[0], known[-1])
@@ -61,7 +61,7 @@ def _operand(reader: Reader, node: fx.Node, x: Any, at: At, dtype: torch.dtype) 
 
 
 def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
-    """A pointwise op whose result is as exact as its expression: true of whole numbers that don't overflow, and of choices."""
+    """Make a rule of a pointwise op that is as exact as its expression: integers that don't overflow, and choices."""
     exactly = _pointwise(combine)
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -72,7 +72,7 @@ def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
 
 
 def _compare(op: str) -> ReadOp:
-    """A comparison of whole numbers becomes one of their difference with zero, which has to fit. Whether they are equal, it says anyhow."""
+    """Make a rule of a comparison. Integers are compared by their difference with zero, which must fit, except in == and !=."""
     pointwise = _pointwise(lambda a, b: ix.compare(op, a, b))
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -86,7 +86,7 @@ def _compare(op: str) -> ReadOp:
 
 
 def _differ_by_little(reader: Reader, node: fx.Node, sides: list[Expr | None], at: At) -> bool:
-    """Whether 64 bits hold the difference of two whole numbers, in either direction, and one more."""
+    """True if 64 bits hold the difference of two integers, in either direction, plus one."""
     a, b = sides
     if a is None or b is None or "float" in (ix.kind_of(a), ix.kind_of(b)):
         return True
@@ -96,7 +96,7 @@ def _differ_by_little(reader: Reader, node: fx.Node, sides: list[Expr | None], a
 
 
 def _logical(op: str) -> ReadOp:
-    """Also for the bitwise ops, which on truth values are the logical ones; on whole numbers they stay loads."""
+    """Make a rule of a logical op. A bitwise op is the same on truth values; on integers it stays a load."""
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         bitwise = "bitwise" in str(node.target) or str(node.target).startswith("aten.__")
@@ -111,7 +111,7 @@ def _logical(op: str) -> ReadOp:
 
 
 def _rounded(combine: Callable[..., Expr | None]) -> ReadOp:
-    """A pointwise op on floats whose result is rounded: good for what is added to scores, never for what masks (ix.is_exact)."""
+    """Make a rule of a float op whose result is rounded: good for biases, never for masks (ix.is_exact)."""
     pointwise = _pointwise(lambda *operands: combine(*map(ix.as_float, operands)))
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -129,8 +129,8 @@ def _multiply(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _product(reader: Reader, node: fx.Node, at: At, a: Expr, b: Expr) -> Expr:
-    """Of truth values, in floats too, both hold: exact in any dtype. The sign of a product of whole numbers is that of the rounded one,
-    where none of them is infinite."""
+    """Multiply two elements. For truth values, in floats too, this is a conjunction, exact in any dtype. Integers held as floats are
+    multiplied as integers: their product has the sign of the rounded one if no number is infinite."""
     if isinstance(a, Const) or isinstance(b, Const):
         return ix.mul(a, b)
     if ix.is_truth(a) and ix.is_truth(b):
@@ -146,7 +146,7 @@ def _product(reader: Reader, node: fx.Node, at: At, a: Expr, b: Expr) -> Expr:
 
 
 def _whole(x: Expr, dtype: torch.dtype) -> Expr | None:
-    """The whole number that a float of a dtype is, or was before it was rounded to a finite one."""
+    """Return the integer that a float of a dtype is, or was before it was rounded to a finite one; else None."""
     match x:
         case Apply(op="float" | "rounded" as op, args=(a,)) if ix.kind_of(a) == "int":
             return a if op == "float" or dtype != torch.float16 else None
@@ -154,7 +154,7 @@ def _whole(x: Expr, dtype: torch.dtype) -> Expr | None:
 
 
 def _of_truths(op: str, junction: str) -> Callable[[Expr, Expr], Expr]:
-    """The smaller or the larger one, which of truth values is a junction."""
+    """Combine two elements by min or max, which for truth values is a junction (and, or)."""
 
     def combine(a: Expr, b: Expr) -> Expr:
         if ix.kind_of(a) == ix.kind_of(b) == "bool":
@@ -165,8 +165,8 @@ def _of_truths(op: str, junction: str) -> Callable[[Expr, Expr], Expr]:
 
 
 def _times(axes_of: Callable[[fx.Node], tuple[str, str, str] | None]) -> ReadOp:
-    """Products over no axis, or over one of a single element, and products of truth values of which one holds at one place of that axis
-    alone (documents as one-hot rows). axes_of: letters of both operands and of the result."""
+    """Make a rule of a product of tensors. It sums over no axis, over a single element, or over truth values of which one holds at one
+    place of that axis alone (documents as one-hot rows). axes_of: letters of both operands and of the result."""
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         found = axes_of(node)
@@ -198,7 +198,7 @@ def _times(axes_of: Callable[[fx.Node], tuple[str, str, str] | None]) -> ReadOp:
 
 
 def _summed(operands: list[Expr], variable: Index, extent: Expr | None, *, is_float: bool) -> Expr | None:
-    """A sum of products of truth values of which at most one is not 0: where the variable is."""
+    """Sum products of truth values. At most one is not 0, since an equation fixes the variable; None if there is none."""
     if extent is None or not all(map(ix.is_truth, operands)):
         return None
     found = scattered.somewhere(ix.apply("and", *map(ix.as_bool, operands)), variable, extent)
@@ -206,13 +206,13 @@ def _summed(operands: list[Expr], variable: Index, extent: Expr | None, *, is_fl
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an op contracts."""
+    """Return the tensors that an op contracts."""
     given = node.args[1] if isinstance(node.args[0], str) else node.args
     return [x for x in given if isinstance(x, fx.Node)]  # type: ignore[union-attr]
 
 
 def _of_equation(node: fx.Node) -> tuple[str, str, str] | None:
-    """Letters of an einsum of two tensors, which names its result."""
+    """Letters of an einsum of two tensors with an explicit result, or None."""
     equation = node.args[0]
     if not isinstance(equation, str) or "." in equation or "->" not in equation or len(_sources(node)) != 2:
         return None

@@ -1,4 +1,4 @@
-"""One reader for each graph of a compilation, which goes on from inputs to where they come from, and from results into bodies."""
+"""One reader for each graph of a compilation. It follows inputs to their origins, and results into bodies."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from attn_compiler.torch_private.known_masks import Known
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Readers:
-    """longer: of a graph, the sizes that stand for larger ones, since ranks share a sequence: what is said of an index along them holds up
-    to these. relied_on: of a graph, the inputs of which something had to be known, and what (borders.py).
+    """Readers by graph. longer: for each graph, sizes that stand for larger ones, since ranks share a sequence: an index along such an axis
+    runs up to the larger size. relied_on: for each graph, the inputs whose facts were used, with the facts (borders.py).
 
-    A graph that no step works on gets its mirror here, once a mask is followed there. The others have theirs from the step mirror.
+    A graph that no step works on gets its mirror here, once a mask is followed into it. Other graphs get theirs in the step mirror.
     """
 
     longer: dict[Unit, Mapping[int, int]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Ops that run along an axis: differences and sums of what is known of it."""
+"""Ops that run along an axis: differences, and sums of constants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _difference(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """torch.diff, once, with something prepended or not: x[i] - x[i - 1] where x starts with what is prepended."""
+    """Read torch.diff with n = 1: x[i] - x[i - 1], where x starts with the prepended element, if any."""
     source, before = node.args[0], argument(node, "prepend")
     if argument(node, "n", 1) != 1 or argument(node, "append") is not None or not isinstance(source, fx.Node):
         return None
@@ -38,7 +38,7 @@ def _difference(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _running_sum(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """cumsum of something constant along its axis; anything else is a load of the sum."""
+    """Read a cumsum of a constant along its axis; any other cumsum is a load."""
     dim, source = dim_of(node), node.args[0]
     if dim is None or not isinstance(source, fx.Node):
         return None
@@ -50,7 +50,7 @@ def _running_sum(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     total = ix.mul(ix.add(at[dim], ix.ONE), Const(int(body.value)))
     if not fake(node).is_floating_point():
         return computed_of(reader, total, node, at)
-    # Floats that are whole numbers are summed exactly, up to where they are no longer all there.
+    # Floats that are integers are summed exactly, up to where their dtype no longer has every integer.
     return converted_of(reader, total, node, torch.int64, at)
 
 

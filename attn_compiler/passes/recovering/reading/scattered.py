@@ -1,5 +1,5 @@
-"""Numbers that are written at indices. Where the indices are computed, an element got one if somewhere along them its own place stands;
-where they are of run time, only the tensor itself tells."""
+"""Numbers that are written at indices. With computed indices, an element was written if its place is among them. With run-time indices,
+only the tensor itself tells."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from attn_compiler.passes.recovering.reading.nodes import dim_of, fake, size
 
 aten = torch.ops.aten
 
-#: places in a list that the model holds
+#: the most indices in a list that the model holds
 _MOST_NUMBERS = 64
 
 
 def somewhere(condition: Expr, variable: Index, extent: Expr) -> Expr | None:
-    """Whether a condition holds at some place from 0 up to an extent, where it says which place that is; None where it does not."""
+    """Return when a condition holds for some variable in [0, extent), if an equation in it fixes the variable; else None."""
     parts = condition.args if isinstance(condition, Apply) and condition.op == "and" else (condition,)
     for part in parts:
         if not isinstance(part, Test) or part.relation != "==":
@@ -38,7 +38,7 @@ def somewhere(condition: Expr, variable: Index, extent: Expr) -> Expr | None:
 
 
 def _put(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """x[indices] = one number, by truth values or by places that are computed."""
+    """Read x[indices] = number, with truth values or computed places as indices."""
     source, indices, values = node.args[:3]
     if not isinstance(source, fx.Node) or not isinstance(values, fx.Node) or argument(node, "accumulate", False):
         return None
@@ -52,7 +52,7 @@ def _put(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """x.index_fill(dim, index, number)."""
+    """Read x.index_fill(dim, index, number)."""
     dim, index = dim_of(node), argument(node, "index")
     if dim is None or not isinstance(index, fx.Node) or fake(index).dim() > 1:
         return None
@@ -61,7 +61,7 @@ def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _scatter(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """x.scatter(dim, index, number): an index for each place of the other axes."""
+    """Read x.scatter(dim, index, number), with an index for each place of the other axes."""
     dim, index, value = dim_of(node), argument(node, "index"), argument(node, "value")
     if dim is None or not isinstance(index, fx.Node) or fake(index).dim() != len(at) or not at:
         return None
@@ -80,7 +80,7 @@ def _scatter(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _written(reader: Reader, node: fx.Node, at: At, reached: Expr, value: object) -> Expr | None:
-    """One number where the element was reached, and what was there before elsewhere."""
+    """Return the number where the element was reached, and the old element elsewhere."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
         return None
@@ -94,7 +94,7 @@ def _written(reader: Reader, node: fx.Node, at: At, reached: Expr, value: object
 
 
 def _reached(reader: Reader, given: list[tuple[int, fx.Node]], at: At) -> Expr | None:
-    """Whether an element stands at places that are computed along common axes: one equation an axis, each of which is solved."""
+    """Return when an element is at computed indices with common axes: an equation for each index, solved for each axis."""
     rank = max(fake(index).dim() for _, index in given)
     lengths: list[Expr | None] = [ix.ONE] * rank
     for _, index in given:
@@ -111,7 +111,7 @@ def _reached(reader: Reader, given: list[tuple[int, fx.Node]], at: At) -> Expr |
         }
         least = ix.bounds(place, within)[0]
         if least is None or least < 0:
-            # Places may be counted from the end.
+            # Indices may count from the end.
             return None
         equations.append(ix.compare("==", place, at[dim]))
     found: Expr | None = ix.apply("and", *equations)
@@ -124,7 +124,7 @@ def _reached(reader: Reader, given: list[tuple[int, fx.Node]], at: At) -> Expr |
 
 
 def _listed(reader: Reader, place: Expr, at: Expr) -> Expr | None:
-    """Whether an index is one of a list that the model holds."""
+    """Return when an index is one of a list that the model holds; None if there is no such list."""
     version = reader.tensors[place.tensor] if isinstance(place, Load) and len(place.at) == 1 else None
     held = None if version is None or version.since is not None else reader.mirror.constant(version.node)
     if held is None or not 0 < held.numel() <= _MOST_NUMBERS or int(held.min()) < 0:
@@ -133,7 +133,7 @@ def _listed(reader: Reader, place: Expr, at: Expr) -> Expr | None:
 
 
 def _triangle(reader: Reader, given: list[tuple[int, fx.Node]], at: At) -> Expr | None:
-    """Whether an element stands at one of torch.triu_indices(rows, columns, offset), or of tril_indices."""
+    """Return when an element is at one of torch.triu_indices(rows, columns, offset), or of tril_indices; else None."""
     if len(given) != 2 or any(fake(index).dim() != 1 for _, index in given):
         return None
     loads = [reader.read(index, (Index("i"),)) for _, index in given]
@@ -155,7 +155,7 @@ def _triangle(reader: Reader, given: list[tuple[int, fx.Node]], at: At) -> Expr 
 
 
 def _at_run_time(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """One of two numbers, where one was written into a tensor of another. Of truth values an element says it by itself."""
+    """Read one of two numbers, where one was written into a tensor of the other. Truth values need no rule: loads say the same."""
     base, value, dtype = node.args[0], argument(node, "value"), fake(node).dtype
     if not isinstance(base, fx.Node) or not isinstance(value, (bool, int, float)) or not dtype.is_floating_point:
         return None
@@ -171,7 +171,7 @@ def _at_run_time(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _has(dtype: torch.dtype, x: float) -> bool:
-    """Whether it is a number of the dtype, and so equal to what a tensor holds of it."""
+    """True if x is a number of the dtype, so that a tensor holds it exactly."""
     return not math.isnan(x) and float(torch.tensor(x, dtype=torch.float64).to(dtype)) == x
 
 

@@ -1,7 +1,7 @@
-"""vmap read through: an element of what it gives back is the example's, with the mapped index for the bound variable.
+"""Rules that read through vmap: an element of its result is the example's, with the mapped index for the bound variable.
 
-Inside a plain vmap every op means what it says for one example, and the mirror has the example's shapes. So only the calls
-that hide and bring back an axis need a rule. Whatever else functorch does stays closed.
+Inside a plain vmap every op works on one example, and the mirror has the example's shapes. So only the calls
+that hide and restore an axis need a rule. All other transforms of functorch stay unread.
 """
 
 from __future__ import annotations
