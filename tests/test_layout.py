@@ -62,7 +62,7 @@ LINES = {
     "passes/unpad": 2318,
     "passes/writing": 1932,
     "reasons": 807,
-    "reporting": 2615,
+    "reporting": 2618,
     "spec": 2057,
     "torch_private": 4096,
     "verifying": 3601,

@@ -32,6 +32,8 @@ attn_compiler: no graph was compiled (was the model run, and is torch.compile en
   A method of what torch.compile returns, such as generate or encode, runs the plain model.
   model.compile(backend="attn_compiler") compiles the model in place, and its methods run that."""
 
+#: the least share of the time of all passes that a pass is named with; the JSON has all of them
+_SHARE_OF_A_STEP = 0.1
 # A whole component of a module path ("layers.12.attn", "layers[12]"), not a digit of a name ("conv2d"). No leading zero,
 # so that the number stands for the text.
 _INDEX = re.compile(r"(?<!\w)(0|[1-9]\d*)(?!\w)")
@@ -72,7 +74,8 @@ def report_view(report: GraphReport) -> RenderableType:
     ]
     head += [_text(said) for said in report.untried]
     if report.seconds:
-        head.append(_times(f"passes took {wording.duration(report.total_seconds)}:", report.seconds))
+        slow = [(name, took) for name, took in report.seconds if took >= _SHARE_OF_A_STEP * report.total_seconds]
+        head.append(_times(f"passes took {wording.duration(report.total_seconds)}:", slow))
     if report.from_cache:
         head.append(_text("rewrite: from the cache"))
     if report.not_kept:
