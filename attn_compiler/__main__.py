@@ -1,4 +1,4 @@
-"""What can be asked on a command line: `python -m attn_compiler ...`.
+"""The command line: `python -m attn_compiler ...`.
 
 `doctor`: what this machine has, and which lowerings can run on it.
 `explain make.py:llama`: what is done to each attention of a model. `compare make.py:llama`: its times beside Inductor's.
@@ -95,7 +95,7 @@ def _take_page(parser: argparse.ArgumentParser) -> None:
 
 
 class _WrongModelError(Exception):
-    """What stands for a model on the command line is none."""
+    """An argument that names no model."""
 
 
 def _explain(parsed: argparse.Namespace) -> int:

@@ -15,6 +15,8 @@ from website import prose
 PACKAGE = Path(attn_compiler.__file__).parent
 MOST_WORDS_OF_A_SENTENCE = 40
 
+#: of clauses that leave a reader to find their subject
+_NEVER_FIRST = frozenset("What Whether Of That Those Where How Which As".split())
 #: where the next field, argument or file is explained
 _FIELD = re.compile(r"(?<=[.;])\s+(?=[\w*.]+(?:, [\w*.]+)*: )")
 _Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -45,6 +47,14 @@ def test_sentences_and_paragraphs_are_short(folder: Path) -> None:
         for path in folder.glob("*.py")
     }
     assert {name: words for name, words in found.items() if words} == {}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda path: path.name)
+def test_first_lines_are_imperatives_or_noun_phrases(folder: Path) -> None:
+    first = {
+        (path.name, each.split()[0]) for path in folder.glob("*.py") for each in docstrings(path.read_text()) if each
+    }
+    assert {(name, word) for name, word in first if word.strip("`,.:") in _NEVER_FIRST} == set()
 
 
 def test_what_is_too_long_is_seen() -> None:

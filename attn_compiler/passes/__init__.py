@@ -1,4 +1,4 @@
-"""What is done to a graph.
+"""The passes over a graph.
 
 The rooms, the lowest first; each may import those above it in this list:
 

@@ -12,7 +12,7 @@ from attn_compiler.reasons.codes import Code
 
 
 class ExampleKind(Enum):
-    """How to run an example.
+    """Instructions to run an example.
 
     DECISION: an expression; `why_not(lowering, attention(...), Target.fake(...))` gives reasons, without a GPU.
     PROGRAM: Python that defines `model` and `inputs`, and `options` if it has any; `explain` is asked on a CPU.

@@ -113,12 +113,12 @@ def _of_all(kinds: Iterable[MaskKind]) -> Interval | None:
 
 
 def _exclude(some: Iterable[Expr], others: Iterable[Expr]) -> bool:
-    """Whether of two conjunctions one at most holds."""
+    """Return whether two conjunctions never hold together."""
     return any(_contradict(a, b) for a in some for b in others if isinstance(a, Test) and isinstance(b, Test))
 
 
 def _contradict(a: Test, b: Test) -> bool:
-    """Of bounds and single values. A form that is 0 may be taken away as well as added."""
+    """Return whether two bounds or single values never hold together. A form that is 0 may be taken away as well as added."""
     if "!=" in (a.relation, b.relation):
         return False
     sums = [ix.bounds(ix.combine(a.form, b.form, sign), {}) for sign in (1, -1)]
