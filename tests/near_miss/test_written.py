@@ -218,7 +218,7 @@ def mask_edited_between_two_layers(x: Tensor, kept: Tensor) -> Tensor:
 
 
 @near_miss(
-    "(key padding attention_mask[b, k] ∧ keys up to 4) ∨ (keys up to 3 ∧ keys from 2 ∧ h = 1)",
+    "keys up to 4 ∧ key padding attention_mask[b, k] ∨ (keys up to 3 ∧ keys from 2 ∧ h = 1)",
     inputs=lambda: [PADDING.clone()],
 )
 def mask_edited_between_its_making_and_its_use(x: Tensor, attention_mask: Tensor) -> Tensor:
