@@ -88,7 +88,7 @@ TEST_LINES = {
     "near_miss": 6564,
     "options": 319,
     # The spellings of sinks are a table of their own.
-    "passes": 33149,
+    "passes": 33150,
     "reasons": 393,
     "reporting": 2508,
     "spec": 1439,
