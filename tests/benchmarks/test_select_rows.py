@@ -188,8 +188,8 @@ def test_a_measured_length_stands_for_those_up_to_the_next_one() -> None:
     ]
 
 
-def test_rows_for_short_lengths_want_a_large_q(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (row,) = read_back(rows("causal_d64_s512", {"fa4": 9.0}), tmp_path, monkeypatch)
+def test_rows_for_short_lengths_want_a_large_q(tmp_path: Path) -> None:
+    (row,) = read_back(rows("causal_d64_s512", {"fa4": 9.0}), tmp_path)
     for batch, fits in ((32, True), (8, True), (7, False), ("s0", False)):
         spec = make_spec(mask=CAUSAL, batch=batch, heads=32, seqlen_q=512, seqlen_kv=512, needs_grad=False)  # type: ignore[arg-type]
         assert row.fits(spec, TARGET) == fits
@@ -204,22 +204,20 @@ def test_fewer_heads_have_a_row_of_their_own_where_that_changes_the_choice() -> 
     assert [(line["grouped"], line["order"].split()[0]) for line in found] == [("no", "fa4"), ("yes", "sdpa_cudnn")]
 
 
-def read_back(
-    measured: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[priorities.Row, ...]:
+def read_back(measured: list[dict[str, str]], tmp_path: Path) -> tuple[priorities.Row, ...]:
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, priorities.COLUMNS)
         writer.writeheader()
         writer.writerows(select_rows.lines(select_rows.evidence(measured)))
-    monkeypatch.setattr(priorities, "MEASURED", path)
-    return priorities._read()
+    with path.open(newline="") as file:
+        return tuple(map(priorities._measured, csv.DictReader(file)))
 
 
-def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path) -> None:
     times = {"triton": 1.0, "fa4": 2.0}
     measured = rows("window_d128_s2048", times) + rows("causal_d128_s32768", times, times)
-    found = read_back(measured, tmp_path, monkeypatch)
+    found = read_back(measured, tmp_path)
     window, causal, training = sorted(found, key=lambda row: (row.mask == "causal", row.training is True))
     assert (window.seqlens, causal.seqlens) == ((1024, None), (16384, None))
     for row, name, grad in (
