@@ -97,7 +97,8 @@ class MaskSpec:
     @property
     def words(self) -> str:
         applied = " ∧ ".join(each.words for each in (self.flagged, self.dense) if each is not None)
-        meaning = " ∧ ".join(kind.words for kind in self.read)
+        several = len(self.read) > 1
+        meaning = " ∧ ".join(f"({x.words})" if several and isinstance(x, AnyOf) else x.words for x in self.read)
         if not meaning:
             return applied or "none"
         if meaning == applied:

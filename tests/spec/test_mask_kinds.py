@@ -179,6 +179,13 @@ def test_every_kind_has_words_and_is_tested_above() -> None:
     assert tested == {*masks.KINDS, Dense}
 
 
+def test_alternatives_beside_another_kind_stand_in_brackets() -> None:
+    either = AnyOf(alternatives=((Causal(),), (Document(of_key=IDS),)))
+    assert masks.MaskSpec(kinds=(either,)).words == "causal ∨ document ids[b, q] = ids[b, k] (proved), within the bias"
+    both = masks.MaskSpec(kinds=(either, Chunked(size=8))).words
+    assert both.startswith("(causal ∨ document ids[b, q] = ids[b, k]) ∧ chunks of 8 (proved)")
+
+
 @pytest.mark.parametrize(("dtype", "is_bool"), [("bool", True), ("float32", False)])
 def test_dense_of_either_kind(dtype: str, is_bool: bool) -> None:
     assert Dense(shape=(1,), dtype=dtype).is_bool == is_bool
