@@ -14,7 +14,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import ReadLse, Refused
 from attn_compiler.passes.matching.patterns import shares
 from attn_compiler.passes.matching.patterns.score_chain import Scores
-from attn_compiler.passes.matching.patterns.shares import Value
+from attn_compiler.passes.matching.patterns.shares import QueryNumbers
 from attn_compiler.passes.matching.patterns.softmaxes import Softmax
 from attn_compiler.reasons.codes import Code
 
@@ -26,7 +26,7 @@ _LOGSUMEXPS = frozenset({aten.logsumexp.default, aten.special_logsumexp.default}
 class Sums:
     """known: the logsumexps and other sums. nodes: these, and the nodes between the scores and them. lses: the logsumexps."""
 
-    known: Mapping[fx.Node, Value]
+    known: Mapping[fx.Node, QueryNumbers]
     nodes: frozenset[fx.Node]
     lses: Mapping[fx.Node, Dims]
 

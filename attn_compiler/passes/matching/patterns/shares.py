@@ -24,7 +24,7 @@ from attn_compiler.passes.matching.patterns.score_chain import Joined
 
 aten = torch.ops.aten
 Number: TypeAlias = sympy.Expr
-Reader: TypeAlias = Callable[[fx.Node, "Value"], "Value | None"]
+Reader: TypeAlias = Callable[[fx.Node, "QueryNumbers"], "QueryNumbers | None"]
 
 #: the sum of a query's exponentiated scores
 X = sympy.Symbol("X", positive=True)
@@ -35,7 +35,7 @@ _NEAR = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class QueryNumbers:
     """A tensor with numbers for each query. of: the numbers. If `power` is given, the tensor holds log(of) · power instead.
 
     Several of them are joined along `axis`. dims: meanings of the dimensions; the joined axis has none.
@@ -47,9 +47,9 @@ class Value:
     axis: int | None = None
 
 
-def of_lse(dims: Dims) -> Value:
-    """Value of the scores' logsumexp."""
-    return Value(of=(X,), dims=dims, power=1.0)
+def of_lse(dims: Dims) -> QueryNumbers:
+    """QueryNumbers of the scores' logsumexp."""
+    return QueryNumbers(of=(X,), dims=dims, power=1.0)
 
 
 def is_passed(node: fx.Node) -> bool:
@@ -69,7 +69,7 @@ def own(dims: Dims) -> list[list[axes.Atom]]:
     return [[a for a in axes.resolve(dim) if a.size != axes.ONE] for dim in dims]
 
 
-def below(known: Mapping[fx.Node, Value]) -> set[fx.Node]:
+def below(known: Mapping[fx.Node, QueryNumbers]) -> set[fx.Node]:
     """Return all nodes computed from known values, with the known nodes."""
     found, queue = set(known), list(known)
     while queue:
@@ -92,11 +92,11 @@ def _is_cast(node: fx.Node) -> bool:
 class Reading:
     """Reader of numbers of queries, upward in the graph. nodes: the nodes that compute them, from the known values on."""
 
-    def __init__(self, mirror: Mirror, known: Mapping[fx.Node, Value]) -> None:
+    def __init__(self, mirror: Mirror, known: Mapping[fx.Node, QueryNumbers]) -> None:
         self._mirror = mirror
         self._known = known
         self._below = below(known)
-        self._read: dict[fx.Node, Value | None] = {}
+        self._read: dict[fx.Node, QueryNumbers | None] = {}
         self._leaves: dict[Number, Joined | float] = {}
 
     @property
@@ -111,13 +111,13 @@ class Reading:
         found = (y for y in share.free_symbols & self._leaves.keys() if sympy.cancel(share * (X + y)) == X)
         return next((self._leaves[y] for y in found), None)
 
-    def value(self, node: fx.Node) -> Value | None:
+    def value(self, node: fx.Node) -> QueryNumbers | None:
         """Return the value of a node, or None if unknown."""
         if node not in self._read:
             self._read[node] = self._known.get(node) or self._made(node)
         return self._read[node]
 
-    def _made(self, node: fx.Node) -> Value | None:
+    def _made(self, node: fx.Node) -> QueryNumbers | None:
         if node not in self._below or node.op != "call_function":
             return None
         if node.target is operator.getitem:
@@ -141,7 +141,7 @@ class Reading:
         reader = _POINTWISE.get(name)
         return None if reader is None else reader(node, value)
 
-    def _passed(self, node: fx.Node, value: Value) -> Value | None:
+    def _passed(self, node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
         if not views.is_view(node):
             return value
         if value.axis is not None:
@@ -150,7 +150,7 @@ class Reading:
 
     # ---- several joined ---------------------------------------------------------------------------------------------
 
-    def _joined(self, node: fx.Node) -> Value | None:
+    def _joined(self, node: fx.Node) -> QueryNumbers | None:
         parts: Any = node.args[0]
         own = [self.value(x) for x in parts]
         first = next((x for x in own if x is not None), None)
@@ -167,9 +167,9 @@ class Reading:
                 return None
             of.append(found.of[0])
         dims = (*first.dims[:axis], (), *first.dims[axis if is_stack else axis + 1 :])
-        return Value(of=tuple(of), dims=dims, power=first.power, axis=axis)
+        return QueryNumbers(of=tuple(of), dims=dims, power=first.power, axis=axis)
 
-    def _over_parts(self, node: fx.Node, name: str, value: Value) -> Value | None:
+    def _over_parts(self, node: fx.Node, name: str, value: QueryNumbers) -> QueryNumbers | None:
         axis = value.axis
         dim = argument(node, "index" if name == "_" else "dim")
         dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
@@ -193,7 +193,7 @@ class Reading:
             return None
         return _part(value, index, is_kept=name != "select")
 
-    def _item(self, node: fx.Node) -> Value | None:
+    def _item(self, node: fx.Node) -> QueryNumbers | None:
         source, index = node.args
         value = self.value(source) if isinstance(source, fx.Node) else None
         if value is None or value.axis is None or not isinstance(index, int) or not isinstance(source, fx.Node):
@@ -204,13 +204,13 @@ class Reading:
 
     # ---- two of them --------------------------------------------------------------------------------------------------
 
-    def _of_two(self, node: fx.Node, name: str) -> Value | None:
+    def _of_two(self, node: fx.Node, name: str) -> QueryNumbers | None:
         if argument(node, "rounding_mode") is not None:
             return None
         if name in ("add", "sub", "rsub") and constants.number(self._mirror, argument(node, "alpha", 1)) != 1.0:
             return None
         a, b = (self._side(x) for x in node.args[:2])
-        whole = a if isinstance(a, Value) else b if isinstance(b, Value) else None
+        whole = a if isinstance(a, QueryNumbers) else b if isinstance(b, QueryNumbers) else None
         if whole is None or whole.axis is not None:
             return None
         if axes.shape_exprs(views.value(node)) != axes.shape_exprs(views.value(_node_of(node, whole is a))):
@@ -218,13 +218,13 @@ class Reading:
         if node.target in _STABLE:
             return replace(whole, of=(sympy.Symbol(node.name, positive=True),))
         power = 1.0 if name == "logaddexp" else whole.power
-        if isinstance(a, Value) and isinstance(b, Value):
+        if isinstance(a, QueryNumbers) and isinstance(b, QueryNumbers):
             shape = views.value(node).dim()
             if len(a.dims) != shape or len(b.dims) != shape or not _are_alike(a.dims, b.dims):
                 return None
         elif name in ("mul", "div", "true_divide") and whole.power is not None:
             return self._scaled(name, whole, b if whole is a else None)
-        left, right = (x if isinstance(x, Value) else self._leaf(x, whole, node) for x in (a, b))
+        left, right = (x if isinstance(x, QueryNumbers) else self._leaf(x, whole, node) for x in (a, b))
         if left is None or right is None or left.power != right.power or (name == "logaddexp" and left.power != 1.0):
             return None
         combined = _BINARY[name][0 if power is not None else 1]
@@ -237,14 +237,14 @@ class Reading:
         found = self.value(x) if isinstance(x, fx.Node) and x in self._below else None
         return x if found is None else found
 
-    def _scaled(self, name: str, whole: Value, by: object) -> Value | None:
+    def _scaled(self, name: str, whole: QueryNumbers, by: object) -> QueryNumbers | None:
         number = constants.number(self._mirror, by)
         if not number or whole.power is None:
             return None
         power = whole.power / number if name != "mul" else whole.power * number
         return replace(whole, power=1.0 if abs(power - 1.0) < _NEAR else power)
 
-    def _leaf(self, x: object, beside: Value, used: fx.Node) -> Value | None:
+    def _leaf(self, x: object, beside: QueryNumbers, used: fx.Node) -> QueryNumbers | None:
         """Return the value of a number, or of a tensor independent of the scores, next to numbers of queries."""
         number = constants.everywhere(self._mirror, x)
         if number is not None and math.isfinite(number):
@@ -274,7 +274,7 @@ def _node_of(node: fx.Node, is_first: bool) -> fx.Node:
     return found
 
 
-def _part(value: Value, index: int, *, is_kept: bool) -> Value | None:
+def _part(value: QueryNumbers, index: int, *, is_kept: bool) -> QueryNumbers | None:
     axis = value.axis
     if axis is None or not -len(value.of) <= index < len(value.of):
         return None
@@ -312,7 +312,7 @@ def _of_numbers(change: Callable[[Number], Number]) -> Reader:
 
 
 def _of_logarithms(change: Callable[[Number], Number], *, gives_number: bool) -> Reader:
-    def read(node: fx.Node, value: Value) -> Value | None:
+    def read(node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
         if value.power is None or (not gives_number and value.power != 1.0):
             return None
         raised = [_raised(x, value.power) for x in value.of]
@@ -328,24 +328,24 @@ def _raised(x: Number, power: float) -> Number | None:
 
 
 def _to_logarithm(change: Callable[[Number], Number], power: float) -> Reader:
-    def read(node: fx.Node, value: Value) -> Value | None:
+    def read(node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
         return None if value.power is not None else replace(value, of=tuple(map(change, value.of)), power=power)
 
     return read
 
 
-def _negated(node: fx.Node, value: Value) -> Value:
+def _negated(node: fx.Node, value: QueryNumbers) -> QueryNumbers:
     if value.power is not None:
         return replace(value, of=tuple(1 / x for x in value.of))
     return replace(value, of=tuple(-x for x in value.of))
 
 
-def _exp2(node: fx.Node, value: Value) -> Value | None:
+def _exp2(node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
     scaled = None if value.power is None else replace(value, power=value.power * math.log(2))
     return None if scaled is None else _POINTWISE["exp"](node, scaled)
 
 
-def _softplus(node: fx.Node, value: Value) -> Value | None:
+def _softplus(node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
     beta, threshold = argument(node, "beta", 1), argument(node, "threshold", 20)
     is_plain = beta == 1 and isinstance(threshold, (int, float)) and threshold >= 20
     return _of_logarithms(lambda x: 1 + x, gives_number=False)(node, value) if is_plain else None

@@ -17,7 +17,7 @@ from attn_compiler.passes.graph.axes import AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.matching.patterns import shares
 from attn_compiler.passes.matching.patterns.score_chain import Joined
-from attn_compiler.passes.matching.patterns.shares import Value, is_passed, moved
+from attn_compiler.passes.matching.patterns.shares import QueryNumbers, is_passed, moved
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul_.Tensor})
@@ -38,7 +38,7 @@ def behind(
     mirror: Mirror,
     start: fx.Node,
     dims: Dims,
-    known: Mapping[fx.Node, Value],
+    known: Mapping[fx.Node, QueryNumbers],
     own: frozenset[fx.Node],
     *,
     keeps_dtype: bool = False,
@@ -102,7 +102,7 @@ def _in_dtype_of(mirror: Mirror, start: fx.Node, node: fx.Node) -> list[fx.Node]
     return path
 
 
-def _is_one_a_query(share: Dims, dims: Dims, known: Mapping[fx.Node, Value]) -> bool:
+def _is_one_a_query(share: Dims, dims: Dims, known: Mapping[fx.Node, QueryNumbers]) -> bool:
     """Return whether each number multiplies all elements of its own query, and no others."""
     queries = {a for value in known.values() for a in axes.flat(value.dims)}
     if len(share) > len(dims):

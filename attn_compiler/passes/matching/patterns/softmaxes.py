@@ -37,17 +37,12 @@ _MOST_ADDED = 2.0**-24
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """node: the weights. scores: the input. dim: its softmax axis. nodes: all nodes of the softmax.
-
-    total: the sum of the exponentials, if they are divided by something else made from it. shift: the number subtracted from the scores.
-    """
+    """node: the weights. scores: the input. dim: its softmax axis. nodes: all nodes of the softmax."""
 
     node: fx.Node
     scores: fx.Node
     dim: int
     nodes: frozenset[fx.Node]
-    total: fx.Node | None = None
-    shift: fx.Node | None = None
 
 
 def read(mirror: Mirror, anchor: fx.Node) -> Softmax | None:
