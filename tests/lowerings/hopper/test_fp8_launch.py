@@ -156,7 +156,7 @@ class InTorch:
     arg_names = forward_fp8_sm90.attention_forward_fp8_sm90.arg_names
 
     def __getitem__(self, grid: Any) -> Any:
-        def launched(*, num_warps: int, num_stages: int, **given: Any) -> None:
+        def launched(*, num_warps: int, num_stages: int, enable_fp_fusion: bool, **given: Any) -> None:
             gluon_in_torch.run(forward_fp8_sm90, "attention_forward_fp8_sm90", grid, given)
 
         return launched
