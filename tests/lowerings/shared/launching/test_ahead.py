@@ -172,6 +172,7 @@ def test_sizes_that_are_symbolic_are_those_of_the_call(begun: Begun) -> None:
     assert {type(length) for length in lengths} == {int}
 
 
+@pytest.mark.usefixtures("planted_failures")
 def test_a_compilation_that_fails_is_told_and_the_model_runs_without_the_kernel(begun: Begun) -> None:
     begun.failure = RuntimeError("out of registers")
     expected = (model := Layers())(*INPUTS)
