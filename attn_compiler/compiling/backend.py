@@ -130,7 +130,7 @@ def _compile_with(
     except StepFailed as error:
         failed = error
     except Exception as error:
-        # A failed compilation has its report. One that starts over comes again with a report of its own.
+        # A failed compilation has a report. A compilation that Dynamo restarts publishes its report in the next attempt.
         if not isinstance(error, AttnCompilerError) and not torch_compat.starts_over(error):
             _publish(report, own)
         raise

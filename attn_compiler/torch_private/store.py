@@ -1,6 +1,6 @@
 """Rewrites on disk: one file of JSON for each key, which any number of processes and ranks may read and write at once.
 
-A file holds data alone, and its digest. An unreadable or wrong file counts as missing. A failed write is skipped. Neither is ever an error.
+A file holds data alone, and its digest. An unreadable or wrong file counts as missing. A failed write is skipped. None raises an error.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class DecodeLatent(Lowering):
         return refused or [*_check_parts(spec), *_check_sizes(spec, spec.latent), *_check_layouts(spec.latent)]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        """Demand nothing of k and v, which are not read, nor of q, which is made anew."""
+        """Demand no strides: the kernel reads neither k nor v, and q is computed again."""
         return LayoutDemand(last_stride_one=False)
 
     def gives_means(self, spec: AttentionSpec, target: Target) -> bool:

@@ -48,7 +48,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodePlan:
-    """Parts that mask and change the scores. Those that read tensors name their operands, in this order:
+    """Parts that mask and change the scores. A part that reads tensors names its operands, in this order:
 
     count: int32, contiguous, zero, at least one element for each batch row, kv head and block of rows: the number of splits that have
         arrived. The kernel leaves it zero, so that all sites of a graph share one.

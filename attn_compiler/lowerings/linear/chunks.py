@@ -89,7 +89,7 @@ def _one_chunk(
 
 
 def _dots(rows: Tensor, k: Tensor) -> Tensor:
-    """Multiply rows (N, P, C, X, K) by k (N, P, C, K): (N, P, C, X, C). Plain ops, which cost the host less, where nothing is
+    """Multiply rows (N, P, C, X, K) by k (N, P, C, K): (N, P, C, X, C). Plain ops cost the host less, and serve where nothing is
     differentiated."""
     flat = rows.flatten(2, 3)
     found: Tensor = _OPS.linear_dots.default(flat, k) if _is_differentiated(rows, k) else flat @ k.mT

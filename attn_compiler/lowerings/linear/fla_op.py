@@ -41,7 +41,7 @@ class LinearFla:
     leaves: tuple[str, ...] = ("fla_chunks", "fla_chunks_backward")
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
-        """Return the reasons against a call. Those of a machine that can't run it stand alone."""
+        """Return the reasons against a call. If the machine can't run it, only the machine's reasons."""
         machine = check_machine(target) or _check_machine(target)
         return machine or [*_check_form(spec), *_check_training(spec, target)]
 

@@ -38,7 +38,7 @@ class LinearTriton:
     leaves: tuple[str, ...] = ("linear_chunks", "linear_chunks_backward", "linear_one_token")
 
     def why_not(self, spec: LinearSpec, target: Target) -> list[Reason]:
-        """Return the reasons against a call. Those of a machine that can't run the kernels stand alone."""
+        """Return the reasons against a call. If the machine can't run the kernels, only the machine's reasons."""
         machine = check_machine(target) or _check_architecture(target)
         return machine or [*_check_dtypes(spec, target), *check_heads(spec), *_check_assembler(spec, target)]
 

@@ -49,7 +49,7 @@ class CpuRows(Lowering):
 
 
 def _check_added(spec: AttentionSpec) -> list[Reason]:
-    """Refuse biases in float64, which are made in float32 here, and biases with a gradient, which PyTorch's kernel does not give."""
+    """Refuse biases in float64 and biases with a gradient: float32 is computed here, and PyTorch's kernel has no such gradient."""
     if not parts.parts(spec).kinds & ADDED:
         return []
     if spec.dtype == "float64":

@@ -23,7 +23,7 @@ def unavailable(target: Target) -> list[Reason]:
 
 
 def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
-    """Return why it can't serve a site. The reasons of a machine that can't run it stand alone."""
+    """Return why it can't serve a site. If the machine can't run it, only the machine's reasons are returned."""
     machine = unavailable(target) or limits.check_device(spec, "cuda")
     return machine or _refused(with_flag(spec, target), target)
 
