@@ -242,13 +242,10 @@ def main() -> int:
     parser.add_argument("--scenarios", nargs="+", default=["prefill", "train"])
     parser.add_argument("--sizes", nargs="+", default=["known"], choices=list(SIZES))
     parser.add_argument("--passes-alone", action="store_true")
-    parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+    harness.add_output(parser, RESULTS)
     options = parser.parse_args()
 
-    where = harness.environment("cpu", options.commit)
-    file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)
+    file, where = harness.opened(options, COLUMNS, "cpu")
     too_dear = False
     for name in options.models:
         for implementation in options.implementations:

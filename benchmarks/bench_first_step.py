@@ -278,9 +278,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--budget-seconds", type=float, default=1e9)
     parser.add_argument("--process-seconds", type=float, default=300)
-    parser.add_argument("--append", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+    harness.add_output(parser, RESULTS)
     options = parser.parse_args()
 
     if options.profile is not None:
@@ -299,8 +297,7 @@ def main() -> int:
             **given,
         )
     )
-    where = harness.environment(options.device, options.commit)
-    file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)
+    file, where = harness.opened(options, COLUMNS, options.device)
     there = {tuple(row[key] for key in ROW) for row in file.rows}
     compileall.compile_dir(Path(attn_compiler.__file__).parent, quiet=1)
     measure_all([name for name in wanted if tuple(name.values()) not in there], file, where, options)

@@ -234,15 +234,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=600.0, help="seconds of the whole run (default %(default)s)")
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=tuple(SIDES))
     parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default")
-    parser.add_argument("--output", type=Path, default=RESULTS / "unpad_gpu.csv")
-    parser.add_argument("--append", action="store_true", help="to what is in the file")
-    parser.add_argument("--commit", help="to name in the rows, where this is no checkout")
+    harness.add_output(parser, RESULTS / "unpad_gpu.csv")
     options = parser.parse_args()
     sides = ("inductor", "unpad", *(side for side in options.sides if side == "padded"))
     end = time.monotonic() + options.budget
     device = "cpu" if options.dry_run else "cuda"
-    where = harness.environment(device, options.commit)
-    file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)
+    file, where = harness.opened(options, COLUMNS, device)
     wanted = [c for c in CASES if not options.cases or any(part.lower() in c.name.lower() for part in options.cases)]
     for i, case in enumerate(wanted):
         if time.monotonic() > end:

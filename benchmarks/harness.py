@@ -5,6 +5,7 @@ How they are timed is `attn_compiler.compare`'s: attn_compiler/compiling/compari
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import platform
@@ -135,6 +136,19 @@ def replace_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str,
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows([*kept, *rows])
+
+
+def add_output(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Add the options of `opened`."""
+    parser.add_argument("--output", type=Path, default=path)
+    parser.add_argument("--append", action="store_true", help="keep the file's rows, of another commit say")
+    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+
+
+def opened(options: argparse.Namespace, columns: Sequence[str], device: str) -> tuple[CsvFile, dict[str, str]]:
+    """Return the file that the options name, and the columns that say where its rows are measured."""
+    where = environment(device, options.commit)
+    return CsvFile(options.output, [*columns, *where], append=options.append), where
 
 
 class CsvFile:

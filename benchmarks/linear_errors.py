@@ -147,12 +147,9 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--lowering", default="linear_reference")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--append", action="store_true", help="keep the file's rows, of another commit say")
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
+    harness.add_output(parser, RESULTS)
     options = parser.parse_args()
-    where = harness.environment(options.device, options.commit)
-    file = harness.CsvFile(options.output, [*COLUMNS, *where], append=options.append)
+    file, where = harness.opened(options, COLUMNS, options.device)
     for row in rows(options.device, options.recurrences, options.dtypes, options.lengths, options.lowering):
         file.add({**row, **where})
         if is_off(row):

@@ -55,12 +55,7 @@ def _in_full(runs: list[Run]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    found = {}
-    for ranks in (2, 4):
-        runs = [run for run in asked_for(request, "run") if run.ranks == ranks]
-        of_runs = processes.run_each(hf_layered.measured, runs, size=ranks)
-        found |= dict(zip((run.name for run in runs), of_runs, strict=True))
-    return found
+    return processes.results_by_name(hf_layered.measured, asked_for(request, "run"))
 
 
 @pytest.mark.parametrize("run", _in_full([*_RUNS, *_CHECKPOINTED]), ids=lambda run: run.name)

@@ -64,13 +64,7 @@ _RINGS = [
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    """Of all runs, since to start ranks costs as much as a run."""
-    found = {}
-    for ranks in (2, 4):
-        runs = [run for run in asked_for(request, "run") if run.ranks == ranks]
-        of_runs = processes.run_each(layered.measured, runs, size=ranks)
-        found |= dict(zip((run.name for run in runs), of_runs, strict=True))
-    return found
+    return processes.results_by_name(layered.measured, asked_for(request, "run"))
 
 
 @pytest.mark.parametrize("run", in_full(_RINGS, daily=_RINGS[:1]), ids=lambda run: run.name)

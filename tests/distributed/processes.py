@@ -49,6 +49,15 @@ def run_each(function: Callable[..., Any], jobs: Sequence[Any], size: int = SIZE
     return [[results[i] for results in by_rank] for i in range(len(jobs))]
 
 
+def results_by_name(function: Callable[..., Any], runs: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return the results by rank of runs, by their names. Runs on as many ranks share one start."""
+    found: dict[str, list[Any]] = {}
+    for ranks in sorted({run.ranks for run in runs}):
+        own = [run for run in runs if run.ranks == ranks]
+        found |= dict(zip((run.name for run in own), run_each(function, own, size=ranks), strict=True))
+    return found
+
+
 def start(directory: str) -> None:
     """In a process that has nothing else to do. Where there is CUDA its forks could not use it."""
     function, args, size = pickle.loads((Path(directory) / "job").read_bytes())

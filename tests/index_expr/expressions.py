@@ -26,7 +26,7 @@ _ELEMENTS: dict[str, tuple[bool | int | float, ...]] = {
     "float": (0.5, math.nan, 0.0, -1.5, math.inf, 1.0),
 }
 
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
     ">=": operator.ge,
@@ -65,7 +65,7 @@ class Tree:
             case "load":
                 return element(self.payload, tuple(values))
             case "compare":
-                return _COMPARISONS[self.payload](*values)
+                return COMPARISONS[self.payload](*values)
             case "and":
                 return all(values)
             case "or":
@@ -186,7 +186,7 @@ def bools(depth: int = 3) -> Trees:
         return leaves
     one, whole, real = bools(depth - 1), ints(depth - 1), floats(depth - 1)
     anything = st.one_of(one, whole, real)
-    comparison = st.sampled_from(list(_COMPARISONS))
+    comparison = st.sampled_from(list(COMPARISONS))
     return st.one_of(
         leaves,
         *(_node("bool", "compare", x, y, payload=comparison) for x, y in ((whole, whole), (real, whole), (real, real))),

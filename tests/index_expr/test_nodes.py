@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from attn_compiler.index_expr import OPS, Apply, Const, Expr, Index, Linear, Loa
 from attn_compiler.index_expr.changing import rename, with_parts
 from attn_compiler.index_expr.dividing import divide
 from attn_compiler.index_expr.folding import EXACT_IN_EVERY_DTYPE, choice_of_numbers, has_value, may_hold, pinned_by
-from tests.index_expr.expressions import expressions
+from tests.index_expr.expressions import COMPARISONS, expressions
 
 B, H, Q, K = map(Index, "bhqk")
 
@@ -155,25 +154,17 @@ def test_what_surely_is_not_in_an_expression() -> None:
 
 
 # Comparisons of whole numbers and floats with each other.
-COMPARING_OPS = {
-    "<=": operator.le,
-    "<": operator.lt,
-    ">=": operator.ge,
-    ">": operator.gt,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
 COMPARING_NUMBERS = st.sampled_from([-math.inf, -2.5, -1.0, -0.0, 0.5, 1.0, 2.0, 2.75, 1e30, math.inf, math.nan])
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(COMPARING_OPS)), COMPARING_NUMBERS, st.integers(0, 4), st.booleans())
+@given(st.sampled_from(sorted(COMPARISONS)), COMPARING_NUMBERS, st.integers(0, 4), st.booleans())
 def test_a_whole_number_against_a_float(op: str, number: float, q: int, turned: bool) -> None:
     sides: list[Expr] = [ix.as_float(Q), Const(number)]
-    wanted = COMPARING_OPS[op](q, number)
+    wanted = COMPARISONS[op](q, number)
     if turned:
         sides.reverse()
-        wanted = COMPARING_OPS[op](number, q)
+        wanted = COMPARISONS[op](number, q)
     found = ix.compare(op, *sides)
     assert ix.evaluate(found, {"q": q}, lambda *_: None) is wanted
     assert isinstance(found, ix.Test | Const)
@@ -192,11 +183,11 @@ def test_truth_values_are_compared_as_numbers() -> None:
     assert ix.compare("==", ix.TRUE, Const(1.0)) == ix.TRUE
 
 
-@pytest.mark.parametrize("op", COMPARING_OPS)
+@pytest.mark.parametrize("op", COMPARISONS)
 @pytest.mark.parametrize(("a", "b"), [(math.nan, 1.0), (1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (math.inf, math.nan)])
 def test_floats_of_tensors(op: str, a: float, b: float) -> None:
     found = ix.compare(op, Load("x", (Q,), "float"), Load("y", (Q,), "float"))
-    assert ix.evaluate(found, {"q": 0}, lambda name, _: {"x": a, "y": b}[name]) is COMPARING_OPS[op](a, b)
+    assert ix.evaluate(found, {"q": 0}, lambda name, _: {"x": a, "y": b}[name]) is COMPARISONS[op](a, b)
 
 
 def test_comparisons_of_floats_with_nan_are_not_turned_round() -> None:
