@@ -43,7 +43,7 @@ LINES = {
     "lowerings/fp8": 1808,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5512,
-    "lowerings/linear": 2883,
+    "lowerings/linear": 2957,  # numbers that are not finite stay on their side in the kernels, too
     "lowerings/plain": 701,
     "lowerings/rows": 590,
     "lowerings/sdpa": 359,
@@ -84,7 +84,7 @@ TEST_LINES = {
     "hf": 7237,
     "index_expr": 1729,
     "integrations": 1354,
-    "lowerings": 35653,
+    "lowerings": 35723,
     "near_miss": 6564,
     "options": 319,
     # The spellings of sinks are a table of their own.

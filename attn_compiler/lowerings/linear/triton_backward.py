@@ -112,6 +112,7 @@ def _channel_gradients(call: LinearTensors) -> None:
     named.update({name: empty(parts, q) for name in ("part_q", "part_k", "part_late")})
     named.update({name: empty((*many, sizes.chunk, sizes.chunk), q) for name in ("grad_pairs", "grad_lower")})
     named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty((sizes.shares, *parts[:3]), q))
+    named["spoiled"] = torch.empty(many, dtype=torch.int32, device=q.device)
     named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
     programs = sizes.rows * sizes.chunks
     call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=_COLUMNS)

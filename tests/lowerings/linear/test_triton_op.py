@@ -25,7 +25,7 @@ from attn_compiler.spec.target import Target
 from benchmarks.linear_groups import for_each_head, has_groups
 from tests.lowerings.linear import linear_forms
 from tests.lowerings.linear.kernels.interpreted import with_bfloat16
-from tests.lowerings.linear.triton_problems import FORMS, problem
+from tests.lowerings.linear.triton_problems import FORMS, problem, skip_where_refused
 from tests.thinned import further
 
 # `linear_triton` takes what its kernels can do, in models, and on a GPU it errs at most twice as much as the model's own function.
@@ -205,12 +205,7 @@ def test_in_bfloat16_it_errs_at_most_twice_as_much(name: str) -> None:
 
 @pytest.fixture
 def not_refused_here() -> None:
-    """The numbers of an assembler that is known to be wrong are not looked at."""
-    refused = LinearTriton().why_not(
-        linear_forms.spec(FORMS["delta"], device="cuda", needs_grad=True), Target.current("cuda")
-    )
-    if refused:
-        pytest.skip(f"{refused[0].rule}: here {refused[0].observed}")
+    skip_where_refused()
 
 
 @pytest.mark.gpu

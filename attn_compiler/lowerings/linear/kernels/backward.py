@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import (
+    has_bad,
+    last_bad,
     load_parts,
     norm_factor,
     numbers,
@@ -29,6 +31,7 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     store_state,
     stored_product,
     sums_of,
+    without_bad,
 )
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
@@ -77,13 +80,20 @@ def reverse_pass(
             before = product(tl.trans(q), do.to(tl.float32) * (tl.exp(c) * b)[:, None], PARTS, before)
         if DELTA:
             of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
-            du = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
+            # A gradient that is not finite reaches no token after its own.
+            is_bad, last, clean = has_bad(do.to(tl.float32)), tl.zeros([BV], tl.int32) - 1, do
+            if is_bad:
+                last = last_bad(do.to(tl.float32), i)
+                clean = without_bad(do.to(tl.float32)).to(do.dtype)
+            du = stored_product(Pairs, of_pairs, plane, clean, True, PARTS)
             if CHANNEL:
                 du = stored_product(Later, of_keys, of_all, after, False, PARTS, du)
             else:
                 k, a = rows(K, token, length, k_s, d, DK, WK), tl.load(Norms + at * 2 * C + C + i)
                 du += product(k, after, PARTS) * (tl.exp(rest) * a)[:, None]
             dx = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
+            if is_bad:
+                dx = tl.where(i[:, None] <= last[None, :], float("nan"), dx)
             if Locals is None:
                 store_rows(Grad_values + at * C * DV, dx, i, C, DV, e, DV, WV)
             dx *= numbers(Beta, token, length, beta_s)[:, None]
@@ -125,7 +135,8 @@ def value_gradients(
         after = of_state(Afters + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
         do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
         v = rows(V + batch * v_b + head * v_h, token, length, v_s, e, DV, WV).to(tl.float32)
-        dy = stored_product(Pairs, of_pairs, plane, do, True, PARTS)
+        dy = stored_product(Pairs, of_pairs, plane, without_bad(do.to(tl.float32)).to(do.dtype), True, PARTS)
+        dy = tl.where(i[:, None] <= last_bad(do.to(tl.float32), i)[None, :], float("nan"), dy)
         dy += product(k, after, PARTS) * late[:, None]
         dbeta += tl.sum(dy * v, 1)
         dv = dy * beta[:, None]
@@ -209,7 +220,7 @@ def head_gradients(
     less = tl.load(Sums + at * 2 * C + C + i)
     decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0)
     both = tl.where(is_before, dp * load_parts(Pairs, of_pairs, plane, PARTS), 0.0) * once
-    dp *= decay
+    dp = tl.where(is_seen, dp * decay, 0.0)
     dq = product(dp * a[None, :], k, OF_ROWS, dq)
     dk = product(tl.trans(dp * b[:, None]), q, OF_ROWS, dk)
     if DELTA:

@@ -12,21 +12,30 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from attn_compiler.lowerings.linear.kernels.tiles import numbers, of_state, product, rows, store_rows
+from attn_compiler.lowerings.linear.kernels.tiles import (
+    first_bad,
+    numbers,
+    of_state,
+    product,
+    rows,
+    store_rows,
+    without_bad,
+)
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
 def channel_gradients(
     K, V, Beta, Grad, Sums, Norms, States, Afters, Values, Grad_values,
-    Part_q, Part_k, Part_late, Ends, Grad_pairs, Grad_lower, Grad_v, Part_beta,
+    Part_q, Part_k, Part_late, Ends, Grad_pairs, Grad_lower, Grad_v, Part_beta, Spoiled,
     heads, group, length, chunks, shares_g, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, DS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients through the states, for DS channels of k. Grid: (WK / DS chunks B H,). Part_q, Part_k, Part_late: of b q, of a
     k as the later, as the earlier of a pair, (B, S, H, DK). Ends: of c at the end, (B, H, chunks, WK). Grad_pairs, Grad_lower: dP and dL,
-    (B, H, chunks, C, C). Part_beta: as Part_g in backward.py. All in float32. Grad_v: (B, S, H, DV)."""
+    (B, H, chunks, C, C). Part_beta: as Part_g in backward.py. All in float32. Grad_v: (B, S, H, DV). Spoiled: the first token of a chunk
+    whose u is not finite, or C, in int32, (B, H, chunks): its terms of dc cancel in the gradients of decays before it, and are left out."""
     share = tl.program_id(0) % (WK // DS)
     at = (tl.program_id(0) // (WK // DS)).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
@@ -41,6 +50,7 @@ def channel_gradients(
     of_q, of_u, of_dy = tl.zeros([C, DS], tl.float32), tl.zeros([C, DS], tl.float32), tl.zeros([C, DS], tl.float32)
     dp, dl = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     dbeta, dend = tl.zeros([C], tl.float32), tl.zeros([DS], tl.float32)
+    spoiled = tl.full([], C, tl.int32)
     to_v = batch * length * heads * DV + head * DV
     for column in tl.range(0, WV, BV):
         e = column + tl.arange(0, BV)
@@ -48,6 +58,8 @@ def channel_gradients(
         after = of_state(Afters + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
         do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
         u = rows(Values + at * C * DV, i, C, DV, e, DV, WV)
+        spoiled = tl.minimum(spoiled, tl.min(first_bad(u, i, C), 0))
+        u = without_bad(u)
         dy = rows(Grad_values + at * C * DV, i, C, DV, e, DV, WV)
         dend += tl.sum(after * state, 1)
         # The first share adds the terms that are no sums over channels.
@@ -72,6 +84,7 @@ def channel_gradients(
     store_rows(Part_late + to_part, earlier, token, length, heads * DK, d, DK, WK)
     of_pairs = at * C * C + i[:, None] * C + i[None, :]
     if share == 0:
+        tl.store(Spoiled + at, spoiled)
         tl.store(Grad_pairs + of_pairs, tl.where(i[:, None] >= i[None, :], dp, 0.0))
         tl.store(Grad_lower + of_pairs, tl.where(i[:, None] > i[None, :], -dl, 0.0))
     to_number = share * shares_g + (batch * length + token) * heads + head
@@ -80,7 +93,7 @@ def channel_gradients(
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
 def channel_pair_gradients(
-    Q, K, Beta, Sums, Norms, Part_q, Part_k, Part_late, Grad_pairs, Grad_lower, Grad_sums, Grad_beta, Part_beta,
+    Q, K, Beta, Sums, Norms, Part_q, Part_k, Part_late, Grad_pairs, Grad_lower, Grad_sums, Grad_beta, Part_beta, Spoiled,
     heads, group, length, chunks, shares_g, q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -142,20 +155,21 @@ def channel_pair_gradients(
     dbeta = tl.sum(k * later, 1)
     for share in tl.static_range(WK // DS):
         dbeta += tl.load(Part_beta + share * shares_g + to_beta, mask=token < length, other=0.0)
-    tl.store(Grad_beta + to_beta, dbeta.to(Grad_beta.dtype.element_ty), mask=token < length)
+    lost = tl.where(own >= tl.load(Spoiled + at), float("nan"), 0.0)
+    tl.store(Grad_beta + to_beta, (dbeta + lost).to(Grad_beta.dtype.element_ty), mask=token < length)
     later *= numbers(Beta, token, length, beta_s)[:, None]
     to_part = batch * length * heads * DK + head * DK
     dq += rows(Part_q + to_part, token, length, heads * DK, d, DK, WK)
     later += rows(Part_k + to_part, token, length, heads * DK, d, DK, WK)
     earlier += rows(Part_late + to_part, token, length, heads * DK, d, DK, WK)
-    store_rows(Part_q + to_part, dq, token, length, heads * DK, d, DK, WK)
-    store_rows(Part_k + to_part, later + earlier, token, length, heads * DK, d, DK, WK)
+    store_rows(Part_q + to_part, dq + lost[:, None], token, length, heads * DK, d, DK, WK)
+    store_rows(Part_k + to_part, later + earlier + lost[:, None], token, length, heads * DK, d, DK, WK)
     tl.store(Grad_sums + at * C * WK + own[:, None] * WK + d[None, :], q * dq + k * (later - earlier))
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
 def decay_gradients(
-    Grad_sums, Ends, Grad_g, heads, length, chunks, C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr,
+    Grad_sums, Ends, Grad_g, Spoiled, heads, length, chunks, C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of g from dc. Grid: (chunks B H,). Grad_g: (B, S, H, DK), contiguous."""
     at = tl.program_id(0).to(tl.int64)
@@ -163,5 +177,6 @@ def decay_gradients(
     i, d = tl.arange(0, C), tl.arange(0, WK)
     dc = tl.load(Grad_sums + at * C * WK + i[:, None] * WK + d[None, :])
     dg = tl.cumsum(dc, 0, reverse=True) + tl.load(Ends + at * WK + d)[None, :]
+    dg = tl.where((i > tl.load(Spoiled + at))[:, None], float("nan"), dg)
     to_g = row // heads * length * heads * DK + row % heads * DK
     store_rows(Grad_g + to_g, dg, chunk * C + i, length, heads * DK, d, DK, WK)

@@ -15,6 +15,8 @@ import triton.language as tl
 
 from attn_compiler.lowerings.linear.kernels.tiles import (
     exact_sums,
+    first_bad,
+    has_bad,
     inverse,
     norm_factor,
     numbers,
@@ -27,6 +29,7 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     store_state,
     stored_product,
     sums_of,
+    without_bad,
 )
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
@@ -56,8 +59,9 @@ def head_chunks(
     tl.store(Norms + at * 2 * C + C + i, a)
     is_seen = i[:, None] >= i[None, :]
     decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0) * a[None, :]
+    pairs = tl.where(is_seen, product(q, tl.trans(k), PARTS) * decay * b[:, None], 0.0)
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
-    store_parts(Pairs, of_pairs, plane, product(q, tl.trans(k), PARTS) * decay * b[:, None], PARTS)
+    store_parts(Pairs, of_pairs, plane, pairs, PARTS)
     if DELTA:
         beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
         lower = product(k, tl.trans(k), PARTS) * decay * (beta * a)[:, None]
@@ -116,17 +120,34 @@ def state_pass(
             if DELTA:
                 u -= product(k, state, PARTS) * (tl.exp(c) * a)[:, None]
         u *= beta[:, None]
+        # A number that is not finite reaches no token before its own.
+        first = tl.zeros([BV], tl.int32) + C
         if DELTA:
+            corner = tl.load(Inverse + at * PLANES * C * C + C * C - 1).to(tl.float32)
+            is_bad = has_bad(v.to(tl.float32) * (beta * corner)[:, None])
+            if is_bad:
+                first = first_bad(u, i, C)
+                u = without_bad(u)
             u = stored_product(Inverse, of_pairs, plane, u, False, PARTS)
+            if is_bad:
+                u = tl.where(i[:, None] >= first[None, :], float("nan"), u)
             if Values is not None:
                 store_rows(Values + at * C * DV, u, i, C, DV, e, DV, WV)
+        else:
+            is_bad = has_bad(u)
+        clean = u
+        if is_bad:
+            first = first_bad(u, i, C)
+            clean = without_bad(u)
         if Out is not None:
             if CHANNEL:
                 out = stored_product(Queries, of_keys, of_all, state, False, OF_OUT)
             else:
                 q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
                 out = product(q, state, OF_OUT) * (tl.exp(c) * b)[:, None]
-            out = stored_product(Pairs, of_pairs, plane, u, False, OF_OUT, out)
+            out = stored_product(Pairs, of_pairs, plane, clean, False, OF_OUT, out)
+            if is_bad:
+                out = tl.where(i[:, None] >= first[None, :], float("nan"), out)
             if Skip is not None:
                 out += v.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
             to_out = batch * length * heads * DV + head * DV

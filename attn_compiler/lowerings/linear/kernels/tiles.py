@@ -124,13 +124,39 @@ def _stored(at, TURNED: tl.constexpr):
 
 
 @triton.jit
+def has_bad(x):
+    """Return whether a tile (C, D) holds a number that is not finite."""
+    return tl.sum(tl.sum(x * 0.0, 1), 0) != 0.0
+
+
+@triton.jit
+def without_bad(x):
+    """Replace numbers that are not finite by 0. A product multiplies the zeros of a triangle, too, and 0 times NaN is NaN."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def first_bad(x, i, C: tl.constexpr):
+    """Return the first row of a tile (C, D) that is not finite in each column, or C."""
+    return tl.min(tl.where(tl.abs(x) < float("inf"), C, i[:, None]), 0)
+
+
+@triton.jit
+def last_bad(x, i):
+    """Return the last row of a tile (C, D) that is not finite in each column, or -1."""
+    return tl.max(tl.where(tl.abs(x) < float("inf"), -1, i[:, None]), 0)
+
+
+@triton.jit
 def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
-    """Return (1 + lower)⁻¹ of a strictly lower triangular tile (C, C) in float32.
+    """Return (1 + lower)⁻¹ of a strictly lower triangular tile (C, C) in float32; NaN from the first row on that is not finite.
 
     First the blocks of 16 on the diagonal, D, row by row: a series of powers would lose all bits where keys are equal, as those of padding
     are. Then 1 + lower = (1 + D)(1 + N), and N is nilpotent over C / 16 blocks.
     """
     i = tl.arange(0, C)
+    first = tl.min(first_bad(lower, i, C), 0)
+    lower = without_bad(lower)
     is_block = (i[:, None] // 16) == (i[None, :] // 16)
     found = _of_blocks(tl.where(is_block, lower, 0.0), C)
     if C > 16:
@@ -140,7 +166,7 @@ def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
         if C > 32:
             outer = product(outer, product(rest, rest, PARTS), PARTS, outer)
         found = product(outer, found, PARTS)
-    return found
+    return tl.where(i[:, None] >= first, float("nan"), found)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
+from attn_compiler.lowerings.linear import triton_op
 from attn_compiler.lowerings.linear.kernels import tiles
 from attn_compiler.lowerings.linear.kernels.pieces import join_pieces
 from attn_compiler.passes.matching.linear import draws
 from tests.lowerings.linear.kernels.interpreted import with_bfloat16
-from tests.lowerings.linear.triton_problems import FORMS, SIZES, furthest, problem
+from tests.lowerings.linear.triton_problems import FORMS, SIZES, furthest, problem, skip_where_refused
 from tests.thinned import further
 
 pytest.importorskip("triton")
@@ -184,3 +187,63 @@ def test_differences_of_large_sums_are_exact() -> None:
     assert _far(ends[2], wide[-1] - wide) < 1e-6
     single = g.cumsum(0)
     assert _far((single[1:] - single[:-1]), g[1:].double()) > 1e-2
+
+
+# A number that is not finite changes nothing of the tokens before it; in gradients nothing that is finite in the recurrence.
+_LENGTH, _FLAGGED = 90, (0, 20, 63, 64, 89)
+
+
+def _finite_as(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    kept = wanted.isfinite()
+    torch.testing.assert_close(found.double()[kept], wanted[kept], rtol=1e-3, atol=1e-4)
+
+
+_DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def _short_problem(name: str, device: str) -> dict[str, torch.Tensor]:
+    if device == "cuda":
+        skip_where_refused()
+    made = problem(FORMS[name], (_LENGTH, 1, 1, 16, 16), batch=1, device=device)
+    return dict(zip(FORMS[name].roles, made, strict=True))
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("device", _DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_reaches_no_token_before_its_own(name: str, bad: float, device: str) -> None:
+    given = {role: x.detach() for role, x in _short_problem(name, device).items()}
+    for role, x in given.items():
+        if x.dim() < 3 or x.shape[1] != _LENGTH:
+            continue
+        for token in _FLAGGED:
+            spoiled = x.clone()
+            spoiled[0, token].view(-1)[0] = bad
+            out, _ = triton_op.run([*(given | {role: spoiled}).values()], FORMS[name].text)
+            wanted, _ = definition(FORMS[name], [*(given | {role: spoiled}).values()])
+            _finite_as(out[:, :token], wanted[:, :token].double())
+            assert not bool(out[:, token:][~wanted[:, token:].isfinite()].isfinite().any()), (role, token)
+            assert bool(out[:, :token].isfinite().all()), (role, token)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("device", _DEVICES)
+@pytest.mark.parametrize("of_result", [False, True])
+def test_gradients_are_finite_where_those_of_the_recurrence_are(name: str, of_result: bool, device: str) -> None:
+    form = FORMS[name]
+    role = "x" if name == "ssd" else "v"
+    for token in _FLAGGED:
+        given = _short_problem(name, device)
+        noise = torch.randn(1, _LENGTH, 1, 16, device=device)
+        with torch.no_grad():
+            (noise if of_result else given[role])[0, token, 0, 3] = torch.nan
+        wide = {name: x.detach().double().requires_grad_() for name, x in given.items()}
+        exact = dataclasses.replace(form, out_dtype="float64", state_dtype="float64")
+        found = torch.autograd.grad(
+            triton_op.run([*given.values()], form.text)[0], [*given.values()], noise, allow_unused=True
+        )
+        wanted = torch.autograd.grad(
+            definition(exact, [*wide.values()])[0], [*wide.values()], noise.double(), allow_unused=True
+        )
+        for ours, theirs in zip(found, wanted, strict=True):
+            _finite_as(ours, theirs)
