@@ -15,15 +15,15 @@ Writes benchmarks/results/compile_cost.csv. Exits with 1 where a share is above 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -33,93 +33,45 @@ import transformers
 import attn_compiler
 from attn_compiler import passes as passes_package
 from benchmarks import harness
-from benchmarks.harness import Step
+from benchmarks.harness import Bench, Row, Step, arg
 from benchmarks.inputs import SCENARIOS
 
-RESULTS = Path(__file__).parent / "results" / "compile_cost.csv"
 #: by caches
 MAX_SHARE = {"cold": 0.03, "warm": 0.10}
 ROUNDS = 3
 _RECURSION_LIMIT = sys.getrecursionlimit()
+_NAMES = ("model", "layers", "scenario", "sizes", "implementation")
 COLUMNS = (
-    "model",
-    "layers",
-    "scenario",
-    "sizes",
-    "caches",
-    "implementation",
-    "total_seconds",
-    "passes_seconds",
-    "passes_cpu_seconds",
-    "share",
-    "by_pass",
+    *("model", "layers", "scenario", "sizes", "caches", "implementation"),
+    *("total_seconds", "passes_seconds", "passes_cpu_seconds", "share", "by_pass"),
 )
-
-
-def _llama(layers: int, implementation: str) -> torch.nn.Module:
-    return transformers.LlamaModel(_config(transformers.LlamaConfig, layers, implementation, num_key_value_heads=2))
-
-
-def _gemma3(layers: int, implementation: str) -> torch.nn.Module:
-    return transformers.Gemma3TextModel(
-        _config(
-            transformers.Gemma3TextConfig,
-            layers,
-            implementation,
-            num_key_value_heads=2,
-            head_dim=16,
-            sliding_window=16,
-        )
-    )
-
-
-def _deepseek_v3(layers: int, implementation: str) -> torch.nn.Module:
-    """Without experts, whose loops break the graph."""
-    return transformers.DeepseekV3Model(
-        _config(
-            transformers.DeepseekV3Config,
-            layers,
-            implementation,
-            num_key_value_heads=4,
-            kv_lora_rank=16,
-            q_lora_rank=32,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-            first_k_dense_replace=layers,
-        )
-    )
-
-
-def _t5(layers: int, implementation: str) -> torch.nn.Module:
-    config = transformers.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=layers, num_heads=4, vocab_size=256)
-    config._attn_implementation = implementation
-    return transformers.T5EncoderModel(config)
-
-
-def _bert(layers: int, implementation: str) -> torch.nn.Module:
-    return transformers.BertModel(_config(transformers.BertConfig, layers, implementation), add_pooling_layer=False)
-
-
-def _config(config: Callable[..., Any], layers: int, implementation: str, **more: int) -> Any:
-    return config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        vocab_size=256,
-        attn_implementation=implementation,
-        **more,
-    )
-
-
-MODELS: dict[str, Callable[[int, str], torch.nn.Module]] = {
-    "llama": _llama,
-    "gemma3": _gemma3,
-    "deepseek_v3": _deepseek_v3,
-    "t5": _t5,
-    "bert": _bert,
+_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "vocab_size": 256}
+#: a configuration and its arguments, a model and its own, and what says how many layers
+MODELS: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("LlamaConfig", _SIZES | {"num_key_value_heads": 2}, "LlamaModel", {}, ("num_hidden_layers",)),
+    "gemma3": (
+        *("Gemma3TextConfig", _SIZES | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16}),
+        *("Gemma3TextModel", {}, ("num_hidden_layers",)),
+    ),
+    # Without experts, whose loops break the graph.
+    "deepseek_v3": (
+        *("DeepseekV3Config", _SIZES | _LATENT | {"num_key_value_heads": 4}),
+        *("DeepseekV3Model", {}, ("num_hidden_layers", "first_k_dense_replace")),
+    ),
+    "t5": ("T5Config", _T5, "T5EncoderModel", {}, ("num_layers",)),
+    "bert": ("BertConfig", _SIZES, "BertModel", {"add_pooling_layer": False}, ("num_hidden_layers",)),
 }
+
+
+def build(name: str, layers: int, implementation: str) -> torch.nn.Module:
+    """One of MODELS."""
+    config, sizes, model, further, per_layer = MODELS[name]
+    made = getattr(transformers, config)(**sizes, **dict.fromkeys(per_layer, layers))
+    made._attn_implementation = implementation
+    found: torch.nn.Module = getattr(transformers, model)(made, **further)
+    return found
 
 
 #: by what a model is compiled with: what torch.compile is told of sizes
@@ -128,25 +80,37 @@ SIZES = {"known": False, "automatic": None, "dynamic": True}
 LENGTHS = (64, 48)
 
 
-def measure(
-    name: str, layers: int, scenario: str, implementation: str, sizes: str, *, alone: bool, cached: bool = True
-) -> dict[str, str]:
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """sizes: a key of SIZES."""
+
+    model: str
+    layers: int
+    scenario: str
+    sizes: str
+    implementation: str
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {name: str(getattr(self, name)) for name in _NAMES}
+
+
+def compiled(case: Compilation, *, alone: bool, cached: bool = True) -> dict[str, str]:
     """One compilation: the first call's seconds less a later call's, and our passes' own seconds from the reports.
 
-    sizes: a key of SIZES. alone: nothing is compiled after our passes, so there is no whole to have a share in.
-    cached: what the passes make is kept, and looked up.
+    alone: nothing is compiled after our passes, so there is no whole to have a share in. cached: what the passes make is kept.
     """
     torch.compiler.reset()
     attn_compiler.reset()
     # Inductor raises it, and it is part of the key of what is kept: a second start of a program has it as the first one had.
     sys.setrecursionlimit(_RECURSION_LIMIT)
     torch.manual_seed(0)
-    training, padded = SCENARIOS[scenario].training, SCENARIOS[scenario].padded
-    model = MODELS[name](layers, implementation).train(training)
+    training, padded = SCENARIOS[case.scenario].training, SCENARIOS[case.scenario].padded
+    model = build(case.model, case.layers, case.implementation).train(training)
     options = {"inner": "eager" if alone else "inductor", "cache_rewrites": cached}
-    compiled = torch.compile(model, backend=harness.BACKEND, options=options, dynamic=SIZES[sizes])
-    steps = [harness.make_step(compiled, _inputs(name, length, padded=padded), training=training) for length in LENGTHS]
-    if sizes == "automatic":
+    run = torch.compile(model, backend=harness.BACKEND, options=options, dynamic=SIZES[case.sizes])
+    steps = [harness.make_step(run, _inputs(case.model, n, padded=padded), training=training) for n in LENGTHS]
+    if case.sizes == "automatic":
         _seconds(steps.pop(0))
         attn_compiler.reset()
     step = steps[0]
@@ -157,11 +121,7 @@ def measure(
         by_pass.update(dict(report.seconds))
     passes, total = sum(by_pass.values()), first - later
     return {
-        "model": name,
-        "layers": str(layers),
-        "scenario": scenario,
-        "sizes": sizes,
-        "implementation": implementation,
+        **case.names,
         "total_seconds": "" if alone else f"{total:.2f}",
         "passes_seconds": f"{passes:.3f}",
         "passes_cpu_seconds": f"{sum(cpu):.3f}",
@@ -180,34 +140,19 @@ def _inputs(name: str, length: int, *, padded: bool) -> dict[str, Any]:
     return inputs
 
 
-def passes_alone(name: str, layers: int, scenario: str, implementation: str, sizes: str) -> list[dict[str, str]]:
-    """The shortest of some rounds with the passes, and of some that find what they made: what else a machine does only adds to them."""
-    case = (name, layers, scenario, implementation, sizes)
-    with _own_caches():
-        ran = [measure(*case, alone=True, cached=False) for _ in range(ROUNDS)]
-        # The first one fills the cache.
-        found = [measure(*case, alone=True) for _ in range(1 + ROUNDS)][1:]
-    return [{**_shortest(rows), "caches": caches} for rows, caches in ((ran, "none"), (found, "kept"))]
-
-
-def _shortest(rows: list[dict[str, str]]) -> dict[str, str]:
-    return min(rows, key=lambda row: float(row["passes_cpu_seconds"]))
-
-
-@contextlib.contextmanager
-def _own_caches() -> Iterator[None]:
-    """Caches that are empty, and go when the block ends."""
+def measure(case: Compilation, given: Namespace) -> Iterator[Row]:
+    """A cold compilation, and a warm one after it. With the passes alone: the shortest of some rounds with them, and of some that find what
+    they made; what else a machine does only adds to them."""
     with tempfile.TemporaryDirectory() as caches, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=caches):
-        yield
-
-
-def with_caches(name: str, layers: int, scenario: str, implementation: str, sizes: str) -> list[dict[str, str]]:
-    """A cold compilation, and a warm one after it."""
-    with _own_caches():
-        return [
-            {**measure(name, layers, scenario, implementation, sizes, alone=False), "caches": state}
-            for state in ("cold", "warm")
-        ]
+        if not given.passes_alone:
+            for state in ("cold", "warm"):
+                yield {**compiled(case, alone=False), "caches": state}
+            return
+        ran = [compiled(case, alone=True, cached=False) for _ in range(ROUNDS)]
+        # The first one fills the cache.
+        found = [compiled(case, alone=True) for _ in range(1 + ROUNDS)][1:]
+    for rows, state in ((ran, "none"), (found, "kept")):
+        yield {**min(rows, key=lambda row: float(row["passes_cpu_seconds"])), "caches": state}
 
 
 @contextlib.contextmanager
@@ -233,41 +178,38 @@ def _seconds(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def main() -> int:
-    """Measure, print and write; 0 where every share is within its limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["llama"], choices=sorted(MODELS))
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--implementations", nargs="+", default=["sdpa", "eager"])
-    parser.add_argument("--scenarios", nargs="+", default=["prefill", "train"])
-    parser.add_argument("--sizes", nargs="+", default=["known"], choices=list(SIZES))
-    parser.add_argument("--passes-alone", action="store_true")
-    harness.add_output(parser, RESULTS)
-    options = parser.parse_args()
-
-    file, where = harness.opened(options, COLUMNS, "cpu")
-    too_dear = False
-    for name in options.models:
-        for implementation in options.implementations:
-            for scenario in options.scenarios:
-                for sizes in options.sizes:
-                    case = (name, options.layers, scenario, implementation, sizes)
-                    for row in passes_alone(*case) if options.passes_alone else with_caches(*case):
-                        file.add({**row, **where})
-                        print(_line(row), flush=True)
-                        too_dear |= bool(row["share"]) and float(row["share"]) > MAX_SHARE[row["caches"]]
-    print("a share is above its limit" if too_dear else "every share is within its limit")
-    return int(too_dear)
+def is_dear(row: Row) -> bool:
+    """Whether a share is above its limit."""
+    return bool(row["share"]) and float(row["share"]) > MAX_SHARE[row["caches"]]
 
 
-def _line(row: dict[str, str]) -> str:
-    whole = f" of {row['total_seconds']} s, {float(row['share']):.1%}" if row["share"] else " s"
-    what = (
-        f"{row['layers']} layers of {row['model']}, {row['implementation']}, {row['scenario']}, "
-        f"{row['sizes']} sizes, {row['caches']} caches"
-    )
-    return f"{what}: {row['passes_seconds']}{whole} ({row['by_pass']})"
-
+BENCH = Bench(
+    doc=__doc__,
+    results="compile_cost.csv",
+    columns=COLUMNS,
+    cases=lambda given: [
+        Compilation(model=model, layers=given.layers, scenario=scenario, sizes=sizes, implementation=implementation)
+        for model in given.models
+        for implementation in given.implementations
+        for scenario in given.scenarios
+        for sizes in given.sizes
+    ],
+    measure=measure,
+    options=(
+        arg("--models", nargs="+", default=["llama"], choices=sorted(MODELS)),
+        arg("--layers", type=int, default=32),
+        arg("--implementations", nargs="+", default=["sdpa", "eager"]),
+        arg("--scenarios", nargs="+", default=["prefill", "train"]),
+        arg("--sizes", nargs="+", default=["known"], choices=list(SIZES)),
+        arg("--passes-alone", action="store_true"),
+    ),
+    devices=("cpu",),
+    table=lambda rows: print(
+        "a share is above its limit" if any(map(is_dear, rows)) else "no share is above its limit"
+    ),
+    failed=lambda rows: any(map(is_dear, rows)),
+)
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

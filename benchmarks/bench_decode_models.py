@@ -14,12 +14,10 @@ Writes benchmarks/results/decode_models_h200.csv and prints a table last.
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
-import gc
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +26,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import nn
 
 from benchmarks import harness
+from benchmarks.harness import PATTERNS, Bench, Row, arg
 
-RESULTS = Path(__file__).parent / "results" / "decode_models_h200.csv"
 COLUMNS = ("case", "family", "batch", "length", "filled", "what", "side", "step_ms", "tokens_per_s", "error", "failure")
 SIDES: dict[str, dict[str, Any]] = {
     "attn_compiler": {"backend": "attn_compiler"},
@@ -42,8 +39,6 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 _STEPS, _ROUNDS = 20, 5
 _PIECE = 512
-
-Step = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +55,15 @@ class Case:
     generated: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def names(self) -> dict[str, str]:
+        return {"case": self.name, "family": self.family, "batch": str(self.batch), "length": str(self.length)}
+
 
 #: DeepSeek V3.2's attention, whose queries have 2048 keys each, with few layers and without experts
-_CHOOSING: dict[str, Any] = {
-    "hidden_size": 7168,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "layer_types": ["indexed_attention"] * 2,
-    "mlp_layer_types": ["dense"] * 2,
-    "index_topk": 2048,
-    "max_position_embeddings": 65536,
-}
-
+_CHOOSING: dict[str, Any] = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 128)
+_CHOOSING |= {"hidden_size": 7168, "intermediate_size": 4096, "num_hidden_layers": 2, "max_position_embeddings": 65536}
+_CHOOSING |= {"layer_types": ["indexed_attention"] * 2, "mlp_layer_types": ["dense"] * 2, "index_topk": 2048}
 CASES = (
     Case(name="llama_b16", family="Llama", batch=16, sides=("attn_compiler", "inductor", "inductor_flex")),
     Case(name="llama_b1", family="Llama", batch=1),
@@ -82,15 +72,8 @@ CASES = (
     Case(name="deepseek_v32_b1", family="DeepseekV32", batch=1, length=16384, filled=(8192, 16000), config=_CHOOSING),
     Case(name="llama_generate_b16", family="Llama", batch=16, length=2048 + 256, filled=(2048,), generated=256),
 )
-_CONFIG = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-}
+_CONFIG = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "max_position_embeddings": 8192}
+_CONFIG |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
 
 
 def build(case: Case, side: str, device: str, weights: dict[str, torch.Tensor] | None = None, **config: Any) -> Any:
@@ -177,36 +160,39 @@ def milliseconds(made: dict[str, Stepper], filled: int) -> dict[str, float]:
     return {side: statistics.median(times) for side, times in found.items()}
 
 
-def measure(case: Case, device: str, ready: Callable[[], None]) -> Iterator[dict[str, str]]:
-    """The rows of a case. ready: called between compiling and measuring."""
-    same = {"case": case.name, "family": case.family, "batch": str(case.batch), "length": str(case.length)}
-    if case.generated is not None:
-        for row in _generate_rows(case, device, ready):
-            yield {**same, **row}
-        return
-    made: dict[str, Stepper] = {}
-    weights = build(case, "inductor", device).state_dict()
+def measure(case: Case, given: Namespace) -> Iterator[Row]:
+    """The rows of a case."""
+    for row in (_steps if case.generated is None else _generated)(case, given):
+        yield {**case.names, **row}
+
+
+def _compiled(case: Case, what: str, make: Callable[[str], Any], made: dict[str, Any]) -> Iterator[Row]:
+    """Fill in what is made for each side; give rows of those that fail."""
     for side in case.sides:
         try:
-            made[side] = stepper(case, side, weights, device)
-        except Exception as failure:  # noqa: BLE001 - the reason is the row
-            yield {**same, "what": "step", "side": side, "failure": _words(failure)}
-    ready()
+            made[side] = make(side)
+        except Exception as failure:  # noqa: BLE001 (the reason is the row)
+            yield {"what": what, "side": side, "failure": harness.failure(failure)}
+
+
+def _ready(given: Namespace) -> None:
+    """Between compiling and measuring."""
+    if given.wait_for is not None:
+        given.wait_for.with_suffix(".compiled").touch()
+        while not given.wait_for.exists():
+            time.sleep(0.1)
+
+
+def _steps(case: Case, given: Namespace) -> Iterator[Row]:
+    made: dict[str, Stepper] = {}
+    weights = build(case, "inductor", given.device).state_dict()
+    yield from _compiled(case, "step", lambda side: stepper(case, side, weights, given.device), made)
+    _ready(given)
     errors = {side: error(own, case.filled[0]) for side, own in made.items()}
     for filled in case.filled:
         for side, ms in milliseconds(made, filled).items():
-            tokens = f"{case.batch / ms * 1e3:.0f}"
-            shown = {
-                "filled": str(filled),
-                "what": "step",
-                "side": side,
-                "step_ms": f"{ms:.3f}",
-                "tokens_per_s": tokens,
-            }
-            yield {**same, **shown, "error": f"{errors[side]:.2g}"}
-
-
-# ---- model.generate ------------------------------------------------------------------------------------------------
+            times = {"step_ms": f"{ms:.3f}", "tokens_per_s": f"{case.batch / ms * 1e3:.0f}"}
+            yield {"filled": str(filled), "what": "step", "side": side, **times, "error": f"{errors[side]:.2g}"}
 
 
 def generate(model: Any, ids: torch.Tensor, tokens: int, side: str, bar: Progress) -> tuple[float, torch.Tensor]:
@@ -237,79 +223,59 @@ def generate(model: Any, ids: torch.Tensor, tokens: int, side: str, bar: Progres
     return time.perf_counter() - start, found
 
 
-def _generate_rows(case: Case, device: str, ready: Callable[[], None]) -> Iterator[dict[str, str]]:
+def _generated(case: Case, given: Namespace) -> Iterator[Row]:
     """A first call compiles; the second is timed. Each side has a model of its own, since transformers keeps what it compiled there."""
-    filled, tokens = case.filled[0], case.generated or 0
+    device, filled, tokens = given.device, case.filled[0], case.generated or 0
     generator = torch.Generator(device=device).manual_seed(1)
     ids = torch.randint(3, 1000, (case.batch, filled), device=device, generator=generator)
     weights = build(case, "inductor", device).state_dict()
     models: dict[str, Any] = {}
     with Progress(console=Console(stderr=True)) as bar:
-        for side in case.sides:
+
+        def make(side: str) -> Any:
             model = build(case, side, device, weights)
-            try:
-                generate(model, ids, tokens, f"{side}", bar)
-                models[side] = model
-            except Exception as failure:  # noqa: BLE001 - the reason is the row
-                yield {"what": "generate", "side": side, "failure": _words(failure)}
-        ready()
+            generate(model, ids, tokens, side, bar)
+            return model
+
+        yield from _compiled(case, "generate", make, models)
+        _ready(given)
         for side, model in models.items():
             seconds, _ = generate(model, ids, tokens, side, bar)
-            rate = case.batch * tokens / seconds
-            shown = {"filled": str(filled), "what": "generate", "side": side, "tokens_per_s": f"{rate:.0f}"}
-            yield {**shown, "step_ms": f"{seconds / tokens * 1e3:.3f}"}
+            times = {"step_ms": f"{seconds / tokens * 1e3:.3f}", "tokens_per_s": f"{case.batch * tokens / seconds:.0f}"}
+            yield {"filled": str(filled), "what": "generate", "side": side, **times}
 
 
-def _words(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
-
-
-def print_table(rows: Sequence[dict[str, str]]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     shown = ("case", "what", "filled", "side", "step_ms", "tokens_per_s", "error", "failure")
-    table = Table(title="decoding steps; reduce-overhead")
-    for name in (*shown, "times inductor's"):
-        table.add_column(name)
-    base = {
-        tuple(row.get(name, "") for name in ("case", "what", "filled")): row["step_ms"]
-        for row in rows
-        if row["side"] == "inductor" and row.get("step_ms")
-    }
-    for row in rows:
-        other = base.get(tuple(row.get(name, "") for name in ("case", "what", "filled")))
+    base = {_place(row): row["step_ms"] for row in rows if row["side"] == "inductor" and row.get("step_ms")}
+
+    def line(row: Row) -> list[str]:
+        other = base.get(_place(row))
         ratio = f"{float(other) / float(row['step_ms']):.2f}" if other and row.get("step_ms") else ""
-        table.add_row(*(row.get(name, "") for name in shown), ratio)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        return [*(row.get(name, "") for name in shown), ratio]
+
+    harness.show("decoding steps; reduce-overhead", (*shown, "times inductor's"), map(line, rows))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", default=["*"], help="names, with wildcards")
-    parser.add_argument("--wait-for", type=Path, help="measure when this file exists: others compile at the same time")
-    parser.add_argument("--commit")
-    parser.add_argument("--append", action="store_true", help="keep the rows that are there")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
+def _place(row: Row) -> tuple[str, ...]:
+    return tuple(row.get(name, "") for name in ("case", "what", "filled"))
 
-    def ready() -> None:
-        if given.wait_for is not None:
-            given.wait_for.with_suffix(".compiled").touch()
-            while not given.wait_for.exists():
-                time.sleep(0.1)
 
-    environment = harness.environment("cuda", given.commit)
-    file = harness.CsvFile(given.out, (*COLUMNS, *environment), append=given.append)
-    rows: list[dict[str, str]] = []
-    for case in CASES:
-        if any(fnmatch.fnmatch(case.name, pattern) for pattern in given.cases):
-            for row in measure(case, "cuda", ready):
-                rows.append(row)
-                file.add({**row, **environment})
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-    print_table(rows)
-    return int(any(row.get("failure") for row in rows))
-
+BENCH = Bench(
+    doc=__doc__,
+    results="decode_models_h200.csv",
+    columns=COLUMNS,
+    cases=lambda given: harness.picked(CASES, given.cases),
+    measure=measure,
+    sides=SIDES,
+    options=(
+        PATTERNS,
+        arg("--wait-for", type=Path, help="measure when this file exists: others compile at the same time"),
+    ),
+    devices=("cuda",),
+    table=print_table,
+)
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -16,7 +16,6 @@ with full caches, under a profiler: benchmarks/first_step_profile.py compares th
 
 from __future__ import annotations
 
-import argparse
 import compileall
 import dataclasses
 import itertools
@@ -26,10 +25,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ import attn_compiler
 from benchmarks import harness
 from benchmarks.first_step import Job
 from benchmarks.first_step_cases import CALLS, MODELS, applies
+from benchmarks.harness import Bench, arg
 
-RESULTS = Path(__file__).parent / "results" / "first_step.csv"
 SIDES = {"ours": harness.BACKEND, "inductor": harness.BASELINE}
 CACHES = ("cold", "warm")
 #: a row's name
@@ -58,12 +58,7 @@ COLUMNS = (
         for side, caches, name in itertools.product(SIDES, CACHES, MEASURED)
         if side == "ours" or name not in _OURS
     ),
-    "sites",
-    "warm_runs",
-    "ratio_cold",
-    "ratio_warm",
-    "ratio_warm_cpu",
-    "failure",
+    *("sites", "warm_runs", "ratio_cold", "ratio_warm", "ratio_warm_cpu", "failure"),
 )
 #: folders that a process keeps what it compiled in
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
@@ -169,37 +164,34 @@ def slow(rows: Iterable[Mapping[str, str]]) -> list[str]:
     return sorted((name for name, times in over.items() if times > 1), key=lambda name: -over[name])
 
 
-def names(
-    models: Sequence[str], calls: Sequence[str], lengths: Sequence[int], *, batch: int, size: str, jobs: int
-) -> list[Row]:
-    """Of the rows to measure: the shortest first, and of each length every model."""
-    return [
-        _name(model, call, length, batch=batch, size=size, jobs=jobs)
-        for length in sorted(lengths)
-        for call in calls
-        for model in models
+@dataclass(frozen=True)
+class Named:
+    """A row to measure. names: of ROW."""
+
+    names: Row
+
+
+def wanted(given: Namespace) -> list[Named]:
+    """The rows that are asked for by name, or are above a goal in a file; else the shortest first, and of each length every model. Raises
+    ValueError for a name that is none."""
+    on_cpu = given.device == "cpu"
+    rows = slow(harness.read(given.slow)) if given.slow is not None else given.rows
+    found = [_parts(row) for row in rows or ()] or [
+        (model, call, str(length))
+        for length in sorted(given.lengths or ([128] if on_cpu else [1024, 6144, 16384]))
+        for call in given.calls
+        for model in given.models or [model.name for model in MODELS.values() if model.on_cpu or not on_cpu]
         if applies(MODELS[model], CALLS[call])
     ]
+    of_all = (str(given.batch), "small" if on_cpu else "full", str(given.jobs))
+    return [Named(dict(zip(ROW, (*parts, *of_all), strict=True))) for parts in found]
 
 
-def _name(model: str, call: str, length: int, *, batch: int, size: str, jobs: int) -> Row:
-    return {"model": model, "call": call, "length": str(length), "batch": str(batch), "size": size, "jobs": str(jobs)}
-
-
-def picked(rows: Sequence[str], *, batch: int, size: str, jobs: int) -> list[Row]:
-    """Of "model/call/length" each, in that order. Raises ValueError for one that is none."""
-    found = []
-    for row in rows:
-        model, call, length = _parts(row)
-        found.append(_name(model, call, length, batch=batch, size=size, jobs=jobs))
-    return found
-
-
-def _parts(row: str) -> tuple[str, str, int]:
+def _parts(row: str) -> tuple[str, str, str]:
     match row.split("/"):
         case [model, call, length] if model in MODELS and call in CALLS and length.isdecimal():
             if applies(MODELS[model], CALLS[call]):
-                return model, call, int(length)
+                return model, call, length
             raise ValueError(f"{model} is not called as {call}")
     raise ValueError(f"a row is model/call/length, such as llama/train_right/1024, and not {row}")
 
@@ -236,74 +228,58 @@ def said(row: Mapping[str, str]) -> str:
     return f"{name}: {times} ({kernels}; {row['sites'] or 'no site'})"
 
 
-def measure_all(wanted: Sequence[Row], file: harness.CsvFile, where: Row, options: argparse.Namespace) -> None:
-    """Rows that are begun in time, each written as it comes."""
-    threads = max(2, (os.cpu_count() or 2) // (len(SIDES) * options.jobs))
-    deadline = time.perf_counter() + options.budget_seconds
-    lock = threading.Lock()
+def rows(cases: Sequence[Named], given: Namespace) -> harness.Measured:
+    """Those that are begun in time, as they come."""
+    threads = max(2, (os.cpu_count() or 2) // (len(SIDES) * given.jobs))
 
     def run(job: Job, caches: Path) -> Mapping[str, Any]:
-        return fresh_process(job, caches, seconds=options.process_seconds, threads=threads)
+        return fresh_process(job, caches, seconds=given.process_seconds, threads=threads)
 
-    def one(name: Row) -> None:
-        if time.perf_counter() > deadline:
-            return
-        given = {"warm_runs": options.warm_runs, "profile": options.profile}
-        row = {"failure": "", **measured(name, options.device, run, **given)}
-        with lock:
-            file.add(row | where)
-            print(said(row), flush=True)
+    def one(case: Named) -> Row | None:
+        if time.monotonic() > given.until:
+            return None
+        how = {"warm_runs": given.warm_runs, "profile": given.profile}
+        return {"failure": "", **measured(case.names, given.device, run, **how)}
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for done in as_completed([pool.submit(one, name) for name in wanted]):
-            done.result()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for done in as_completed([pool.submit(one, case) for case in cases]):
+            row = done.result()
+            if row is not None:
+                print(said(row), flush=True)
+                yield [row]
 
 
-def main() -> int:
-    """Measure, print and write; 1 where a row failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="all; on a CPU four")
-    parser.add_argument(
-        "--calls", nargs="+", choices=CALLS, default=["prefill", "prefill_left", "train", "train_right"]
-    )
-    parser.add_argument("--lengths", nargs="+", type=int, help="1024 6144 16384; on a CPU 128")
-    parser.add_argument("--rows", nargs="+", metavar="MODEL/CALL/LENGTH", help="these, in this order")
-    parser.add_argument(
-        "--slow", type=Path, metavar="CSV", help="the rows of a file that are above a goal, the worst first"
-    )
-    parser.add_argument("--warm-runs", type=int, default=1)
-    parser.add_argument("--profile", type=Path, metavar="FOLDER")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--budget-seconds", type=float, default=1e9)
-    parser.add_argument("--process-seconds", type=float, default=300)
-    harness.add_output(parser, RESULTS)
-    options = parser.parse_args()
-
-    if options.profile is not None:
-        options.profile.mkdir(parents=True, exist_ok=True)
-    if options.slow is not None:
-        options.rows = slow(harness.read(options.slow))
-    on_cpu = options.device == "cpu"
-    given = {"batch": options.batch, "size": "small" if on_cpu else "full", "jobs": options.jobs}
-    wanted = (
-        picked(options.rows, **given)
-        if options.rows
-        else names(
-            options.models or [model.name for model in MODELS.values() if model.on_cpu or not on_cpu],
-            options.calls,
-            options.lengths or ([128] if on_cpu else [1024, 6144, 16384]),
-            **given,
-        )
-    )
-    file, where = harness.opened(options, COLUMNS, options.device)
-    there = {tuple(row[key] for key in ROW) for row in file.rows}
+def _begin(given: Namespace) -> None:
     compileall.compile_dir(Path(attn_compiler.__file__).parent, quiet=1)
-    measure_all([name for name in wanted if tuple(name.values()) not in there], file, where, options)
-    print("\n".join(means(file.rows)))
-    return int(any(row["failure"] for row in file.rows))
+    if given.profile is not None:
+        given.profile.mkdir(parents=True, exist_ok=True)
 
+
+BENCH = Bench(
+    doc=__doc__,
+    results="first_step.csv",
+    columns=COLUMNS,
+    cases=wanted,
+    rows=rows,
+    sides=SIDES,
+    options=(
+        arg("--models", nargs="+", choices=MODELS, help="all; on a CPU four"),
+        arg("--calls", nargs="+", choices=CALLS, default=["prefill", "prefill_left", "train", "train_right"]),
+        arg("--lengths", nargs="+", type=int, help="1024 6144 16384; on a CPU 128"),
+        arg("--rows", nargs="+", metavar="MODEL/CALL/LENGTH", help="these, in this order"),
+        arg("--slow", type=Path, metavar="CSV", help="the rows of a file that are above a goal, the worst first"),
+        arg("--warm-runs", type=int, default=1),
+        arg("--profile", type=Path, metavar="FOLDER"),
+        arg("--batch", type=int, default=2),
+        arg("--jobs", type=int, default=1),
+        arg("--process-seconds", type=float, default=300),
+    ),
+    budget=1e9,
+    short=("ratio_cold", "ratio_warm"),
+    begin=_begin,
+    table=lambda rows: print("\n".join(means(rows))),
+)
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,25 +13,18 @@ Writes benchmarks/results/fp8_h200.csv, prints a table last. Exits with 1 where 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
 import attn_compiler
@@ -40,12 +33,12 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.spec.target import Target
-from benchmarks import bench_kernels, harness, kernel_cases, waves
-from benchmarks.bench_kernels import Timed
-from benchmarks.harness import BACKEND
+from benchmarks import harness, kernel_cases, kernel_timing, waves
+from benchmarks.harness import BACKEND, RESULTS as FOLDER, Bench, Row, arg
 from benchmarks.kernel_cases import Case, Pass
+from benchmarks.kernel_timing import Timed
 
-RESULTS = Path(__file__).parent / "results" / "fp8_h200.csv"
+RESULTS = FOLDER / "fp8_h200.csv"
 BASELINE = "sdpa_cudnn"
 COLUMNS = (
     *kernel_cases.COLUMNS,
@@ -143,9 +136,6 @@ CASES: tuple[Case, ...] = (
 )
 
 
-# ---- sides ----------------------------------------------------------------------------------------------------------
-
-
 def attention(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """What a model of that kind calls."""
     is_grouped, window = case.heads_q != case.heads_kv, case.window
@@ -199,41 +189,29 @@ def kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Callable[
 
 def steps(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Side, str, Callable[[], Timed]]]:
     """Every side and part of a pass, and what makes it."""
-    case, which = job.case, job.which
-    upstream = torch.ones_like(q) if which == "forward" else torch.randn_like(q)
+    upstream = torch.ones_like(q) if job.which == "forward" else torch.randn_like(q)
     for side in SIDES:
-        if which not in side.passes or side.name not in job.sides:
+        if job.which not in side.passes or side.name not in job.sides:
             continue
-        yield side, "whole", functools.partial(_whole, case, side, which, (q, k, v), upstream)
-        if which == "forward" and side.recipe in KERNELS:
-            yield side, "kernel", functools.partial(_kernel, case, side, q, k, v)
+        yield side, "whole", functools.partial(_whole, job.case, side, job.which, (q, k, v), upstream)
+        if job.which == "forward" and side.recipe in KERNELS:
+            yield side, "kernel", lambda side=side: _without_gradients(kernel(job.case, side, q, k, v))
 
 
 def _whole(case: Case, side: Side, which: Pass, given: tuple[Tensor, Tensor, Tensor], upstream: Tensor) -> Timed:
     q, k, v = (x.detach().requires_grad_(which != "forward") for x in given)
     function = compiled(case, side)
-
-    def forward(_: None) -> Sequence[Tensor]:
-        with torch.no_grad():
-            return (function(q, k, v),)
-
-    def both(_: None) -> Sequence[Tensor]:
-        return torch.autograd.grad(function(q, k, v), (q, k, v), upstream)
-
-    return Timed(prepare=lambda: None, run=forward if which == "forward" else both)
+    if which == "forward":
+        return _without_gradients(lambda: function(q, k, v))
+    return Timed(prepare=lambda: None, run=lambda _: torch.autograd.grad(function(q, k, v), (q, k, v), upstream))
 
 
-def _kernel(case: Case, side: Side, q: Tensor, k: Tensor, v: Tensor) -> Timed:
-    call = kernel(case, side, q, k, v)
-
+def _without_gradients(call: Callable[[], Tensor]) -> Timed:
     def run(_: None) -> Sequence[Tensor]:
         with torch.no_grad():
             return (call(),)
 
     return Timed(prepare=lambda: None, run=run)
-
-
-# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,28 +224,28 @@ class Job:
     seconds: float
     sides: tuple[str, ...] = tuple(side.name for side in SIDES)
 
+    @property
+    def names(self) -> dict[str, str]:
+        return {"case": self.case.name, "pass": self.which}
+
 
 def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
     """Compile every side, and hold what it gives against the first one's; rows follow by timing them, as JSON."""
     torch.compiler.reset()
     keep_all_compiled()
-    case, which = job.case, job.which
-    generator = torch.Generator(device=job.device).manual_seed(0)
-    q, k, v = (
-        torch.randn(
-            (case.batch, case.seqlen, heads, case.head_dim),
-            generator=generator,
-            device=job.device,
-            dtype=torch.bfloat16,
-        ).transpose(1, 2)
-        for heads in (case.heads_q, case.heads_kv, case.heads_kv)
-    )
+    case, generator = job.case, torch.Generator(device=job.device).manual_seed(0)
+
+    def normal(heads: int) -> Tensor:
+        shape = (case.batch, case.seqlen, heads, case.head_dim)
+        drawn = torch.randn(shape, generator=generator, device=job.device, dtype=torch.bfloat16)
+        return drawn.transpose(1, 2)
+
     rows: dict[str, dict[str, str]] = {}
     timed: dict[str, Timed] = {}
     found: dict[str, Sequence[Tensor]] = {}
-    for side, part, make in steps(job, q, k, v):
-        name = f"{side.name} {part}"
-        rows[name] = case.columns | {"pass": which, "side": side.lowering, "recipe": side.recipe or "", "part": part}
+    for side, part, make in steps(job, *map(normal, (case.heads_q, case.heads_kv, case.heads_kv))):
+        name, of_side = f"{side.name} {part}", {"side": side.lowering, "recipe": side.recipe or "", "part": part}
+        rows[name] = case.columns | {"pass": job.which} | of_side
         try:
             step = make()
             step.run(step.prepare())
@@ -278,7 +256,7 @@ def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
                 check_decision(side)
             timed[name] = step
         except Exception as failure:  # noqa: BLE001 (a row of its own says so)
-            rows[name]["failure"] = bench_kernels.reason(failure, [])
+            rows[name]["failure"] = kernel_timing.reason(failure)
     for name, got in found.items():
         # cuDNN's kernel alone gives a scaled output, in FP8.
         if _FIRST in found and got[0].dtype == found[_FIRST][0].dtype:
@@ -287,11 +265,9 @@ def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
 
 
 def _finish(job: Job, rows: dict[str, dict[str, str]], timed: Mapping[str, Timed]) -> waves.Row:
-    times = bench_kernels.interleave(timed, job.device, job.seconds, rounds=(5, 60))
+    times = kernel_timing.interleave(timed, job.device, job.seconds, rounds=(5, 60))
     for name, values in times.items():
-        p20, p50, p80 = harness.percentiles(values)
-        rows[name] |= {"rounds": str(len(values)), "tflops": f"{job.case.flops(job.which) / p50 / 1e6:.1f}"}
-        rows[name] |= {"p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}"}
+        rows[name] |= harness.kernel_times(values, job.case.flops(job.which))
         if _FIRST in times:
             rows[name]["ratio"] = f"{harness.ratio(times[_FIRST], values):.3f}"
     return {"rows": json.dumps(list(rows.values()))}
@@ -299,72 +275,63 @@ def _finish(job: Job, rows: dict[str, dict[str, str]], timed: Mapping[str, Timed
 
 def rows_of(job: Job, given: waves.Row | None) -> list[dict[str, str]]:
     """What a wave gave of a job: its rows, or one that says what went wrong."""
-    if given is None or "rows" not in given:
-        failure = (given or {}).get("failure", "")
-        return [job.case.columns | {"pass": job.which, "side": BASELINE, "failure": failure}]
-    rows: list[dict[str, str]] = json.loads(given["rows"])
-    return rows
+    failed = {"side": BASELINE, "failure": (given or {}).get("failure", "")}
+    return waves.rows_of(given) or [job.case.columns | {"pass": job.which} | failed]
 
 
 def _error(mine: Tensor, other: Tensor) -> float:
     return float((mine.float() - other.float()).norm() / other.float().norm())
 
 
-def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """A line for each pass of each case: TFLOP/s of every side."""
-    names = list(dict.fromkeys((row["side"], row["recipe"], row["part"]) for row in rows))
-    table = Table(title="effective TFLOP/s, medians")
-    for column in ("case", "pass", *(" ".join(filter(None, name)) for name in names)):
-        table.add_column(column)
-    for (case, which), group in itertools.groupby(rows, key=lambda row: (row["case"], row["pass"])):
-        cells = {(row["side"], row["recipe"], row["part"]): _cell(row) for row in group}
-        table.add_row(case, which, *(cells.get(name, "") for name in names))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+    def side(row: Row) -> str:
+        return " ".join(filter(None, (row["side"], row.get("recipe"), row.get("part"))))
+
+    harness.print_sides(rows, _cell, side=side, title="effective TFLOP/s, medians", width=200)
 
 
-def _cell(row: Mapping[str, str]) -> str:
-    if row.get("failure"):
-        return f"[yellow]{escape(row['failure'][:24])}"
-    is_wrong = float(row.get("error") or 0) > _MAX_ERROR[row["pass"]]
-    return f"[red]{row['tflops']} WRONG" if is_wrong else row["tflops"]
+def _cell(row: Row) -> str:
+    return harness.speed(row, wrong=is_wrong(row))
 
 
-def failures(rows: Sequence[Mapping[str, str]]) -> int:
-    """1 where a side is wrong, else 0: an exit status. A side that refuses a case is no failure."""
-    return int(any(float(row.get("error") or 0) > _MAX_ERROR[row["pass"]] for row in rows))
+def is_wrong(row: Row) -> bool:
+    """Whether it errs by more than rounding. A side that refuses a case is no failure."""
+    return float(row.get("error") or 0) > _MAX_ERROR[row["pass"]]
 
 
-def main() -> int:
-    """Measure, with the rows on disk as they come."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--append", action="store_true")
-    parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
-    names = [side.name for side in SIDES]
-    parser.add_argument("--sides", nargs="+", choices=names, default=names)
-    parser.add_argument("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
-    parser.add_argument("--seconds", type=float, default=0.3, help="for all sides of one pass of a case")
-    waves.add_arguments(parser, budget_seconds=600.0)
-    parser.add_argument("--commit")
-    given = parser.parse_args()
-    device = "cuda"
-    environment = harness.environment(device, given.commit)
-    file = harness.CsvFile(given.output, [*COLUMNS, *environment], append=given.append)
-    jobs = [
-        Job(case=case, which=which, device=device, seconds=given.seconds, sides=tuple(given.sides))
+def rows(jobs: Sequence[Job], given: Namespace) -> harness.Measured:
+    """Of jobs that are prepared side by side."""
+    for job, found in waves.run(jobs, prepare, until=given.until, **waves.asked(given)):
+        yield rows_of(job, found)
+
+
+BENCH = Bench(
+    doc=__doc__,
+    results=RESULTS.name,
+    columns=COLUMNS,
+    cases=lambda given: [
+        Job(case=case, which=which, device=given.device, seconds=given.seconds, sides=tuple(given.sides))
         for which in given.passes
-        for case in CASES
-        if case.name in given.cases
-    ]
-    until = time.monotonic() + given.budget_seconds
-    found = waves.run(jobs, prepare, until=until, **waves.asked(given))
-    with Progress(console=Console(stderr=True)) as progress:
-        for job, row in progress.track(found, total=len(jobs), description="cases"):
-            for each in rows_of(job, row):
-                file.add(each | environment)
-    print_table(file.rows)
-    return failures(file.rows)
-
+        for case in harness.picked(CASES, given.cases)
+    ],
+    rows=rows,
+    sides=[side.name for side in SIDES],
+    options=(
+        harness.PATTERNS,
+        arg("--sides", nargs="+", choices=[side.name for side in SIDES], default=[side.name for side in SIDES]),
+        arg("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"]),
+    ),
+    devices=("cuda",),
+    seconds=0.3,
+    budget=600.0,
+    jobs=True,
+    short=("case", "pass", "side", "recipe", "part", "tflops", "failure"),
+    table=print_table,
+    failed=lambda rows: any(map(is_wrong, rows)),
+)
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

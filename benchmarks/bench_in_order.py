@@ -7,7 +7,7 @@ order; "in order, N at once" (--heads), the same with N heads under way at once;
 run; "triton"; "cudnn", cuDNN's graph with a deterministic backward (with the package nvidia-cudnn-frontend); and "sdpa_flash", PyTorch's.
 `chosen` marks what a deterministic session gets of Hopper's and Triton's.
 
-Times are microseconds of the GPU, as in bench_kernels.py, of the backward alone. `error` is the largest difference from Triton's
+Times are microseconds of the GPU, as in kernel_timing.py, of the backward alone. `error` is the largest difference from Triton's
 gradients, relative to their largest element. `same` says whether three runs gave the same bits. Kernels are compiled in threads before
 anything is timed. Writes benchmarks/results/in_order_h200.csv.
 
@@ -18,15 +18,14 @@ puts what that file has into attn_compiler/lowerings/choice/in_order_sm90.csv, w
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
-import gc
 import os
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -43,11 +42,11 @@ from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_b
 from attn_compiler.lowerings.shared.launching import ahead, dry_tensors, persistent
 from attn_compiler.lowerings.shared.parts import part_tensors
 from attn_compiler.spec.target import Target
-from benchmarks import bench_kernels, bench_select, harness, kernel_cases, select_cases
-from benchmarks.bench_kernels import Timed
+from benchmarks import bench_select, harness, kernel_cases, kernel_timing, select_cases
+from benchmarks.harness import Bench, arg
 from benchmarks.kernel_cases import Case, Problem
+from benchmarks.kernel_timing import Timed
 
-RESULTS = Path(__file__).parent / "results" / "in_order_h200.csv"
 MEASURED = ("rounds", "p20_us", "p50_us", "p80_us", "tflops", "error", "same", "failure")
 COLUMNS = (*kernel_cases.COLUMNS, "side", "heads_at_once", "chosen", *MEASURED)
 IN_ORDER, ANY_ORDER, TRITON = "in order", "any order", "triton"
@@ -61,20 +60,14 @@ _HEAD_DIMS = ((1, 64), (65, 96), (97, 128))
 
 #: the most telling first
 CASES: tuple[Case, ...] = tuple(
-    select_cases.BY_NAME[name]
+    {case.name: case for case in (*kernel_cases.CASES, *select_cases.CASES)}[name]
     for name in (
-        *("causal_d128_s8192", "causal_d128_s2048", "padded_causal_d128_s2048", "padded_causal_gqa_d128_s8192"),
-        *("window_d128_s8192", "causal_d64_s8192", "causal_gqa_d128_s2048", "full_d128_s8192", "softcap_d128_s8192"),
-        *(
-            "causal_d64_s2048",
-            "causal_d96_s8192",
-            "causal_d128_s32768",
-            "lengths_causal_d128_s2048",
-            "window_d128_s2048",
-        ),
-        *("padded_causal_d64_s8192", "sinks_gqa_d64_s8192", "padded_d128_s2048", "causal_gqa_d128_s1024"),
-    )
-) + tuple(case for case in kernel_cases.CASES if case.name == "documents_causal")
+        "causal_d128_s8192 causal_d128_s2048 padded_causal_d128_s2048 padded_causal_gqa_d128_s8192 window_d128_s8192 "
+        "causal_d64_s8192 causal_gqa_d128_s2048 full_d128_s8192 softcap_d128_s8192 causal_d64_s2048 causal_d96_s8192 "
+        "causal_d128_s32768 lengths_causal_d128_s2048 window_d128_s2048 padded_causal_d64_s8192 sinks_gqa_d64_s8192 "
+        "padded_d128_s2048 causal_gqa_d128_s1024 documents_causal"
+    ).split()
+)
 
 Body = Callable[..., Any]
 
@@ -106,9 +99,6 @@ def build(case: Case, device: str) -> Built:
         grad_hopper=[x for name, x in named.items() if name != "tiles"],
         heads=persistent.heads_at_once(case.batch * case.heads_q, target.processors),
     )
-
-
-# ---- sides --------------------------------------------------------------------------------------------------------
 
 
 def bodies(heads: Sequence[int]) -> dict[str, tuple[Body, int | None]]:
@@ -163,7 +153,7 @@ def sides_of(built: Built, heads: Sequence[int], said: dict[str, str]) -> dict[s
     given = [x.detach() for x in (problem.q, problem.k, problem.v)]
     with torch.no_grad():
         out, lse = launch.forward(*given, built.hopper, problem.text)
-    grad_out = bench_kernels.gradient_of_out(problem)
+    grad_out = kernel_timing.gradient_of_out(problem)
     found = {
         name: _ours(body, number, _arguments(name, built, out, lse, grad_out))
         for name, (body, number) in bodies(heads).items()
@@ -171,11 +161,11 @@ def sides_of(built: Built, heads: Sequence[int], said: dict[str, str]) -> dict[s
     for name in PEERS:
         try:
             side = bench_select.lowering(name)(problem)
-            found[name] = bench_select.timed(side, "backward", grad_out, once=True)
+            found[name] = kernel_timing.timed(side, "backward", grad_out, once=True)
             found[name].run(found[name].prepare())
         except Exception as failure:  # noqa: BLE001 (a row of its own says so)
             found.pop(name, None)
-            said[name] = bench_kernels.reason(failure, [])
+            said[name] = kernel_timing.reason(failure)
     return found
 
 
@@ -207,38 +197,33 @@ def begin(cases: Sequence[Case], heads: Sequence[int], device: str) -> list[Futu
     return started
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------
-
-
-def measure(case: Case, heads: Sequence[int], *, device: str, seconds: float) -> list[dict[str, str]]:
+def measure(case: Case, given: Namespace) -> list[dict[str, str]]:
     """A row for each side. Whatever fails of a side becomes its row's `failure`."""
     names = case.columns
     failed: dict[str, str] = {}
     try:
-        built = build(case, device)
-        sides = sides_of(built, heads, failed)
-        chosen = backward_of(built.problem.spec, Target.current(device))
+        built = build(case, given.device)
+        sides = sides_of(built, given.heads, failed)
+        chosen = backward_of(built.problem.spec, Target.current(given.device))
         rows = {name: names | {"side": name} for name in (*sides, *failed)}
         for name, why in failed.items():
             rows[name]["failure"] = why
         outcome: dict[str, list[Tensor]] = {}
-        for name, side in list(sides.items()):
+        for name, side in sides.items():
             runs = [[x.clone() for x in side.run(side.prepare())] for _ in range(_RUNS)]
             rows[name]["same"] = "yes" if all(map(functools.partial(_are_same, runs[0]), runs[1:])) else "no"
             rows[name]["chosen"] = "yes" if _FAMILIES.get(name) == chosen else ""
             outcome[name] = runs[0]
         for name in sides:
             if name != TRITON:
-                rows[name]["error"] = f"{bench_kernels.error(outcome[TRITON][:3], outcome[name][:3]):.2g}"
+                rows[name]["error"] = f"{kernel_timing.error(outcome[TRITON][:3], outcome[name][:3]):.2g}"
             if name.startswith(IN_ORDER):
                 rows[name]["heads_at_once"] = name.split()[2] if "," in name else str(built.heads)
         outcome.clear()
-        for name, values in bench_kernels.interleave(sides, device, seconds, warmup=1).items():
-            p20, p50, p80 = harness.percentiles(values)
-            rows[name] |= {"rounds": str(len(values)), "tflops": f"{case.flops('backward') / p50 / 1e6:.1f}"}
-            rows[name] |= {"p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}"}
+        for name, values in kernel_timing.interleave(sides, given.device, given.seconds, warmup=1).items():
+            rows[name] |= harness.kernel_times(values, case.flops("backward"))
     except Exception as failure:  # noqa: BLE001 (one broken case must not cost the others, and its row names it)
-        return [names | {"side": "", "failure": bench_kernels.reason(failure, [])}]
+        return [names | {"side": "", "failure": kernel_timing.reason(failure)}]
     return list(rows.values())
 
 
@@ -276,12 +261,7 @@ def write_rows(path: Path, measured: Sequence[Mapping[str, str]]) -> None:
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     """A line for each case: TFLOP/s of each side, the chosen one in green, those whose bits differ in yellow."""
-    names = list(dict.fromkeys(row["side"] for row in rows))
-
-    def cell(of_case: Mapping[str, Mapping[str, str]], name: str) -> str:
-        return _cell(of_case[name]) if name in of_case else ""
-
-    harness.print_sides(rows, names, cell, title="backward, TFLOP/s on allowed pairs, medians", width=180)
+    harness.print_sides(rows, _cell, keys=["case"], title="backward, TFLOP/s on allowed pairs, medians")
 
 
 def _cell(row: Mapping[str, str]) -> str:
@@ -291,53 +271,62 @@ def _cell(row: Mapping[str, str]) -> str:
     return f"[{style}]{row['tflops']}[/]" if style else row["tflops"]
 
 
-def failures(rows: Sequence[Mapping[str, str]]) -> int:
-    """1 where a side of ours fails or is wrong, or one in order has other bits in another run; else 0: an exit status."""
+def failures(rows: Sequence[Mapping[str, str]]) -> bool:
+    """Whether a side of ours fails or is wrong, or one in order has other bits in another run."""
     ours = [row for row in rows if not row["side"] or row["side"].startswith((IN_ORDER, ANY_ORDER, TRITON))]
     broken = any(row.get("failure") for row in ours)
-    wrong = any(float(row.get("error") or 0) > bench_kernels.MAX_ERROR for row in ours)
-    return int(broken or wrong or any(row.get("same") == "no" for row in ours if row["side"] != ANY_ORDER))
+    wrong = any(float(row.get("error") or 0) > kernel_timing.MAX_ERROR for row in ours)
+    return broken or wrong or any(row.get("same") == "no" for row in ours if row["side"] != ANY_ORDER)
 
 
-def main() -> int:
-    """Measure what the budget allows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-seconds", type=float, default=120.0, help="start nothing after this (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="timing of a case (%(default)s)")
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
-    parser.add_argument("--heads", nargs="*", type=int, default=[], help="heads under way at once, to be tried too")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
-    parser.add_argument("--write-rows", action="store_true", help="measure nothing: make the rows that decide")
-    options = parser.parse_args()
-    if options.write_rows:
-        write_rows(in_order.TABLE.path, harness.read(options.output))
+def _instead(given: Namespace) -> int | None:
+    """Make the rows that decide, where those are asked for."""
+    if given.write_rows:
+        write_rows(in_order.TABLE.path, harness.read(given.output or harness.RESULTS / BENCH.results))
         return 0
+    return None
 
-    start = time.monotonic()
+
+def _rows(cases: Sequence[Case], given: Namespace) -> harness.Measured:
+    """Under the switch, once all is compiled."""
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True)
     try:
-        cases = [case for case in CASES if not options.cases or case.name in options.cases]
-        cases = [case for case in cases if has_backward(select_cases.spec_of(case, training=True))]
-        where = bench_kernels.environment(options.device, options.commit)
-        file = harness.CsvFile(options.output, [*COLUMNS, *where])
-        wait(begin(cases, options.heads, options.device), timeout=options.budget_seconds)
-        print(f"{time.monotonic() - start:4.0f} s  compiled", flush=True)
+        wait(begin(cases, given.heads, given.device), timeout=given.budget_seconds)
         for case in cases:
-            if time.monotonic() - start > options.budget_seconds:
-                print("no time left for", case.name)
-                continue
-            for row in measure(case, options.heads, device=options.device, seconds=options.seconds):
-                file.add({**row, **where})
-            gc.collect()
-            torch.cuda.empty_cache()
-        print_table(file.rows)
-        return failures(file.rows)
+            if time.monotonic() > given.until:
+                return
+            yield measure(case, given)
+            harness.give_back(given.device)
     finally:
         torch.use_deterministic_algorithms(False)
 
+
+BENCH = Bench(
+    doc=__doc__,
+    results="in_order_h200.csv",
+    columns=COLUMNS,
+    cases=lambda given: [
+        case
+        for case in CASES
+        if case.name in (given.cases or (case.name,)) and has_backward(select_cases.spec_of(case, training=True))
+    ],
+    rows=_rows,
+    sides=(IN_ORDER, ANY_ORDER, TRITON, *PEERS),
+    options=(
+        arg("--cases", nargs="+", choices=[case.name for case in CASES], metavar="NAME"),
+        arg("--heads", nargs="*", type=int, default=[], help="heads under way at once, to be tried too"),
+        arg("--write-rows", action="store_true", help="measure nothing: make the rows that decide"),
+    ),
+    seconds=0.3,
+    budget=120.0,
+    where=kernel_timing.where,
+    short=("case", "side", "p50_us", "tflops", "same", "failure"),
+    instead=_instead,
+    table=print_table,
+    failed=failures,
+)
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

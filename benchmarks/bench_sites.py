@@ -13,7 +13,6 @@ A site that fails is a row with the reason. Rows are written as they come; what 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -21,10 +20,10 @@ import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,39 +32,16 @@ from torch import Tensor
 import attn_compiler
 from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.spec.target import Target
-from benchmarks import (
-    bench_h200,
-    bench_kernels,
-    bench_select,
-    built_sites,
-    compare,
-    harness,
-    random_sites,
-    standing,
-    waves,
-)
+from benchmarks import bench_select, built_sites, compare, harness, kernel_timing, random_sites, standing, waves
 from benchmarks.built_sites import Built
-from benchmarks.harness import BACKEND, BASELINE
+from benchmarks.harness import BACKEND, BASELINE, Bench, arg
 from benchmarks.random_sites import Site
 from benchmarks.waves import Row
 
-RESULTS = Path(__file__).parent / "results" / "sites_h200.csv"
 #: what every process begins with, and which touches no GPU
 IMPORTS = ("torch._dynamo", "attn_compiler")
 _FIELDS = ("number", *Site.__dataclass_fields__)
-_MEASURED = (
-    "layers",
-    "side",
-    "lowering",
-    "chosen",
-    "us_p50",
-    "timed",
-    "rounds",
-    "error",
-    "numerics",
-    "compile_s",
-    "failure",
-)
+_MEASURED = tuple("layers side lowering chosen us_p50 timed rounds error numerics compile_s failure".split())
 _WHERE = ("device", "torch", "triton", "cudnn", "date", "commit")
 COLUMNS = ("draw", *_FIELDS, *_MEASURED, *_WHERE)
 #: lowerings that are forced: the kernels of a GPU
@@ -80,14 +56,19 @@ _MOST_ERROR: Mapping[torch.dtype, float] = {torch.bfloat16: 2e-2, torch.float32:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A site for a process."""
+    """A site for a process. draw: the seed that it is from."""
 
+    draw: int
     number: int
     site: Site
     device: str
     seconds: float
     inner: str
     forced: tuple[str, ...]
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {"draw": str(self.draw), "number": str(self.number)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +85,7 @@ def prepare(task: Task, _lock: AbstractContextManager[Any]) -> waves.Finish:
     rows: dict[str, Row] = {}
     timed: dict[str, Timed] = {}
     dtype = torch.float32 if task.device == "cpu" else torch.bfloat16
-    if not bench_kernels.is_usable(task.device):
+    if not kernel_timing.is_usable(task.device):
         # A side of this process's last site broke it, as its rows say. A new process has those after this one.
         os._exit(1)
     # All sides are compiled from one function, and stay until they are timed.
@@ -119,7 +100,7 @@ def prepare(task: Task, _lock: AbstractContextManager[Any]) -> waves.Finish:
             _side(task, built, side, rows, timed, reference, _MOST_ERROR[dtype])
         del reference
     except Exception as error:  # noqa: BLE001 (one broken site must not cost the others, and its row names it)
-        rows.setdefault(BACKEND, {"failure": bench_h200.failure(error)})
+        rows.setdefault(BACKEND, {"failure": harness.failure(error)})
     return functools.partial(_finish, task, timed, rows)
 
 
@@ -164,7 +145,7 @@ def _side(
         timed[side] = _graphed(step, task.device)
         row |= {"timed": timed[side].how, "compile_s": f"{time.monotonic() - begun:.1f}"}
     except Exception as error:  # noqa: BLE001 (as above)
-        row["failure"] = bench_h200.failure(error)
+        row["failure"] = harness.failure(error)
     rows[side] = row
 
 
@@ -236,15 +217,15 @@ def _finish(task: Task, timed: dict[str, Timed], rows: dict[str, Row]) -> Row:
             took = statistics.median(values) / (timed[side].calls * _LAYERS) * 1e3
             rows[side] |= {"layers": str(_LAYERS), "us_p50": f"{took:.2f}", "rounds": str(len(values))}
     except Exception as error:  # noqa: BLE001 (as above)
-        rows = {side: {"failure": bench_h200.failure(error), **row} for side, row in rows.items()}
+        rows = {side: {"failure": harness.failure(error), **row} for side, row in rows.items()}
     timed.clear()
     torch.compiler.reset()
-    if task.device != "cpu" and bench_kernels.is_usable(task.device):
+    if task.device != "cpu" and kernel_timing.is_usable(task.device):
         torch.cuda.empty_cache()
     kept = [{"side": side, **row} for side, row in rows.items()]
     for row in kept:
         row["chosen"] = "yes" if row["side"] == BACKEND else ""
-    return {"sides": json.dumps(kept)}
+    return {"rows": json.dumps(kept)}
 
 
 # ---- what is said -------------------------------------------------------------------------------------------------
@@ -312,65 +293,57 @@ def _histogram(values: Sequence[float]) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the budget allows; 0 unless the choice failed or was wrong somewhere."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    waves.add_arguments(parser, budget_seconds=260.0)
-    parser.add_argument("--seed", type=int, default=0, help="what is drawn (%(default)s)")
-    parser.add_argument("--count", type=int, default=320, help="so many sites of it (%(default)s)")
-    parser.add_argument(
-        "--part",
-        type=int,
-        nargs=2,
-        default=(0, 1),
-        metavar=("I", "OF"),
-        help="measure every OF-th of the sites from the I-th on: a GPU measures a part, and the files are joined",
-    )
-    parser.add_argument("--seconds", type=float, default=0.2, help="timing of one site (%(default)s)")
-    parser.add_argument("--forced", nargs="*", default=list(FORCED), metavar="NAME", help="lowerings beside the choice")
-    parser.add_argument("--append", action="store_true", help="keep the rows of the file and measure only the others")
-    parser.add_argument("--size", choices=("full", "small"), default="full", help="small: for a look at the script")
-    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="eager: for a look, too")
-    parser.add_argument("--device", default="cuda:0", help="on cpu, in float32")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
-    options = parser.parse_args(arguments)
-    start = time.monotonic()
+def tasks(given: Namespace) -> list[Task]:
+    """The sites of a part of a seed's."""
     # Each process compiles a site; further ones for each of them would take its core.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    known = bench_kernels.environment(options.device, options.commit)
-    where = {name: known[name] for name in _WHERE} | {"draw": str(options.seed)}
-    file = harness.CsvFile(options.output, COLUMNS, append=options.append)
-    done = {row["number"] for row in file.rows if row["draw"] == where["draw"]}
-    tasks = [
-        Task(
-            number=number,
-            site=site if options.size == "full" else site.shortened,
-            device=options.device,
-            seconds=options.seconds,
-            inner=options.inner,
-            forced=tuple(options.forced),
-        )
-        for number, site in enumerate(random_sites.sites(options.seed, options.count))
-        if str(number) not in done and number % options.part[1] == options.part[0]
+    how = {"draw": given.seed, "device": given.device, "seconds": given.seconds, "inner": given.inner}
+    return [
+        Task(number=number, site=site if given.size == "full" else site.shortened, forced=tuple(given.forced), **how)
+        for number, site in enumerate(random_sites.sites(given.seed, given.count))
+        if number % given.part[1] == given.part[0]
     ]
-    until, left = start + options.budget_seconds, len(tasks)
-    for task, row in waves.run(
-        tasks, prepare, until=until, imports=IMPORTS, finish_seconds=20.0, **waves.asked(options)
-    ):
-        left -= 1
-        failed = {"side": BACKEND, "chosen": "yes", "failure": (row or {}).get("failure", "")}
-        sides = json.loads(row["sides"]) if row and "sides" in row else [failed]
-        for side in sides:
-            file.add(dict.fromkeys(COLUMNS, "") | {"number": str(task.number), **task.site.columns, **side, **where})
-        said = (f"{side['side']} {side.get('us_p50') or side.get('failure', '')}" for side in sides)
-        print(f"{time.monotonic() - start:4.0f} s", task.number, *said, sep="  ", flush=True)
-    of_seed = [row for row in file.rows if row["draw"] == where["draw"]]
-    print(summary(of_seed))
-    if left:
-        print(f"{left} sites left for a run with --append")
-    return int(any(row["chosen"] and (row["failure"] or row["numerics"] == "WRONG") for row in of_seed))
 
+
+def measured(tasks: Sequence[Task], given: Namespace) -> harness.Measured:
+    """Rows of sites that are prepared side by side."""
+    how = {"imports": IMPORTS, "finish_seconds": 20.0, **waves.asked(given)}
+    for task, row in waves.run(tasks, prepare, until=given.until, **how):
+        failed = {"side": BACKEND, "chosen": "yes", "failure": (row or {}).get("failure", "")}
+        same = dict.fromkeys(COLUMNS, "") | task.names | task.site.columns
+        yield [same | side for side in waves.rows_of(row) or [failed]]
+
+
+def where(given: Namespace) -> dict[str, str]:
+    """Columns that say where a site was measured."""
+    known = kernel_timing.where(given)
+    return {name: known[name] for name in _WHERE}
+
+
+BENCH = Bench(
+    doc=__doc__,
+    results="sites_h200.csv",
+    columns=COLUMNS,
+    cases=tasks,
+    rows=measured,
+    sides=(BASELINE, BACKEND, *FORCED),
+    options=(
+        arg("--seed", type=int, default=0, help="what is drawn (%(default)s)"),
+        arg("--count", type=int, default=320, help="so many sites of it (%(default)s)"),
+        arg("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "OF"), help="every OF-th site from the I-th on"),
+        arg("--forced", nargs="*", default=list(FORCED), metavar="NAME", help="lowerings beside the choice"),
+        arg("--inner", choices=("inductor", "eager"), default="inductor", help="eager: for a look, too"),
+    ),
+    seconds=0.2,
+    budget=260.0,
+    sized=True,
+    jobs=True,
+    where=where,
+    short=("number", "side", "us_p50", "failure"),
+    table=lambda rows: print(summary([row for row in rows if row["draw"] == rows[-1]["draw"]])),
+    failed=lambda rows: any(row["chosen"] and (row["failure"] or row["numerics"] == "WRONG") for row in rows),
+)
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,24 +11,23 @@ not compile or fit is printed with the reason and has no row. Exits with 1 where
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import fnmatch
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.shared.calls.failures import FAILURES, Caller
 from attn_compiler.lowerings.triton import launch
-from benchmarks import bench_kernels, harness, kernel_cases
-from benchmarks.bench_kernels import Timed
+from benchmarks import harness, kernel_cases, kernel_timing
+from benchmarks.harness import Bench, Row, arg
 from benchmarks.kernel_cases import Case, Problem
+from benchmarks.kernel_timing import Timed
 
-RESULTS = Path(__file__).parent / "results" / "tiles_h200.csv"
 _WHERE = ("device", "torch", "triton", "cudnn", "date", "commit")
 _TILE = ("tile_queries", "tile_keys", "warps", "stages", "registers")
 COLUMNS = ("run", "case", "shape", *_TILE, "us_p50", "tflops", *_WHERE)
@@ -75,46 +74,53 @@ def alone(problem: Problem, kernel: str) -> Callable[[], object]:
     if kernel == "forward":
         return lambda: launch.forward(q, k, v, operands, text)
     out, lse = launch.forward(q, k, v, operands, text)
-    grad_out = bench_kernels.gradient_of_out(problem)
+    grad_out = kernel_timing.gradient_of_out(problem)
     shared = launch.begin_backward(grad_out, torch.zeros_like(lse), q, k, v, operands, out, lse, text)
     return launch.single_gradients(shared)[KERNELS[kernel][0]]
 
 
-def measure(
-    case: Case, kernel: str, given: Sequence[Tile], *, device: str, dtype: torch.dtype, seconds: float
-) -> tuple[Tile, dict[Tile, float], dict[Tile, str]]:
-    """The table's tile; the median microseconds of each that ran; why the others did not. given: none for the table's neighbours."""
-    training = kernel != "forward"
-    table = kernel_cases.build(case, device=device, dtype=dtype, training=training).tiles
-    own: Tile = getattr(table, KERNELS[kernel][0])
+@dataclass(frozen=True)
+class Asked:
+    """A kernel on a case."""
+
+    case: Case
+    kernel: str
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {"case": f"{self.kernel} {self.case.name}"}
+
+
+def measured(asked: Asked, given: Namespace) -> tuple[Tile, dict[Tile, float], dict[Tile, str]]:
+    """The table's tile; the median microseconds of each that ran; why the others did not. Without tiles those beside the table's."""
+    how = {"device": given.device, "dtype": kernel_timing.dtype_of(given.device), "training": asked.kernel != "forward"}
+    table = kernel_cases.build(asked.case, **how).tiles
+    own: Tile = getattr(table, KERNELS[asked.kernel][0])
     sides: dict[Tile, Timed] = {}
     unfit: dict[Tile, str] = {}
     with torch.no_grad():
-        for tile in dict.fromkeys(given or neighbours(own, kernel)):
-            tiles = tiles_with(table, kernel, tile)
+        for tile in dict.fromkeys(given.tiles or neighbours(own, asked.kernel)):
             try:
-                run = alone(
-                    kernel_cases.build(case, device=device, dtype=dtype, training=training, tiles=tiles), kernel
-                )
-                run()
+                tiles = tiles_with(table, asked.kernel, tile)
+                call = alone(kernel_cases.build(asked.case, **how, tiles=tiles), asked.kernel)
+                call()
             except Exception as failure:  # noqa: BLE001 (one that does not fit must not cost the others, and is printed)
-                unfit[tile] = bench_kernels.reason(failure, [])
+                unfit[tile] = kernel_timing.reason(failure)
             else:
-                sides[tile] = _timed(run)
+                sides[tile] = Timed(prepare=lambda: None, run=lambda _, call=call: (call(), ())[1])
         named = {tile.words: side for tile, side in sides.items()}
-        times = bench_kernels.interleave(named, device, seconds)
+        times = kernel_timing.interleave(named, given.device, given.seconds)
     return own, {tile: harness.percentiles(times[tile.words])[1] for tile in sides}, unfit
 
 
-def _timed(run: Callable[[], object]) -> Timed:
-    def once(_: None) -> Sequence[torch.Tensor]:
-        run()
-        return ()
-
-    return Timed(prepare=lambda: None, run=once)
-
-
-# ---- rows ---------------------------------------------------------------------------------------------------------
+def measure(asked: Asked, given: Namespace) -> Iterator[Row]:
+    """A row for each tile that ran. Raises ValueError where none did."""
+    own, times, unfit = measured(asked, given)
+    print(*outcome(asked.case, asked.kernel, own, times, unfit), sep="\n", flush=True)
+    if not times:
+        raise ValueError(f"no tile of {asked.kernel} ran on {asked.case.name}")
+    for tile, microseconds in times.items():
+        yield {**row(asked.case, asked.kernel, tile, microseconds), "run": given.run}
 
 
 def row(case: Case, kernel: str, tile: Tile, microseconds: float) -> dict[str, str]:
@@ -156,43 +162,38 @@ def outcome(
         yield f"{kernel} {case.name}  {tile.words} does not run: {why}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what was asked for; 0 where a tile of each kernel ran."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases", nargs="+", default=["*"], metavar="PATTERN", help="names, or patterns like 'causal*'"
-    )
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
-    parser.add_argument(
-        "--tiles", nargs="+", default=[], type=Tile.read, metavar="TILE", help="like '64x64 w4 s3 r168'"
-    )
-    parser.add_argument("--seconds", type=float, default=0.5, help="timing of all tiles of a kernel (%(default)s)")
-    parser.add_argument("--size", choices=("full", "small"), default="full", help="small: for a look at the script")
-    parser.add_argument("--device", default="cuda:0", help="on cpu, in float32, with TRITON_INTERPRET=1")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
-    options = parser.parse_args(arguments)
+def where(given: Namespace) -> dict[str, str]:
+    """Columns that say where a row was measured; of a run of its own."""
+    rows = harness.read(given.output or harness.RESULTS / "tiles_h200.csv", missing_ok=True)
+    given.run = str(1 + max((int(one["run"]) for one in rows), default=0))
+    known = kernel_timing.where(given)
+    return {name: known[name] for name in _WHERE}
 
-    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-    known = bench_kernels.environment(options.device, options.commit)
-    file = harness.CsvFile(options.output, COLUMNS, append=True)
-    number = 1 + max((int(one["run"]) for one in file.rows), default=0)
-    where = {"run": str(number), **{name: known[name] for name in _WHERE}}
-    is_complete = True
-    for case in kernel_cases.CASES:
-        if not any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases):
-            continue
-        sized = case if options.size == "full" else case.small
-        for kernel in options.kernels:
-            own, times, unfit = measure(
-                sized, kernel, options.tiles, device=options.device, dtype=dtype, seconds=options.seconds
-            )
-            for tile, microseconds in times.items():
-                file.add({**row(sized, kernel, tile, microseconds), **where})
-            print(*outcome(sized, kernel, own, times, unfit), sep="\n", flush=True)
-            is_complete = is_complete and bool(times)
-    return 0 if is_complete else 1
 
+BENCH = Bench(
+    doc=__doc__,
+    results="tiles_h200.csv",
+    columns=COLUMNS,
+    cases=lambda given: [
+        Asked(case if given.size == "full" else case.small, kernel)
+        for case in harness.picked(kernel_cases.CASES, given.cases)
+        for kernel in given.kernels
+    ],
+    measure=measure,
+    sides=KERNELS,
+    options=(
+        harness.PATTERNS,
+        arg("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS)),
+        arg("--tiles", nargs="+", default=[], type=Tile.read, metavar="TILE", help="like '64x64 w4 s3 r168'"),
+    ),
+    seconds=0.5,
+    sized=True,
+    together=True,
+    where=where,
+    short=("case", *_TILE[:4], "us_p50"),
+    failed=lambda rows: False,
+)
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

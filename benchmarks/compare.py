@@ -43,8 +43,6 @@ class Case:
     plain: what runs uncompiled, and in float32, likewise (None: the same object).
     valid: bool (batch, seqlen), the output positions that mean something (None: all); padding's own output is nobody's.
     softcap: scores go through tanh, where the numeric rule allows 3 times the error instead of 2.
-    before: the inputs and what is valid of calls of other lengths that a step makes before the one of `inputs`. Both sides are then
-        compiled as people do it, by Dynamo's own choice of what is dynamic.
     """
 
     model: nn.Module
@@ -55,32 +53,24 @@ class Case:
     training: bool = False
     valid: torch.Tensor | None = None
     softcap: bool = False
-    before: tuple[tuple[Mapping[str, Any], torch.Tensor | None], ...] = ()
 
-    def step(self, model: nn.Module) -> Step:
-        """All calls, of which the last one's main output is returned."""
-        calls = [
-            harness.make_step(model, given, training=self.training, valid=valid)
-            for given, valid in (*self.before, (self.inputs, self.valid))
-        ]
-        return calls[0] if len(calls) == 1 else lambda: [call() for call in calls][-1]
+    def step(self, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Step:
+        """Calls of a model. inputs: others than the case's."""
+        return harness.make_step(model, inputs or self.inputs, training=self.training, valid=self.valid)
 
 
 def compile_both(case: Case, options: Mapping[str, Any] | None = None) -> dict[str, Step]:
     """A step for Inductor and one for us, each compiled by its first call. Forgets what Dynamo compiled before. options: for our side.
 
-    For these very sizes, unless there are calls of other lengths: with Dynamo's automatic choice, sizes that code shared by several
-    layers saw while the first side was compiled would become symbolic for the second side alone. There Dynamo forgets them in between.
+    For these very sizes: with Dynamo's automatic choice, sizes that code shared by several layers saw while the first side was compiled
+    would become symbolic for the second side alone.
     """
     torch.compiler.reset()
     attn_compiler.reset()
     steps = {}
-    dynamic = None if case.before else False
     sides = {BASELINE: (case.baseline or case.model, None), BACKEND: (case.model, options and dict(options))}
     for name, (module, further) in sides.items():
-        if case.before:
-            torch._dynamo.pgo.reset_code_state()  # type: ignore[no-untyped-call]
-        model = torch.compile(module, backend=name, options=further, dynamic=dynamic)
+        model = torch.compile(module, backend=name, options=further, dynamic=False)
         steps[name] = case.step(model)
         steps[name]()
         if case.device != "cpu":
@@ -128,11 +118,10 @@ def numerics(case: Case, ours: Step) -> dict[str, str]:
     Of a forward the output is compared, of a training step all the parameters' gradients, as ‖x - reference‖ / ‖reference‖.
     """
     plain = case.plain or case.model
-    eager = harness.make_step(plain, case.inputs, training=case.training, valid=case.valid)
-    values = {"error": results(case, case.model, ours), "error_eager": results(case, plain, eager)}
+    values = {"error": results(case, case.model, ours), "error_eager": results(case, plain, case.step(plain))}
     precise = copy.deepcopy(plain).float()
     inputs = pytree.tree_map(lambda v: v.float() if _is_floating(v) else v, dict(case.inputs))
-    reference = results(case, precise, harness.make_step(precise, inputs, training=case.training, valid=case.valid))
+    reference = results(case, precise, case.step(precise, inputs))
     errors = {name: relative_error(value, reference) for name, value in values.items()}
     allowed = (3 if case.softcap else 2) * errors["error_eager"] + ROUNDING_NOISE
     columns = {name: f"{error:.3g}" for name, error in errors.items()}

@@ -8,13 +8,16 @@ Under a profiler all takes longer, Python's functions most. Only the main thread
 
 from __future__ import annotations
 
-import argparse
 import collections
 import pstats
 import re
+import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import arg, command
 
 #: (file, line, name) -> (seconds in itself, seconds with all that it calls)
 Seconds = Mapping[tuple[str, int, str], tuple[float, float]]
@@ -66,14 +69,10 @@ def said(ours: Seconds, theirs: Seconds, most: int) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ours", type=Path)
-    parser.add_argument("inductors", type=Path)
-    parser.add_argument("--most", type=int, default=25)
-    options = parser.parse_args()
-    print("\n".join(said(seconds_of(options.ours), seconds_of(options.inductors), options.most)))
+@command(__doc__, arg("ours", type=Path), arg("inductors", type=Path), arg("--most", type=int, default=25))
+def main(given: Namespace) -> None:
+    print("\n".join(said(seconds_of(given.ours), seconds_of(given.inductors), given.most)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -178,22 +178,22 @@ def _kernel(lowering: str, peer: str, case: str, which: Literal["forward", "back
     """The kernel of a lowering beside that of another one, or beside "sdpa", PyTorch's choice with the mask as a tensor."""
 
     def make(device: str) -> Timing:
-        from benchmarks import bench_kernels, bench_select, kernel_cases, select_cases
+        from benchmarks import bench_select, kernel_cases, kernel_timing, select_cases
 
         problem = kernel_cases.build(
             select_cases.BY_NAME[case], device=device, dtype=torch.bfloat16, training=which == "backward"
         )
-        grad_out = bench_kernels.gradient_of_out(problem)
+        grad_out = kernel_timing.gradient_of_out(problem)
         makes = {
             OURS: bench_select.lowering(lowering),
             PEER: bench_select.PEERS.get(peer) or bench_select.lowering(peer),
         }
         sides = {
-            side: bench_select.timed(of_side(problem), which, grad_out, once=True) for side, of_side in makes.items()
+            side: kernel_timing.timed(of_side(problem), which, grad_out, once=True) for side, of_side in makes.items()
         }
 
         def timed(seconds: float) -> Mapping[str, list[float]]:
-            found = bench_kernels.interleave(sides, device, seconds)
+            found = kernel_timing.interleave(sides, device, seconds)
             return {side: [us / 1e3 for us in times] for side, times in found.items()}
 
         return timed

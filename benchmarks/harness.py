@@ -1,6 +1,7 @@
-"""What every benchmark shares: a step to time, two of them timed in turn, and a CSV that says where it ran.
+"""A benchmark as data, and what every one of them shares: its command, its rows on disk, one way to time, and its table.
 
-How they are timed is `attn_compiler.compare`'s: attn_compiler/compiling/comparing/timing.py.
+A `Bench` has cases, columns and options; `main = run(BENCH)` makes its command of it. A case has `names`, the columns that tell it from
+others. Sides of a case are functions by name, timed in turn. How is `attn_compiler.compare`'s: attn_compiler/compiling/comparing/timing.py.
 """
 
 from __future__ import annotations
@@ -8,12 +9,18 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import fnmatch
+import gc
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -29,12 +36,246 @@ from attn_compiler.compiling.comparing.timing import (
     ratio as ratio,
 )
 
+RESULTS = Path(__file__).parent / "results"
 BACKEND = "attn_compiler"
 BASELINE = "inductor"
 # A ratio (baseline's time over ours) below this is slower beyond noise.
 MIN_RATIO = 0.98
 
+#: distributions that are optional, and decide what can be chosen
+EXTRAS = ("nvidia-cudnn-frontend", "flash-attn-4")
+
 Step = Callable[[], torch.Tensor]
+Row = Mapping[str, str]
+#: the rows of one case after another
+Measured = Iterator[Iterable[Row]]
+#: of a command: its names, and what argparse knows of it
+Option = tuple[tuple[str, ...], Mapping[str, Any]]
+Main = Callable[..., int]
+T = TypeVar("T")
+
+
+# ---- a benchmark's command ------------------------------------------------------------------------------------------
+
+
+def arg(*names: str, **settings: Any) -> Option:
+    """An option, as argparse's `add_argument` takes it."""
+    return names, settings
+
+
+def command(doc: str | None, *options: Option) -> Callable[[Callable[[Namespace], int | None]], Main]:
+    """Make a function of options a command: it takes words, those of the shell unless given, and returns an exit status."""
+
+    def made(body: Callable[[Namespace], int | None]) -> Main:
+        def main(arguments: Sequence[str] | None = None) -> int:
+            parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+            for names, settings in options:
+                parser.add_argument(*names, **settings)
+            return body(parser.parse_args(arguments)) or 0
+
+        return main
+
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a benchmark is.
+
+    doc: of its command. results: the file of benchmarks/results, unless told otherwise; it may depend on the options, as columns may.
+    cases: those to measure, the most telling first. measure: the rows of one; or rows: of all of them, as they come.
+    sides: by name, where they are few and known.
+    devices: none: any, "cuda:0" by default; one: that; several: one of them. seconds: of timing a case. budget: seconds after which
+    nothing begins. sized: small cases may be asked for. dry: all of it tiny, on a CPU. jobs: cases are prepared side by side (waves.py).
+    together: each run adds to the file. where: columns that say where it ran, and with what. short: columns that are printed as rows come.
+    begin: before anything is measured. instead: an exit status in place of measuring, if any. failed: whether rows of this commit are
+    not as they should be.
+    """
+
+    doc: str | None
+    results: str | Callable[[Namespace], str]
+    columns: Sequence[str] | Callable[[Namespace], Sequence[str]]
+    cases: Callable[[Namespace], Iterable[Any]]
+    measure: Callable[[Any, Namespace], Iterable[Row]] | None = None
+    rows: Callable[[Sequence[Any], Namespace], Measured] | None = None
+    sides: Iterable[str] = ()
+    options: Sequence[Option] = ()
+    devices: Sequence[str] = ()
+    seconds: float | None = None
+    budget: float | None = None
+    sized: bool = False
+    dry: bool = False
+    jobs: bool = False
+    together: bool = False
+    where: Callable[[Namespace], dict[str, str]] | None = None
+    short: Sequence[str] = ()
+    begin: Callable[[Namespace], object] = lambda given: None
+    instead: Callable[[Namespace], int | None] = lambda given: None
+    table: Callable[[Sequence[Row]], None] | None = None
+    failed: Callable[[Sequence[Row]], bool] = lambda rows: any(row.get("failure") for row in rows)
+
+    @property
+    def every_option(self) -> list[Option]:
+        """Those of all benchmarks that this one has, and its own."""
+        found = [
+            arg("--output", type=Path, help="the file of rows"),
+            arg(
+                "--append",
+                action="store_true",
+                help="keep the file's rows, of another commit say, and measure the others",
+            ),
+            arg("--commit", help="the commit to name in the rows, where this is no checkout"),
+        ]
+        if len(self.devices) != 1:
+            how: dict[str, Any] = (
+                {"choices": self.devices, "default": self.devices[0]} if self.devices else {"default": "cuda:0"}
+            )
+            found.append(arg("--device", **how))
+        if self.seconds is not None:
+            found.append(arg("--seconds", type=float, default=self.seconds, help="timing of one case (%(default)s)"))
+        if self.budget is not None:
+            found.append(
+                arg("--budget-seconds", type=float, default=self.budget, help="begin nothing after this (%(default)s)")
+            )
+        if self.sized:
+            found.append(
+                arg("--size", choices=("full", "small"), default="full", help="small: for a look at the script")
+            )
+        if self.dry:
+            found.append(
+                arg("--dry-run", action="store_true", help="tiny, on a CPU; nothing is written but to --output")
+            )
+        if self.jobs:
+            found += [
+                arg("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)"),
+                arg("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)"),
+                arg("--wave-cases", type=int, help="cases that are compiled before any is timed (as many as --jobs)"),
+            ]
+        return [*found, *self.options]
+
+    def given(self, given: Namespace) -> Namespace:
+        """The options with what follows from them: `device`; `until`, of time.monotonic(); `keep`: rows are for the file."""
+        if len(self.devices) == 1:
+            given.device = self.devices[0]
+        given.keep = True
+        if getattr(given, "dry_run", False):
+            given.device, given.keep = "cpu", given.output is not None
+        given.size = getattr(given, "size", "full")
+        given.begun = time.monotonic()
+        given.until = given.begun + getattr(given, "budget_seconds", float("inf"))
+        return given
+
+    def named_columns(self, given: Namespace) -> Sequence[str]:
+        """Those that a row has before where it was measured."""
+        return self.columns(given) if callable(self.columns) else self.columns
+
+    def file(self, given: Namespace) -> tuple[CsvFile, dict[str, str]]:
+        """The file that the options name, and columns that say where its rows are measured."""
+        where = (self.where or (lambda given: environment(given.device, given.commit)))(given)
+        columns = self.named_columns(given)
+        name = self.results(given) if callable(self.results) else self.results
+        path = given.output or RESULTS / name if given.keep else None
+        columns = [*columns, *(name for name in where if name not in columns)]
+        return CsvFile(path, columns, append=given.append or self.together), where
+
+    def measured(self, cases: Sequence[Any], given: Namespace) -> Measured:
+        """Rows of cases, one after another while there is time."""
+        if self.rows is not None:
+            yield from self.rows(cases, given)
+            return
+        for case in cases:
+            if time.monotonic() > given.until:
+                return
+            yield self._guarded(case, given)
+            forget(given.device)
+
+    def _guarded(self, case: Any, given: Namespace) -> Iterator[Row]:
+        """What fails of a case is its row, and costs no other."""
+        assert self.measure is not None
+        try:
+            yield from self.measure(case, given)
+        except Exception as error:
+            if "failure" not in self.named_columns(given):
+                raise
+            yield {**case.names, "failure": failure(error)}
+
+
+def run(bench: Bench) -> Main:
+    """Make a benchmark's command: it measures what is not in its file yet, and writes, prints and judges it."""
+
+    @command(bench.doc, *bench.every_option)
+    def main(given: Namespace) -> int:
+        status = bench.instead(bench.given(given))
+        if status is not None:
+            return status
+        bench.begin(given)
+        file, where = bench.file(given)
+        known = [row for row in file.rows if not bench.together]
+        cases = [case for case in bench.cases(given) if not any(_is_of(row, case.names) for row in known)]
+        left = len(cases)
+        for rows in bench.measured(cases, given):
+            left -= 1
+            for row in rows:
+                file.add({**row, **where})
+                shown = {name: row.get(name, "") for name in bench.short} if bench.short else row
+                took = f"{time.monotonic() - given.begun:4.0f} s"
+                print(took, *(f"{name} {value}" for name, value in shown.items() if value), sep="  ", flush=True)
+        if bench.table is not None and file.rows:
+            bench.table(file.rows)
+        if left:
+            print(f"{left} cases left for a run with --append")
+        return int(bench.failed([row for row in file.rows if row.get("commit") == where.get("commit")]))
+
+    return main
+
+
+def _is_of(row: Row, names: Row) -> bool:
+    return all(row.get(name, "") == value for name, value in names.items())
+
+
+def picked(cases: Iterable[T], patterns: Sequence[str], name: Callable[[T], str] = lambda case: case.name) -> list[T]:  # type: ignore[attr-defined]
+    """Those whose name fits one of the patterns."""
+    return [case for case in cases if any(fnmatch.fnmatch(name(case), pattern) for pattern in patterns)]
+
+
+#: of benchmarks whose cases are asked for by name
+PATTERNS = arg("--cases", nargs="*", default=["*"], metavar="PATTERN", help="names, or patterns like 'causal*'")
+
+
+def failure(error: BaseException) -> str:
+    """The first line of an error."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else ''}"[:200]
+
+
+def forget(device: str) -> None:
+    """Give back what a case left in memory, and compiled code, which counts against Dynamo's limit."""
+    torch.compiler.reset()
+    give_back(device)
+
+
+def give_back(device: str) -> None:
+    """What no tensor holds of the device's memory."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def synchronize(device: str) -> None:
+    """Wait for a GPU."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def extras() -> dict[str, str]:
+    """EXTRAS that are installed, with their versions, as a column."""
+    found = {
+        name: distribution.version for distribution in metadata.distributions() if (name := distribution.name) in EXTRAS
+    }
+    return {"extras": " ".join(f"{name} {found[name]}" for name in EXTRAS if name in found)}
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
 
 
 def main_output(output: Any) -> torch.Tensor:
@@ -76,6 +317,13 @@ def make_step(
         return output.detach()
 
     return forward_backward
+
+
+def kernel_times(values: Sequence[float], flops: float) -> dict[str, str]:
+    """Columns of a kernel's microseconds."""
+    p20, p50, p80 = (f"{value:.1f}" for value in percentiles(values))
+    tflops = f"{flops / percentiles(values)[1] / 1e6:.1f}"
+    return {"rounds": str(len(values)), "tflops": tflops, "p20_us": p20, "p50_us": p50, "p80_us": p80}
 
 
 def timing_columns(times: Mapping[str, Sequence[float]]) -> dict[str, str]:
@@ -132,10 +380,15 @@ def replace_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str,
     """Put rows into a file that is there, in place of its rows of the same cases."""
     cases = {row["case"] for row in rows}
     kept = [row for row in read(path) if row["case"] not in cases]
+    write(path, columns, [*kept, *rows])
+
+
+def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, lineterminator: str = "\n") -> None:
+    """Make a file of rows anew."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator=lineterminator)
         writer.writeheader()
-        writer.writerows([*kept, *rows])
+        writer.writerows(rows)
 
 
 def add_output(parser: argparse.ArgumentParser, path: Path) -> None:
@@ -154,65 +407,97 @@ def opened(options: argparse.Namespace, columns: Sequence[str], device: str) -> 
 class CsvFile:
     """Rows that are on disk as soon as they are added, so that a run that is cut off keeps what it measured."""
 
-    def __init__(self, path: Path, columns: Sequence[str], *, append: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path | None, columns: Sequence[str], *, append: bool = False) -> None:
+        """path: None for a file that is not kept."""
         self.path = path
-        self.rows: list[Mapping[str, str]] = []
+        self.rows: list[Row] = []
         self._columns = list(columns)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
         if append and path.exists():
             self.rows.extend(read(path))
         else:
-            with path.open("w", newline="") as file:
-                csv.DictWriter(file, self._columns).writeheader()
+            write(path, self._columns, [], lineterminator="\r\n")
 
     def add(self, row: Mapping[str, str]) -> None:
         """Append a row. Raises ValueError for a column that the file has not."""
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(row)
+        if set(row) - set(self._columns):
+            raise ValueError(f"no such columns: {sorted(set(row) - set(self._columns))}")
+        if self.path is not None:
+            with self.path.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
         self.rows.append(row)
 
 
-def print_table(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def show(title: str, names: Sequence[str], lines: Iterable[Sequence[str]], *, width: int = 160, said: str = "") -> None:
+    """Print a table. width: without a terminal. said: below it."""
+    table = Table(*names, title=title)
+    for cells in lines:
+        table.add_row(*cells)
+    console = Console(width=None if sys.stdout.isatty() else width)
+    console.print(table)
+    if said:
+        console.print(said)
+
+
+def red(text: str, *, when: bool = True) -> str:
+    """Mark what is not as it should be."""
+    return f"[red]{text}[/]" if when and text else text
+
+
+def print_table(rows: Sequence[Row], names: Sequence[str]) -> None:
     """The rows for people: what was measured (`names`), the medians of both sides, the ratio, and whether the numbers are right."""
-    table = Table(title="milliseconds, medians; ratio above 1: we are faster")
-    for name in (*names, BASELINE, "ours", "ratio", "numerics"):
-        table.add_column(name)
-    for row in rows:
+
+    def line(row: Row) -> list[str]:
         cells = [row.get(name, "") for name in names]
         if row.get("failure"):
-            table.add_row(*cells, "", "", "", f"[red]{escape(row['failure'])}")
-            continue
-        slow = float(row["ratio"]) < MIN_RATIO
-        table.add_row(
-            *cells,
-            row[f"{BASELINE}_p50_ms"],
-            row[f"{BACKEND}_p50_ms"],
-            f"[red]{row['ratio']}" if slow else row["ratio"],
-            row["numerics"] if row["numerics"] == "ok" else f"[red]{row['numerics']}",
-        )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+            return [*cells, "", "", "", red(escape(row["failure"]))]
+        ratio = red(row["ratio"], when=float(row["ratio"]) < MIN_RATIO)
+        times = [row[f"{BASELINE}_p50_ms"], row[f"{BACKEND}_p50_ms"]]
+        return [*cells, *times, ratio, red(row["numerics"], when=row["numerics"] != "ok")]
+
+    title = "milliseconds, medians; ratio above 1: we are faster"
+    show(title, (*names, BASELINE, "ours", "ratio", "numerics"), map(line, rows))
 
 
 def print_sides(
-    rows: Sequence[Mapping[str, str]],
-    names: Sequence[str],
-    cell: Callable[[Mapping[str, Mapping[str, str]], str], str],
+    rows: Sequence[Row],
+    cell: Callable[[Row], str],
     *,
     title: str,
-    width: int,
+    keys: Sequence[str] = ("case", "pass"),
+    side: Callable[[Row], str] = lambda row: row["side"],
+    further: Mapping[str, Callable[[Mapping[str, Row]], str]] | None = None,
+    width: int = 180,
 ) -> None:
-    """A line for each case, with a cell for each side. cell: of the rows of a case by their sides, and a side's name. width: without a
-    terminal."""
-    table = Table(title=title)
-    for column in ("case", *names):
-        table.add_column(column)
-    for case in dict.fromkeys(row["case"] for row in rows):
-        of_case = {row["side"]: row for row in rows if row["case"] == case}
-        table.add_row(case, *(cell(of_case, name) for name in names))
-    Console(width=None if sys.stdout.isatty() else width).print(table)
+    """A line for each case, with a cell for each side. further: columns of all of a case's rows, by side."""
+    names = list(dict.fromkeys(filter(None, map(side, rows))))
+    cases: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row.get(key, "") for key in keys), {})[side(row)] = row
+    lines = (
+        [
+            *case,
+            *(cell(sides[name]) if name in sides else "" for name in names),
+            *(f(sides) for f in (further or {}).values()),
+        ]
+        for case, sides in cases.items()
+    )
+    show(title, (*keys, *names, *(further or {})), lines, width=width)
 
 
-def failures(rows: Sequence[Mapping[str, str]]) -> int:
+def speed(row: Row, *, wrong: bool = False) -> str:
+    """The cell of a kernel: its TFLOP/s, or why there are none."""
+    if row.get("failure"):
+        return f"[yellow]{escape(row['failure'][:24])}[/]"
+    return red(row.get("tflops", "") + " WRONG" * wrong, when=wrong)
+
+
+def failures(rows: Sequence[Row]) -> int:
     """1 where a row is slower than the baseline beyond noise, or wrong; else 0: an exit status."""
     measured = [row for row in rows if not row.get("failure")]
     return int(any(float(row["ratio"]) < MIN_RATIO or row["numerics"] == "WRONG" for row in measured))

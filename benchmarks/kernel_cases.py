@@ -95,7 +95,12 @@ class Case:
     def columns(self) -> dict[str, str]:
         """What a row says of the case."""
         names = ("batch", "heads_q", "heads_kv", "seqlen", "head_dim", "head_dim_v", "pairs")
-        return {"case": self.name} | {name: str(getattr(self, name)) for name in names}
+        return self.names | {name: str(getattr(self, name)) for name in names}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What tells it from others."""
+        return {"case": self.name}
 
 
 COLUMNS = ("case", "batch", "heads_q", "heads_kv", "seqlen", "head_dim", "head_dim_v", "pairs")

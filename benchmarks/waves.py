@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import multiprocessing
 import multiprocessing.connection
 import time
@@ -29,6 +30,9 @@ Row = dict[str, str]
 Finish = Callable[[], Row | None]
 #: a case and a lock, which is held where a lot of the GPU's memory is needed
 Prepare = Callable[[Any, AbstractContextManager[Any]], Finish]
+
+#: each case with its row
+Found = Iterator[tuple[Any, Row | None]]
 
 _SPAWN, _FORKSERVER = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
 _Context = SpawnContext | ForkServerContext
@@ -82,21 +86,15 @@ def _serve(connection: Connection, prepare: Prepare, lock: Any) -> None:
             connection.send(finish())
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, budget_seconds: float) -> None:
-    """What a script asks for that runs its cases in waves. budget_seconds: unless told otherwise."""
-    parser.add_argument(
-        "--budget-seconds", type=float, default=budget_seconds, help="start no case after this (%(default)s)"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)")
-    parser.add_argument("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)")
-    parser.add_argument(
-        "--wave-cases", type=int, help="cases that are compiled before any is timed (as many as --jobs)"
-    )
-
-
 def asked(given: argparse.Namespace) -> dict[str, Any]:
-    """Of what `add_arguments` asks for, what `run` takes."""
+    """Of the options of a `Bench` with jobs, what `run` takes."""
     return {"jobs": given.jobs, "wave_seconds": given.wave_seconds, "wave_cases": given.wave_cases}
+
+
+def rows_of(given: Row | None) -> list[Row]:
+    """Those that a finished case gave as JSON; none where it failed."""
+    found: list[Row] = json.loads((given or {}).get("rows", "[]"))
+    return found
 
 
 def run(
@@ -111,7 +109,7 @@ def run(
     finish_seconds: float = 60.0,
     turns: int = 1,
     merge: Callable[[Sequence[Row]], Row] | None = None,
-) -> Iterator[tuple[Any, Row | None]]:
+) -> Found:
     """Each case with its row, as soon as it is there. prepare: a function of a module; what it raises ends its process.
 
     until: of time.monotonic(); no wave begins later. wave_seconds: how long the cases of a wave may be prepared. wave_cases: how

@@ -30,7 +30,7 @@ _HELD_OUT = """## Models that nothing was tuned for
 
 The cases above were tuned for. These were not: of the [models of today](models.md) at their real sizes, those whose architecture no
 benchmark timed, and of these the 24 whose names have the smallest SHA-256. Each has inference and training
-([the rule](../benchmarks/held_out.py), which needs no counts of downloads). They are measured again for each release, and change no
+([the rule](../benchmarks/bench_held_out.py), which needs no counts of downloads). They are measured again for each release, and change no
 choice.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch import Tensor
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.choice import in_order
 from attn_compiler.spec.target import Target
-from benchmarks import bench_h200, bench_in_order, bench_kernels, bench_tiles, compare, harness, inputs, kernel_cases
+from benchmarks import bench_h200, bench_in_order, bench_tiles, compare, harness, inputs, kernel_cases, kernel_timing
 from benchmarks.bench_in_order import ANY_ORDER, IN_ORDER, TRITON
-from benchmarks.bench_kernels import Timed
 from benchmarks.bench_tiles import KERNELS, neighbours, row, tiles_with
 from benchmarks.compare import Case
 from benchmarks.kernel_cases import CASES
+from benchmarks.kernel_timing import Timed
 
 # Tiles are varied and measured one by one (Triton in its interpreter).
 BY_NAME = {case.name: case for case in CASES}
@@ -92,8 +93,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
     return sides
 
 
+def given(*heads: int) -> Namespace:
+    return Namespace(device="cpu", seconds=0.001, heads=heads)
+
+
 def _rows() -> dict[str, dict[str, str]]:
-    return {row["side"]: row for row in bench_in_order.measure(CASE, [4], device="cpu", seconds=0.001)}
+    return {row["side"]: row for row in bench_in_order.measure(CASE, given(4))}
 
 
 def test_each_side_has_a_row_that_says_whether_runs_are_alike(made: dict[str, Timed]) -> None:
@@ -105,7 +110,7 @@ def test_each_side_has_a_row_that_says_whether_runs_are_alike(made: dict[str, Ti
     assert rows["cudnn"]["failure"] == "ImportError: no frontend"
     assert (rows[IN_ORDER]["heads_at_once"], rows[f"{IN_ORDER}, 4 at once"]["heads_at_once"]) == ("32", "4")
     assert set().union(*rows.values()) <= set(bench_in_order.COLUMNS)
-    assert bench_in_order.failures(list(rows.values())) == 0
+    assert not bench_in_order.failures(list(rows.values()))
     # Of the small problem: with so few positions the Triton kernels' is taken.
     assert [name for name, row in rows.items() if row.get("chosen")] == [TRITON]
     bench_in_order.print_table(list(rows.values()))
@@ -113,13 +118,13 @@ def test_each_side_has_a_row_that_says_whether_runs_are_alike(made: dict[str, Ti
 
 def test_other_bits_wrong_numbers_and_failures_of_ours_are_told(made: dict[str, Timed]) -> None:
     made[IN_ORDER] = _side(torch.ones(4) + i * 1e-6 for i in itertools.count())
-    assert bench_in_order.failures(list(_rows().values())) == 1
-    made[IN_ORDER] = _side(itertools.repeat(torch.ones(4) * (1 + 2 * bench_kernels.MAX_ERROR)))
-    assert bench_in_order.failures(list(_rows().values())) == 1
+    assert bench_in_order.failures(list(_rows().values()))
+    made[IN_ORDER] = _side(itertools.repeat(torch.ones(4) * (1 + 2 * kernel_timing.MAX_ERROR)))
+    assert bench_in_order.failures(list(_rows().values()))
     made[IN_ORDER] = Timed(prepare=lambda: None, run=lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
-    (row,) = bench_in_order.measure(CASE, [], device="cpu", seconds=0.001)
+    (row,) = bench_in_order.measure(CASE, given())
     assert "division" in row["failure"]
-    assert bench_in_order.failures([row]) == 1
+    assert bench_in_order.failures([row])
 
 
 def test_what_was_measured_becomes_rows_that_decide(tmp_path: Path) -> None:

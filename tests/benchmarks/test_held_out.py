@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from benchmarks import found, held_out, members, models, standing
+from benchmarks import bench_held_out as held_out, members, models, standing
 from benchmarks.bench_held_out import summed_up
 from benchmarks.members import Limits, Row
 from tests.hf.today.every import MODEL, MODELS
-from tests.passes.compiling import compiled
 
 # The set that nothing was tuned for.
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -89,43 +87,6 @@ def test_the_sum_names_the_slowest_and_counts_what_failed() -> None:
     ]
     assert summed_up(rows) == "2 cases, geometric mean 1.00x, the slowest 0.50x (B, prefill padded), 1 failed"
     assert summed_up(rows[2:]) == "nothing was measured"
-
-
-# Columns that say what was found.
-def test_sites_are_counted_by_what_is_known_of_their_masks() -> None:
-    def function(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        causal = torch.ones(8, 8, dtype=torch.bool).tril()
-        x = F.scaled_dot_product_attention(q, q, q, attn_mask=causal)
-        x = F.scaled_dot_product_attention(x, x, x, attn_mask=causal)
-        x = F.scaled_dot_product_attention(x, x, x)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-
-    run = compiled(function)
-    run(torch.randn(1, 2, 8, 16), torch.rand(8, 8) > 0.1)
-    columns = found.columns(run.reports)
-    assert set(columns) == set(found.COLUMNS)
-    assert (columns["graphs"], columns["sites"], columns["misses"]) == ("1", "4", "0")
-    assert (columns["proved"], columns["dense"]) == ("3", "1")
-    assert "causal (proved) x2" in columns["masks"]
-    assert "none x1" in columns["masks"]
-    assert columns["why"].startswith("mask: ")
-
-
-def test_a_site_that_is_left_as_it_was_says_why() -> None:
-    run = compiled(lambda q: F.scaled_dot_product_attention(q, q, q), lowerings=["sdpa_flash"])
-    run(torch.randn(1, 2, 8, 16))
-    columns = found.columns(run.reports)
-    assert columns["lowerings"] == "untouched x1"
-    assert columns["why"].startswith("sdpa_flash: ")
-
-
-def test_a_miss_is_no_site_and_says_what_was_seen() -> None:
-    run = compiled(lambda q: (q @ q.mT).square().softmax(-1) @ q)
-    run(torch.randn(1, 2, 8, 16))
-    columns = found.columns(run.reports)
-    assert (columns["sites"], columns["misses"]) == ("0", "1")
-    assert columns["why"]
-    assert found.columns(()) == {name: "0" if name in found.COLUMNS[:5] else "" for name in found.COLUMNS}
 
 
 def rows(case: str, which: str, chosen: str, **times: float) -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.choice import priorities, shape_class
 from attn_compiler.spec.target import Target
-from benchmarks import bench_kernels, bench_select, kernel_cases, kernel_peers, select_cases, select_rows, standing
+from benchmarks import bench_select, kernel_cases, kernel_peers, kernel_timing, select_cases, select_rows, standing
 from benchmarks.kernel_cases import Case, Problem
 from benchmarks.kernel_peers import Side
 from benchmarks.select_cases import BY_NAME, CASES, DROPOUT, DROPOUT_CASES, spec_of
@@ -258,7 +258,7 @@ def problem_of(name: str, *, training: bool = True) -> Problem:
 def outcome(side: Side, problem: Problem) -> list[Tensor]:
     out = side.call()
     used = kernel_cases.used_queries(problem.case)
-    grads = torch.autograd.grad(out, side.leaves[:3], bench_kernels.gradient_of_out(problem))
+    grads = torch.autograd.grad(out, side.leaves[:3], kernel_timing.gradient_of_out(problem))
     return [out.detach().where(used, 0.0), *grads]
 
 
@@ -314,7 +314,7 @@ def test_a_run_that_is_continued(
     output = tmp_path / "select.csv"
     common = ("--cases", "causal_d64_s512", "--peers", "sdpa", "presented")
     assert run(monkeypatch, output, *common, "--budget-seconds", "-1") == []
-    assert "2 passes left for a run with --append" in capsys.readouterr().out
+    assert "2 cases left for a run with --append" in capsys.readouterr().out
     first = run(monkeypatch, output, *common, "--append", "--passes", "forward")
     assert {row["side"] for row in first} == {"triton", "sdpa", "presented"}
     assert [row["side"] for row in first if row["chosen"]] == ["sdpa"]
@@ -359,9 +359,9 @@ def test_its_spec_is_of_the_sort_that_its_name_says(case: Case) -> None:
 
 
 def test_cases_with_dropout_are_asked_for_by_name_alone() -> None:
-    asked = [case for case, _ in bench_select.plan(["dropout*"], ["forward"])]
+    asked = [asked.case for asked in bench_select.plan(["dropout*"], ["forward"])]
     assert sorted(case.name for case in asked) == sorted(case.name for case in DROPOUT_CASES)
     assert all(case.name.startswith(DROPOUT) and case.dropout_p == 0.1 for case in asked)
-    assert not {case.name for case, _ in bench_select.plan(["*"], ["forward"])} & {case.name for case in asked}
+    assert not {asked.case.name for asked in bench_select.plan(["*"], ["forward"])} & {case.name for case in asked}
     # Spec and sides have it, so that what is timed is what is chosen for.
     assert all(spec_of(case, training=True).score.dropout_p == 0.1 for case in asked)
