@@ -18,8 +18,8 @@ class Verification:
 
     graph: as in the report ("0/0"). module: the site's path; "graph 0/0" for the whole.
     subject: the comparison. "mask": the recovered condition with the model's own mask, exactly. "bias": the proved biases with the model's
-        additions, up to rounding. "output": of the lowered graph, with the model's own. "gradient": of the site's operands.
-        "graph outputs": of the compiled graph, with its writes to inputs. "graph gradients": of its inputs, in the first backward.
+        additions, up to rounding. "output": of the lowered graph, with the model's own. "graph outputs": of the
+        compiled graph, with its writes to inputs. "graph gradients": of its inputs, in the first backward.
     formula: the condition, or the bias in words, if it was read. elements: the number of compared ones.
     error, allowed: (not for masks) the difference nearest to its limit, and that limit.
     skipped: why nothing was compared; None if it was, and it held. A failed check raises, and is not kept.

@@ -1,18 +1,15 @@
 """`options={"verify": True}`: on the first call of a compiled graph, compare the rewritten attention with the model's own graph.
 
-The model's own graph runs once more, op by op, on copies of the real inputs. At each site it compares three things at every (b, h, q, k).
-They are the recovered mask with the model's masking tensors (masks.py), the proved biases with the tensors that the model adds (scores.py),
-and the rewritten graph's result with the model's output (outputs.py). All use the model's own values, so that one wrong site is one
-mismatch.
+The model's own graph runs once more, op by op, on copies of the real inputs. At each site three checks compare at every (b, h, q, k) the
+recovered mask and the proved biases with the model's tensors (pairs.py), and the rewritten graph's result with the model's output
+(outputs.py). All use the model's own values, so that one wrong site is one mismatch.
 
 The first mismatch raises VerificationMismatch before the compiled function runs. Then the compiled function's outputs, and its writes to
-its inputs, are compared too (first.py): whatever the graph writes to later, the values in the end are the model's. The first backward is
-compared likewise (watching.py, gradients.py, site_gradients.py). Later calls run the compiled function alone.
+its inputs, are compared too: whatever the graph writes to later, the values in the end are the model's. The first backward is compared
+likewise (first.py, whole.py, watching.py). Later calls run the compiled function alone.
 
-plan.py, checks.py: the checks, prepared before the graph is given away. running.py: the run. pairs.py: the model's tensors, query by key.
-numbers.py: noise as large as a rounding. values.py: values of nodes, and the needed ones. copies.py: of graphs and inputs. shared.py,
-ranks.py, as_read.py: attention over a sequence that ranks share. whole.py, interpreting.py: runs of a whole graph, in several arithmetics.
-recomputing.py: the model's operations at one site again. comparing.py: the rule that compares all results.
+plan.py: the checks, prepared before the graph is given away. running.py: their run. values.py: values of nodes, and the needed ones.
+interpreting.py: a graph in several arithmetics, and copies. ranks.py: attention over a sequence that ranks share. comparing.py: the rule.
 
 The run holds a copy of the inputs (of trained parameters only if the graph may write to them) and, for one site at a time, its attention in
 a wider dtype. If gradients are needed, the copy is held until the first backward, or until there can be none.

@@ -7,15 +7,16 @@ same math, times the same factor (interpreting.py). Only noise detects sums that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting.verifications import Verification
 from attn_compiler.spec.numerics import FACTOR, FLOOR_ULPS, difference, exact_dtype, largest
-from attn_compiler.verifying.numbers import Noise
+from attn_compiler.verifying.interpreting import Noise
 
 #: runs with noise before a difference counts as a mismatch
 NOISY_RUNS = 4
@@ -32,12 +33,18 @@ Run = Callable[[Noise | None], Sequence[torch.Tensor | None]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
     """elements: their number. error: the largest difference. allowed: its limit, if there is one. left_out: further elements may rightly
-    differ, and do."""
+    differ, and do. instead: the value for the model's later nodes, if it is another than the compared one."""
 
     elements: int
     error: float | None = None
     allowed: float | None = None
     left_out: bool = False
+    instead: torch.Tensor | None = None
+
+    def said(self, **words: str | None) -> Verification:
+        """Return the result of a check. words: the other fields."""
+        numbers: dict[str, Any] = {"elements": self.elements, "error": self.error, "allowed": self.allowed}
+        return Verification(**numbers | words)
 
     @staticmethod
     def merged(parts: Iterable[Compared]) -> Compared:
@@ -52,40 +59,26 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The allowed difference. rounded: the coarsest dtype on the way to the results.
+    """The allowed difference, and names for people. names: of all results. site, formula: as in VerificationMismatch.
 
-    beside: other operands, as large as values that may cancel. weighted: the largest operand of a weighted mean, if the result is one. A
-    mean is always compared with the exact one. kept: the elements that count, None: all.
+    rounded: the coarsest dtype on the way to the results. beside: other operands, as large as values that may cancel. weighted: the largest
+    operand of a weighted mean, if the result is one. A mean is always compared with the exact one. kept: the elements that count, None:
+    all.
     """
 
+    names: Callable[[], Sequence[str]]
+    site: str
+    formula: str
     factor: float = FACTOR
     rounded: torch.dtype | None = None
     beside: Sequence[torch.Tensor] = ()
     weighted: float | None = None
     kept: torch.Tensor | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Words:
-    """Names for people. names: of all results. site, formula: as in VerificationMismatch."""
-
-    names: Callable[[], Sequence[str]]
-    site: str
-    formula: str
-
-    def mismatch(
-        self, index: int, place: Sequence[int], expected: str, observed: str, **more: str
-    ) -> VerificationMismatch:
-        """Make the error of one result. place: its worst element; expected, observed: there."""
-        return VerificationMismatch(
-            site=self.site,
-            what=self.names()[index],
-            formula=self.formula,
-            index=str(list(place)) if place else "every element",
-            expected=expected,
-            observed=observed,
-            **more,
-        )
+    def mismatch(self, index: int, place: Sequence[int], **found: str) -> VerificationMismatch:
+        """Make the error of one result. place: its worst element."""
+        words = {"site": self.site, "what": self.names()[index], "formula": self.formula}
+        return VerificationMismatch(**words, index=str(list(place)) if place else "every element", **found)
 
 
 def raise_first(found: Sequence[VerificationMismatch]) -> None:
@@ -102,32 +95,27 @@ class _Numbers:
     """One floating-point result: ours, the model's own, and the exact one, which is the model's own until it is known."""
 
     def __init__(self, index: int, new: torch.Tensor, own: torch.Tensor, rule: Rule) -> None:
-        self.index, self.new, self.own, self._rule = index, new, own, rule
+        self.index, self.new, self.own, self.rule = index, new, own, rule
         self._exact: torch.Tensor | None = None
-        self._moved = 0.0
-        self.is_open = True
+        self._moved, self.is_open = 0.0, True
         wide = own.to(exact_dtype(own.dtype))
         self._look(wide, torch.ones_like(wide, dtype=torch.bool), 0.0)
-        self.is_open |= rule.weighted is not None
+        self.is_open = self.is_open or rule.weighted is not None
 
     def _look(self, exact: torch.Tensor, counts: torch.Tensor, off: float, rounded: torch.dtype | None = None) -> None:
         """Compare with a model's result that may itself be off by `off`."""
         self._beside, self._counts = exact, counts
-        floor = floor_of(self.own.dtype, exact, counts, rounded, self._rule.weighted or 0.0)
-        self._limit(self._rule.factor * off + floor)
+        floor = _floor(self.own.dtype, exact, counts, rounded, self.rule.weighted or 0.0)
+        self._limit(self.rule.factor * off + floor)
 
     def _limit(self, allowed: float) -> None:
         self.found, self.allowed = largest(difference(self.new, self._beside), self._counts), allowed
-        self.is_open = not self.found <= allowed
-
-    @property
-    def elements(self) -> int:
-        return int(self._counts.sum())
+        self.is_open, self.elements = not self.found <= allowed, int(self._counts.sum())
 
     @property
     def is_steep(self) -> bool:
         """True if few runs with noise do not show how far roundings move it."""
-        return self._rule.weighted is not None and self._moved > STEEP * largest(self._beside, self._counts)
+        return self.rule.weighted is not None and self._moved > STEEP * largest(self._beside, self._counts)
 
     def compare_with(self, run: torch.Tensor | None) -> None:
         """Compare again, with the exact result, or with one with noise once that is known. A few runs with noise do not reach the largest
@@ -137,12 +125,12 @@ class _Numbers:
             self._exact = made
             own = difference(self.own, made)
             # If the model's own result overflows and the exact one does not, there is nothing to compare with.
-            counts = ~own.isinf() if self._rule.kept is None else self._rule.kept & ~own.isinf()
+            counts = ~own.isinf() if self.rule.kept is None else self.rule.kept & ~own.isinf()
             self._look(made, counts, largest(own, counts))
             return
         now, known = largest(difference(made, self._exact), self._counts), self.allowed
         self._moved = max(self._moved, now)
-        self._look(self._exact, self._counts, now, self._rule.rounded)
+        self._look(self._exact, self._counts, now, self.rule.rounded)
         self._limit(max(known, self.allowed))
 
     def settle(self, rounding: float) -> None:
@@ -152,11 +140,11 @@ class _Numbers:
             self._counts = torch.ones_like(self._counts)
             self._limit(rounding)
 
-    def mismatch(self, words: Words) -> VerificationMismatch:
+    def mismatch(self) -> VerificationMismatch:
         off = torch.where(self._counts, difference(self.new, self._beside), 0.0)
         place = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
         expected = f"{self.own[place].item():.6g} (exactly {self._beside[place].item():.6g})"
-        return _mismatch(words, self, off > self.allowed, place, expected, f"an error of {self.allowed:.3g}")
+        return _mismatch(self, off > self.allowed, place, expected, f"an error of {self.allowed:.3g}")
 
 
 class _Others:
@@ -165,10 +153,9 @@ class _Others:
     found = allowed = 0.0
     is_steep = False
 
-    def __init__(self, index: int, new: torch.Tensor, own: torch.Tensor) -> None:
-        self.index, self.new, self.own = index, new, own
-        self.elements = own.numel()
-        self._wrong = new != own
+    def __init__(self, index: int, new: torch.Tensor, own: torch.Tensor, rule: Rule) -> None:
+        self.index, self.new, self.own, self.rule = index, new, own, rule
+        self.elements, self._wrong = own.numel(), new != own
         self.settle(0.0)
 
     def compare_with(self, run: torch.Tensor | None) -> None:
@@ -177,35 +164,19 @@ class _Others:
     def settle(self, _: float) -> None:
         self.is_open = bool(self._wrong.any())
 
-    def mismatch(self, words: Words) -> VerificationMismatch:
+    def mismatch(self) -> VerificationMismatch:
         place = tuple(int(i) for i in self._wrong.nonzero()[0])
-        return _mismatch(words, self, self._wrong, place, f"{self.own[place].item():.6g}", "no difference")
+        return _mismatch(self, self._wrong, place, f"{self.own[place].item():.6g}", "no difference")
 
 
 def _mismatch(
-    words: Words, one: _Numbers | _Others, wrong: torch.Tensor, place: tuple[int, ...], expected: str, allowed: str
+    one: _Numbers | _Others, wrong: torch.Tensor, place: tuple[int, ...], expected: str, allowed: str
 ) -> VerificationMismatch:
-    differing = f"{int(wrong.sum())} of {wrong.numel()} elements"
-    observed = f"{one.new[place].item():.6g}"
-    return words.mismatch(one.index, place, expected, observed, allowed=allowed, differing=differing)
+    found = {"observed": f"{one.new[place].item():.6g}", "differing": f"{int(wrong.sum())} of {wrong.numel()} elements"}
+    return one.rule.mismatch(one.index, place, expected=expected, allowed=allowed, **found)
 
 
-def floor_of(
-    dtype: torch.dtype, exact: torch.Tensor, counts: torch.Tensor, rounded: torch.dtype | None, at_least: float = 0.0
-) -> float:
-    """Return the rounding of a result in its own dtype, or in a coarser one that it was rounded to before."""
-    units = max(FLOOR_ULPS[each] * torch.finfo(each).eps for each in (dtype, rounded or dtype))
-    return units * max(largest(exact, counts & exact.isfinite()), at_least)
-
-
-def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """Return the dtype with the fewest digits among those that have a rule."""
-    return max(
-        (dtype for dtype in dtypes if dtype in FLOOR_ULPS), key=lambda dtype: torch.finfo(dtype).eps, default=None
-    )
-
-
-def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule, words: Words) -> Compared:
+def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule) -> Compared:
     """Compare results one by one. None counts as a gradient of zeros. A pair is left out unless each side is a plain tensor or None. Raises
     VerificationMismatch for the first wrong one."""
     wrong: list[VerificationMismatch] = []
@@ -214,21 +185,24 @@ def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule, words:
         if (x is None and y is None) or not all(z is None or is_plain(z) for z in (x, y)):
             continue
         if x is not None and y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
-            kinds = (f"{z.dtype} {list(z.shape)}" for z in (y, x))
-            wrong.append(words.mismatch(i, (), *kinds, allowed="no difference", differing="all elements"))
+            expected, observed = (f"{z.dtype} {list(z.shape)}" for z in (y, x))
+            more = {"allowed": "no difference", "differing": "all elements"}
+            wrong.append(rule.mismatch(i, (), expected=expected, observed=observed, **more))
             continue
         known = _real(y if y is not None else x)
         x, y = _like(x, known), _like(y, known)
-        every.append(_Numbers(i, x, y, rule) if y.is_floating_point() else _Others(i, x, y))
+        every.append((_Numbers if y.is_floating_point() else _Others)(i, x, y, rule))
     _run_again(every, run)
     # Noise does not show in a gradient that is zero in every run, as that of the scores of a single key. The cancelling terms are about
     # as large as the other results.
     if any(one.is_open for one in every):
-        rounding = max(_roundings([*(one.own for one in every), *rule.beside], rule.rounded), default=0.0)
+        summands = [x for x in (*(one.own for one in every), *rule.beside) if x.dtype in FLOOR_ULPS]
+        wide = [x.to(exact_dtype(x.dtype)) for x in summands]
+        roundings = [_floor(x.dtype, y, y.isfinite(), rule.rounded) for x, y in zip(summands, wide, strict=True)]
         for one in every:
             if one.is_open:
-                one.settle(rounding)
-    raise_first([*wrong, *(one.mismatch(words) for one in every if one.is_open)])
+                one.settle(max(roundings, default=0.0))
+    raise_first([*wrong, *(one.mismatch() for one in every if one.is_open)])
     return Compared.merged(Compared(elements=one.elements, error=one.found, allowed=one.allowed) for one in every)
 
 
@@ -243,11 +217,12 @@ def _run_again(every: Sequence[_Numbers | _Others], run: Run) -> None:
             one.compare_with(made[one.index])
 
 
-def _roundings(results: Iterable[torch.Tensor], rounded: torch.dtype | None) -> Iterator[float]:
-    for x in results:
-        if x.dtype in FLOOR_ULPS:
-            exact = x.to(exact_dtype(x.dtype))
-            yield floor_of(x.dtype, exact, exact.isfinite(), rounded)
+def _floor(
+    dtype: torch.dtype, exact: torch.Tensor, counts: torch.Tensor, rounded: torch.dtype | None, at_least: float = 0.0
+) -> float:
+    """Return the rounding of a result in its own dtype, or in a coarser one that it was rounded to before."""
+    units = max(FLOOR_ULPS[each] * torch.finfo(each).eps for each in (dtype, rounded or dtype))
+    return units * max(largest(exact, counts & exact.isfinite()), at_least)
 
 
 def is_plain(x: Any) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,15 @@ import torch
 
 from attn_compiler.reasons.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch, described
 from attn_compiler.reporting import verifications as results
-from attn_compiler.reporting.verifications import Verification
 from attn_compiler.torch_private import compat as torch_compat
-from attn_compiler.verifying import comparing, gradients, running, watching, whole
+from attn_compiler.verifying import comparing, running, watching, whole
 from attn_compiler.verifying.plan import CheckPlan
 from attn_compiler.verifying.running import Run
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
-from attn_compiler.verifying.whole import Called, Fingerprint, fingerprint
+from attn_compiler.verifying.whole import SUBJECT_GRADIENTS, SUBJECT_OUTPUTS, Called, Fingerprint, fingerprint
 
 #: calls without the expected backward, after which none is expected any more
 CALLS_WITHOUT_BACKWARD = 8
-
-SUBJECT_OUTPUTS = "graph outputs"
 
 
 class First:
@@ -34,8 +31,7 @@ class First:
     def __init__(self, plan: CheckPlan) -> None:
         self._plan: CheckPlan | None = plan
         self._lock = threading.Lock()
-        self._forward = True
-        self._backward = True
+        self._forward = self._backward = True
         self._apart: str | None = None
         self._watched: weakref.ref[_Backward] | None = None
         self._waits = 0
@@ -47,80 +43,74 @@ class First:
 
     def call(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Call the compiled function. Raises VerificationMismatch."""
-        run, backward = self._begun(args)
-        outs = compiled(*args)
-        plan = self._plan
-        if plan is None or not isinstance(outs, tuple | list):
-            return outs
-        if run is not None:
-            self._compare(plan, run, outs, args)
-        if backward is not None:
-            outs = self._watch(plan, backward, outs, args)
-        self._close()
-        return outs
-
-    def _begun(self, args: Sequence[Any]) -> tuple[Run | None, _Backward | None]:
-        """Run the checks before the call, and return those to finish after it."""
         with self._lock:
             plan, run = self._plan, None
-            if plan is None:
-                return None, None
-            if self._forward:
+            if plan is not None and self._forward:
                 with _unhindered(plan, "the check of the first call"):
                     run = running.run_checks(plan, args)
                     results.keep(run.found)
                     self._apart = run.apart
                 # A check that failed itself would fail again.
-                self._forward = False
-                self._backward = self._backward and run is not None
-            return run, self._armed(plan, args, run)
+                self._forward, self._backward = False, self._backward and run is not None
+            backward = self._armed(plan, args, run) if plan is not None else None
+        outs = compiled(*args)
+        plan = self._plan
+        if plan is None or not isinstance(outs, tuple | list):
+            return outs
+        if run is not None:
+            try:
+                with _unhindered(plan, "the check of what the graph gives"):
+                    skipped = whole.said(plan, SUBJECT_OUTPUTS, skipped=run.apart)
+                    compared = run.apart is None
+                    results.keep([whole.check_outputs(run.called, run.ran, outs, args) if compared else skipped])
+            except VerificationMismatch:
+                self._forward = True
+                raise
+        if backward is not None:
+            outs = self._watch(plan, backward, outs, args)
+        self._close()
+        return outs
 
     def _armed(self, plan: CheckPlan, args: Sequence[Any], run: Run | None) -> _Backward | None:
+        """Return the data to compare this call's backward, if one is expected and none is watched."""
         if not self._backward or self._is_watching:
             return None
+        backward, why = None, None
         if plan.communicates:
-            # Gradients of sites would need a run of the graph in the middle of this process's backward.
-            self._backward = False
-            results.keep([gradients.skipped(plan, "the graph communicates with other processes")])
+            why = "the graph communicates with other processes"
+        elif self._waits == CALLS_WITHOUT_BACKWARD:
+            why = f"none of the first {self._waits} calls was followed by a backward"
+        wanted = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+        if why is not None or not wanted:
+            self._give_up(plan, why)
             return None
-        if self._waits == CALLS_WITHOUT_BACKWARD:
-            self._backward = False
-            results.keep([gradients.skipped(plan, f"none of the first {self._waits} calls was followed by a backward")])
-            return None
-        if not torch.is_grad_enabled() or not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-            self._backward = False
-            return None
-        backward = None
         with _unhindered(plan, "preparing the check of the gradients"):
             called = run.called if run is not None else Called.copied(plan, args)
             backward = _Backward(first=self, called=called, edges=watching.edges(args))
-        self._backward = self._backward and backward is not None
+        self._backward = backward is not None
         return backward
+
+    def _give_up(self, plan: CheckPlan, why: str | None) -> None:
+        """Expect no backward any more. why: the reason that nothing was compared, for people."""
+        self._backward = False
+        if why is not None:
+            results.keep([whole.said(plan, SUBJECT_GRADIENTS, skipped=why)])
 
     @property
     def _is_watching(self) -> bool:
         return self._watched is not None and self._watched() is not None
 
-    def _compare(self, plan: CheckPlan, run: Run, outs: Any, args: Sequence[Any]) -> None:
-        try:
-            with _unhindered(plan, "the check of what the graph gives"):
-                results.keep([_outputs(run, outs, args)])
-        except VerificationMismatch:
-            self._forward = True
-            raise
-
     def _watch(self, plan: CheckPlan, backward: _Backward, outs: Any, args: Sequence[Any]) -> Any:
         edges, backward.edges = backward.edges, {}
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in outs):
-            self._backward = False
+            self._give_up(plan, None)
             return outs
         found = outs
         with _unhindered(plan, "watching the backward"):
             try:
                 found = type(outs)(watching.watch(outs, args, edges, backward.done))
             except CannotWatchError as error:
-                self._backward = False
-                results.keep([gradients.skipped(plan, str(error))])
+                self._give_up(plan, str(error))
                 return outs
             backward.remember([*found, *args])
             self._watched = weakref.ref(backward)
@@ -132,14 +122,14 @@ class First:
         if not self._forward and not self._backward and not self._is_watching:
             self._plan = None
 
-    def compare_gradients(
-        self, called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor], *, moved: bool
-    ) -> None:
+    def compare_gradients(self, called: Called, arrived: Arrived, held: dict[int, _Held]) -> None:
         """Finish the first backward. Raises VerificationMismatch; the next call's backward is then checked again."""
-        self._watched = None
-        apart = self._apart or ("the caller wrote to an output in place that is a view" if moved else None)
+        self._watched, apart = None, self._apart
+        if apart is None and any(x.is_moved for x in held.values()):
+            apart = "the caller wrote to an output in place that is a view"
         with _unhindered(called.plan, "the check of the gradients"):
-            results.keep(gradients.check_gradients(called, arrived, written, apart))
+            written = {place: x.alias for place, x in held.items() if fingerprint(x.alias) != x.held}
+            results.keep([whole.check_gradients(called, arrived, written, apart)])
         self._backward = False
         self._close()
 
@@ -155,17 +145,13 @@ class _Backward:
 
     def remember(self, found: Sequence[Any]) -> None:
         """Note the contents of the call's results, to detect writes by the caller."""
-        for place, x in enumerate(found):
-            if comparing.is_plain(x):
-                self._results[place] = _Held.take(x)
+        self._results = {place: _Held.take(x) for place, x in enumerate(found) if comparing.is_plain(x)}
 
     def done(self, arrived: Arrived) -> None:
         called, self._called = self._called, None
+        held, self._results = self._results, {}
         if called is not None:
-            held, self._results = self._results, {}
-            written = {place: x.alias for place, x in held.items() if x.is_written}
-            moved = any(x.is_moved for x in held.values())
-            self._first.compare_gradients(called, arrived, written, moved=moved)
+            self._first.compare_gradients(called, arrived, held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,41 +165,13 @@ class _Held:
 
     @staticmethod
     def take(x: torch.Tensor) -> _Held:
-        return _Held(
-            alias=x.detach(),
-            held=fingerprint(x),
-            writes=torch_compat.writes_counted(x),
-            is_view=x.requires_grad and torch_compat.is_view(x),
-        )
-
-    @property
-    def is_written(self) -> bool:
-        """True if its contents changed since."""
-        return fingerprint(self.alias) != self.held
+        is_view, writes = x.requires_grad and torch_compat.is_view(x), torch_compat.writes_counted(x)
+        return _Held(alias=x.detach(), held=fingerprint(x), writes=writes, is_view=is_view)
 
     @property
     def is_moved(self) -> bool:
         """True if it is a view that autograd moved to another node of its graph: hooks on the old one do not run."""
         return self.is_view and torch_compat.writes_counted(self.alias) != self.writes
-
-
-def _outputs(run: Run, outs: Sequence[Any], args: Sequence[Any]) -> Verification:
-    called, plan = run.called, run.called.plan
-    if run.apart is not None:
-        return whole.verification(plan, SUBJECT_OUTPUTS, skipped=run.apart)
-    new = whole.results(plan, outs, args)
-    own = whole.results(plan, run.ran.outs, run.ran.inputs)
-
-    def names() -> list[str]:
-        left = [name for name, written in zip(plan.inputs, plan.may_write, strict=True) if written]
-        return [
-            *(f"output {i} of the graph" for i in range(len(outs))),
-            *(f"{name} as the graph left it" for name in left),
-        ]
-
-    words = whole.words(plan, names)
-    compared = comparing.compare(new, own, lambda noise: whole.rerun(called, noise), whole.rule(plan), words)
-    return whole.verification(plan, SUBJECT_OUTPUTS, compared)
 
 
 @contextlib.contextmanager

@@ -17,89 +17,129 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import FP8
-from attn_compiler.passes.graph import axes, program
-from attn_compiler.passes.graph.site import Site
+from attn_compiler.lowerings.base import FP8, OF_LATENT
+from attn_compiler.passes.graph import axes, mutation, program
+from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.site import Latent, Match, Site
 from attn_compiler.spec.numerics import FACTOR, FACTOR_SOFTCAP, FLOOR_ULPS, difference, exact_dtype, largest
-from attn_compiler.verifying import comparing, masks, pairs, recomputing
-from attn_compiler.verifying.comparing import Compared, Rule, Words
-from attn_compiler.verifying.numbers import Noise
-from attn_compiler.verifying.values import Body, NoValueError, Values
+from attn_compiler.verifying import comparing, pairs
+from attn_compiler.verifying.comparing import Compared, Rule
+from attn_compiler.verifying.interpreting import Noise, is_floating
+from attn_compiler.verifying.values import Check, NoValueError, Values, require_computable
+
+AS_IT_WAS = "the site is as the model made it"
 
 
-def factor(site: Site) -> float:
-    """Return the factor of the rule."""
-    return FACTOR if site.spec is None or site.spec.score.softcap is None else FACTOR_SOFTCAP
+@dataclass(kw_only=True, eq=False)
+class OutputCheck(Check):
+    """new_out: the node of the site's output in the rewritten graph, if it was rewritten."""
 
+    subject = "output"
 
-def read(site: Site, body: Body, new_out: fx.Node | None, values: Values) -> None:
-    """Read the inputs of `check_output`. new_out: in the body's rewritten graph. Raises NoValueError."""
-    if site.spec is None or site.decision is None or new_out is None:
-        raise NoValueError("the site is as the model made it")
-    if site.spec.score.dropout_p > 0:
-        raise NoValueError("dropout draws other numbers in every kernel")
-    read_own(site, body, values)
-    values.rewritten(body, new_out)
+    new_out: fx.Node | None = None
 
+    @property
+    def is_as_it_was(self) -> bool:
+        """True if the site was left as the model made it."""
+        return self.site.spec is None or self.site.decision is None or self.new_out is None
 
-def read_own(site: Site, body: Body, values: Values) -> None:
-    """Read the inputs of `beside_own`. Raises NoValueError, also if the rule does not cover the lowering."""
-    if site.decision is not None and site.decision.lowering in FP8:
-        raise NoValueError("FP8 rounds more than the rule allows for")
-    values.mirror(site.match.out)
-    recomputing.output(site, body, values)
-    for term in pairs.terms(site):
-        pairs.term_tensor(term, values)
-    values.mirror(site.match.v.node)
+    @property
+    def factor(self) -> float:
+        """The factor of the rule."""
+        return FACTOR if self.site.spec is None or self.site.spec.score.softcap is None else FACTOR_SOFTCAP
 
+    @property
+    def what(self) -> str:
+        """The name of the compared tensor, for people."""
+        return f"output of {self.site.decision.lowering}" if self.site.decision is not None else "output"
 
-def check_output(site: Site, body: Body, new_out: fx.Node, values: Values) -> Compared:
-    """Compare one site's output. Raises VerificationMismatch, or NoValueError."""
-    new, own = floating(values.rewritten(body, new_out)), floating(values.mirror(site.match.out))
-    return beside_own(site, body, new, values, kept_rows(site, values, own), lowered(site))
+    def read(self, values: Values) -> None:
+        site = self.site
+        if site.spec is None or site.decision is None or self.new_out is None:
+            raise NoValueError(AS_IT_WAS)
+        if site.spec.score.dropout_p > 0:
+            raise NoValueError("dropout draws other numbers in every kernel")
+        self.read_own(values)
+        values.rewritten(self.body, self.new_out)
 
+    def read_own(self, values: Values) -> None:
+        """Read the inputs of `beside_own`. Raises NoValueError, also if the rule does not cover the lowering."""
+        if self.site.decision is not None and self.site.decision.lowering in FP8:
+            raise NoValueError("FP8 rounds more than the rule allows for")
+        values.mirror(self.site.match.out)
+        recomputed(self, values)
+        pairs.own(self.site, values)
+        values.mirror(self.site.match.v.node)
 
-def beside_own(
-    site: Site, body: Body, new: torch.Tensor, values: Values, kept: torch.Tensor | None, what: str
-) -> Compared:
-    """Compare a tensor with the model's result at a site. kept, what: as in `compared`. Raises as that does."""
-    own, v = floating(values.mirror(site.match.out)), values.mirror(site.match.v.node)
-    dtype = exact_dtype(own.dtype)
+    def compare(self, values: Values) -> Compared:
+        if self.new_out is None:
+            raise NoValueError(AS_IT_WAS)
+        new = floating(values.rewritten(self.body, self.new_out))
+        return self.beside_own(new, values, self.kept_rows(values), self.what)
 
-    def run(noise: Noise | None) -> torch.Tensor:
-        with torch.autocast(v.device.type, enabled=False):
-            return recomputing.output(site, body, values, dtype=dtype, noise=noise)
+    def beside_own(self, new: torch.Tensor, values: Values, kept: torch.Tensor | None, what: str) -> Compared:
+        """Compare a tensor with the model's result at a site. kept, what: as in `held`. Raises as that does."""
+        own, v = floating(values.mirror(self.site.match.out)), values.mirror(self.site.match.v.node)
 
-    return compared(site, new=new, own=own, run=run, v=v, kept=kept, what=what)
+        def run(noise: Noise | None) -> torch.Tensor:
+            with torch.autocast(v.device.type, enabled=False):
+                return recomputed(self, values, exact_dtype(own.dtype), noise)
 
+        return self.held(new, own, run, v, kept, what, pairs.mask_formula(self.site))
 
-def compared(
-    site: Site,
-    *,
-    new: torch.Tensor,
-    own: torch.Tensor,
-    run: Callable[[Noise | None], torch.Tensor],
-    v: torch.Tensor,
-    kept: torch.Tensor | None,
-    what: str,
-    formula: str | None = None,
-) -> Compared:
-    """Compare `new` with the exact result by the rule. Raises VerificationMismatch, or NoValueError.
+    def held(
+        self,
+        new: torch.Tensor,
+        own: torch.Tensor,
+        run: Callable[[Noise | None], torch.Tensor],
+        v: torch.Tensor,
+        kept: torch.Tensor | None,
+        what: str,
+        formula: str,
+    ) -> Compared:
+        """Compare `new` with the exact result by the rule. Raises VerificationMismatch, or NoValueError.
 
-    own: the result in the model's own dtypes. run: computes the exact one, or one with noise on each step. v: the weighted operand. kept:
-    the elements that count, None: all. what: the name of `new`, for people. formula: of the mask, None: the recovered one.
-    """
-    weighted = float(v.abs().max()) if v.numel() else 0.0
-    rule = Rule(factor=factor(site), weighted=weighted, kept=kept)
-    words = Words(names=lambda: [what], site=site.module, formula=formula or masks.formula(site))
-    try:
-        found = comparing.compare([new], [own], lambda noise: [run(noise)], rule, words)
-    except torch.OutOfMemoryError as error:
-        raise NoValueError("there is not enough memory for the exact result") from error
-    if kept is None or found.allowed is None:
-        return found
-    off = difference(new, own.to(exact_dtype(own.dtype)))
-    return dataclasses.replace(found, left_out=largest(off, ~kept.expand_as(own)) > found.allowed)
+        own: the result in the model's own dtypes. run: computes the exact one, or one with noise on each step. v: the weighted operand.
+        kept: the elements that count, None: all. what: the name of `new`, for people. formula: of the mask.
+        """
+        weighted = float(v.abs().max()) if v.numel() else 0.0
+        rule = Rule(
+            site=self.site.module,
+            formula=formula,
+            names=lambda: [what],
+            factor=self.factor,
+            weighted=weighted,
+            kept=kept,
+        )
+        try:
+            found = comparing.compare([new], [own], lambda noise: [run(noise)], rule)
+        except torch.OutOfMemoryError as error:
+            raise NoValueError("there is not enough memory for the exact result") from error
+        if kept is None or found.allowed is None:
+            return found
+        off = difference(new, own.to(exact_dtype(own.dtype)))
+        return dataclasses.replace(found, left_out=largest(off, ~kept.expand_as(own)) > found.allowed)
+
+    def kept_rows(self, values: Values) -> torch.Tensor | None:
+        """Return the elements of the output in rows with keys, or that are numbers, in its own dimensions; None if all are."""
+        own = floating(values.mirror(self.site.match.out))
+        if not bool(own.isnan().any()):
+            return None
+        rows = pairs.rows_with_keys(self.site, values)
+        kept = self.spread(None if rows is None else rows.to(own.device), values)
+        return None if kept is None else kept | ~own.isnan()
+
+    def spread(self, rows: torch.Tensor | None, values: Values) -> torch.Tensor | None:
+        """Return the elements of the output that belong to rows, in the output's own dimensions; None if all do. rows: broadcasts to (B,
+        Hq, Sq, 1)."""
+        if rows is None or bool(rows.all()):
+            return None
+        match = self.site.match
+        head_dim = values.size(axes.dim_size(match.axes.head_dim_v))
+        kept: torch.Tensor = program.restore(
+            match, RealBuilder(values), rows.expand(*pairs.shape(match, values)[:3], head_dim)
+        )
+        return kept
 
 
 def floating(x: Any) -> torch.Tensor:
@@ -107,28 +147,6 @@ def floating(x: Any) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOOR_ULPS:
         raise NoValueError("the output is no tensor of a floating dtype that has a rule")
     return x
-
-
-def kept_rows(site: Site, values: Values, own: torch.Tensor) -> torch.Tensor | None:
-    """Return the elements of the output in rows with keys, or that are numbers, in its own dimensions; None if all are."""
-    if not bool(own.isnan().any()):
-        return None
-    rows = pairs.rows_with_keys(site, values)
-    kept = spread(site, None if rows is None else rows.to(own.device), values)
-    return None if kept is None else kept | ~own.isnan()
-
-
-def spread(site: Site, rows: torch.Tensor | None, values: Values) -> torch.Tensor | None:
-    """Return the elements of the output that belong to rows, in the output's own dimensions; None if all do. rows: broadcasts to (B, Hq,
-    Sq, 1)."""
-    if rows is None or bool(rows.all()):
-        return None
-    match = site.match
-    batch, heads, seqlen_q, _ = pairs.shape(match, values)
-    head_dim = values.size(axes.dim_size(match.axes.head_dim_v))
-    found = rows.expand(batch, heads, seqlen_q, head_dim)
-    kept: torch.Tensor = program.restore(match, RealBuilder(values), found)
-    return kept
 
 
 @dataclass(frozen=True)
@@ -156,6 +174,69 @@ class RealBuilder:
         return x.clone()
 
 
-def lowered(site: Site) -> str:
-    """Return the name of the compared tensor, for people."""
-    return f"output of {site.decision.lowering}" if site.decision is not None else "output"
+# ---- the model's own operations at a site, again --------------------------------------------------------------------
+
+
+def projections(site: Site) -> tuple[fx.Node, ...]:
+    """Return the nodes that make k and v, if the lowering reads their latent: it skips the roundings of k and v."""
+    latent = site.match.reads.latent
+    if site.decision is None or site.decision.lowering not in OF_LATENT or not isinstance(latent, Latent):
+        return ()
+    return latent.k.made, latent.v.made
+
+
+def dependents(mirror: Mirror, match: Match, starts: Iterable[fx.Node] = ()) -> list[fx.Node]:
+    """Return the mirror nodes from the first product to the output, in order, with their writes in place. starts: begin there instead of at
+    the first product."""
+    reached: set[fx.Node] = set(starts) or {match.first}
+    first = min(map(mirror.order, reached))
+    span = []
+    for node in mirror.graph.nodes:
+        if not first <= mirror.order(node) <= mirror.order(match.out):
+            continue
+        if node in reached or any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+            span.append(node)
+    wanted = {match.out}
+    for node in reversed(span):
+        if node in wanted or mutation.writes(node):
+            wanted.update((node, *(n for n in node.all_input_nodes if n in reached)))
+    return [node for node in span if node in wanted]
+
+
+def recomputed(
+    check: OutputCheck, values: Values, dtype: torch.dtype | None = None, noise: Noise | None = None
+) -> torch.Tensor:
+    """Compute the model's own operations at a site. Raises NoValueError. dtype: of every floating step, None: the model's own. noise: on
+    each step."""
+    inside = dependents(check.body.mirror, check.site.match, projections(check.site))
+    last_use = {n: node for node in inside for n in (node, *node.all_input_nodes)}
+    known: dict[fx.Node, Any] = {}
+
+    def wide(x: Any) -> Any:
+        return x.to(dtype) if dtype is not None and is_floating(x) else x
+
+    def value(node: fx.Node) -> Any:
+        if node not in known:
+            x = wide(values.mirror(node))
+            # A copy: writes in place must not reach the model's own values.
+            known[node] = x.clone() if isinstance(x, torch.Tensor) else x
+        return known[node]
+
+    result = None
+    for node in inside:
+        if not mutation.writes(node):
+            require_computable(node)
+        elif not isinstance(node.target, torch._ops.OpOverload):
+            raise NoValueError(f"{node.name} can't be run by itself")
+        result = values.call(node, value, dtype=dtype)
+        if noise is not None:
+            result = noise.on_step(result, node.meta.get("val"), map(known.get, node.all_input_nodes))
+        known[node] = result
+        for used in {node, *node.all_input_nodes}:
+            if last_use[used] is node:
+                known.pop(used, None)
+    if not isinstance(result, torch.Tensor):
+        raise NoValueError("the output is no tensor")
+    found: torch.Tensor = wide(result)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +14,15 @@ from torch.utils import _pytree as pytree
 from attn_compiler.passes import Rewritten
 from attn_compiler.passes.graph import axes, mutation
 from attn_compiler.passes.graph.first_look import FirstLook, SharedGraph
-from attn_compiler.passes.graph.padding_outcome import Packed
 from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.spec.numerics import FLOOR_ULPS
 from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
-from attn_compiler.verifying import comparing, pairs
-from attn_compiler.verifying.checks import Check
-from attn_compiler.verifying.copies import copied_module
-from attn_compiler.verifying.ranks import Ranks, WholeLoads
-from attn_compiler.verifying.shared import SharedSite
-from attn_compiler.verifying.values import Body, Key, Values
+from attn_compiler.verifying import pairs
+from attn_compiler.verifying.interpreting import copied_module
+from attn_compiler.verifying.outputs import OutputCheck
+from attn_compiler.verifying.pairs import BiasCheck, MaskCheck
+from attn_compiler.verifying.ranks import Ranks, SharedCheck, WholeLoads
+from attn_compiler.verifying.values import Body, Check, Key, Values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,25 +40,20 @@ class Padded:
         """Set tensors to 0 at padding, by the place of their output."""
         with torch.no_grad():
             real = self.before(*inputs)[0]
-        return {
-            i: _cleared(x, real, self.places[i]) if i in self.places and isinstance(x, torch.Tensor) else x
-            for i, x in found.items()
-        }
+        cleared = dict(found)
+        for i, x in found.items():
+            if i in self.places and isinstance(x, torch.Tensor):
+                rows, positions = self.places[i]
+                shape = [1] * x.dim()
+                shape[rows], shape[positions] = real.shape
+                if rows == positions:
+                    shape[rows] = real.numel()
+                kept = (real.t() if rows > positions else real).reshape(shape)
+                cleared[i] = torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
+        return cleared
 
 
-def _cleared(x: torch.Tensor, real: torch.Tensor, places: tuple[int, int]) -> torch.Tensor:
-    rows, positions = places
-    shape = [1] * x.dim()
-    shape[rows] = real.shape[0]
-    shape[positions] = real.shape[1]
-    if rows == positions:
-        shape[rows] = real.numel()
-    elif rows > positions:
-        real = real.t()
-    return torch.where(real.reshape(shape), x, torch.zeros((), dtype=x.dtype, device=x.device))
-
-
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CheckPlan:
     """graph: its name in the report. module: the model's own graph. bodies: by graph module of `module`. checks: in order.
 
@@ -85,13 +79,9 @@ class CheckPlan:
     ranks: Ranks | None = None
     has_linear: bool = False
 
-    def gradient_checks(self) -> list[Check]:
-        """Return a gradient check for each site."""
-        outs = [check for check in self.checks if check.subject == "output"]
-        made = [Check(subject="gradient", site=c.site, body=c.body, new_out=c.new_out) for c in outs]
-        for check in made:
-            check.find_needs(Values(bodies=self.mirrors))
-        return made
+    def outputs(self) -> list[OutputCheck]:
+        """Return the checks of outputs, one a site."""
+        return [check for check in self.checks if isinstance(check, OutputCheck)]
 
 
 def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
@@ -99,61 +89,62 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
     if rewritten.failed or not (rewritten.report.linear or any(unit.found.sites for unit in rewritten.units)):
         return None
     if rewritten.packed is not None:
-        return _packed_plan(gm, rewritten, rewritten.packed)
+        # A graph without padding has no values of the model: outputs and gradients alone are compared.
+        module = torch_packed.copied(rewritten.packed.original)
+        padded = Padded(before=rewritten.packed.before, places=rewritten.packed.places)
+        return _plan(gm, rewritten, module, [rewritten.packed.writes] * len(_inputs(module)), padded=padded)
     graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
     if rewritten.snapshot is not None and rewritten.report.linear:
         # Graphs without softmax attention may call linear attention.
         graphs = {module: rewritten.snapshot.graph(module) for module in torch_compat.graph_modules(gm)} | graphs
     graphs |= {u.graph_module: look.original for u in rewritten.units if (look := _look(u)) is not None}
     # A graph without attention is unchanged; masks of bodies that it calls may have been read in it.
-    units = _with_callers(rewritten.units)
+    units = list(rewritten.units)
     for unit in units:
+        units.extend(dict.fromkeys(call.unit for call in unit.place.calls if call.unit not in units))
         if unit.graph_module not in graphs:
             graphs[unit.graph_module] = torch_compat.copied_graph(unit.graph)
     module = copied_module(gm, graphs)
     mirrored = [unit for unit in units if unit.mirror is not None]
     made = {unit: _body(index, unit, graphs[unit.graph_module]) for index, unit in enumerate(mirrored)}
     for unit, body in made.items():
-        body.given |= _given(unit, made)
+        above = made.get(unit.place.calls[0].unit) if unit.written.given else None
+        if above is not None:
+            # Nothing writes to inputs from the caller once the body is called, so the time of reading is free.
+            given = {node.name: of.name for node, of in unit.written.given.items() if of.name in above.original}
+            body.given |= {name: Key(above.index, own) for name, own in given.items()}
     bodies = {graphs[unit.graph_module]: body for unit, body in made.items()}
     mirrors = {body.mirror.graph: body for body in made.values()}
     ranks = next((Ranks.from_look(look) for unit in units if (look := _look(unit)) is not None), None)
     checks = [check for unit, body in made.items() for check in _checks(unit, body, ranks)]
     for check in checks:
         check.find_needs(Values(bodies=mirrors))
-    plan = _plan(gm, rewritten, module, _may_write(module, bodies), communicates=ranks is not None)
-    return dataclasses.replace(
-        plan, bodies=bodies, mirrors=mirrors, checks=checks, symbols=_symbols(module), ranks=ranks
-    )
-
-
-def _packed_plan(gm: fx.GraphModule, rewritten: Rewritten, packed: Packed) -> CheckPlan:
-    """Plan a graph without padding: outputs and gradients alone, since it has no values of the model."""
-    module = torch_packed.copied(packed.original)
-    may_write = [packed.writes] * len(_inputs(module))
-    padded = Padded(before=packed.before, places=packed.places)
-    return dataclasses.replace(_plan(gm, rewritten, module, may_write), padded=padded)
+    found = {"bodies": bodies, "mirrors": mirrors, "checks": checks, "symbols": _symbols(module), "ranks": ranks}
+    return _plan(gm, rewritten, module, _may_write(module, bodies), **found)
 
 
 def _plan(
-    gm: fx.GraphModule,
-    rewritten: Rewritten,
-    module: fx.GraphModule,
-    may_write: list[bool],
-    *,
-    communicates: bool = False,
+    gm: fx.GraphModule, rewritten: Rewritten, module: fx.GraphModule, may_write: list[bool], **found: Any
 ) -> CheckPlan:
-    """Make a plan without checks of sites. communicates: True regardless of the nodes."""
+    leaves = [x for node in _nodes(module) for x in pytree.tree_leaves(torch_compat.fake_value(node))]
+    # Something in the graph waits for other processes. Ops on DTensors may, without a mark.
+    communicates = (
+        found.get("ranks") is not None
+        or any("c10d" in str(node.target) for node in _nodes(module) if node.op == "call_function")
+        or any(kind.__module__.startswith("torch.distributed") for kind in {type(x) for x in leaves})
+    )
+    dtypes = [x.dtype for x in leaves if isinstance(x, torch.Tensor) and x.dtype in FLOOR_ULPS]
     return CheckPlan(
         graph=rewritten.report.graph,
         module=module,
         inputs=[_input_name(str(node.target)) for node in _inputs(module)],
         may_write=may_write,
         devices=torch_compat.graph_devices(gm),
-        communicates=communicates or _communicates(module),
-        rounded=comparing.coarsest(x.dtype for x in _values(module) if isinstance(x, torch.Tensor)),
+        communicates=communicates,
+        rounded=max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None),
         strict=rewritten.strict,
         has_linear=bool(rewritten.report.linear),
+        **found,
     )
 
 
@@ -161,21 +152,9 @@ def _inputs(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
-def _values(module: fx.GraphModule) -> Iterator[Any]:
+def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
     for inside in torch_compat.graph_modules(module):
-        yield from map(torch_compat.fake_value, inside.graph.nodes)
-
-
-def _with_callers(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units, and their direct and indirect callers."""
-    found: dict[Unit, None] = {}
-    waiting = list(units)
-    while waiting:
-        unit = waiting.pop(0)
-        if unit not in found:
-            found[unit] = None
-            waiting.extend(call.unit for call in unit.place.calls)
-    return list(found)
+        yield from inside.graph.nodes
 
 
 def _look(unit: Unit) -> FirstLook | None:
@@ -188,36 +167,17 @@ def _body(index: int, unit: Unit, original: fx.Graph) -> Body:
         raise ValueError("a unit without a mirror has nothing to check")
     look = _look(unit)
     if look is not None and look.final is not None:
-        body = Body(index=index, original=_kept(original, look.final), rewritten=look.final, mirror=look.mirror)
-        body.outs.update({new: old for old, new in look.outs.items()})
-        return body
-    rewritten = torch_compat.copied_graph(unit.graph)
-    body = Body(index=index, original=_kept(original, rewritten), rewritten=rewritten, mirror=unit.mirror)
-    for site in unit.found.sites:
-        old = unit.mirror.dynamo_node(site.match.out)
-        if site.new_out is not None and old is not None:
-            body.outs[site.new_out.name] = old.name
-    return body
-
-
-def _given(unit: Unit, bodies: Mapping[Unit, Body]) -> dict[str, Key]:
-    """Return the keys of inputs from the caller: nothing writes to them once the body is called, so the time of reading is free."""
-    above = bodies.get(unit.place.calls[0].unit) if unit.written.given else None
-    if above is None:
-        return {}
-    return {
-        node.name: Key(above.index, of.name) for node, of in unit.written.given.items() if of.name in above.original
-    }
-
-
-def _kept(original: fx.Graph, rewritten: fx.Graph) -> frozenset[str]:
-    """Return the names of the model's own nodes that mean the same after the rewriting.
-
-    Nodes with other inputs than before are still the same: the rewriting inserts equal values. Other numbers among the arguments (another
-    softmax axis) are not.
-    """
+        rewritten, mirror = look.final, look.mirror
+        outs = {new: old for old, new in look.outs.items()}
+    else:
+        rewritten, mirror = torch_compat.copied_graph(unit.graph), unit.mirror
+        sites = [(site.new_out, mirror.dynamo_node(site.match.out)) for site in unit.found.sites]
+        outs = {new.name: old.name for new, old in sites if new is not None and old is not None}
+    # Nodes with other inputs than before still mean the same: the rewriting inserts equal values. Other numbers among the arguments
+    # (another softmax axis) do not.
     after = {node.name: node for node in rewritten.nodes}
-    return frozenset(n.name for n in original.nodes if n.name not in after or _says(n) == _says(after[n.name]))
+    kept = frozenset(n.name for n in original.nodes if n.name not in after or _says(n) == _says(after[n.name]))
+    return Body(index=index, original=kept, rewritten=rewritten, mirror=mirror, outs=outs)
 
 
 def _says(node: fx.Node) -> tuple[object, ...]:
@@ -231,22 +191,17 @@ def _checks(unit: Unit, body: Body, ranks: Ranks | None) -> Iterator[Check]:
     new_outs = {old: by_name.get(new) for new, old in body.outs.items()}
     for site in unit.found.sites if look is None else look.sites:
         if pairs.terms(site):
-            yield Check(subject="mask", site=site, body=body)
+            yield MaskCheck(site=site, body=body)
         if pairs.biases(site):
-            yield Check(subject="bias", site=site, body=body)
+            yield BiasCheck(site=site, body=body)
         old = body.mirror.dynamo_node(site.match.out)
         new = new_outs.get(old.name) if old is not None else None
-        check = Check(subject="output", site=site, body=body, new_out=new)
-        if (
-            look is not None
-            and ranks is not None
-            and look.is_shared(site)
-            and new is not None
-            and site.spec is not None
-        ):
+        is_shared = look is not None and look.is_shared(site)
+        if look is None or ranks is None or not is_shared or new is None or site.spec is None:
+            yield OutputCheck(site=site, body=body, new_out=new)
+        else:
             whole = WholeLoads(body=body, nodes={node.name: node for node in look.original.nodes}, axes=look.axes)
-            check.shared = SharedSite(site=site, spec=site.spec, body=body, new_out=new, whole=whole, ranks=ranks)
-        yield check
+            yield SharedCheck(site=site, body=body, new_out=new, spec=site.spec, whole=whole, ranks=ranks)
 
 
 def _input_name(target: str) -> str:
@@ -255,30 +210,18 @@ def _input_name(target: str) -> str:
     return ".".join(part.strip("_") for part in path) if path else owner.removeprefix("L_").strip("_")
 
 
-def _communicates(module: fx.GraphModule) -> bool:
-    """Return True if something in the graph waits for other processes. Ops on DTensors may, without a mark."""
-    nodes = [node for inside in torch_compat.graph_modules(module) for node in inside.graph.nodes]
-    if any("c10d" in str(node.target) for node in nodes if node.op == "call_function"):
-        return True
-    kinds = {type(x) for value in _values(module) for x in pytree.tree_leaves(value)}
-    return any(kind.__module__.startswith("torch.distributed") for kind in kinds)
-
-
 def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[str, int | None]]]:
     """Return the first value with each symbolic size, in every graph."""
     found: dict[tuple[fx.Graph, str], list[tuple[str, int | None]]] = {}
-    for inside in torch_compat.graph_modules(module):
-        seen: set[str] = set()
-        for node in inside.graph.nodes:
-            value = node.meta.get("example_value")
-            sizes: dict[int | None, Any] = {None: value}
-            if isinstance(value, torch.Tensor):
-                sizes = dict(enumerate(value.shape))
-            for dim, size in sizes.items():
-                symbol = str(axes.size_expr(size)) if isinstance(size, torch.SymInt) else ""
-                if symbol.isidentifier() and symbol not in seen:
-                    seen.add(symbol)
-                    found.setdefault((inside.graph, node.name), []).append((symbol, dim))
+    seen: set[tuple[fx.Graph, str]] = set()
+    for node in _nodes(module):
+        value = node.meta.get("example_value")
+        sizes = dict(enumerate(value.shape)) if isinstance(value, torch.Tensor) else {None: value}
+        for dim, size in sizes.items():
+            symbol = str(axes.size_expr(size)) if isinstance(size, torch.SymInt) else ""
+            if symbol.isidentifier() and (node.graph, symbol) not in seen:
+                seen.add((node.graph, symbol))
+                found.setdefault((node.graph, node.name), []).append((symbol, dim))
     return found
 
 
@@ -292,6 +235,5 @@ def _may_write(module: fx.GraphModule, bodies: dict[fx.Graph, Body]) -> list[boo
 
 def _written(body: Body) -> set[str]:
     """Return the names of the inputs that something in the mirror writes to."""
-    written = set().union(*(memory for _, memory in body.mirror.writers))
     inputs: Sequence[fx.Node] = [node for node in body.mirror.graph.nodes if node.op == "placeholder"]
-    return {body.names.get(node, node.name) for node in inputs if mutation.storages(node) & written}
+    return {body.names.get(node, node.name) for node in inputs if mutation.storages(node) & body.written}

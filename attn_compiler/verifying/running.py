@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from torch import fx
 
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
-from attn_compiler.verifying import outputs, shared, whole
-from attn_compiler.verifying.checks import Check
+from attn_compiler.verifying import whole
 from attn_compiler.verifying.comparing import Compared, raise_first
 from attn_compiler.verifying.plan import CheckPlan
-from attn_compiler.verifying.values import Key, NoValueError, Values
+from attn_compiler.verifying.values import Check, Key, NoValueError, Values
 from attn_compiler.verifying.whole import Called, Ran
 
 _OF_PART = "no rank can run the model's own graph on the whole sequence"
@@ -40,7 +38,7 @@ def run_checks(plan: CheckPlan, args: Sequence[Any]) -> Run:
     """Run the model's own graph and check. Raises VerificationMismatch for the first wrong site. args: as the compiled function gets them;
     neither they nor the state of random number generators change."""
     called = Called.copied(plan, args)
-    session = Session(plan, plan.checks)
+    session = _Session(plan)
     try:
         ran = whole.run_model(called, record=session.record)
         found = session.finish()
@@ -55,15 +53,14 @@ def run_checks(plan: CheckPlan, args: Sequence[Any]) -> Run:
         session.close()
 
 
-class Session:
+class _Session:
     """State of one run: values of waiting checks, and results of finished ones."""
 
-    def __init__(self, plan: CheckPlan, checks: Sequence[Check]) -> None:
+    def __init__(self, plan: CheckPlan) -> None:
         self._plan = plan
-        self._checks = checks
         self._values = Values(bodies=plan.mirrors)
-        self._waiting = [(check, set(check.needs)) for check in checks if check.skipped is None]
-        self._wanted: Counter[Key] = Counter(key for check in checks for key in check.needs)
+        self._waiting = [(check, set(check.needs)) for check in plan.checks if check.skipped is None]
+        self._wanted: Counter[Key] = Counter(key for check in plan.checks for key in check.needs)
         self._moments: dict[tuple[int, str], list[Key]] = {}
         for key in self._wanted:
             self._moments.setdefault((key.body, key.after or key.name), []).append(key)
@@ -79,7 +76,7 @@ class Session:
         """Why values after the sites may differ from the model's, if they may."""
         if self._plan.ranks is not None:
             return _OF_CACHE if self._plan.ranks.has_whole else _OF_PART
-        outs = [check for check in self._checks if check.subject == "output" and check not in self._not_run]
+        outs = [check for check in self._plan.outputs() if check not in self._not_run]
         if self._plan.padded is None and not self._plan.has_linear and all(check.is_as_it_was for check in outs):
             return "every attention is as the model made it"
         if self._left_out:
@@ -102,67 +99,50 @@ class Session:
             found = value if key.after is None else self._held[key.body, key.name]
             self._values.recorded[key] = found.clone() if key.copied and isinstance(found, torch.Tensor) else found
         if keys:
-            waiting, self._waiting = self._waiting, []
+            self._waiting, waiting = [], [(check, missing - keys) for check, missing in self._waiting]
             for check, missing in waiting:
-                if missing - keys:
-                    self._waiting.append((check, missing - keys))
+                if missing:
+                    self._waiting.append((check, missing))
                 else:
                     self._make(check)
         return self._instead.pop(now, value)
 
     def _make(self, check: Check) -> None:
-        self._guarded(check)
+        try:
+            compared = check.compare(self._values)
+        except NoValueError as error:
+            self._say(check, skipped=str(error))
+        except VerificationMismatch as mismatch:
+            self._mismatches.append((self._plan.checks.index(check), mismatch))
+        else:
+            if compared.left_out:
+                self._left_out.append(check.site.module)
+            name = check.body.names.get(check.site.match.out)
+            if compared.instead is not None and name is not None:
+                self._instead[check.body.index, name] = compared.instead
+            self._say(check, compared)
         for key in check.needs:
             self._wanted[key] -= 1
             if not self._wanted[key]:
                 del self._values.recorded[key]
 
-    def _guarded(self, check: Check) -> None:
-        try:
-            compared = self._compared(check)
-        except NoValueError as error:
-            self._skip(check, str(error))
-        except VerificationMismatch as mismatch:
-            self._mismatches.append((self._checks.index(check), mismatch))
-        else:
-            if compared.left_out:
-                self._left_out.append(check.site.module)
-            found = self._verification(check)
-            self._found[check] = dataclasses.replace(
-                found, elements=compared.elements, error=compared.error, allowed=compared.allowed
-            )
-
-    def _compared(self, check: Check) -> Compared:
-        if check.shared is None or check.subject != "output":
-            return check.compared(self._values)
-        found, out = shared.check_whole_rows(check.shared, self._values)
-        name = check.body.names.get(check.site.match.out)
-        if name is not None:
-            # Later nodes get the attention over the whole sequence, and not that over this rank's part.
-            own = outputs.floating(self._values.mirror(check.site.match.out))
-            self._instead[check.body.index, name] = own.clone().copy_(out)
-        return found
-
-    def _verification(self, check: Check) -> Verification:
-        return Verification(
-            graph=self._plan.graph, module=check.site.module, subject=check.subject, formula=check.formula
-        )
-
-    def _skip(self, check: Check, why: str) -> None:
-        self._found[check] = dataclasses.replace(self._verification(check), skipped=why)
+    def _say(self, check: Check, compared: Compared | None = None, *, skipped: str | None = None) -> None:
+        words = {"graph": self._plan.graph, "module": check.site.module, "subject": check.subject}
+        found = compared or Compared(elements=0)
+        self._found[check] = found.said(**words, formula=check.formula, skipped=skipped)
 
     def finish(self) -> list[Verification]:
         """Return every check's result, in order. Raises the first mismatch, with the others in a note, on all ranks."""
         if self._plan.ranks is not None:
             self._plan.ranks.raise_first(self._mismatches)
         raise_first([mismatch for _, mismatch in self._mismatches])
-        for check in self._checks:
+        for check in self._plan.checks:
             if check.skipped is not None:
-                self._skip(check, check.skipped)
+                self._say(check, skipped=check.skipped)
             elif check not in self._found:
                 self._not_run.add(check)
-                self._skip(check, "the first call did not run the graph that it is in")
-        return [self._found[check] for check in self._checks]
+                self._say(check, skipped="the first call did not run the graph that it is in")
+        return [self._found[check] for check in self._plan.checks]
 
     def close(self) -> None:
         """Release all values."""

@@ -1,4 +1,4 @@
-"""Real values for the nodes of a mirror and of a rewritten graph, from values recorded in a run of the model's own graph.
+"""Real values for the nodes of a mirror and of a rewritten graph, from values recorded in its own run; and checks of them.
 
 A node that the model's own graph has too is a leaf: its value was recorded. Any other is computed from its inputs.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import sympy
 import torch
@@ -20,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attn_compiler.passes.graph import axes, mutation, views
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
+from attn_compiler.passes.graph.site import Site
+from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.interpreting import with_rows
 
 
@@ -32,8 +35,6 @@ class Key(NamedTuple):
     after: str | None = None
     copied: bool = False
 
-
-_Seen = tuple[fx.Node, int | None]
 
 #: the placeholder of every value in a rehearsal
 _REHEARSED = torch.empty(0)
@@ -64,16 +65,13 @@ class Body:
     named: dict[str, fx.Node] = field(default_factory=dict)
     given: dict[str, Key] = field(default_factory=dict)
 
-    @property
-    def written(self) -> set[StorageWeakRef]:
-        """The memory that something in the mirror writes to."""
-        return set().union(*(memory for _, memory in self.mirror.writers))
-
     def __post_init__(self) -> None:
         rewritten = {node.name: node for node in self.rewritten.nodes}
         for node in self.mirror.graph.nodes:
             dynamo = self.mirror.dynamo_node(node)
-            if dynamo is None or not _is_plain(dynamo.meta.get("example_value")):
+            value = dynamo.meta.get("example_value") if dynamo is not None else None
+            # A tensor inside a transform of torch.func has no value once the transform is over.
+            if dynamo is None or (isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)):
                 continue
             if dynamo.name in self.original:
                 self.names[node] = dynamo.name
@@ -81,30 +79,36 @@ class Body:
             elif dynamo.name in rewritten:
                 self.made[node] = rewritten[dynamo.name]
 
+    @property
+    def written(self) -> set[StorageWeakRef]:
+        """The memory that something in the mirror writes to."""
+        return set().union(*(memory for _, memory in self.mirror.writers))
+
     def place(self, made: fx.Node) -> int:
         """Return the mirror's place for a node that only the rewritten graph has: right before the model's next computation."""
         following = made.next
         while following.op != "output":
-            places = self._places.get(following.name)
-            if places is not None and following.name in self.original:
-                return places
+            if following.name in self.original and following.name in self._places:
+                return self._places[following.name]
             following = following.next
         return len(self.mirror.graph.nodes)
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
         """Places in the mirror where the computation of each of the model's nodes begins."""
-        found: dict[str, int] = {}
-        for place, node in enumerate(self.mirror.graph.nodes):
-            owner = self.mirror.owner(node)
-            if owner is not None:
-                found.setdefault(owner.name, place)
-        return found
+        owners = [self.mirror.owner(node) for node in self.mirror.graph.nodes]
+        return {owner.name: place for place, owner in reversed(list(enumerate(owners))) if owner is not None}
 
-
-def _is_plain(value: object) -> bool:
-    """Return False for a tensor inside a transform of torch.func, which has no value once the transform is over."""
-    return not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor)
+    def recorded_at(self, version: Version) -> Key:
+        """Return the key of a tensor's contents between two writes. Raises NoValueError if that is inside of one call of the graph."""
+        node, since, until = version.node, version.since, version.until
+        mirror, name = self.mirror, self.names[node]
+        written = since is not None and mirror.order(since) >= mirror.order(node)
+        call = mirror.owner(since if since is not None and written else node)
+        if until is not None and call is not None and call is mirror.owner(until):
+            raise NoValueError(f"what {name} holds inside one call of the graph was not recorded")
+        after = call.name if written and call is not None and call.name != name else None
+        return Key(self.index, name, after, copied=until is not None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -135,8 +139,9 @@ class Values:
         self.asked.add(key)
         return _REHEARSED
 
-    def size(self, expr: sympy.Expr) -> int:
+    def size(self, size: Any) -> int:
         """Return a size as a number. Raises NoValueError."""
+        expr: sympy.Expr = axes.size_expr(size) if isinstance(size, torch.SymInt) else size
         if self.asked is not None:
             return 0
         missing = {str(s) for s in expr.free_symbols} - self.symbols.keys()
@@ -144,30 +149,13 @@ class Values:
             raise NoValueError(f"the size {expr} is not known on the first call")
         return int(expr.subs({s: self.symbols[str(s)] for s in expr.free_symbols}))
 
-    def number(self, x: Any) -> int:
-        return self.size(axes.size_expr(x))
-
     # ---- the mirror -----------------------------------------------------------------------------------------------
 
-    def leaf(self, node: fx.Node, when: int | None = None) -> Key | None:
-        """Return the key of a mirror node's recorded value, if it has one. when: as in `mirror`. Raises NoValueError."""
-        body = self._body(node)
-        if node not in body.names:
-            return None
-        if when is None:
-            return Key(body.index, body.names[node])
-        return _recorded_at(body, mutation.version(body.mirror, node, when))
-
-    def _body(self, node: fx.Node) -> Body:
-        body = self.bodies.get(node.graph)
-        if body is None:
+    def body(self, node: fx.Node) -> Body:
+        """Return the body that a mirror node is in. Raises NoValueError."""
+        if node.graph not in self.bodies:
             raise NoValueError(f"{node.name} is in a graph that was not recorded")
-        return body
-
-    def mirror(self, node: fx.Node, when: int | None = None) -> Any:
-        """Return the real value of a mirror node, or its number. Raises NoValueError. when: right before that place in the order of its
-        mirror; None: as it is now, in the run of the model's own graph."""
-        return self._mirror(node, when, {})
+        return self.bodies[node.graph]
 
     def tensor(self, node: fx.Node, when: int | None = None) -> torch.Tensor:
         """Return `mirror` of a node that has to be a tensor."""
@@ -180,37 +168,44 @@ class Values:
         """Return a tensor at that version. Raises NoValueError."""
         return self.tensor(version.node, self.when(version))
 
-    def mirror_of(self, node: fx.Node) -> Mirror:
-        """Return the mirror of a node. Raises NoValueError."""
-        return self._body(node).mirror
-
     def when(self, version: Version) -> int:
         """Return a place in its mirror where a tensor has that version. Raises NoValueError."""
-        mirror = self.mirror_of(version.node)
+        mirror = self.body(version.node).mirror
         return len(mirror.graph.nodes) if version.until is None else mirror.order(version.until)
 
-    def _mirror(self, node: fx.Node, when: int | None, known: dict[_Seen, Any]) -> Any:
-        if (node, when) not in known:
-            known[node, when] = self._found(node, when, known)
-        return known[node, when]
+    def mirror(self, node: fx.Node, when: int | None = None) -> Any:
+        """Return the real value of a mirror node, or its number. Raises NoValueError. when: right before that place in the order of its
+        mirror; None: as it is now, in the run of the model's own graph."""
+        known: dict[tuple[fx.Node, int | None], Any] = {}
 
-    def _found(self, node: fx.Node, when: int | None, known: dict[_Seen, Any]) -> Any:
-        if isinstance(node.meta.get("val"), torch.SymInt):
-            return self.number(node.meta["val"])
-        leaf = self.leaf(node, when)
-        if leaf is not None:
-            return self.read(leaf)
-        body = self._body(node)
-        if when is not None and mutation.storages(node) & body.written:
-            raise NoValueError(f"{node.name} exists only inside one call of the graph, and is written in place")
-        if node in body.made:
-            return self.rewritten(body, body.made[node])
-        require_computable(node)
-        if node.op == "get_attr":
-            return node.meta["constant"]
-        # An unwritten node reads its inputs at its own place: older aliases of their memory are unwritten, too.
-        before = None if when is None else body.mirror.order(node)
-        return self.call(node, lambda n: self._mirror(n, before, known))
+        def value(node: fx.Node, when: int | None) -> Any:
+            if (node, when) not in known:
+                known[node, when] = found(node, when)
+            return known[node, when]
+
+        def found(node: fx.Node, when: int | None) -> Any:
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                return self.size(node.meta["val"])
+            body = self.body(node)
+            if node in body.names:
+                now = Key(body.index, body.names[node])
+                return self.read(now if when is None else body.recorded_at(mutation.version(body.mirror, node, when)))
+            if when is not None and mutation.storages(node) & body.written:
+                raise NoValueError(f"{node.name} exists only inside one call of the graph, and is written in place")
+            if node in body.made:
+                return self.rewritten(body, body.made[node])
+            require_computable(node)
+            if node.op == "get_attr":
+                return node.meta["constant"]
+            # An unwritten node reads its inputs at its own place: older aliases of their memory are unwritten, too.
+            before = None if when is None else body.mirror.order(node)
+            return self.call(node, lambda n: value(n, before))
+
+        try:
+            return value(node, when)
+        finally:
+            # The functions refer to each other, and would hold the values until they are collected.
+            known.clear()
 
     # ---- the rewritten graph --------------------------------------------------------------------------------------
 
@@ -226,8 +221,16 @@ class Values:
             return known[one]
 
         def given(source: fx.Node, reader: fx.Node) -> Any:
-            own = _own(body, source, reader) if source is not node else None
-            return made(source) if own is None else self.read(own)
+            """Read a node that the model has too, as `reader`, a node of this graph alone, reads it."""
+            name = body.outs.get(source.name, source.name)
+            if source is node or (source.name not in body.given and name not in body.original):
+                return made(source)
+            if source.name in body.given:
+                return self.read(body.given[source.name])
+            mirrored = body.named.get(name)
+            if mirrored is None or not mutation.storages(mirrored) & body.written:
+                return self.read(Key(body.index, name))
+            return self.read(body.recorded_at(mutation.version(body.mirror, mirrored, body.place(reader))))
 
         return made(node)
 
@@ -239,7 +242,7 @@ class Values:
                 x = value(x)
             if isinstance(x, torch.dtype) and dtype is not None and x.is_floating_point:
                 return dtype
-            return self.number(x) if isinstance(x, torch.SymInt) else x
+            return self.size(x) if isinstance(x, torch.SymInt) else x
 
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), real)
         if self.asked is not None:
@@ -248,32 +251,6 @@ class Values:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         args, kwargs = with_rows(node.target, args, kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _recorded_at(body: Body, version: Version) -> Key:
-    """Return the key of a tensor's contents between two writes. Raises NoValueError if that is inside of one call of the graph."""
-    node, since, until = version.node, version.since, version.until
-    mirror, name = body.mirror, body.names[node]
-    written = since is not None and mirror.order(since) >= mirror.order(node)
-    call = mirror.owner(since if since is not None and written else node)
-    if until is not None and call is not None and call is mirror.owner(until):
-        raise NoValueError(f"what {name} holds inside one call of the graph was not recorded")
-    after = call.name if written and call is not None and call.name != name else None
-    return Key(body.index, name, after, copied=until is not None)
-
-
-def _own(body: Body, node: fx.Node, reader: fx.Node) -> Key | None:
-    """Return the key of a rewritten graph's node that the model has too, as `reader`, a node of that graph alone, reads it. Raises
-    NoValueError if it was not recorded."""
-    if node.name in body.given:
-        return body.given[node.name]
-    name = body.outs.get(node.name, node.name)
-    if name not in body.original:
-        return None
-    mirrored = body.named.get(name)
-    if mirrored is None or not mutation.storages(mirrored) & body.written:
-        return Key(body.index, name)
-    return _recorded_at(body, mutation.version(body.mirror, mirrored, body.place(reader)))
 
 
 def require_computable(node: fx.Node) -> None:
@@ -286,13 +263,41 @@ def require_computable(node: fx.Node) -> None:
         raise NoValueError(f"{node.name} exists only inside one call of the graph")
     if mutation.writes(node):
         raise NoValueError(f"{node.name} is written in place inside one call of the graph")
-    if _is_random(node):
-        raise NoValueError(f"{node.name} draws random numbers inside one call of the graph")
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        # SDPA and dropout are tagged so even if they drop nothing.
+        rate = views.argument(node, "dropout_p", views.argument(node, "p"))
+        if rate != 0 and views.argument(node, "train") is not False:
+            raise NoValueError(f"{node.name} draws random numbers inside one call of the graph")
 
 
-def _is_random(node: fx.Node) -> bool:
-    """Return True if a result differs from call to call. SDPA and dropout are tagged so even if they drop nothing."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    rate = views.argument(node, "dropout_p", views.argument(node, "p"))
-    return rate != 0 and views.argument(node, "train") is not False
+@dataclass(kw_only=True, eq=False)
+class Check(ABC):
+    """One comparison for one site. needs: values to record first. skipped: why it can't be compared, if so."""
+
+    #: as in Verification
+    subject: ClassVar[str]
+
+    site: Site
+    body: Body
+    needs: set[Key] = field(default_factory=set)
+    skipped: str | None = None
+
+    @property
+    def formula(self) -> str | None:
+        """The recovered mask or bias, for people."""
+        return None
+
+    @abstractmethod
+    def read(self, values: Values) -> object:
+        """Read the inputs of `compare`. Raises NoValueError."""
+
+    @abstractmethod
+    def compare(self, values: Values) -> Compared:
+        """Compare. Raises VerificationMismatch, or NoValueError."""
+
+    def find_needs(self, values: Values) -> None:
+        """Find the values to record by a rehearsal."""
+        try:
+            self.needs = values.needs(self.read)
+        except NoValueError as error:
+            self.skipped = str(error)

@@ -22,6 +22,11 @@ class Edge(NamedTuple):
     node: Node
     number: int
 
+    @staticmethod
+    def of(x: torch.Tensor) -> Edge:
+        edge = torch.autograd.graph.get_gradient_edge(x)
+        return Edge(edge.node, edge.output_nr)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
@@ -38,12 +43,7 @@ class CannotWatchError(Exception):
 
 def edges(args: Sequence[Any]) -> dict[int, Edge]:
     """Return the edge of each input's gradient. Has to be called before the call, which may write to an input."""
-    return {i: _edge(x) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.requires_grad}
-
-
-def _edge(x: torch.Tensor) -> Edge:
-    edge = torch.autograd.graph.get_gradient_edge(x)
-    return Edge(edge.node, edge.output_nr)
+    return {i: Edge.of(x) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.requires_grad}
 
 
 def watch(
@@ -54,25 +54,34 @@ def watch(
     Raises CannotWatchError. An output that another one depends on is returned as a view of itself: the tensor itself gets the gradients of
     both.
     """
-    outs = list(outs)
-    written = {i: x for i, x in enumerate(args) if i in before and _edge(x) != before[i]}
-    made = {i: _edge(x) for i, x in enumerate(outs) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-    made = {i: edge for i, edge in made.items() if edge not in before.values()}
-    left = {len(outs) + i: _edge(x) for i, x in written.items()}
-    region = _Region.between([*made.values(), *left.values()], set(before.values()))
-    if any(edge in region.inside for edge in left.values()):
+    outs, inputs = list(outs), {edge: i for i, edge in before.items()}
+    made = {i: Edge.of(x) for i, x in enumerate(outs) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+    made = {i: edge for i, edge in made.items() if edge not in inputs}
+    left = {len(outs) + i: Edge.of(args[i]) for i, edge in before.items() if Edge.of(args[i]) != edge}
+    # Edges between nodes of the region, and its nodes with an edge to an input.
+    inside, exits, seen = set[Edge](), dict[Node, dict[int, int]](), set[Node]()
+    waiting = [edge.node for edge in (*made.values(), *left.values())]
+    while waiting:
+        node = waiting.pop()
+        for place, edge in () if node in seen else _next(node):
+            if edge in inputs:
+                exits.setdefault(node, {})[place] = inputs[edge]
+            else:
+                inside.add(edge)
+                waiting.append(edge.node)
+        seen.add(node)
+    if any(edge in inside for edge in left.values()):
         raise CannotWatchError("the graph reads an input that needs a gradient again, after it wrote to it")
     for i, edge in made.items():
-        if edge in region.inside:
+        if edge in inside:
             outs[i] = outs[i].view_as(outs[i])
     watcher = _Watcher(done=done, wanted=tuple(before))
-    inputs = {edge: i for i, edge in before.items()}
     try:
         # A tensor returned twice gets one hook.
         for i in {edge: i for i, edge in {**made, **left}.items()}.values():
             watcher.listen_to_output(i, outs[i] if i < len(outs) else args[i - len(outs)])
-        for node in region.exits:
-            watcher.listen_to_node(node, {j: inputs[edge] for j, edge in _next(node) if edge in inputs})
+        for node, places in exits.items():
+            watcher.listen_to_node(node, places)
     except Exception:
         watcher.stop()
         raise
@@ -83,33 +92,6 @@ def _next(node: Node) -> Iterator[tuple[int, Edge]]:
     for place, (following, number) in enumerate(node.next_functions):
         if following is not None:
             yield place, Edge(following, number)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Region:
-    """inside: edges between nodes of the region. exits: nodes with an edge to an input."""
-
-    inside: set[Edge]
-    exits: list[Node]
-
-    @staticmethod
-    def between(starts: Sequence[Edge], ends: set[Edge]) -> _Region:
-        inside: set[Edge] = set()
-        exits: dict[Node, None] = {}
-        waiting = [start.node for start in starts]
-        seen: set[Node] = set()
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for _, edge in _next(node):
-                if edge in ends:
-                    exits[node] = None
-                else:
-                    inside.add(edge)
-                    waiting.append(edge.node)
-        return _Region(inside=inside, exits=list(exits))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -137,26 +119,18 @@ class _Watcher:
         """inputs: place among the node's edges -> the input of that edge."""
         # A node in Python returns None without a gradient. One in C++ also for a gradient that was not asked for.
         says_all = isinstance(node, torch.autograd.function.BackwardCFunction)
-        for index in inputs.values():
-            self._expected[index] += 1
+        self._expected.update(inputs.values())
 
         def left(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
             if not self._started():
                 return
             for place, index in inputs.items():
-                gradient = gradients[place]
-                if gradient is not None or says_all:
-                    self._came[index] += 1
-                    self._add(index, gradient)
+                gradient, known = gradients[place], self._inputs.get(index)
+                if gradient is not None:
+                    self._inputs[index] = gradient.detach() if known is None else known + gradient.detach()
+                self._came[index] += gradient is not None or says_all
 
         self._handles.append(node.register_hook(left))
-
-    def _add(self, index: int, gradient: torch.Tensor | None) -> None:
-        known = self._inputs.get(index)
-        if gradient is None or known is None:
-            self._inputs[index] = known if gradient is None else gradient.detach()
-        else:
-            self._inputs[index] = known + gradient.detach()
 
     def _started(self) -> bool:
         """Note the current backward. A traced one does not count."""

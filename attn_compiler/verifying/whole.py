@@ -1,24 +1,44 @@
-"""A run of the model's whole own graph on copies of the real inputs: outputs, writes to inputs, and gradients."""
+"""A run of the model's whole own graph on copies of the real inputs: outputs, writes to inputs, and gradients, and their comparison.
+
+From the gradients at the compiled graph's outputs the model's own graph computes the gradients of its inputs, on copies of the inputs as
+they were at the call. The comparison also detects a tensor that the backward read after somebody had written to it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
 from attn_compiler.spec.dtypes import HALVES
 from attn_compiler.spec.numerics import FACTOR, FLOOR_ULPS
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
-from attn_compiler.verifying import interpreting, outputs
-from attn_compiler.verifying.comparing import Compared, Rule, Words
-from attn_compiler.verifying.copies import is_trained_parameter, isolated, leaving_no_trace, share_memory
-from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Record
-from attn_compiler.verifying.numbers import Noise, fused_noise
+from attn_compiler.verifying import comparing, interpreting
+from attn_compiler.verifying.comparing import Compared, Rule
+from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Noise, Record
 from attn_compiler.verifying.plan import CheckPlan
+from attn_compiler.verifying.watching import Arrived
+
+SUBJECT_OUTPUTS, SUBJECT_GRADIENTS = "graph outputs", "graph gradients"
+
+Fingerprint = tuple[str, ...]
+
+
+def fingerprint(x: torch.Tensor) -> Fingerprint:
+    """Return a fingerprint that changes with writes to a tensor, through any alias."""
+    if torch_compat.is_wrapper_subclass(x):
+        # Writes to a wrapper change its inner tensors.
+        return tuple(number for part in torch_tracing.plain_tensors(x) for number in fingerprint(part))
+    if x.layout != torch.strided or not x.numel():
+        return ()
+    with torch.no_grad():
+        flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).detach().reshape(-1).double()
+        weights = torch.arange(1, flat.numel() + 1, device=x.device) % 8191
+        return tuple(repr(float(y)) for y in (flat.sum(), flat.abs().sum(), flat.dot(weights.double())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +55,10 @@ class Called:
     @staticmethod
     def copied(plan: CheckPlan, args: Sequence[Any]) -> Called:
         """Copy the inputs."""
-        shared = [is_trained_parameter(x) and not may_write for x, may_write in zip(args, plan.may_write, strict=True)]
+        trained = map(interpreting.is_trained_parameter, args)
+        shared = [is_trained and not may_write for is_trained, may_write in zip(trained, plan.may_write, strict=True)]
         with torch.no_grad():
-            copies = isolated(args, shared)
+            copies = interpreting.isolated(args, shared)
         return Called(
             plan=plan,
             args=copies,
@@ -52,7 +73,7 @@ class Called:
             return "the graph communicates, and other processes may not run it as often"
         if ran.random:
             return "the graph draws random numbers, others in every compiler"
-        if share_memory(self.args, self.plan.may_write):
+        if interpreting.share_memory(self.args, self.plan.may_write):
             return "inputs that share memory are written to"
         return None
 
@@ -61,22 +82,6 @@ class Called:
         """Parameters whose contents changed since."""
         pairs = enumerate(zip(self.args, self.versions, strict=True))
         return [i for i, (x, version) in pairs if version is not None and fingerprint(x) != version]
-
-
-Fingerprint = tuple[str, ...]
-
-
-def fingerprint(x: torch.Tensor) -> Fingerprint:
-    """Return a fingerprint that changes with writes to a tensor, through any alias."""
-    if torch_compat.is_wrapper_subclass(x):
-        # Writes to a wrapper change its inner tensors.
-        return tuple(number for part in torch_tracing.plain_tensors(x) for number in fingerprint(part))
-    if x.layout != torch.strided or not x.numel():
-        return ()
-    with torch.no_grad():
-        flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).detach().reshape(-1).double()
-        weights = torch.arange(1, flat.numel() + 1, device=x.device) % 8191
-        return tuple(repr(float(y)) for y in (flat.sum(), flat.abs().sum(), flat.dot(weights.double())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,47 +112,20 @@ def run_model(
 ) -> Ran:
     """Run the model's own graph. backward: of the call, if its gradients are wanted."""
     plan = called.plan
-    with leaving_no_trace(called.args, plan.devices, gradients=backward is not None) as drawn:
+    with interpreting.leaving_no_trace(called.args, plan.devices, gradients=backward is not None) as drew:
         # The caller's writes are repeated below: into copies, since all runs share the inputs.
         is_written = backward is not None and bool(backward.written)
-        copies = isolated(called.args, [not (may_write or is_written) for may_write in plan.may_write])
+        copies = interpreting.isolated(called.args, [not (may_write or is_written) for may_write in plan.may_write])
         values = [arithmetic.number(x) for x in copies]
         leaves: dict[int, torch.Tensor] = {}
-        if backward is not None:
-            for i in (i for i, trained in enumerate(called.trained) if trained):
-                leaves[i] = values[i].detach().requires_grad_()
-                values[i] = _entered(leaves[i], values[i]) if plan.may_write[i] else leaves[i]
+        for i in (i for i, trained in enumerate(called.trained) if trained and backward is not None):
+            leaves[i] = values[i].detach().requires_grad_()
+            values[i] = _Written.apply(leaves[i], [values[i]]) if plan.may_write[i] else leaves[i]  # type: ignore[no-untyped-call]
         with called.autocast.enter(none=arithmetic.dtype is not None):
             outs = interpreting.interpret(plan.module, values, arithmetic, record)
-        with fused_noise(arithmetic.noise, plan.rounded):
+        with interpreting.fused_noise(arithmetic.noise, plan.rounded):
             gradients = _gradients([*outs, *values], backward, leaves, len(values)) if backward is not None else ()
-        return Ran(outs=outs, inputs=values, random=drawn.any, gradients=gradients)
-
-
-def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
-    """Return True if the model's own backward reads a tensor written since autograd saved it, through `.data` or `detach()`.
-
-    Autograd does not see such a write. The gradients are then those of no function, and differ from kernel to kernel, by the tensors each
-    saves.
-    """
-    found: list[bool] = []
-
-    def saved(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, x.detach().clone()
-
-    def read(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        now, then = both
-        found.append(not torch.equal(now.detach().nan_to_num(), then.nan_to_num()))
-        return now
-
-    with torch.autograd.graph.saved_tensors_hooks(saved, read):
-        run_model(called, backward=backward)
-    return any(found)
-
-
-def _entered(leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    entered: torch.Tensor = _Written.apply(leaf, [value])  # type: ignore[no-untyped-call]
-    return entered
+        return Ran(outs=outs, inputs=values, random=drew(), gradients=gradients)
 
 
 class _Written(torch.autograd.Function):
@@ -179,40 +157,34 @@ def _gradients(
     return found
 
 
+def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
+    """Return True if the model's own backward reads a tensor written since autograd saved it, through `.data` or `detach()`.
+
+    Autograd does not see such a write. The gradients are then those of no function, and differ from kernel to kernel, by the tensors each
+    saves.
+    """
+    found: list[bool] = []
+
+    def read(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        now, then = both
+        found.append(not torch.equal(now.detach().nan_to_num(), then.nan_to_num()))
+        return now
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (x, x.detach().clone()), read):
+        run_model(called, backward=backward)
+    return any(found)
+
+
 def rerun(called: Called, noise: Noise | None, backward: SeenBackward | None = None) -> Sequence[Any]:
-    """Return results of the model's own graph in wider numbers, with noise on each step if any; its gradients, given `backward`."""
-    ran = run_model(called, Arithmetic(dtype=_wide(called), noise=noise), backward=backward)
-    return ran.gradients if backward is not None else results(called.plan, ran.outs, ran.inputs)
+    """Return results of the model's own graph in wider numbers, with noise on each step if any; its gradients, given `backward`.
 
-
-def _wide(called: Called) -> torch.dtype:
-    """Return a dtype twice as wide as the results': float32 only if all differentiated tensors are in half precision."""
+    The dtype is twice as wide as the results': float32 only if all differentiated tensors are in half precision.
+    """
     floats = [x for x in called.args if isinstance(x, torch.Tensor) and x.dtype in FLOOR_ULPS]
     trained = [x for x, is_trained in zip(called.args, called.trained, strict=True) if is_trained]
-    return torch.float32 if all(x.dtype in HALVES for x in trained or floats) else torch.float64
-
-
-def verification(
-    plan: CheckPlan, subject: str, compared: Compared | None = None, *, skipped: str | None = None
-) -> Verification:
-    """Return a result of the whole graph."""
-    found = Verification(graph=plan.graph, module=f"graph {plan.graph}", subject=subject, skipped=skipped)
-    if compared is None:
-        return found
-    return dataclasses.replace(found, elements=compared.elements, error=compared.error, allowed=compared.allowed)
-
-
-def words(plan: CheckPlan, names: Callable[[], Sequence[str]]) -> Words:
-    """Return the words of the whole graph. names: of all results."""
-    sites = ", ".join(check.site.module for check in plan.checks if check.subject == "output")
-    formula = (f"attention at {sites}" if sites else "linear attention") if plan.padded is None else "real tokens alone"
-    return Words(names=names, site=f"graph {plan.graph}", formula=formula)
-
-
-def rule(plan: CheckPlan, beside: Sequence[torch.Tensor] = ()) -> Rule:
-    """Return the rule of the site that allows for most."""
-    factor = max((outputs.factor(check.site) for check in plan.checks), default=FACTOR)
-    return Rule(factor=factor, rounded=plan.rounded, beside=beside)
+    dtype = torch.float32 if all(x.dtype in HALVES for x in trained or floats) else torch.float64
+    ran = run_model(called, Arithmetic(dtype=dtype, noise=noise), backward=backward)
+    return ran.gradients if backward is not None else results(called.plan, ran.outs, ran.inputs)
 
 
 def results(plan: CheckPlan, outs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -220,3 +192,69 @@ def results(plan: CheckPlan, outs: Sequence[Any], inputs: Sequence[Any]) -> list
     if plan.padded is not None:
         outs = list(plan.padded.cleared(dict(enumerate(outs)), inputs).values())
     return [*outs, *(x for x, may_write in zip(inputs, plan.may_write, strict=True) if may_write)]
+
+
+# ---- comparison with what the compiled graph gave -------------------------------------------------------------------
+
+
+def said(
+    plan: CheckPlan, subject: str, compared: Compared | None = None, *, skipped: str | None = None
+) -> Verification:
+    """Return a result of the whole graph."""
+    found = compared or Compared(elements=0)
+    return found.said(graph=plan.graph, module=f"graph {plan.graph}", subject=subject, skipped=skipped)
+
+
+def _rule(plan: CheckPlan, names: Callable[[], Sequence[str]], beside: Sequence[torch.Tensor] = ()) -> Rule:
+    """Return the rule of the site that allows for most. names: of all results."""
+    sites = ", ".join(check.site.module for check in plan.outputs())
+    formula = (f"attention at {sites}" if sites else "linear attention") if plan.padded is None else "real tokens alone"
+    factor = max((check.factor for check in plan.outputs()), default=FACTOR)
+    site = f"graph {plan.graph}"
+    return Rule(names=names, site=site, formula=formula, factor=factor, rounded=plan.rounded, beside=beside)
+
+
+def check_outputs(called: Called, ran: Ran, outs: Sequence[Any], args: Sequence[Any]) -> Verification:
+    """Compare what the compiled graph returned and left in its inputs. Raises VerificationMismatch."""
+    plan = called.plan
+
+    def names() -> list[str]:
+        left = [name for name, written in zip(plan.inputs, plan.may_write, strict=True) if written]
+        made = [f"output {i} of the graph" for i in range(len(outs))]
+        return made + [f"{name} as the graph left it" for name in left]
+
+    new, own = results(plan, outs, args), results(plan, ran.outs, ran.inputs)
+    compared = comparing.compare(new, own, lambda noise: rerun(called, noise), _rule(plan, names))
+    return said(plan, SUBJECT_OUTPUTS, compared)
+
+
+def check_gradients(
+    called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor], apart: str | None
+) -> Verification:
+    """Compare the gradients of one backward. Raises VerificationMismatch.
+
+    written: results of the call that the caller has written to since, by place, with their current contents. apart: why the gradients may
+    rightly differ, if they may.
+    """
+    plan, wanted = called.plan, list(arrived.inputs)
+    if called.changed:
+        apart = f"written to between forward and backward: {', '.join(plan.inputs[i] for i in called.changed)}"
+    if apart is not None:
+        return said(plan, SUBJECT_GRADIENTS, skipped=apart)
+    came = arrived.outputs if plan.padded is None else plan.padded.cleared(arrived.outputs, called.args)
+    backward = SeenBackward(arrived=came, written=written)
+
+    def run(noise: Noise | None) -> list[torch.Tensor | None]:
+        made = rerun(called, noise, backward)
+        return [made[i] for i in wanted]
+
+    ran = run_model(called, backward=backward)
+    new, own = [arrived.inputs[i] for i in wanted], [ran.gradients[i] for i in wanted]
+    rule = _rule(plan, lambda: [f"gradient of {plan.inputs[i]}" for i in wanted], list(arrived.outputs.values()))
+    try:
+        return said(plan, SUBJECT_GRADIENTS, comparing.compare(new, own, run, rule))
+    except VerificationMismatch:
+        if not overwrites_saved(called, backward):
+            raise
+        why = "the model writes, through .data or detach(), to what autograd saved for the backward"
+        return said(plan, SUBJECT_GRADIENTS, skipped=why)

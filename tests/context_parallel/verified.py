@@ -22,7 +22,7 @@ from attn_compiler.passes.context_parallel import exchanging
 from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.reporting import verifications as results
 from attn_compiler.torch_private import rank_sync
-from attn_compiler.verifying import Verification, as_read, verifications
+from attn_compiler.verifying import Verification, ranks, verifications
 from tests.context_parallel import models
 from tests.context_parallel.against_one import LENGTH, Run
 
@@ -153,14 +153,14 @@ def _swapped_on_rank_1(*, of_masks: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _scores_read_twice_as_large() -> Iterator[None]:
     """The scale is read wrongly, so that the rewritten graph and what it is held against agree, and are no attention of the model's."""
-    right = as_read.AsRead.run
+    right = ranks.AsRead.run
 
-    def run(self: as_read.AsRead, *given: Any) -> torch.Tensor:
+    def run(self: ranks.AsRead, *given: Any) -> torch.Tensor:
         score = dataclasses.replace(self.spec.score, scale=2 * self.spec.score.scale)
         wrong = dataclasses.replace(self, spec=dataclasses.replace(self.spec, score=score))
         return right(wrong, *given)
 
-    with mock.patch.object(as_read.AsRead, "run", run):
+    with mock.patch.object(ranks.AsRead, "run", run):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from attn_compiler.passes.graph.site import Operand, Term
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.spec.numerics import FLOOR_ULPS
 from attn_compiler.verifying import comparing, pairs, running
-from attn_compiler.verifying.comparing import NOISY_RUNS, Compared, Rule, Words
-from attn_compiler.verifying.numbers import Noise, fused_noise, shares_memory
+from attn_compiler.verifying.comparing import NOISY_RUNS, Compared, Rule
+from attn_compiler.verifying.interpreting import Noise, fused_noise, shares_memory
 from attn_compiler.verifying.pairs import (
     ALLOWED,
     BIASED_MASKED_BELOW,
@@ -27,8 +28,6 @@ from attn_compiler.verifying.pairs import (
     NEITHER,
     Own,
     combined,
-    effects,
-    sliced,
     slices,
     varying,
 )
@@ -36,7 +35,7 @@ from attn_compiler.verifying.values import Values
 from tests.verifying.planning import LENGTH, planned, qkv
 
 ONES, ZEROS = torch.ones(4), torch.zeros(4)
-WORDS = Words(names=lambda: ["first", "second"], site="layer", formula="k <= q")
+RULE = Rule(names=lambda: ["first", "second"], site="layer", formula="k <= q")
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Runs:
 
 
 def holds(new: Sequence[Any], own: Sequence[Any], runs: Runs, rule: Rule | None = None) -> Compared:
-    return comparing.compare(new, own, runs, rule or Rule(), WORDS)
+    return comparing.compare(new, own, runs, rule or RULE)
 
 
 def differs(new: Sequence[Any], own: Sequence[Any], runs: Runs, rule: Rule | None = None) -> VerificationMismatch:
@@ -99,7 +98,7 @@ def test_what_is_exactly_zero_may_be_off_by_the_rounding_of_the_others() -> None
 
 def test_what_cancels_out_is_a_rounding_of_what_it_is_made_of() -> None:
     """All results are zero, so that only the gradients that came in tell how large the summands were."""
-    runs, beside = Runs([ZEROS.double()]), Rule(beside=[ONES])
+    runs, beside = Runs([ZEROS.double()]), dataclasses.replace(RULE, beside=[ONES])
     differs([ZEROS + 9e-8], [ZEROS], runs)
     holds([ZEROS + 9e-8], [ZEROS], runs, beside)
     differs([ZEROS + 1e-3], [ZEROS], runs, beside)
@@ -281,30 +280,30 @@ def _own(x: Tensor, *, adds: bool = True, weight: float = 1.0, inverted: bool = 
 
 def test_truth_values() -> None:
     x = torch.tensor([True, False])
-    assert effects(_own(x, adds=False)).tolist() == [ALLOWED, MASKED]
-    assert effects(_own(x, adds=False, inverted=True)).tolist() == [MASKED, ALLOWED]
+    assert _own(x, adds=False).effects().tolist() == [ALLOWED, MASKED]
+    assert _own(x, adds=False, inverted=True).effects().tolist() == [MASKED, ALLOWED]
 
 
 def test_truth_values_that_are_added_mask_nothing() -> None:
-    assert effects(_own(torch.tensor([True, False]))).tolist() == [NEITHER, ALLOWED]
+    assert _own(torch.tensor([True, False])).effects().tolist() == [NEITHER, ALLOWED]
 
 
 def test_a_mask_that_a_bias_was_added_to_still_masks() -> None:
     x = torch.tensor([torch.finfo(torch.float16).min, 40.0], dtype=torch.float16).sum().reshape(1)
-    assert effects(_own(x)).tolist() == [NEITHER]
-    assert effects(_own(torch.cat([x, torch.tensor([-1e4])])), BIASED_MASKED_BELOW).tolist() == [MASKED, NEITHER]
+    assert _own(x).effects().tolist() == [NEITHER]
+    assert _own(torch.cat([x, torch.tensor([-1e4])])).effects(None, BIASED_MASKED_BELOW).tolist() == [MASKED, NEITHER]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_added_numbers(dtype: torch.dtype) -> None:
     x = torch.tensor([0.0, -0.0, torch.finfo(dtype).min, -torch.inf, -1.0, 3.0, torch.nan, -1e4], dtype=dtype)
     expected = [ALLOWED, ALLOWED, MASKED, MASKED, NEITHER, NEITHER, NEITHER, NEITHER]
-    assert effects(_own(x)).tolist() == expected
+    assert _own(x).effects().tolist() == expected
 
 
 def test_a_weight_may_take_the_masking_away() -> None:
     x = torch.tensor([-65504.0, LOWEST])
-    assert effects(_own(x, weight=1e-3)).tolist() == [NEITHER, MASKED]
+    assert _own(x, weight=1e-3).effects().tolist() == [NEITHER, MASKED]
 
 
 def test_one_that_masks_is_enough() -> None:
@@ -321,10 +320,10 @@ def test_slices_cover_every_pair_once(monkeypatch: pytest.MonkeyPatch, most: int
     monkeypatch.setattr(pairs, "MOST_PAIRS", most)
     x = torch.zeros(2, 3, 5, 4)
     for at in slices(tuple(x.shape)):
-        part = sliced(x, at)
+        part = at.of(x)
         assert part.numel() <= max(most, 4)
         part.add_(1)
-        assert x[at.place(0, 3)] == 1
+        assert x[at.b, at.h, at.first, 3] == 1
     assert bool((x == 1).all())
 
 
@@ -337,8 +336,6 @@ def test_axes_that_change_neither_side_have_one_index() -> None:
 def test_elements_are_those_of_a_broadcast_tensor() -> None:
     own = _own(torch.arange(4.0).reshape(1, 1, 1, 4))
     assert own.element((1, 2, 3, 3)) == 3.0
-    assert pairs.elements([own], (0, 0, 0, 1)) == "mask holds 1.0"
-    assert pairs.index((0, 1, 2, 3)) == "b=0, h=1, q=2, k=3"
 
 
 def test_rows_with_keys() -> None:

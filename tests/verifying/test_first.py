@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from torch.nn.functional import dropout
 
 from attn_compiler.reasons.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch
-from attn_compiler.verifying import first, gradients, whole
-from attn_compiler.verifying.numbers import Noise
+from attn_compiler.verifying import first, interpreting, whole
+from attn_compiler.verifying.interpreting import Noise
 from attn_compiler.verifying.whole import Called, SeenBackward, fingerprint
 from tests.passes.compiling import compiled
 from tests.verifying.planning import (
@@ -50,14 +50,14 @@ def _broken(*_: Any, **__: Any) -> Any:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
     seen: list[weakref.ref[Tensor]] = []
-    real = whole.isolated
+    real = interpreting.isolated
 
     def isolated(args: Any, shared: Any) -> list[Any]:
         made = real(args, shared)
         seen.extend(weakref.ref(x) for x in made if isinstance(x, Tensor))
         return made
 
-    monkeypatch.setattr(whole, "isolated", isolated)
+    monkeypatch.setattr(interpreting, "isolated", isolated)
     return seen
 
 
@@ -117,17 +117,17 @@ def test_no_gradients_then_gradients() -> None:
         model(*qkv())
     assert found("graph gradients") == []
     loss(model(*qkv())).backward()
-    assert_verified("graph gradients", "gradient")
+    assert_verified("graph gradients")
     with torch.no_grad():
         model(*qkv())
-    assert_verified("graph gradients", "gradient")
+    assert_verified("graph gradients")
 
 
 @pytest.mark.usefixtures("nothing_kept")
 def test_only_the_first_backward_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    real = gradients.check_gradients
-    monkeypatch.setattr(gradients, "check_gradients", lambda *args: runs.append(args) or real(*args))
+    real = whole.check_gradients
+    monkeypatch.setattr(whole, "check_gradients", lambda *args: runs.append(args) or real(*args))
     model = compiled(causal, verify=True)
     for _ in range(3):
         loss(model(*qkv())).backward()
@@ -206,7 +206,7 @@ def test_an_untouched_site_is_said() -> None:
 @pytest.mark.parametrize("where", ["run", "check"])
 def test_a_check_that_fails_itself_is_a_warning(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(
-        *((first.running, "run_checks", _broken) if where == "run" else (gradients, "check_gradients", _broken))
+        *((first.running, "run_checks", _broken) if where == "run" else (whole, "check_gradients", _broken))
     )
     inputs = qkv()
     model = compiled(causal, verify=True, strict=False)
@@ -225,7 +225,7 @@ def test_a_check_that_fails_itself_is_a_warning(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.usefixtures("nothing_kept")
 def test_strict_raises_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "check_gradients", _broken)
+    monkeypatch.setattr(whole, "check_gradients", _broken)
     with pytest.raises(CompileFailed, match="OutOfMemoryError: no memory"):
         trained(causal, *qkv())
 

@@ -15,9 +15,8 @@ from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.index_expr import Const, Expr, Index, Load, on_tensors
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
-from attn_compiler.verifying import pairs, recomputing, running
-from attn_compiler.verifying.ranks import Ranks, WholeLoads
-from attn_compiler.verifying.shared import SharedSite
+from attn_compiler.verifying import outputs, pairs, running
+from attn_compiler.verifying.ranks import Ranks, SharedCheck, WholeLoads
 from attn_compiler.verifying.values import Key, Values
 from tests.verifying.planning import LENGTH, SHAPE, Planned, Tensor, causal, masked, planned, qkv
 
@@ -221,7 +220,7 @@ def test_not_enough_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError
 
     found = planned(causal, *qkv())
-    monkeypatch.setattr(recomputing, "output", full)
+    monkeypatch.setattr(outputs, "recomputed", full)
     output = running.run_checks(found.plan, found.args).found[-1]
     assert output.skipped == "there is not enough memory for the exact result"
 
@@ -254,15 +253,16 @@ def _planned(ranks: type[Ranks]) -> Planned:
     assert check.new_out is not None
     nodes = {node.name: node for node in found.plan.module.graph.nodes}
     (mask,) = (name for name in nodes if "attention_mask" in name)
-    check.shared = SharedSite(
+    shared = SharedCheck(
         site=check.site,
-        spec=check.site.spec,
         body=check.body,
         new_out=check.new_out,
+        spec=check.site.spec,
         whole=WholeLoads(body=check.body, nodes=nodes, axes={mask: 1}),
         ranks=ranks(layout=Layout(size=1, balanced=False), rank=0, group=""),
     )
-    check.find_needs(Values(bodies=found.plan.mirrors))
+    found.plan.checks[found.plan.checks.index(check)] = shared
+    shared.find_needs(Values(bodies=found.plan.mirrors))
     return found
 
 
@@ -286,10 +286,8 @@ def test_keys_in_another_order_beside_their_padding_are_told() -> None:
 def test_what_was_misread_is_told_by_the_model_s_own_part() -> None:
     found = _planned(_Alone)
     check = found.check("output")
-    assert check.shared is not None
-    spec = check.shared.spec
-    score = dataclasses.replace(spec.score, scale=2 * spec.score.scale)
-    check.shared = dataclasses.replace(check.shared, spec=dataclasses.replace(spec, score=score))
+    score = dataclasses.replace(check.spec.score, scale=2 * check.spec.score.scale)
+    check.spec = dataclasses.replace(check.spec, score=score)
     with pytest.raises(VerificationMismatch, match="attention as it was read"):
         _output(found)
 
@@ -297,21 +295,17 @@ def test_what_was_misread_is_told_by_the_model_s_own_part() -> None:
 def test_what_comes_after_goes_on_with_the_attention_over_the_whole_sequence() -> None:
     found = _planned(_Alone)
     check = found.check("output")
-    assert check.shared is not None
     other = qkv()[0].new_full(SHAPE, 0.25)
 
     class _Whole(_Alone):
         def whole(self, x: torch.Tensor, axis: int) -> torch.Tensor:
             return torch.full_like(x, 0.25) if x.is_floating_point() else x
 
-    ranks = _Whole(layout=Layout(size=1, balanced=False), rank=0, group="")
-    check.shared = dataclasses.replace(check.shared, ranks=ranks)
+    check.ranks = _Whole(layout=Layout(size=1, balanced=False), rank=0, group="")
     # The rewritten graph is given the same values, so that nothing differs.
-    check.new_out = check.shared.new_out
     graph = check.new_out.graph
     with graph.inserting_after(check.new_out):
-        made = graph.call_function(torch.full_like, (check.new_out, 0.25))
-    check.shared = dataclasses.replace(check.shared, new_out=made)
+        check.new_out = graph.call_function(torch.full_like, (check.new_out, 0.25))
     check.find_needs(Values(bodies=found.plan.mirrors))
     (out,) = running.run_checks(found.plan, found.args).ran.outs
     assert torch.allclose(out, other)

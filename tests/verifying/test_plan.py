@@ -188,7 +188,7 @@ def test_parts_come_back_in_the_order_of_the_sequence(
     found = ranks.whole(parts[0], axis)
     assert found.dtype == dtype
     assert torch.equal(found, whole)
-    assert torch.equal(whole.index_select(axis, ranks.positions(4, whole.device)), parts[0])
+    assert torch.equal(whole.index_select(axis, ranks.layout.positions(4, ranks.rank, whole.device)), parts[0])
 
 
 def _mismatch(what: str) -> VerificationMismatch:

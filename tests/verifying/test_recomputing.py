@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.verifying import recomputing, whole
-from attn_compiler.verifying.numbers import Noise
+from attn_compiler.verifying import outputs, whole
+from attn_compiler.verifying.interpreting import Noise
 from attn_compiler.verifying.values import Key, Values
 from attn_compiler.verifying.whole import Called
 from tests.verifying.planning import Planned, Tensor, planned, qkv
@@ -21,7 +21,7 @@ def test_dependents_run_from_the_product_to_the_output() -> None:
         return (scores.softmax(-1) @ v.cos()).exp()
 
     check = planned(function, *qkv()).check("output")
-    names = [str(n.target).split(".")[1] for n in recomputing.dependents(check.body.mirror, check.site.match)]
+    names = [str(n.target).split(".")[1] for n in outputs.dependents(check.body.mirror, check.site.match)]
     assert names == ["matmul", "mul", "amax", "sub", "softmax", "matmul"]
 
 
@@ -49,32 +49,9 @@ def test_the_same_again_wider_and_with_noise() -> None:
     found = planned(_function, *inputs)
     check = found.check("output")
     values = _values(found)
-    again = recomputing.output(check.site, check.body, values)
+    again = outputs.recomputed(check, values)
     assert torch.equal(again, _function(*inputs))
-    wide = recomputing.output(check.site, check.body, values, dtype=torch.float64)
+    wide = outputs.recomputed(check, values, dtype=torch.float64)
     torch.testing.assert_close(wide, _function(*(x.double() for x in inputs)), rtol=1e-12, atol=1e-12)
-    noisy = recomputing.output(check.site, check.body, values, dtype=torch.float64, noise=Noise(seed=0))
+    noisy = outputs.recomputed(check, values, dtype=torch.float64, noise=Noise(seed=0))
     assert 0 < float((noisy - wide).abs().max()) < 1e-3
-
-
-def test_gradients_come_to_the_leaves() -> None:
-    inputs = qkv()
-    found = planned(_function, *inputs)
-    check = found.check("output")
-    values = _values(found)
-    names = ("l_q_", "l_k_", "l_v_")
-    leaves = {name: values.recorded[Key(check.body.index, name)].clone().requires_grad_() for name in names}
-    recomputing.output(check.site, check.body, values, leaves=leaves).sum().backward()
-    expected = [x.detach().clone().requires_grad_() for x in inputs]
-    _function(*expected).sum().backward()
-    for mine, theirs in zip(leaves.values(), expected, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-def test_what_is_made_of_leaves_ends_at_the_output() -> None:
-    found = planned(lambda q, k, v: _function(q, k, v).sin(), *qkv())
-    check = found.check("output")
-    names = [name for node, name in check.body.names.items() if node.op == "placeholder"]
-    made = recomputing.made_of(names, check.site, check.body)
-    assert check.site.match.out in made
-    assert not any("sin" in str(node.target) for node in made if isinstance(node, fx.Node))

@@ -18,10 +18,9 @@ from attn_compiler.lowerings.shared.parts.score_changes import Form
 from attn_compiler.passes.recovering import reading
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.spec.scores import Pointwise
-from attn_compiler.verifying import masks, running, whole
-from attn_compiler.verifying.as_read import AsRead
-from attn_compiler.verifying.copies import copied_module, is_trained_parameter, isolated, leaving_no_trace
-from attn_compiler.verifying.numbers import Noise
+from attn_compiler.verifying import interpreting, pairs, running
+from attn_compiler.verifying.interpreting import Noise, copied_module, is_trained_parameter, isolated, leaving_no_trace
+from attn_compiler.verifying.ranks import AsRead
 from attn_compiler.verifying.values import NoValueError, Values
 from tests.verifying.planning import LENGTH, SHAPE, Tensor, causal, planned, qkv
 
@@ -45,7 +44,7 @@ def test_what_turns_out_to_have_no_value_is_skipped(monkeypatch: pytest.MonkeyPa
     def none(*_: object) -> int:
         raise NoValueError("odd")
 
-    monkeypatch.setattr(masks, "check_mask", none)
+    monkeypatch.setattr(pairs.MaskCheck, "compare", none)
     found = planned(causal, *qkv())
     mask, output = running.run_checks(found.plan, found.args).found
     assert mask.skipped == "odd"
@@ -81,7 +80,7 @@ def test_a_body_that_is_not_run_is_said_to_be_unchecked() -> None:
 @pytest.mark.parametrize("flag", [True, False])
 def test_nothing_is_held_afterwards(monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
     copies: list[weakref.ref[Tensor]] = []
-    real = whole.isolated
+    real = interpreting.isolated
 
     def isolated(args: Sequence[Any], shared: Sequence[bool]) -> list[Any]:
         found = real(args, shared)
@@ -91,7 +90,7 @@ def test_nothing_is_held_afterwards(monkeypatch: pytest.MonkeyPatch, flag: bool)
     def function(q: Tensor, k: Tensor, v: Tensor, flag: Tensor) -> Tensor:
         return torch.cond(flag.any(), causal, lambda q, k, v: q + 1, (q, k, v))
 
-    monkeypatch.setattr(whole, "isolated", isolated)
+    monkeypatch.setattr(interpreting, "isolated", isolated)
     found = planned(function, *qkv(), torch.tensor([flag]))
     gc.collect()
     gc.disable()
@@ -114,8 +113,8 @@ class _Scaled(nn.Module):
 
 def test_trained_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[bool]] = []
-    real = whole.isolated
-    monkeypatch.setattr(whole, "isolated", lambda args, shared: seen.append(shared) or real(args, shared))
+    real = interpreting.isolated
+    monkeypatch.setattr(interpreting, "isolated", lambda args, shared: seen.append(shared) or real(args, shared))
     found = planned(_Scaled(), *qkv())
     running.run_checks(found.plan, found.args)
     assert seen[0] == [isinstance(x, nn.Parameter) for x in found.args]

@@ -25,7 +25,7 @@ from attn_compiler.spec.added_scores import (
     RegionPenalty,
     RelativeBias,
 )
-from attn_compiler.verifying import pairs, running, scores
+from attn_compiler.verifying import pairs, running
 from attn_compiler.verifying.values import Values
 from tests.verifying.planning import LENGTH, SHAPE, Planned, Tensor, planned, qkv
 
@@ -299,7 +299,7 @@ def _rounding(make: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -
         return F.scaled_dot_product_attention(q, k, v, attn_mask=make(q, k, slopes))
 
     found = planned(function, *qkv(dtype=dtype), SLOPES.to(dtype))
-    return scores.rounding(found.check("bias").site, Values(bodies=found.plan.mirrors))
+    return pairs.rounding(found.check("bias").site, Values(bodies=found.plan.mirrors))
 
 
 def test_each_rounded_operation_counts_in_its_own_dtype() -> None:
@@ -331,5 +331,5 @@ def test_what_is_handed_to_a_body_counts_with_the_widest_rounding_outside() -> N
 
     found = planned(function, *(x.requires_grad_() for x in qkv()), SLOPES)
     check = found.check("bias")
-    assert scores.rounding(check.site, Values(bodies=found.plan.mirrors)) >= 8 * HALF
+    assert pairs.rounding(check.site, Values(bodies=found.plan.mirrors)) >= 8 * HALF
     assert [v.skipped for v in running.run_checks(found.plan, found.args).found] == [None] * 3

@@ -16,8 +16,7 @@ import attn_compiler
 from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.mutation import Version
-from attn_compiler.verifying.interpreting import Arithmetic, Autocast, interpret, with_rows
-from attn_compiler.verifying.numbers import Noise
+from attn_compiler.verifying.interpreting import Arithmetic, Autocast, Noise, interpret, with_rows
 from attn_compiler.verifying.values import Body, Key, NoValueError, Values
 from tests.passes.compiling import captured
 

@@ -37,7 +37,7 @@ def assert_verified(*subjects: str, sites: int = 1) -> None:
 
 
 def assert_all_verified(sites: int = 1) -> None:
-    assert_verified("output", "graph outputs", "gradient", "graph gradients", sites=sites)
+    assert_verified("output", "graph outputs", "graph gradients", sites=sites)
 
 
 def trained(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Compiled, Any]:

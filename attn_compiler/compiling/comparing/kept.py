@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from attn_compiler.reasons.errors import CannotCompare
 from attn_compiler.torch_private import tracing as torch_tracing
 from attn_compiler.verifying.comparing import is_plain
-from attn_compiler.verifying.copies import isolated
+from attn_compiler.verifying.interpreting import isolated
 
 #: containers that can be emptied and refilled; a subclass may not allow it
 _CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque)

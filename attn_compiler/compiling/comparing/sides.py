@@ -14,7 +14,7 @@ from attn_compiler.compiling.comparing import results, timing
 from attn_compiler.compiling.comparing.kept import HeldState, Inputs
 from attn_compiler.compiling.comparing.results import Distance, Results
 from attn_compiler.reasons.errors import CannotCompare
-from attn_compiler.verifying.copies import leaving_no_trace
+from attn_compiler.verifying.interpreting import leaving_no_trace
 
 EAGER, INDUCTOR, OURS = "eager", "inductor", "attn_compiler"
 
@@ -117,7 +117,7 @@ def first_step(name: str, model: Callable[..., Any], task: Task) -> FirstStep:
             value = task.step(model, given)
             task.synchronize()
             seconds = time.perf_counter() - begin
-            drew = drawn.any
+            drew = drawn()
             found = Results(
                 outputs=results.on_host(results.outputs_of(value)),
                 gradients=_held(task.gradients()) if task.training else None,

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 import attn_compiler
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import LatentSpec
-from attn_compiler.verifying import recomputing
+from attn_compiler.verifying import outputs
 from tests.passes.compiling import Compiled, compiled
 
 B, H, S, RANK, ROPE, NOPE, V = 2, 4, 24, 32, 8, 16, 12
@@ -335,14 +335,14 @@ def test_a_checked_output_is_compared_from_the_projection_on() -> None:
     """What the model rounds k and v to is part of its own error."""
     attention = _by(lambda x: _expanded(linear(x["c"], x["w"]), x["rope"]))
     checked: list[list[str]] = []
-    find = recomputing.dependents
+    find = outputs.dependents
 
     def record(*given: Any) -> list[torch.fx.Node]:
         found = find(*given)
         checked.append([str(node.target) for node in found])
         return found
 
-    with mock.patch.object(recomputing, "dependents", record):
+    with mock.patch.object(outputs, "dependents", record):
         assert _found(attention).site.decision.lowering == "absorbed"
     assert checked
     assert all(names[0] == "aten.linear.default" and "aten.copy_.default" in names for names in checked)
