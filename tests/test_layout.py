@@ -43,7 +43,7 @@ LINES = {
     "lowerings/fp8": 1808,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5512,
-    "lowerings/linear": 2957,  # numbers that are not finite stay on their side in the kernels, too
+    "lowerings/linear": 2961,  # numbers that are not finite stay on their side in the kernels, too
     "lowerings/plain": 701,
     "lowerings/rows": 590,
     "lowerings/sdpa": 359,
@@ -78,13 +78,13 @@ TEST_LINES = {
     "context_parallel": 4206,
     "distributed": 939,
     "export": 889,
-    "fuzz": 8381,
+    "fuzz": 8538,  # with linear attention's resets and NaN, and functions that rest on what changes between two calls
     "gate": 697,
     "graphs": 144,
     "hf": 7237,
     "index_expr": 1729,
     "integrations": 1354,
-    "lowerings": 35723,
+    "lowerings": 35732,
     "near_miss": 6564,
     "options": 319,
     # The spellings of sinks are a table of their own.

@@ -5,7 +5,7 @@ most 0. With the delta rule the values of a chunk solve a triangular system (the
 "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024).
 
 Sums of decays are each made of their own terms: a difference of two large sums would lose a small one's digits. A reset is a decay of -inf,
-and the difference of two sums up to it is NaN. So a decay is at least -1000: exp(-1000) is 0 in every dtype.
+and the difference of two sums up to it is NaN. So a decay is bounded where exp of it is 0 in its dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from attn_compiler.torch_private.op_library import NAMESPACE
 
 #: tokens of a chunk, a power of 2
 CHUNK = 64
-_LOWEST = -1000.0
+#: exp of it is 0 in float32; in float64
+_LOWEST, _LOWEST_WIDE = -128.0, -1000.0
 #: whole numbers of this size have sums without rounding in float32, over a chunk
 _STEP = 2.0**-8
 
@@ -139,7 +140,7 @@ def _from_chunks(x: Tensor, batch: int, length: int, heads: int) -> Tensor:
 
 def bounded_decays(g: Tensor) -> Tensor:
     """Clamp `g` so that its sums are finite, where it is not NaN and does not grow."""
-    return g.clamp(min=_LOWEST)
+    return g.clamp(min=_LOWEST_WIDE if g.dtype == torch.float64 else _LOWEST)
 
 
 def decay_sums(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
 from attn_compiler.lowerings.graph_ops.linear_recurrence import normalised
+from attn_compiler.lowerings.linear.chunks import bounded_decays
 from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.linear.triton_ops import register_chunks
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
@@ -121,7 +122,8 @@ def run(operands: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
     state = given.get("state")
     first = None if state is None else state.to(torch.float32)
     chunks = getattr(torch.ops, NAMESPACE).fla_chunks.default
-    found: tuple[Tensor, Tensor] = chunks(q, k, given["v"].to(dtype), given["g"], given["beta"], None, first, text)
+    g = bounded_decays(given["g"])
+    found: tuple[Tensor, Tensor] = chunks(q, k, given["v"].to(dtype), g, given["beta"], None, first, text)
     return found
 
 

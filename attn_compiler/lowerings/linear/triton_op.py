@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
 from attn_compiler.lowerings.graph_ops.linear_recurrence import steps
 from attn_compiler.lowerings.linear import triton_ops  # noqa: F401 (the ops are registered by the import)
+from attn_compiler.lowerings.linear.chunks import bounded_decays
 from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
 from attn_compiler.reasons.codes import Code
@@ -121,11 +122,11 @@ def run_step(operands: Sequence[Tensor], state: Tensor, text: str) -> Tensor:
 
 
 def _recurrence(form: LinearForm, given: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
-    """Return operands of the leaf ops, up to the state."""
+    """Return operands of the leaf ops, up to the state. Sums of decays are finite: a difference of infinite ones would be NaN."""
     if form.recurrence == "delta":
-        return (*(given[x] for x in ("q", "k", "v", "g", "beta")), None)
+        return given["q"], given["k"], given["v"], bounded_decays(given["g"]), given["beta"], None
     dt = steps(form, given).to(torch.float32)
-    return given["C"], given["B"], given["x"], given["A"].to(torch.float32) * dt, dt, given.get("D")
+    return given["C"], given["B"], given["x"], bounded_decays(given["A"].to(torch.float32) * dt), dt, given.get("D")
 
 
 _OPS: Any = getattr(torch.ops, NAMESPACE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.fuzz.grammar import conditions, made_masks, masks, operands, scores
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.site import simple_site, sites_with
@@ -110,6 +112,9 @@ def masks_partly_written(draft: Draft) -> None:
 
 def mask_tensors(draft: Draft) -> None:
     """Masks that ask tensors: padding, documents, lengths, tables."""
+    if draft.maybe(3):
+        _hidden_keys(draft)
+        return
     operands.plain_operands(draft)
 
     def steps(d: Draft) -> None:
@@ -119,6 +124,24 @@ def mask_tensors(draft: Draft) -> None:
             masks.apply(d, found if found.startswith("m") else masks.placed(d, found))
 
     simple_site(draft, steps)
+    draft.outputs.append("o")
+
+
+def _hidden_keys(draft: Draft) -> None:
+    """Keys that a mask shuts out are not finite: their scores are replaced. A gradient of q or k would be 0 times NaN in eager, too."""
+    draft.grads = False
+    operands.plain_operands(draft)
+    for name in ("k", "v"):
+        operands.repeat_heads(draft, name)
+    draft.dims = ("b", "h", "q", "k")
+    conditions.positions(draft)
+    draft.add(f"p = {draft.new('pad', ('b', 'k'), 'padding')}.bool() & (j[0] < {max(draft.sizes['k'] - 1, 1)})")
+    draft.add(f"c = p[:, None, None, :]{draft.pick('', ' & ((i >= j) | (j == 0))')}")
+    number = draft.pick("float('nan')", "inf", "-inf", "3e38" if draft.dtype != torch.float16 else "6e4")
+    draft.add(f"k = k.masked_fill(~p[:, None, :, None], {number})", "s = q @ k.mT * 0.5")
+    fill = draft.pick("-inf", "torch.finfo(s.dtype).min", "-1e9")
+    draft.add(draft.pick(f"s = s.masked_fill(~c, {fill})", f"s = torch.where(c, s, {fill})"))
+    draft.add("# probe: s.amax(3), s.amin(3)", "o = s.softmax(-1) @ v")
     draft.outputs.append("o")
 
 

@@ -153,8 +153,10 @@ def programs(
         possible = PADDED_LOWERINGS
     if rule == "linear attention" and len(lowerings) > 1:
         possible = linear_rules.LINEAR_LOWERINGS
+    if rule == "rows without keys" and len(lowerings) > 1:
+        possible = (*lowerings, *[("decode", "triton", "math")] * 2)
     chosen = draw(st.sampled_from(possible))
-    is_interpreted = device == "cpu" and chosen is not None and chosen[0] in ("triton", "linear_triton")
+    is_interpreted = device == "cpu" and chosen is not None and chosen[0] in ("triton", "linear_triton", "decode")
     sizes = _sizes(draw, rule, large=large, is_interpreted=is_interpreted)
     draft = Draft(draw=draw, sizes=sizes, grads=draw(st.booleans()), writes=draw(st.integers(0, 2)) == 2)
     draft.dtype = draw(

@@ -52,4 +52,9 @@ a number that replaces is added
 passes/recovering/keyless.py _numbers; rows without keys: what two masks leave is another number
 - masked = Const(fill) if step.replaces else ix.add(total, Const(fill))
 + masked = ix.add(total, Const(fill))
+
+a step of decoding leaves a row without keys alone
+passes/writing/keyless_nodes.py asked_for; rows without keys: the kernel for decoding gives 0
+- (through or lowering in OF_CACHE)
++ through
 """)

@@ -1,11 +1,11 @@
-"""Faults in linear attention: sums of decays, resets, states."""
+"""Faults in linear attention: sums of decays, resets, states, and what a proof rests on."""
 
 from tests.fuzz.planted.fault import faults
 
 ALL = faults("""
 a reset has no difference
 lowerings/linear/chunks.py bounded_decays; linear attention: two sums up to a decay of -inf differ by NaN
-- g.clamp(min=_LOWEST)
+- g.clamp(min=_LOWEST_WIDE if g.dtype == torch.float64 else _LOWEST)
 + g
 
 decays are differences of sums
@@ -18,11 +18,6 @@ lowerings/linear/chunks.py forward; linear attention: a token does not decay its
 - end = (exact[..., -1:] - exact)
 + end = (exact[..., -1:] - exact + whole)
 
-a chunk's first token does not decay the state
-lowerings/linear/chunks.py backward; linear attention: its decay's gradient is that of the state alone
-- (1, 0))
-+ (0, 1))
-
 the first state is not read by the delta rule
 lowerings/linear/chunks.py _one_chunk; linear attention: what a key reads of the state is not taken off the value
 - v if w is None else v - w @ state
@@ -32,4 +27,35 @@ a step forgets before it reads
 lowerings/linear/chunks.py one_token; linear attention: the delta rule reads the state after its decay
 - (v - (state * k.unsqueeze(-1)).sum(-2))
 + (v - (given.first_state * k.unsqueeze(-1)).sum(-2))
+
+a number that is not finite reaches earlier tokens
+lowerings/linear/triangles.py contained_of_earlier; linear attention: 0 times NaN is NaN
+- (x @ y.masked_fill(is_bad, 0))
++ (x @ y)
+
+what a function reads is in no guard
+passes/matching/linear/source.py _followed; linear attention: a call after a change of it takes the graph from before
+-         self.reads.append(place)
+-         value = place.value
++         value = place.value
+
+a number that a function reads is in no digest
+passes/matching/linear/source.py _followed; linear attention: the proof of another number serves
+- self.names.append(f"{spelled} = {value!r}")
++ pass
+
+a helper's text is read once
+passes/matching/linear/substitutes.py current; linear attention: a helper that was replaced is taken for the first one
+- if known.text.holds():
++ if True:
+
+a helper's text is in no digest
+passes/matching/linear/source.py add; linear attention: the proof of another helper serves
+- self.texts[function] = f"{_tokens(text)} {[repr(value) for value in defaults]}"
++ self.texts[function] = function.__module__
+
+a function may ask whether it is differentiated
+passes/matching/linear/vocabulary.py; linear attention: a proof runs with gradients, where it computes another thing
+- "shape ndim dtype device mT T".split()
++ "shape ndim dtype device mT T requires_grad".split()
 """)

@@ -247,4 +247,14 @@ triton: rows begin anew
 lowerings/shared/kernels/forward.py _step; triton: what was summed before a larger score counts too much
 - total = total * decay + tl.sum(weights, 1)
 + total = total + tl.sum(weights, 1)
+
+keys that nobody sees are not cleared
+lowerings/shared/parts/unused.py with_keys_cleared; mask tensors: NaN plus -inf is NaN, where the model replaces it
+- operands if seen is None else dataclasses.replace
++ operands if True else dataclasses.replace
+
+a gathered table learns for another row
+lowerings/shared/calls/tables.py _sums; score kinds: each pair's gradient goes to another element
+- grad.reshape(rows.shape[0], width)).view(size)
++ grad.reshape(rows.shape[0], width).flip(0)).view(size)
 """)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from tests.fuzz.planted.fault import KERNELS, PACKAGE, first_line
 
 #: (file in the package, line) of every statement in a function that was reached since this was last emptied. A function's own line, of its
@@ -37,7 +39,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         file = str(path.relative_to(PACKAGE))
         for node in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]:
             _note(node, file)
-        module.__dict__["__ran__"] = ran
+        module.__dict__.update(__ran__=ran, __traced__=torch.compiler.is_dynamo_compiling)
         exec(compile(tree, str(path), "exec"), module.__dict__)
 
 
@@ -63,7 +65,8 @@ def _with_notes(body: list[ast.stmt], file: str) -> list[ast.stmt]:
 
 
 def _noted(file: str, line: int, where: ast.stmt) -> ast.stmt:
-    note = ast.parse(f"__ran__.add(({file!r}, {line}))").body[0]
+    # Where Dynamo traces a function, its write of a set would be done at each call, in the place of all that was noted since.
+    note = ast.parse(f"__traced__() or __ran__.add(({file!r}, {line}))").body[0]
     return ast.fix_missing_locations(ast.copy_location(note, where))
 
 

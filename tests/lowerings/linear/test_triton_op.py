@@ -25,7 +25,7 @@ from attn_compiler.spec.target import Target
 from benchmarks.linear_groups import for_each_head, has_groups
 from tests.lowerings.linear import linear_forms
 from tests.lowerings.linear.kernels.interpreted import with_bfloat16
-from tests.lowerings.linear.triton_problems import FORMS, problem, skip_where_refused
+from tests.lowerings.linear.triton_problems import FORMS, furthest, problem, skip_where_refused
 from tests.thinned import further
 
 # `linear_triton` takes what its kernels can do, in models, and on a GPU it errs at most twice as much as the model's own function.
@@ -77,6 +77,15 @@ def test_the_inner_compiler_sees_a_leaf_op(form: LinearForm) -> None:
     traced = make_fx(lambda *x: op(list(x), form.text))(*(x.detach() for x in problem(form, (90, 2, 2, 16, 16))))
     called = {str(node.target) for node in traced.graph.nodes if node.op == "call_function"}
     assert {name for name in called if name.startswith("attn_compiler.")} == {"attn_compiler.linear_chunks.default"}
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_a_reset_forgets_the_state_and_nothing_else(name: str) -> None:
+    form, given = FORMS[name], problem(FORMS[name], (70, 2, 2, 16, 16))
+    with torch.no_grad():
+        # Of the state space a head forgets at every token.
+        given[form.roles.index("A" if name == "ssd" else "g")][0 if name == "ssd" else (0, 5)] = -torch.inf
+    assert max(furthest(form, given, gradients=name != "ssd").values()) < 2e-5
 
 
 _OWN = {
