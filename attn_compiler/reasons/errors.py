@@ -289,11 +289,10 @@ class VerifyFailed(AttnCompilerError):
 class VerificationMismatch(AttnCompilerError):
     """options={"verify": True}, first call or first backward: a replaced attention differs from the model's own.
 
-    site: the attention's path, or "graph 0/0" for a whole graph. what: "recovered mask", "recovered bias", "output of <lowering>",
-    "gradient of <lowering> with respect to k (...)"; of a graph "output 0 of the graph", "length as the graph left it", "gradient of
-    layers.0.weight". formula: the mask, or the bias, as it was read; of a graph its attentions. index: the worst element. expected,
-    observed: the model's value and ours there. allowed: the largest allowed difference. differing: the number of wrong elements. until:
-    advice for the meantime.
+    site: the attention's path, or "graph 0/0" for a whole graph. what: "recovered mask", "recovered bias", "output of <lowering>"; of a
+    graph "output 0 of the graph", "length as the graph left it", "gradient of layers.0.weight". formula: the mask, or the bias, as it was
+    read; of a graph its attentions. index: the worst element. expected, observed: the model's value and ours there. allowed: the largest
+    allowed difference. differing: the number of wrong elements. until: advice for the meantime.
     """
 
     code = Code.VERIFICATION_MISMATCH

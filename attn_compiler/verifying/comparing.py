@@ -1,8 +1,8 @@
 """Comparison of results with the model's own by FlashAttention's rule, with as many runs of the model's own math as it takes.
 
-Most results are within the rounding of their dtype, and the model's own run decides. Otherwise the exact results are computed. A result may
-have twice the error of the model's own (three times with a softcap). Otherwise runs with noise show the spread of other roundings of the
-same math, times the same factor (interpreting.py). Only noise detects sums that cancel, and branches that a rounding decides.
+Most results are within the rounding of their dtype. Otherwise the exact results are computed, and a result may have twice the error of the
+model's own (three times with a softcap). Otherwise runs with noise show the spread of other roundings, times the same factor. Only noise
+detects sums that cancel, and branches that a rounding decides.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Run of the model's own graph, op by op: in its own numbers, in wider ones, or with noise at each rounding. Copies for it.
 
 Wider: every floating dtype of the graph is replaced and no autocast applies, so that the result is exact. Noise: each result is multiplied
-by 1 + e, |e| at most the rounding of its dtype. Its effect on the results shows the possible error of other roundings of the same math,
-through cancellations and branches on the way. Autograd multiplies the gradients by the same factor.
+by 1 + e, |e| at most the rounding of its dtype, as are gradients. It shows how far other roundings of the same math may lie apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,32 +125,21 @@ class Arithmetic:
         return wide if self.noise is None else self.noise.on_step(wide, node.meta.get("example_value"))
 
 
-AS_IT_IS = Arithmetic()
+def current_autocast(devices: Sequence[torch.device]) -> Callable[[bool], AbstractContextManager[Any]]:
+    """Return a function that enters the autocast state of now again, or with False none, for all types of the devices."""
+    types = sorted({device.type for device in devices if torch.amp.is_autocast_available(device.type)})
+    states = [(t, torch.get_autocast_dtype(t), torch.is_autocast_enabled(t)) for t in types]
+
+    def enter(applies: bool) -> AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        for device_type, dtype, enabled in states:
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled and applies))
+        return stack
+
+    return enter
 
 
-@dataclass(frozen=True, kw_only=True)
-class Autocast:
-    """The autocast state of a graph's call, by device type."""
-
-    states: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @staticmethod
-    def current(devices: Sequence[torch.device]) -> Autocast:
-        types = sorted({device.type for device in devices if torch.amp.is_autocast_available(device.type)})
-        return Autocast(states=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types))
-
-    @contextlib.contextmanager
-    def enter(self, *, none: bool = False) -> Iterator[None]:
-        """Enter the same autocast; none: disable autocast."""
-        with contextlib.ExitStack() as stack:
-            for device_type, enabled, dtype in self.states:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled and not none))
-            yield
-
-
-def interpret(
-    module: fx.GraphModule, args: Sequence[Any], arithmetic: Arithmetic = AS_IT_IS, record: Record | None = None
-) -> Any:
+def interpret(module: fx.GraphModule, args: Sequence[Any], arithmetic: Arithmetic, record: Record | None = None) -> Any:
     """Run a graph and the bodies of its higher-order calls. record: called with each node and its value; its result replaces the value."""
     bodies = [body for body in torch_compat.graph_modules(module) if body is not module]
 
@@ -171,6 +160,9 @@ class _Interpreter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, arithmetic: Arithmetic, record: Record | None) -> None:
         super().__init__(module)
         self._arithmetic, self._record, self._wide = arithmetic, record, arithmetic.dtype
+
+    def _numbers(self, x: Any) -> Any:
+        return fx.node.map_aggregate(x, lambda y: self._arithmetic.number(y) if isinstance(y, torch.dtype) else y)
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -200,22 +192,16 @@ class _Interpreter(fx.Interpreter):
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._arithmetic.number(super().get_attr(target, args, kwargs))
 
-    def _numbers(self, x: Any) -> Any:
-        return fx.node.map_aggregate(x, lambda y: self._arithmetic.number(y) if isinstance(y, torch.dtype) else y)
-
 
 def with_rows(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call, for SDPA with a mask of at least two axes. PyTorch's kernels can't read a mask of one axis. The
     model's own call may have had gradients, for which SDPA uses none of these kernels."""
-
-    def rows(mask: Any) -> Any:
-        return mask[None] if isinstance(mask, torch.Tensor) and mask.dim() == 1 else mask
-
-    if target not in _SDPA:
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    if target not in _SDPA or not isinstance(mask, torch.Tensor) or mask.dim() != 1:
         return args, dict(kwargs)
     if "attn_mask" in kwargs:
-        return args, {**kwargs, "attn_mask": rows(kwargs["attn_mask"])}
-    return (*args[:3], *map(rows, args[3:4]), *args[4:]), dict(kwargs)
+        return args, {**kwargs, "attn_mask": mask[None]}
+    return (*args[:3], mask[None], *args[4:]), dict(kwargs)
 
 
 # ---- copies, for a run without side effects -------------------------------------------------------------------------
@@ -236,8 +222,7 @@ def copied_module(module: fx.GraphModule, graphs: Mapping[fx.GraphModule, fx.Gra
 def isolated(args: Sequence[Any], shared: Sequence[bool]) -> list[Any]:
     """Copy tensors with the same elements, strides and aliasing as those of `args`, in separate memory.
 
-    shared: True for an input to leave in its memory, because nothing writes to it. Other values stay. No tensor of the result requires
-    grad.
+    shared: True for an input to leave in its memory, because nothing writes to it. Other values stay. No result requires grad.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -256,11 +241,6 @@ def isolated(args: Sequence[Any], shared: Sequence[bool]) -> list[Any]:
         (x.detach() if keep else copied(x.detach())) if isinstance(x, torch.Tensor) else x
         for x, keep in zip(args, shared, strict=True)
     ]
-
-
-def is_trained_parameter(x: object) -> bool:
-    """Return True if autograd itself would refuse most writes to the tensor."""
-    return isinstance(x, nn.Parameter) and x.requires_grad
 
 
 def share_memory(args: Sequence[Any], written: Sequence[bool]) -> bool:

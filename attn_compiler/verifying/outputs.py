@@ -1,10 +1,8 @@
 """Comparison of a lowered site's output with the model's own, both computed from the model's own values on the first call.
 
-FlashAttention's rule: the lowered output may have twice the error of the model's own (three times with a softcap), plus the rounding of the
-result. Exact: the model's own operations on the same inputs of the site, in float32 for 16-bit outputs and in float64 for others. The
-site's inputs are the model's own, so errors of other sites do not add up, and the rule is as tight for the last layer as for the first.
-
-Rows without keys are left out if the model's own masking, by -inf, gives NaN: a kernel gives 0 there.
+Exact: the model's own operations on the same inputs of the site, in float32 for 16-bit outputs and in float64 for others. The inputs are
+the model's own, so errors of other sites do not add up, and the rule is as tight for the last layer as for the first. Rows without keys are
+left out if the model's own masking, by -inf, gives NaN: a kernel gives 0 there.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from torch import fx
 
 from attn_compiler.lowerings.base import FP8, OF_LATENT
 from attn_compiler.passes.graph import axes, mutation, program
+from attn_compiler.passes.graph.emit import FakeBuilder
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Match, Site
 from attn_compiler.spec.numerics import FACTOR, FACTOR_SOFTCAP, FLOOR_ULPS, difference, exact_dtype, largest
@@ -149,29 +148,20 @@ def floating(x: Any) -> torch.Tensor:
     return x
 
 
-@dataclass(frozen=True)
-class RealBuilder:
+class RealBuilder(FakeBuilder[torch.Tensor]):
     """A builder that runs calls on real tensors."""
 
-    values: Values
+    def __init__(self, values: Values) -> None:
+        self._real = values
 
     def leaf(self, node: fx.Node) -> torch.Tensor:
-        return self.values.tensor(node)
+        return self._real.tensor(node)
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    def value(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def size(self, size: Any, known: Iterable[fx.Node]) -> int:
-        return self.values.size(size)
-
-    def once(self, key: Any, make: Any) -> Any:
-        return make()
-
-    def hold(self, x: torch.Tensor, key: Any, *, operand: str, why: str) -> torch.Tensor:
-        return x.clone()
+    def size(self, size: Any, known: Any) -> int:
+        return self._real.size(size)
 
 
 # ---- the model's own operations at a site, again --------------------------------------------------------------------

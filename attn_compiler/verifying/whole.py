@@ -7,10 +7,12 @@ they were at the call. The comparison also detects a tensor that the backward re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
@@ -19,7 +21,7 @@ from attn_compiler.spec.numerics import FACTOR, FLOOR_ULPS
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 from attn_compiler.verifying import comparing, interpreting
 from attn_compiler.verifying.comparing import Compared, Rule
-from attn_compiler.verifying.interpreting import AS_IT_IS, Arithmetic, Autocast, Noise, Record
+from attn_compiler.verifying.interpreting import Arithmetic, Noise, Record
 from attn_compiler.verifying.plan import CheckPlan
 from attn_compiler.verifying.watching import Arrived
 
@@ -50,12 +52,13 @@ class Called:
     args: Sequence[Any]
     trained: Sequence[bool]
     versions: Sequence[Fingerprint | None]
-    autocast: Autocast
+    autocast: Callable[[bool], AbstractContextManager[Any]]
 
     @staticmethod
     def copied(plan: CheckPlan, args: Sequence[Any]) -> Called:
         """Copy the inputs."""
-        trained = map(interpreting.is_trained_parameter, args)
+        # Autograd itself would refuse most writes to a trained parameter.
+        trained = [isinstance(x, nn.Parameter) and x.requires_grad for x in args]
         shared = [is_trained and not may_write for is_trained, may_write in zip(trained, plan.may_write, strict=True)]
         with torch.no_grad():
             copies = interpreting.isolated(args, shared)
@@ -64,7 +67,7 @@ class Called:
             args=copies,
             trained=[isinstance(x, torch.Tensor) and x.requires_grad for x in args],
             versions=[fingerprint(x) if keep else None for x, keep in zip(copies, shared, strict=True)],
-            autocast=Autocast.current(plan.devices),
+            autocast=interpreting.current_autocast(plan.devices),
         )
 
     def apart(self, ran: Ran) -> str | None:
@@ -105,13 +108,13 @@ class SeenBackward:
 
 def run_model(
     called: Called,
-    arithmetic: Arithmetic = AS_IT_IS,
+    arithmetic: Arithmetic | None = None,
     *,
     backward: SeenBackward | None = None,
     record: Record | None = None,
 ) -> Ran:
     """Run the model's own graph. backward: of the call, if its gradients are wanted."""
-    plan = called.plan
+    plan, arithmetic = called.plan, arithmetic or Arithmetic()
     with interpreting.leaving_no_trace(called.args, plan.devices, gradients=backward is not None) as drew:
         # The caller's writes are repeated below: into copies, since all runs share the inputs.
         is_written = backward is not None and bool(backward.written)
@@ -121,7 +124,7 @@ def run_model(
         for i in (i for i, trained in enumerate(called.trained) if trained and backward is not None):
             leaves[i] = values[i].detach().requires_grad_()
             values[i] = _Written.apply(leaves[i], [values[i]]) if plan.may_write[i] else leaves[i]  # type: ignore[no-untyped-call]
-        with called.autocast.enter(none=arithmetic.dtype is not None):
+        with called.autocast(arithmetic.dtype is None):
             outs = interpreting.interpret(plan.module, values, arithmetic, record)
         with interpreting.fused_noise(arithmetic.noise, plan.rounded):
             gradients = _gradients([*outs, *values], backward, leaves, len(values)) if backward is not None else ()

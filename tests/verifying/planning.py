@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
+from attn_compiler.reasons.errors import VerificationMismatch
+from attn_compiler.reporting.verifications import Verification
+from attn_compiler.verifying import running
 from attn_compiler.verifying.plan import CheckPlan, prepare
 
 Tensor = torch.Tensor
 SHAPE = (2, 4, 6, 8)
 LENGTH = SHAPE[2]
+PADDING = torch.tensor([[1] * LENGTH, [1, 1, 1, 0, 0, 1]])
 
 
 @dataclass
@@ -29,6 +35,19 @@ class Planned:
     def check(self, subject: str) -> Any:
         (check,) = (check for check in self.plan.checks if check.subject == subject)
         return check
+
+    def found(self) -> list[Verification]:
+        return running.run_checks(self.plan, self.args).found
+
+    def run(self, subject: str) -> Verification:
+        (found,) = (x for x in self.found() if x.subject == subject)
+        return found
+
+    def mismatch(self, observed: str = "") -> VerificationMismatch:
+        with pytest.raises(VerificationMismatch) as caught:
+            self.found()
+        assert re.search(observed, caught.value.observed)
+        return caught.value
 
 
 def plans(
@@ -60,14 +79,25 @@ def planned(function: Callable[..., Any], *inputs: Any, **options: Any) -> Plann
     return Planned(plan, module, args)
 
 
-def qkv(*, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = SHAPE, grad: bool = False) -> list[Tensor]:
+def qkv(
+    *,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] = SHAPE,
+    kv_heads: int | None = None,
+    grad: bool = False,
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for _ in range(3)]
+    shapes = (shape, *[(shape[0], kv_heads or shape[1], *shape[2:])] * 2)
+    return [torch.randn(x, generator=generator).to(dtype).requires_grad_(grad) for x in shapes]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     positions = torch.arange(q.shape[-2], device=q.device)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=positions <= positions[:, None])
+
+
+def with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class Layer(torch.nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
-from attn_compiler.reasons.errors import VerificationMismatch
-from attn_compiler.reporting.verifications import Verification
 from attn_compiler.spec.added_scores import (
     Alibi,
     Bias,
@@ -25,14 +24,13 @@ from attn_compiler.spec.added_scores import (
     RegionPenalty,
     RelativeBias,
 )
-from attn_compiler.verifying import pairs, running
+from attn_compiler.verifying import pairs
 from attn_compiler.verifying.values import Values
-from tests.verifying.planning import LENGTH, SHAPE, Planned, Tensor, planned, qkv
+from tests.verifying.planning import LENGTH, PADDING, SHAPE, Planned, Tensor, planned, qkv
 
 B, H, Q, K = map(Index, "bhqk")
 HEADS = SHAPE[1]
 LOWEST = torch.finfo(torch.float32).min
-PADDING = torch.tensor([[1] * LENGTH, [1, 1, 1, 0, 0, 1]])
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 TABLE = torch.linspace(-1.0, 1.0, 8 * HEADS).reshape(8, HEADS)
 INDEX = torch.arange(LENGTH * LENGTH).reshape(LENGTH, LENGTH) % 8
@@ -88,45 +86,44 @@ def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _attention(q, k, v, (_apart(q, k) + 0.5).abs() * 0.1)
 
 
-Attention = Callable[..., Tensor]
 BIAS = torch.linspace(-2.0, 2.0, HEADS * LENGTH).reshape(1, HEADS, 1, LENGTH)
 
-CASES: dict[type[ProvedScore], tuple[Attention, tuple[Tensor, ...]]] = {
-    Alibi: (alibi, (SLOPES,)),
-    RelativeBias: (buckets, (TABLE,)),
-    GatheredBias: (gathered, (TABLE, INDEX)),
-    RegionPenalty: (regions, ()),
-    Penalty: (penalty, ()),
-    Bias: (ready_made, (BIAS,)),
-    BiasFormula: (formula, ()),
+
+def _one_more(position: Expr) -> Expr:
+    return ix.add(position, ix.mul(K, K))
+
+
+def _next_row(at: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    return ix.apply("mod", ix.add(at[0], ix.ONE), Const(8)), at[1]
+
+
+#: a model, its inputs, and what makes a wrong kind of the same sort: off by a position, a row of the table, or a little in size
+CASES: dict[type[ProvedScore], tuple[Callable[..., Tensor], tuple[Tensor, ...], str, Callable[[Any], Any]]] = {
+    Alibi: (alibi, (SLOPES,), "position", _one_more),
+    RelativeBias: (buckets, (TABLE,), "at", _next_row),
+    GatheredBias: (gathered, (TABLE, INDEX), "at", _next_row),
+    RegionPenalty: (regions, (), "of_key", lambda _: ix.apply("floordiv", K, Const(3))),
+    Penalty: (penalty, (), "condition", lambda _: ix.compare(">=", K, Q)),
+    Bias: (ready_made, (BIAS,), "weight", lambda x: x * 1.1),
+    BiasFormula: (formula, (), "value", lambda x: ix.mul(x, Const(1.1))),
 }
 
 
-def _checked(found: Planned) -> Verification:
-    (bias,) = (v for v in running.run_checks(found.plan, found.args).found if v.subject == "bias")
-    return bias
+def _case(kind: type[ProvedScore], dtype: torch.dtype = torch.float32) -> Planned:
+    function, more, *_ = CASES[kind]
+    return planned(function, *qkv(dtype=dtype), *(x.to(dtype) if x.is_floating_point() else x for x in more))
 
 
-def _kind(found: Planned) -> ProvedScore:
-    spec = found.check("bias").site.spec
-    assert spec is not None
-    (kind,) = spec.score.proved
+def _kind(found: Planned) -> Any:
+    (kind,) = found.check("bias").site.spec.score.proved
     return kind
 
 
 def _believed(found: Planned, *kinds: ProvedScore) -> Planned:
     """The plan, had these kinds been proved."""
     site = found.check("bias").site
-    assert site.spec is not None
     site.spec = dataclasses.replace(site.spec, score=dataclasses.replace(site.spec.score, proved=kinds))
     return found
-
-
-def _mismatch(found: Planned) -> VerificationMismatch:
-    with pytest.raises(VerificationMismatch) as caught:
-        running.run_checks(found.plan, found.args)
-    assert caught.value.what == "recovered bias"
-    return caught.value
 
 
 def test_every_kind_has_a_case() -> None:
@@ -136,200 +133,141 @@ def test_every_kind_has_a_case() -> None:
 @pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-def test_right_kinds_pass(kind: type[ProvedScore], dtype: torch.dtype) -> None:
-    function, more = CASES[kind]
-    more = tuple(x.to(dtype) if x.is_floating_point() else x for x in more)
-    found = planned(function, *qkv(dtype=dtype), *more)
-    assert isinstance(_kind(found), kind)
-    result = _checked(found)
+def test_right_kinds_pass_and_wrong_ones_are_found(kind: type[ProvedScore], dtype: torch.dtype) -> None:
+    found = _case(kind, dtype)
+    right = _kind(found)
+    assert isinstance(right, kind)
+    result = found.run("bias")
     assert result.skipped is None
     assert result.elements >= LENGTH
-    assert result.formula == _kind(found).words
+    assert result.formula == right.words
     assert result.error is not None
     assert result.allowed is not None
     assert result.error <= result.allowed
-
-
-def _shifted(kind: ProvedScore) -> ProvedScore:
-    """A wrong kind of the same sort: off by a position, a row of the table, or a little in size."""
-    match kind:
-        case Alibi():
-            return dataclasses.replace(kind, position=ix.add(kind.position, ix.mul(K, K)))
-        case RelativeBias() | GatheredBias():
-            row, head = kind.at
-            return dataclasses.replace(kind, at=(ix.apply("mod", ix.add(row, ix.ONE), Const(8)), head))
-        case Bias():
-            return dataclasses.replace(kind, weight=kind.weight * 1.1)
-        case Penalty():
-            return dataclasses.replace(kind, condition=ix.compare(">=", K, Q))
-        case RegionPenalty():
-            return dataclasses.replace(kind, of_key=ix.apply("floordiv", K, Const(3)))
-        case BiasFormula():
-            return dataclasses.replace(kind, value=ix.mul(kind.value, Const(1.1)))
-
-
-@pytest.mark.in_turns
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-def test_wrong_kinds_are_found(kind: type[ProvedScore], dtype: torch.dtype) -> None:
-    function, more = CASES[kind]
-    more = tuple(x.to(dtype) if x.is_floating_point() else x for x in more)
-    found = planned(function, *qkv(dtype=dtype), *more)
-    wrong = _shifted(_kind(found))
-    error = _mismatch(_believed(found, wrong))
-    assert error.formula == wrong.words
-
-
-@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-def test_kinds_that_say_too_much_are_found(kind: type[ProvedScore]) -> None:
-    """Their sum is what is compared."""
-    function, more = CASES[kind]
-    found = planned(function, *qkv(), *more)
-    right = _kind(found)
-    _mismatch(_believed(found, right, right))
+    *_, field, change = CASES[kind]
+    wrong = dataclasses.replace(right, **{field: change(getattr(right, field))})
+    # The sum of the kinds is what is compared.
+    for kinds in ((wrong,), (right, right)):
+        error = _believed(found, *kinds).mismatch()
+        assert error.what == "recovered bias"
+        assert error.formula == (wrong.words if kinds == (wrong,) else found.check("bias").formula)
 
 
 def test_the_worst_element_is_named() -> None:
-    found = planned(alibi, *qkv(), SLOPES)
-    right = _kind(found)
-    assert isinstance(right, Alibi)
+    found = _case(Alibi)
     wrong_at: Expr = ix.apply("and", ix.compare("==", K, Const(2)), ix.compare("==", Q, Const(4)))
     wrong = BiasFormula(value=ix.as_float(ix.as_int(ix.apply("and", wrong_at, ix.compare("==", H, Const(3))))))
-    error = _mismatch(_believed(found, right, wrong))
-    assert error.index == "b=0, h=3, q=4, k=2"
+    error = _believed(found, _kind(found), wrong).mismatch()
+    assert (error.index, error.observed) == ("b=0, h=3, q=4, k=2", "0.875")
     assert error.expected.startswith("-0.125 (")
-    assert error.observed == "0.875"
     assert error.differing.startswith("1 of ")
 
 
 @pytest.mark.parametrize("most", [1, 7, 2**24])
 def test_slices_of_any_size_find_the_same(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(pairs, "MOST_PAIRS", most)
-    found = planned(alibi, *qkv(), SLOPES)
-    assert _checked(found).elements == HEADS * LENGTH * LENGTH
-    _mismatch(_believed(found, _shifted(_kind(found))))
+    found = _case(Alibi)
+    assert found.run("bias").elements == HEADS * LENGTH * LENGTH
+    _believed(found, dataclasses.replace(_kind(found), position=_one_more(_kind(found).position))).mismatch()
 
 
 def test_what_is_masked_is_the_masks() -> None:
     """A bias may be anything where the pair is masked, and nothing but itself elsewhere."""
     found = planned(masked_alibi, *qkv(), SLOPES, PADDING)
     kept = (PADDING != 0)[:, None, :] & torch.ones(LENGTH, LENGTH).tril().bool()
-    assert _checked(found).elements == HEADS * int(kept.sum())
-    right = _kind(found)
-    above = ix.compare(">", K, Q)
-    _checked(_believed(found, right, Penalty(value=-5.0, condition=above)))
-    _mismatch(_believed(found, right, Penalty(value=-5.0, condition=ix.invert(above))))
+    assert found.run("bias").elements == HEADS * int(kept.sum())
+    right, above = _kind(found), ix.compare(">", K, Q)
+    assert _believed(found, right, Penalty(value=-5.0, condition=above)).run("bias").skipped is None
+    _believed(found, right, Penalty(value=-5.0, condition=ix.invert(above))).mismatch()
 
 
 # ---- the condition beside a bias ----------------------------------------------------------------------------------
 
 
-def _mask_mismatch(found: Planned, condition: Expr) -> VerificationMismatch:
-    found.check("mask").site.condition = condition
-    with pytest.raises(VerificationMismatch) as caught:
-        running.run_checks(found.plan, found.args)
-    assert caught.value.what == "recovered mask"
-    return caught.value
+def learned(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    bias = table[_apart(q, k).clamp(0, 7)].permute(2, 0, 1)[None]
+    return _attention(q, k, v, bias.masked_fill(_apart(q, k) > 0, LOWEST))
 
 
-def test_a_condition_beside_a_bias_is_compared() -> None:
-    found = planned(masked_alibi, *qkv(), SLOPES, PADDING)
-    mask, _, _ = running.run_checks(found.plan, found.args).found
-    assert (mask.subject, mask.skipped, mask.elements) == ("mask", None, SHAPE[0] * HEADS * LENGTH * LENGTH)
-    condition = found.check("mask").site.condition
-    assert condition is not None
-    strict = ix.apply("and", condition, ix.compare("<", K, Q))
-    assert _mask_mismatch(found, strict).index == "b=0, h=0, q=0, k=0"
-    assert _mask_mismatch(found, ix.compare("<=", K, Q)).index == "b=1, h=0, q=3, k=3"
-
-
-def test_a_condition_beside_a_learned_bias_is_compared() -> None:
-    def function(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        bias = table[_apart(q, k).clamp(0, 7)].permute(2, 0, 1)[None]
-        return _attention(q, k, v, bias.masked_fill(_apart(q, k) > 0, LOWEST))
-
-    found = planned(function, *qkv(), TABLE.clone().requires_grad_())
-    assert [v.skipped for v in running.run_checks(found.plan, found.args).found[:2]] == [None, None]
-    assert _mask_mismatch(found, ix.compare("<", K, Q)).index == "b=0, h=0, q=0, k=0"
-
-
-def test_a_ready_made_tensor_may_mask_too() -> None:
+def masking(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """What the mask's condition lets through, the bias itself may mask."""
-
-    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return _attention(q, k, v, bias.masked_fill(_apart(q, k) > 0, LOWEST))
-
-    bias = torch.zeros(1, 1, LENGTH, LENGTH)
-    bias[..., 5, 1] = -torch.inf
-    found = planned(function, *qkv(), bias)
-    mask, bias, _ = running.run_checks(found.plan, found.args).found
-    assert (mask.skipped, bias.skipped) == (None, None)
-    assert mask.formula == "k <= q"
-    assert _mask_mismatch(_believed(found), ix.compare("<=", K, Q)).index == "b=0, h=0, q=5, k=1"
+    return _attention(q, k, v, bias.masked_fill(_apart(q, k) > 0, LOWEST))
 
 
-# ---- what can't be compared ---------------------------------------------------------------------------------------
+MASKING = torch.zeros(1, 1, LENGTH, LENGTH)
+MASKING[..., 5, 1] = -torch.inf
+CAUSAL, BELOW = ix.compare("<=", K, Q), ix.compare("<", K, Q)
 
 
-def test_a_size_that_is_not_known_is_skipped() -> None:
-    found = planned(alibi, *qkv(), SLOPES)
-    _believed(found, BiasFormula(value=ix.as_float(ix.Size("s99"))))
-    assert "s99" in str(_checked(found).skipped)
+@pytest.mark.parametrize(
+    ("function", "more", "condition", "index"),
+    [
+        (masked_alibi, (SLOPES, PADDING), BELOW, "b=0, h=0, q=0, k=0"),
+        (masked_alibi, (SLOPES, PADDING), CAUSAL, "b=1, h=0, q=3, k=3"),
+        (learned, (TABLE.clone().requires_grad_(),), BELOW, "b=0, h=0, q=0, k=0"),
+        (masking, (MASKING,), BELOW, "b=0, h=0, q=0, k=0"),
+        # Without a bias it is no more than its condition.
+        (masking, (MASKING,), CAUSAL, "b=0, h=0, q=5, k=1"),
+    ],
+)
+def test_a_condition_beside_a_bias_is_compared(
+    function: Callable[..., Tensor], more: tuple[Tensor, ...], condition: Expr, index: str
+) -> None:
+    found = planned(function, *qkv(), *more)
+    mask, bias, _ = found.found()
+    assert [mask.skipped, bias.skipped] == [None, None]
+    if function is masked_alibi:
+        assert mask.elements == SHAPE[0] * HEADS * LENGTH * LENGTH
+    if function is masking and condition == CAUSAL:
+        assert mask.formula == "k <= q"
+        _believed(found)
+    found.check("mask").site.condition = condition
+    error = found.mismatch()
+    assert (error.what, error.index) == ("recovered mask", index)
 
 
-def test_a_formula_that_reads_beyond_a_tensor_is_a_mismatch() -> None:
-    found = planned(alibi, *qkv(), SLOPES)
+def test_what_has_no_value() -> None:
+    found = _case(Alibi)
     kind = _kind(found)
-    assert isinstance(kind, Alibi)
-    assert isinstance(kind.slopes, Load)
     beyond = Load(kind.slopes.tensor, (ix.add(H, Const(HEADS)),), "float")
-    error = _mismatch(_believed(found, dataclasses.replace(kind, slopes=beyond)))
-    assert "no value" in error.observed
+    _believed(found, dataclasses.replace(kind, slopes=beyond)).mismatch("no value")
+    _believed(found, BiasFormula(value=ix.as_float(ix.Size("s99"))))
+    assert "s99" in str(found.run("bias").skipped)
 
 
 # ---- how far rounding takes the sum -------------------------------------------------------------------------------
 
 
-def _slopes_times_apart(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
+def _product(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
     return slopes[:, None, None] * _apart(q, k)
 
 
-def _rounding(make: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> float:
+@pytest.mark.parametrize(
+    ("make", "dtype", "expected"),
+    [
+        # Each rounded operation counts in its own dtype, a conversion in the one that it rounds to.
+        (_product, torch.float32, 3 * SINGLE),
+        (_product, torch.bfloat16, 3 * HALF),
+        (lambda q, k, s: _product(q, k, s) / 3 + s[:, None, None], torch.bfloat16, 5 * HALF),
+        (lambda q, k, s: _product(q, k, s.float()).bfloat16(), torch.bfloat16, 3 * HALF + 2 * SINGLE),
+        # What only moves elements does not count.
+        (lambda q, k, s: _product(q, k, s)[None].expand(2, -1, -1, -1).contiguous(), torch.float32, 3 * SINGLE),
+    ],
+)
+def test_roundings(make: Callable[..., Tensor], dtype: torch.dtype, expected: float) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=make(q, k, slopes))
 
     found = planned(function, *qkv(dtype=dtype), SLOPES.to(dtype))
-    return pairs.rounding(found.check("bias").site, Values(bodies=found.plan.mirrors))
-
-
-def test_each_rounded_operation_counts_in_its_own_dtype() -> None:
-    assert _rounding(_slopes_times_apart) == pytest.approx(3 * SINGLE)
-    assert _rounding(_slopes_times_apart, torch.bfloat16) == pytest.approx(3 * HALF)
-    more = _rounding(lambda q, k, s: _slopes_times_apart(q, k, s) / 3 + s[:, None, None], torch.bfloat16)
-    assert more == pytest.approx(5 * HALF)
-
-
-def test_a_conversion_counts_in_the_dtype_that_it_rounds_to() -> None:
-    single = _rounding(lambda q, k, s: _slopes_times_apart(q, k, s.float()).bfloat16(), torch.bfloat16)
-    assert single == pytest.approx(3 * HALF + 2 * SINGLE)
-
-
-def test_what_only_moves_elements_does_not_count() -> None:
-    assert _rounding(
-        lambda q, k, s: _slopes_times_apart(q, k, s)[None].expand(2, -1, -1, -1).contiguous()
-    ) == pytest.approx(3 * SINGLE)
+    rounding = pairs.rounding(found.check("bias").site, Values(bodies=found.plan.mirrors))
+    assert rounding == pytest.approx(expected)
 
 
 def test_what_is_handed_to_a_body_counts_with_the_widest_rounding_outside() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-        bias = _slopes_times_apart(q, k, slopes.bfloat16()).float()
+        bias = _product(q, k, slopes.bfloat16()).float()
+        return checkpoint(lambda q, k, v: _attention(q, k, v, bias), q, k, v, use_reentrant=False)
 
-        def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-        return checkpoint(body, q, k, v, use_reentrant=False)
-
-    found = planned(function, *(x.requires_grad_() for x in qkv()), SLOPES)
-    check = found.check("bias")
-    assert pairs.rounding(check.site, Values(bodies=found.plan.mirrors)) >= 8 * HALF
-    assert [v.skipped for v in running.run_checks(found.plan, found.args).found] == [None] * 3
+    found = planned(function, *qkv(grad=True), SLOPES)
+    assert pairs.rounding(found.check("bias").site, Values(bodies=found.plan.mirrors)) >= 8 * HALF
+    assert [v.skipped for v in found.found()] == [None] * 3

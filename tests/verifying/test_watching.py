@@ -1,8 +1,11 @@
+"""Hooks of autograd: what arrives at the results of a call, what it sends to its inputs, and when its hooks are gone."""
+
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,24 +15,6 @@ from attn_compiler.verifying import watching
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
 
 Tensor = torch.Tensor
-
-
-class Called:
-    """A function of tensors, watched, and what was found."""
-
-    def __init__(self, function: Any, *args: Tensor) -> None:
-        self.found: list[Arrived] = []
-        before = watching.edges(args)
-        self.outs = watching.watch(_listed(function(*args)), args, before, self.found.append)
-
-    @property
-    def one(self) -> Arrived:
-        (found,) = self.found
-        return found
-
-
-def _listed(x: Any) -> Sequence[Any]:
-    return x if isinstance(x, tuple | list) else (x,)
 
 
 class _Joined(torch.autograd.Function):
@@ -44,125 +29,91 @@ class _Joined(torch.autograd.Function):
         return one * 2 + other * 3, None
 
 
-def leaf(*values: float) -> Tensor:
+def _twice(a: Tensor) -> tuple[Tensor, Tensor]:
+    x = a * 2
+    return x, x
+
+
+def _from_each_other(a: Tensor) -> tuple[Tensor, Tensor]:
+    x = a * 2
+    return x, x * 5
+
+
+def _writing(x: Tensor) -> Tensor:
+    y = x * 2
+    x.copy_(y)
+    return y + 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """loss: of the outputs and the inputs. outputs, inputs: the gradients that are seen."""
+
+    function: Callable[..., Any]
+    loss: Callable[..., Any]
+    outputs: dict[int, float]
+    inputs: dict[int, float | None]
+    leaves: bool = True
+
+
+def _first(outs: Any, *_: Any) -> Any:
+    return outs[0]
+
+
+CASES = {
+    "all": Case(lambda a, b: a * b, lambda o, a, b: o[0] * 5, {0: 5}, {0: 15, 1: 10}),
+    "not what others add": Case(lambda a, b: a * 2, lambda o, a, b: o[0] + a * 100, {0: 1}, {0: 2, 1: None}),
+    "read by several nodes": Case(lambda a, b: (a * 2 + a * 3).sin() * 0 + a * a, _first, {0: 1}, {0: 4, 1: None}),
+    "made from each other": Case(
+        lambda a, b: _from_each_other(a), lambda o, a, b: o[0] * 3 + o[1], {0: 3, 1: 1}, {0: 16, 1: None}
+    ),
+    "given twice": Case(lambda a, b: _twice(a), lambda o, a, b: o[0] * 3 + o[1], {1: 4}, {0: 8, 1: None}),
+    "given back": Case(lambda a, b: (a, a.view(1), a * 2), lambda o, a, b: sum(o), {1: 1, 2: 1}, {0: 3, 1: None}),
+    "not asked for": Case(lambda a, b: (a * 2, b * 3), _first, {0: 1}, {0: 2}),
+    "one node": Case(_Joined.apply, lambda o, a, b: o[1], {1: 1}, {0: 3, 1: None}),
+    "no way to it": Case(lambda a, b: a * b.detach(), _first, {0: 1}, {0: 3, 1: None}),
+    "written": Case(lambda a, b: _writing(a), lambda o, a, b: o[0] + a * 10, {0: 1, 1: 10}, {0: 22, 1: None}, False),
+    "written by the caller": Case(lambda a, b: a * 2, lambda o, a, b: o[0].mul_(5), {0: 5}, {0: 10, 1: None}),
+}
+
+
+def _leaf(*values: float) -> Tensor:
     return torch.tensor(values, requires_grad=True)
 
 
-def test_what_arrives_and_what_leaves() -> None:
-    a, b = leaf(1.0, 2.0), leaf(3.0, 4.0)
-    call = Called(lambda a, b: a * b, a, b)
-    (call.outs[0] * torch.tensor([5.0, 7.0])).sum().backward()
-    assert call.one.outputs[0].tolist() == [5.0, 7.0]
-    assert [call.one.inputs[i].tolist() for i in (0, 1)] == [[15.0, 28.0], [5.0, 14.0]]  # type: ignore[union-attr]
+def _watched(function: Callable[..., Any], *args: Tensor) -> tuple[list[Arrived], list[Any]]:
+    found: list[Arrived] = []
+    before = watching.edges(args)
+    outs = function(*args)
+    return found, watching.watch(outs if isinstance(outs, tuple) else (outs,), args, before, found.append)
 
 
-def test_what_others_add_to_a_gradient_is_theirs() -> None:
-    a = leaf(1.0)
-    x = a * 10
-    call = Called(lambda x: x * 2, x)
-    (call.outs[0] + x * 100 + a * 1000).sum().backward()
-    assert call.one.inputs[0] == torch.tensor([2.0])
-    assert a.grad == torch.tensor([2020.0])
-
-
-def test_an_input_that_is_read_by_several_nodes() -> None:
-    a = leaf(1.0)
-    call = Called(lambda a: (a * 2 + a * 3).sin() * 0 + a * a, a)
-    call.outs[0].sum().backward()
-    assert call.one.inputs[0] == torch.tensor([2.0])
-
-
-def test_an_output_that_another_is_made_from() -> None:
-    """What arrives at it is its own gradient, not that of the other."""
-
-    def function(a: Tensor) -> tuple[Tensor, Tensor]:
-        x = a * 2
-        return x, x * 5
-
-    a = leaf(1.0)
-    call = Called(function, a)
-    (call.outs[0] * 3 + call.outs[1]).sum().backward()
-    assert {i: g.item() for i, g in call.one.outputs.items()} == {0: 3.0, 1: 1.0}
-    assert call.one.inputs[0] == torch.tensor([16.0])
-
-
-def test_an_output_that_is_given_twice_is_counted_once() -> None:
-    def function(a: Tensor) -> tuple[Tensor, Tensor]:
-        x = a * 2
-        return x, x
-
-    call = Called(function, leaf(1.0))
-    (call.outs[0] * 3 + call.outs[1]).sum().backward()
-    assert [g.item() for g in call.one.outputs.values()] == [4.0]
-
-
-def test_an_input_that_is_given_back_is_no_output() -> None:
-    a = leaf(1.0)
-    call = Called(lambda a: (a, a.view(1), a * 2), a)
-    sum(x.sum() for x in call.outs).backward()  # type: ignore[union-attr]
-    assert sorted(call.one.outputs) == [1, 2]
-    assert call.one.inputs[0] == torch.tensor([3.0])
-
-
-def test_an_output_that_nothing_is_asked_of() -> None:
-    a, b = leaf(1.0), leaf(1.0)
-    call = Called(lambda a, b: (a * 2, b * 3), a, b)
-    call.outs[0].sum().backward()
-    assert list(call.one.outputs) == [0]
-    assert list(call.one.inputs) == [0]
-
-
-def test_one_node_gives_nothing_where_there_is_no_gradient() -> None:
-    a, b = leaf(1.0), leaf(1.0)
-    call = Called(lambda a, b: _Joined.apply(a, b), a, b)
-    call.outs[1].sum().backward()
-    assert call.one.inputs == {0: torch.tensor([3.0]), 1: None}
-
-
-def test_an_input_without_any_way_to_it_gets_no_gradient() -> None:
-    a, b = leaf(1.0), leaf(1.0)
-    call = Called(lambda a, b: a * b.detach(), a, b)
-    call.outs[0].sum().backward()
-    assert call.one.inputs == {0: torch.tensor([1.0]), 1: None}
-
-
-def test_an_input_that_is_written_to_is_an_output_too() -> None:
-    def function(x: Tensor) -> Tensor:
-        y = x * 2
-        x.copy_(y)
-        return y + 0
-
-    a = leaf(1.0)
-    x = a * 1
-    call = Called(function, x)
-    (call.outs[0] + x * 10).sum().backward()
-    assert {i: g.item() for i, g in call.one.outputs.items()} == {0: 1.0, 1: 10.0}
-    assert call.one.inputs[0] == torch.tensor([22.0])
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_what_arrives_and_what_leaves(name: str, leaves: bool) -> None:
+    case = CASES[name]
+    if leaves and not case.leaves:
+        pytest.skip("no leaf may be written to")
+    a, b = (x if leaves else x * 1 for x in (_leaf(2.0), _leaf(3.0)))
+    (found, outs) = _watched(case.function, a, b)
+    case.loss(outs, a, b).sum().backward()
+    (one,) = found
+    assert {i: x.item() for i, x in one.outputs.items()} == case.outputs
+    assert {i: None if x is None else x.item() for i, x in one.inputs.items()} == case.inputs
 
 
 def test_an_input_that_is_read_again_after_it_was_written() -> None:
-    def function(x: Tensor) -> Tensor:
-        x.mul_(2)
-        return x + 1
-
     with pytest.raises(CannotWatchError):
-        Called(function, leaf(1.0) * 1)
-
-
-def test_outputs_may_be_written_in_place() -> None:
-    a = leaf(1.0)
-    call = Called(lambda a: a * 2, a)
-    call.outs[0].mul_(5)
-    call.outs[0].sum().backward()
-    assert [g.item() for g in call.one.outputs.values()] == [5.0]
+        _watched(lambda x: x.mul_(2) + 1, _leaf(1.0) * 1)
 
 
 def test_the_first_backward_alone() -> None:
-    a = leaf(1.0)
-    call = Called(lambda a: a * 2, a)
-    call.outs[0].sum().backward(retain_graph=True)
-    (call.outs[0] * 3).sum().backward()
-    assert call.one.outputs[0] == torch.tensor([1.0])
+    a = _leaf(1.0)
+    found, outs = _watched(lambda a: a * 2, a)
+    outs[0].sum().backward(retain_graph=True)
+    (outs[0] * 3).sum().backward()
+    (one,) = found
+    assert one.outputs[0] == torch.tensor([1.0])
     assert a.grad == torch.tensor([8.0])
 
 
@@ -170,42 +121,33 @@ def test_a_backward_that_fails_is_none() -> None:
     def broken(_: Tensor) -> None:
         raise ValueError("odd")
 
-    a = leaf(1.0)
-    x = a * 1
-    call = Called(lambda x: x * 2, x)
+    x = _leaf(1.0) * 1
+    found, outs = _watched(lambda x: x * 2, x)
     handle = x.register_hook(broken)
     with pytest.raises(ValueError, match="odd"):
-        (call.outs[0] * 7).sum().backward(retain_graph=True)
+        (outs[0] * 7).sum().backward(retain_graph=True)
     handle.remove()
-    assert call.found == []
-    call.outs[0].sum().backward()
-    assert call.one.outputs[0] == torch.tensor([1.0])
-    assert call.one.inputs[0] == torch.tensor([2.0])
+    assert found == []
+    outs[0].sum().backward()
+    (one,) = found
+    assert (one.outputs[0], one.inputs[0]) == (torch.tensor([1.0]), torch.tensor([2.0]))
 
 
-def test_what_done_raises_the_backward_raises() -> None:
-    def done(_: Arrived) -> None:
+class _Done:
+    def __call__(self, _: Arrived) -> None:
         raise ValueError("odd")
-
-    a = leaf(1.0)
-    before = watching.edges((a,))
-    (out,) = watching.watch([a * 2], (a,), before, done)
-    with pytest.raises(ValueError, match="odd"):
-        out.sum().backward()
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_what_watches_goes_with_the_graph(backward: bool) -> None:
-    class Done:
-        def __call__(self, _: Arrived) -> None: ...
-
-    a, done = leaf(1.0), Done()
+def test_what_watches_raises_in_the_backward_and_goes_with_the_graph(backward: bool) -> None:
+    a, done = _leaf(1.0), _Done()
     gone = weakref.ref(done)
     outs = watching.watch([a * 2], (a,), watching.edges((a,)), done)
     del done
     assert gone() is not None
     if backward:
-        outs[0].sum().backward(retain_graph=True)
+        with pytest.raises(ValueError, match="odd"):
+            outs[0].sum().backward(retain_graph=True)
     else:
         outs.clear()
     gc.collect()

@@ -14,15 +14,14 @@ import attn_compiler
 from attn_compiler import verifying
 from attn_compiler.verifying import Verification
 from tests.passes.compiling import Compiled, compiled
+from tests.verifying import planning
 from tests.verifying.planning import LENGTH, SHAPE, Tensor, causal
 
 BATCH, HEADS, _, DIM = SHAPE
 
 
-def qkv(*, dtype: torch.dtype = torch.float32, kv_heads: int = HEADS, grad: bool = True) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (SHAPE, *[(BATCH, kv_heads, LENGTH, DIM)] * 2)
-    return [torch.randn(s, generator=generator).to(dtype).requires_grad_(grad) for s in shapes]
+def qkv(**more: Any) -> list[Tensor]:
+    return planning.qkv(**{"grad": True, **more})
 
 
 def found(subject: str) -> list[Verification]:
