@@ -288,8 +288,9 @@ class _Made:
         if not self.emitter.value(values).requires_grad:
             return moved
         beyond = self._number(operator.sub, length, self._number(operator.sub, count, 1))
-        first = self._call(torch.unsqueeze, self._call(torch.nn.functional.pad, values, [0, beyond]), 1)
-        return self._call(torch.cat, [first, self._call(aten.slice.Tensor, moved, 1, 1)], 1)
+        first = self._call(torch.unsqueeze, self._call(aten.constant_pad_nd.default, values, [0, beyond]), 1)
+        # Inductor fails on a concatenation with copies 1 to 7: "The argument '((-1)) + 1' is not comparable."
+        return self._call(aten.slice_scatter.default, moved, first, 1, 0, 1)
 
     def _distance(self) -> fx.Node:
         """Return int64 (1, Sq + Skv - 1): -(Sq - 1) up to Skv - 1."""
