@@ -15,9 +15,11 @@ LINEAR_LOWERINGS: tuple[tuple[str, ...] | None, ...] = (
 _LENGTHS = (1, 2, 5, 15, 16, 17, 33, 63, 64, 65, 70, 130, 200)
 #: of functions that go token by token, where Dynamo may trace each
 _FEW = (1, 2, 5, 17, 70)
+#: of sums of which one that is rounded shows
+_LONG = (5, 64, 65, 130, 200, 200)
 _CHUNKS = (16, 64)
 _KINDS = (
-    *("delta_rule", "kimi_delta", "state_space", "state_space", "delta_rule_by_token", "delta_rule_by_token"),
+    *("delta_rule", "kimi_delta", *["state_space"] * 3, "delta_rule_by_token", "delta_rule_by_token"),
     *("kimi_delta_by_token", "own", "own"),
 )
 
@@ -28,7 +30,7 @@ def linear_attention(draft: Draft) -> None:
     if draft.dtype == torch.float64:
         # The functions compute in float32 all the same, and a result in float64 has no roundings of its own.
         draft.dtype = torch.float32
-    lengths = _FEW[:-1] if kind == "own" else _FEW if kind.endswith("by_token") else _LENGTHS
+    lengths = {"own": _FEW[:-1], "state_space": _LONG}.get(kind, _FEW if kind.endswith("by_token") else _LENGTHS)
     draft.sizes["q"] = draft.pick(*lengths)
     draft.sizes["k"] = draft.sizes["q"]
     if kind == "state_space":
@@ -89,12 +91,14 @@ def _not_a_number(draft: Draft, at: int, names: tuple[str, ...], v: str) -> None
 
 def _state_space(draft: Draft) -> None:
     x, dt = draft.new("x", ("b", "q", "h", "e")), draft.new("t", ("b", "q", "h"))
-    rate, skip, bias = (draft.new(name, ("h",)) for name in ("a", "w", "r"))
+    # Its gradient is a sum of what nearly cancels out.
+    rate = draft.new("a", ("h",), grad=draft.grads)
+    skip, bias = (draft.new(name, ("h",)) for name in ("w", "r"))
     k, q = draft.new("k", ("b", "q", "kv", "d")), draft.new("q", ("b", "q", "kv", "d"))
     _pad(draft, (x, k, q))
     draft.lines.append(f"{rate} = -{rate}.to(W){draft.pick('.exp()', '.exp() * 4', *['.sigmoid() * 15 - 1'] * 2)}")
     # Steps from 0.001 on, or so long that a chunk forgets all before it.
-    draft.lines.append(f"{dt} = {dt} {draft.pick('* 1', '* 4', *['* 3 - 4'] * 2)}")
+    draft.lines.append(f"{dt} = {dt} {draft.pick('* 1', '* 4', '* 4', '* 3 - 4')}")
     settings = [f"chunk_size={draft.pick(*_CHUNKS)}", "dt_softplus=True", "dt_limit=(0.0, inf)"]
     settings += [f"D={skip}"] * draft.maybe() + [f"dt_bias={bias}"] * draft.maybe()
     names = ("initial_states", "return_final_states")

@@ -13,16 +13,6 @@ lowerings/linear/chunks.py forward; linear attention: a difference of two large 
 - torch.stack([whole, g - whole]).cumsum(-1)
 + torch.stack([g, torch.zeros_like(g)]).cumsum(-1)
 
-the decay after a chunk's last token counts
-lowerings/linear/chunks.py forward; linear attention: a token does not decay its own write
-- end = (exact[..., -1:] - exact)
-+ end = (exact[..., -1:] - exact + whole)
-
-the first state is not read by the delta rule
-lowerings/linear/chunks.py _one_chunk; linear attention: what a key reads of the state is not taken off the value
-- v if w is None else v - w @ state
-+ v
-
 a step forgets before it reads
 lowerings/linear/chunks.py one_token; linear attention: the delta rule reads the state after its decay
 - (v - (state * k.unsqueeze(-1)).sum(-2))
