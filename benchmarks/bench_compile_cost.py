@@ -4,13 +4,12 @@
     python -m benchmarks.bench_compile_cost --models llama gemma3 deepseek_v3 t5 bert --passes-alone --output passes.csv
     python -m benchmarks.bench_compile_cost --models llama bert --passes-alone --sizes known automatic dynamic --scenarios train_padded
 
-Cold is a compilation with empty caches. Warm repeats it with filled ones, as a second start of the same program would: what our passes
-made is done again, and so is most of what Inductor made. With --passes-alone nothing is compiled after our passes: a row has
-the round of three that took the least CPU time, once with the passes run ("none") and once with what they made done again ("kept").
---sizes: of what is compiled. "automatic" is the second length of a model, which Dynamo makes a symbol; "dynamic" is a first one under
-`dynamic=True`, where the batch and each float that a module holds are symbols, too.
-Widths are tiny, since what passes cost goes by nodes.
-Writes benchmarks/results/compile_cost.csv. Exits with 1 where a share is above its limit.
+Cold is a compilation with empty caches. Warm repeats it with filled ones, as a second start of the same program would: what our passes made
+is done again, and so is most of what Inductor made. With --passes-alone nothing is compiled after our passes: a row has the round of three
+that took the least CPU time, once with the passes run ("none") and once with what they made done again ("kept"). --sizes: of what is
+compiled. "automatic" is the second length of a model, which Dynamo makes a symbol; "dynamic" is a first one under `dynamic=True`, where the
+batch and each float that a module holds are symbols, too. Widths are tiny, since what passes cost goes by nodes. Exits with 1 where a share
+is above its limit.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import attn_compiler
 from attn_compiler import passes as passes_package
 from benchmarks import harness
 from benchmarks.harness import Bench, Row, Step, arg
-from benchmarks.inputs import SCENARIOS
+from benchmarks.models import SCENARIOS
 
 #: by caches
 MAX_SHARE = {"cold": 0.03, "warm": 0.10}
@@ -184,17 +183,14 @@ def is_dear(row: Row) -> bool:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results="compile_cost.csv",
-    columns=COLUMNS,
+    doc=__doc__, results="compile_cost.csv", columns=COLUMNS, measure=measure, again=True, devices=("cpu",),
     cases=lambda given: [
         Compilation(model=model, layers=given.layers, scenario=scenario, sizes=sizes, implementation=implementation)
-        for model in given.models
-        for implementation in given.implementations
-        for scenario in given.scenarios
+        for model in given.models for implementation in given.implementations for scenario in given.scenarios
         for sizes in given.sizes
     ],
-    measure=measure,
+    table=lambda rows: print("a share is above its limit" if any(map(is_dear, rows)) else "no share is above its limit"),
+    failed=lambda rows: any(map(is_dear, rows)),
     options=(
         arg("--models", nargs="+", default=["llama"], choices=sorted(MODELS)),
         arg("--layers", type=int, default=32),
@@ -203,12 +199,7 @@ BENCH = Bench(
         arg("--sizes", nargs="+", default=["known"], choices=list(SIZES)),
         arg("--passes-alone", action="store_true"),
     ),
-    devices=("cpu",),
-    table=lambda rows: print(
-        "a share is above its limit" if any(map(is_dear, rows)) else "no share is above its limit"
-    ),
-    failed=lambda rows: any(map(is_dear, rows)),
-)
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

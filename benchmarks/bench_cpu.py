@@ -1,8 +1,6 @@
 """On a CPU, our backend beside Inductor's own: a real sentence model on a padded batch, and a small Llama, sdpa and eager.
 
-    python -m benchmarks.bench_cpu
-
-Writes benchmarks/results/cpu.csv and prints a table. Exits with 1 where a side is slower beyond noise or a result is wrong.
+python -m benchmarks.bench_cpu Exits with 1 where a side is slower beyond noise or a result is wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from benchmarks import compare, harness, inputs, models
+from benchmarks import compare, harness, models
 from benchmarks.compare import Case
 from benchmarks.harness import Bench, Row, arg
 from examples.quickstart import load_minilm, sentences
@@ -42,9 +40,9 @@ class OnCpu:
             tokenizer, model = load_minilm(attn_implementation=self.implementation)
             batch = dict(tokenizer(sentences(32), padding=True, return_tensors="pt"))
             return Case(model=model, inputs=batch, valid=batch["attention_mask"].bool())
-        way = inputs.SCENARIOS[self.scenario]
+        way = models.SCENARIOS[self.scenario]
         model = models.build("llama", "small", self.implementation).train(way.training)
-        return Case(model=model, inputs=inputs.example_inputs("llama", "small", way), training=way.training)
+        return Case(model=model, inputs=models.example_inputs("llama", "small", way), training=way.training)
 
 
 CASES = tuple(
@@ -63,11 +61,7 @@ def measure(which: OnCpu, given: Namespace) -> Iterator[Row]:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results="cpu.csv",
-    columns=(*KEYS, *compare.COLUMNS),
-    cases=lambda given: CASES,
-    measure=measure,
+    doc=__doc__, results="cpu.csv", columns=(*KEYS, *compare.COLUMNS), cases=lambda given: CASES, measure=measure,
     options=(
         arg("--threads", type=int, default=torch.get_num_threads(), help="threads of a kernel"),
         arg(
@@ -77,14 +71,12 @@ BENCH = Bench(
             help="process: the process's own time, of one thread",
         ),
     ),
-    devices=("cpu",),
-    seconds=20.0,
+    devices=("cpu",), seconds=20.0,
     where=lambda given: {**harness.environment("cpu", given.commit), "clock": given.clock},
     short=("model", "implementation", "scenario", "ratio", "numerics"),
     begin=lambda given: torch.set_num_threads(given.threads),
-    table=lambda rows: harness.print_table(rows, (*KEYS[:3], "lowerings")),
-    failed=harness.failures,
-)
+    table=lambda rows: harness.print_table(rows, (*KEYS[:3], "lowerings")), failed=harness.failures,
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

@@ -2,34 +2,31 @@
 
     python -m benchmarks.bench_decode --budget-seconds 90
 
-Times are microseconds of the GPU for one layer, from replays of a CUDA graph that holds one call for each of many caches, which
-together are larger than the L2 cache: as a model's layers find theirs. `hot_us`: the same cache each time. The peers get no mask,
-softcap or sink: where there is one, or a cache is filled in part, they compute something else, and what they read is the point.
-`read` is the
-best time in which keys and values are read and nothing else is done: the floor.
-`error` is the largest difference from float32's math relative to its largest element.
+Times are microseconds of the GPU for one layer, from replays of a CUDA graph that holds one call for each of many caches, which together
+are larger than the L2 cache: as a model's layers find theirs. `hot_us`: the same cache each time. The peers get no mask, softcap or sink:
+where there is one, or a cache is filled in part, they compute something else, and what they read is the point. `read` is the best time in
+which keys and values are read and nothing else is done: the floor. `error` is the largest difference from float32's math relative to its
+largest element.
 
-`rule` rows are the schedule that the lowering picks, `tried` rows others, for cases that are marked so. A side that fails is a row
-with the reason. Writes benchmarks/results/decode_h200.csv and prints a table last.
+`rule` rows are the schedule that the lowering picks, `tried` rows others, for cases that are marked so. A side that fails is a row with the
+reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import fnmatch
 import gc
 import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,10 +34,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from attn_compiler.lowerings.decode import plan, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
 from attn_compiler.spec.target import Target
-from benchmarks import decode_cases, decode_reading, harness
+from benchmarks import decode_cases, harness, kernel_timing
 from benchmarks.decode_cases import TRIED, Case, Problem
+from benchmarks.harness import Bench, Row, arg
 
-RESULTS = Path(__file__).parent / "results" / "decode_h200.csv"
 SCHEDULE = ("keys", "warps", "stages", "slices", "splits")
 COLUMNS = (*decode_cases.COLUMNS, "side", *SCHEDULE, "us", "hot_us", "gb_per_s", "error", "host_us", "failure")
 # Of bfloat16's output.
@@ -52,18 +49,9 @@ _HOT_CALLS = 40
 #: by head dim: (keys, warps, stages, slices)
 CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     64: ((128, 4, 3, 4), (128, 4, 4, 4), (64, 4, 4, 4), (64, 4, 6, 4), (64, 2, 4, 2), (128, 8, 4, 8)),
-    128: (
-        (64, 4, 4, 4),
-        (64, 4, 3, 4),
-        (64, 4, 5, 4),
-        (64, 4, 6, 4),
-        (128, 4, 3, 4),
-        (128, 8, 3, 8),
-        (64, 4, 4, 1),
-        (64, 8, 2, 1),
-    ),
+    128: ((64, 4, 4, 4), (64, 4, 3, 4), (64, 4, 5, 4), (64, 4, 6, 4), (128, 4, 3, 4), (128, 8, 3, 8), (64, 4, 4, 1), (64, 8, 2, 1)),
     256: ((32, 4, 3, 1), (32, 4, 4, 1), (64, 8, 2, 1), (64, 8, 3, 1), (32, 2, 3, 2), (64, 4, 2, 4)),
-}
+}  # fmt: skip
 CANDIDATES_FP8 = ((128, 4, 4, 4), (128, 4, 3, 4), (64, 4, 4, 4), (64, 4, 6, 4), (128, 8, 3, 8), (128, 8, 4, 8))
 _SPLITS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 33)
 #: programs for each multiprocessor, at least and at most, among what is tried; and at most where splits alone are
@@ -72,9 +60,6 @@ _LEAST_FILL, _MOST_FILL, _MOST_FILL_OF_SPLITS = 0.4, 4.2, 8.2
 _PEERS = (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION))
 
 Calls = list[Callable[[], Tensor]]
-
-
-# ---- what is run --------------------------------------------------------------------------------------------------
 
 
 def ours(problem: Problem, schedule: Schedule) -> Calls:
@@ -136,21 +121,9 @@ def tried(problem: Problem, target: Target) -> Iterator[Schedule]:
                 yield found
 
 
-# ---- how it is timed ----------------------------------------------------------------------------------------------
-
-
 def microseconds(calls: Calls, *, replays: int = _REPLAYS) -> float:
     """Of one call, the median over replays of a CUDA graph that holds them all."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = kernel_timing.graph_of(calls)
     graph.replay()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
     for begin, end in events:
@@ -178,15 +151,61 @@ def error(found: Tensor, right: Tensor) -> float:
     return float((found.float() - right).abs().max() / right.abs().max())
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------
+#: (programs of a head's keys and values, elements of a tile, warps)
+WAYS = tuple((chunks, tile, warps) for chunks in (1, 2, 4, 8, 16, 32, 64) for tile, warps in ((8192, 4), (16384, 8)))
+#: programs at least and at most
+_FEWEST, _MOST = 120, 1100
 
 
-def measure(problem: Problem, target: Target) -> Iterator[dict[str, str]]:
+@triton.jit
+def _read(K, V, Out, stride: tl.int64, size, TILE: tl.constexpr):
+    """Grid: (chunks, heads). Each program adds up its share of the first `size` elements of a head's K and V."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    share = tl.cdiv(tl.cdiv(size, tl.num_programs(0)), TILE) * TILE
+    begin = chunk * share
+    end = tl.minimum(begin + share, size)
+    at = tl.arange(0, TILE)
+    K += head.to(tl.int64) * stride
+    V += head.to(tl.int64) * stride
+    total = tl.zeros([TILE], tl.float32)
+    for start in tl.range(begin, end, TILE):
+        inside = start + at < end
+        k = tl.load(K + start + at, mask=inside, other=0.0)
+        v = tl.load(V + start + at, mask=inside, other=0.0)
+        total += k.to(tl.float32) + v.to(tl.float32)
+    tl.store(Out + head * tl.num_programs(0) + chunk, tl.sum(total))
+
+
+def ways_to_read(problem: Problem) -> Iterator[list[Callable[[], Tensor]]]:
+    """Ways to read the used part of every cache once, from each of a number of grids; none where K and V have different sizes."""
+    case = problem.case
+    heads = case.batch * case.heads_kv
+    if case.width_v != case.head_dim:
+        return
+    for chunks, tile, warps in WAYS:
+        programs = chunks * heads
+        if programs < _FEWEST or (programs > _MOST and chunks > 1) or case.used * case.head_dim < chunks * tile:
+            continue
+        yield [_reading(k, v, chunks, tile, warps, case.used) for k, v in problem.caches]
+
+
+def _reading(k: Tensor, v: Tensor, chunks: int, tile: int, warps: int, keys: int) -> Callable[[], Tensor]:
+    batch, heads, length, width = k.shape
+    out = torch.empty(batch * heads * chunks, dtype=torch.float32, device=k.device)
+
+    def run() -> Tensor:
+        _read[(chunks, batch * heads)](k, v, out, length * width, keys * width, TILE=tile, num_warps=warps)
+        return out
+
+    return run
+
+
+def measure(case: Case, given: Namespace) -> Iterator[Row]:
     """The rows of a case, the lowering's own first."""
+    problem, target = decode_cases.build(case, given.device), Target.current(given.device)
     rule = decode_schedule.schedule(problem.spec, target)
     yield _row(problem, "rule", rule, lambda: ours(problem, rule), checked=True)
-    peers = () if problem.case.stored is not None else _PEERS
-    for side, backend in peers:
+    for side, backend in () if problem.case.stored is not None else _PEERS:
         yield _row(problem, side, None, lambda backend=backend: sdpa(problem, backend))  # type: ignore[misc]
     yield _read_row(problem)
     for other in tried(problem, target):
@@ -208,13 +227,13 @@ def _row(
             row["error"] = f"{error(calls[0](), decode_cases.expected(problem)):.2g}"
             row["host_us"] = f"{host_microseconds(calls[0]):.1f}"
     except Exception as failure:  # noqa: BLE001 - the reason is the row
-        row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+        row["failure"] = harness.failure(failure)
     return row
 
 
 def _read_row(problem: Problem) -> dict[str, str]:
     row = {**problem.case.columns, "side": "read"}
-    ways = list(decode_reading.ways(problem))
+    ways = list(ways_to_read(problem))
     if not ways:
         return {**row, "failure": "no grid to read this cache by"}
     us = min(microseconds(calls) for calls in ways)
@@ -250,86 +269,61 @@ def compiled_before(cases: Sequence[Case], target: Target, processes: int) -> No
         list(pool.map(_compile, jobs(cases, target)))
 
 
-def print_table(rows: Sequence[dict[str, str]]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """One line a case: ours, the best of what was tried, the peers."""
-    table = Table(title="µs of one layer; hot: the same cache again and again")
-    for name in (
-        "case",
-        "rule",
-        "",
-        "best tried",
-        "",
-        "cudnn",
-        "flash",
-        "read",
-        "hot: rule",
-        "cudnn",
-        "read",
-        "GB/s",
-        "error",
-        "host",
-    ):
-        table.add_column(name)
-    for case in dict.fromkeys(row["name"] for row in rows):
-        own = [row for row in rows if row["name"] == case]
-        sides = {row["side"]: row for row in own if row["side"] != "tried"}
+
+    def schedule(row: Row) -> str:
+        return "/".join(row.get(name, "") for name in SCHEDULE) if row.get("keys") else ""
+
+    def line(own: Sequence[Row]) -> list[str]:
+        sides: Mapping[str, Row] = {row["side"]: row for row in own if row["side"] != "tried"}
         rule = sides["rule"]
-        best = min((row for row in own if row.get("us")), key=_of_ours, default={})
-        cells = [
-            case,
-            rule.get("us", rule.get("failure", "")),
-            _schedule(rule),
-            best.get("us", ""),
-            _schedule(best),
+        of_ours = [row for row in own if row.get("us") and row["side"] in ("rule", "tried")]
+        best: Row = min(of_ours, key=lambda row: float(row["us"]), default={})
+        return [
+            *(
+                rule["name"],
+                rule.get("us", rule.get("failure", "")),
+                schedule(rule),
+                best.get("us", ""),
+                schedule(best),
+            ),
             *(sides.get(side, {}).get("us", "") for side in ("cudnn", "flash", "read")),
             *(sides.get(side, {}).get("hot_us", "") for side in ("rule", "cudnn", "read")),
             *(rule.get(name, "") for name in ("gb_per_s", "error", "host_us")),
         ]
-        table.add_row(*cells)
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+    lines = [line([row for row in rows if row["name"] == case]) for case in dict.fromkeys(row["name"] for row in rows)]
+    names = "case,rule,,best tried,,cudnn,flash,read,hot: rule,cudnn,read,GB/s,error,host".split(",")
+    harness.show("µs of one layer; hot: the same cache again and again", names, lines, width=180)
 
 
-def _of_ours(row: dict[str, str]) -> float:
-    return float(row["us"]) if row["side"] in ("rule", "tried") else float("inf")
+def cases(given: Namespace) -> list[Case]:
+    found = harness.picked(decode_cases.CASES, given.cases)
+    return [dataclasses.replace(case, tried=min(case.tried, given.tried, key=TRIED.index)) for case in found]
 
 
-def _schedule(row: dict[str, str]) -> str:
-    return "/".join(row.get(name, "") for name in SCHEDULE) if row.get("keys") else ""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", default=["*"], help="names, with wildcards")
-    parser.add_argument("--budget-seconds", type=float, default=300.0)
-    parser.add_argument(
-        "--processes", type=int, default=8, help="that compile before anything is measured; 0: none does"
-    )
-    parser.add_argument("--tried", choices=TRIED, default="tiles", help="other schedules that are measured, at most")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    deadline = time.monotonic() + given.budget_seconds
-    cases = [case for case in decode_cases.CASES if any(fnmatch.fnmatch(case.name, p) for p in given.cases)]
-    cases = [dataclasses.replace(case, tried=min(case.tried, given.tried, key=TRIED.index)) for case in cases]
-    target = Target.current("cuda")
+def _begin(given: Namespace) -> None:
     if given.processes:
-        compiled_before(cases, target, given.processes)
+        compiled_before(cases(given), Target.current(given.device), given.processes)
     # Each capture of a graph looks for garbage, which takes longer than what is measured: not among what is here already.
     gc.freeze()
-    environment = harness.environment("cuda", given.commit)
-    file = harness.CsvFile(given.out, (*COLUMNS, *environment))
-    rows: list[dict[str, str]] = []
-    for case in cases:
-        if time.monotonic() > deadline:
-            break
-        for row in measure(decode_cases.build(case, "cuda"), target):
-            rows.append(row)
-            file.add({**row, **environment})
-        torch.cuda.empty_cache()
-    print_table(rows)
-    wrong = [row for row in rows if row["side"] == "rule" and (row.get("failure") or float(row["error"]) > MAX_ERROR)]
-    return int(bool(wrong))
 
+
+BENCH = Bench(
+    doc=__doc__, results="decode_h200.csv", columns=COLUMNS, cases=cases, measure=measure, devices=("cuda",), budget=300.0,
+    sides=("rule", *dict(_PEERS), "read", "tried"), short=("name", "side", "us", "failure"), begin=_begin,
+    forget=lambda device: torch.cuda.empty_cache(), table=print_table,
+    failed=lambda rows: any(
+        row["side"] == "rule" and (row.get("failure") or float(row["error"]) > MAX_ERROR) for row in rows
+    ),
+    options=(
+        harness.PATTERNS,
+        arg("--processes", type=int, default=8, help="that compile before anything is measured; 0: none does"),
+        arg("--tried", choices=TRIED, default="tiles", help="other schedules that are measured, at most"),
+    ),
+)  # fmt: skip
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

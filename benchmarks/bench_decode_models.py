@@ -4,12 +4,10 @@
     python -m benchmarks.bench_decode_models                       # steps, and tokens a second of model.generate
     python -m benchmarks.bench_decode_models --cases llama_b16
 
-bfloat16, mode="reduce-overhead" (CUDA graphs), unmodified transformers models with random weights. `step_ms` is the time of one step
-among many that are enqueued one after another, the host's part included where it is the slower one; the sides take turns. Of `generate`
-it is a token's share of a call's time, prefill included. `error` is the largest difference of the logits from those of the uncompiled
-model, relative to the largest. `inductor` is Inductor with SDPA, `inductor_flex` with transformers' FlexAttention.
-
-Writes benchmarks/results/decode_models_h200.csv and prints a table last.
+bfloat16, mode="reduce-overhead" (CUDA graphs), unmodified transformers models with random weights. `step_ms` is the time of one step among
+many that are enqueued one after another, the host's part included where it is the slower one; the sides take turns. Of `generate` it is a
+token's share of a call's time, prefill included. `error` is the largest difference of the logits from those of the uncompiled model,
+relative to the largest. `inductor` is Inductor with SDPA, `inductor_flex` with transformers' FlexAttention.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ import statistics
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +26,7 @@ from rich.progress import Progress
 from torch import nn
 
 from benchmarks import harness
-from benchmarks.harness import PATTERNS, Bench, Row, arg
+from benchmarks.harness import PATTERNS, Bench, Row
 
 COLUMNS = ("case", "family", "batch", "length", "filled", "what", "side", "step_ms", "tokens_per_s", "error", "failure")
 SIDES: dict[str, dict[str, Any]] = {
@@ -175,19 +172,10 @@ def _compiled(case: Case, what: str, make: Callable[[str], Any], made: dict[str,
             yield {"what": what, "side": side, "failure": harness.failure(failure)}
 
 
-def _ready(given: Namespace) -> None:
-    """Between compiling and measuring."""
-    if given.wait_for is not None:
-        given.wait_for.with_suffix(".compiled").touch()
-        while not given.wait_for.exists():
-            time.sleep(0.1)
-
-
 def _steps(case: Case, given: Namespace) -> Iterator[Row]:
     made: dict[str, Stepper] = {}
     weights = build(case, "inductor", given.device).state_dict()
     yield from _compiled(case, "step", lambda side: stepper(case, side, weights, given.device), made)
-    _ready(given)
     errors = {side: error(own, case.filled[0]) for side, own in made.items()}
     for filled in case.filled:
         for side, ms in milliseconds(made, filled).items():
@@ -210,15 +198,9 @@ def generate(model: Any, ids: torch.Tensor, tokens: int, side: str, bar: Progres
     torch.cuda.synchronize()
     start = time.perf_counter()
     found: torch.Tensor = model.generate(
-        ids,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        cache_implementation="static",
-        compile_config=config,
-        pad_token_id=0,
-        stopping_criteria=transformers.StoppingCriteriaList([advance]),
-    )
+        ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, cache_implementation="static",
+        compile_config=config, pad_token_id=0, stopping_criteria=transformers.StoppingCriteriaList([advance]),
+    )  # fmt: skip
     torch.cuda.synchronize()
     return time.perf_counter() - start, found
 
@@ -238,43 +220,17 @@ def _generated(case: Case, given: Namespace) -> Iterator[Row]:
             return model
 
         yield from _compiled(case, "generate", make, models)
-        _ready(given)
         for side, model in models.items():
             seconds, _ = generate(model, ids, tokens, side, bar)
             times = {"step_ms": f"{seconds / tokens * 1e3:.3f}", "tokens_per_s": f"{case.batch * tokens / seconds:.0f}"}
             yield {"filled": str(filled), "what": "generate", "side": side, **times}
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    shown = ("case", "what", "filled", "side", "step_ms", "tokens_per_s", "error", "failure")
-    base = {_place(row): row["step_ms"] for row in rows if row["side"] == "inductor" and row.get("step_ms")}
-
-    def line(row: Row) -> list[str]:
-        other = base.get(_place(row))
-        ratio = f"{float(other) / float(row['step_ms']):.2f}" if other and row.get("step_ms") else ""
-        return [*(row.get(name, "") for name in shown), ratio]
-
-    harness.show("decoding steps; reduce-overhead", (*shown, "times inductor's"), map(line, rows))
-
-
-def _place(row: Row) -> tuple[str, ...]:
-    return tuple(row.get(name, "") for name in ("case", "what", "filled"))
-
-
 BENCH = Bench(
-    doc=__doc__,
-    results="decode_models_h200.csv",
-    columns=COLUMNS,
-    cases=lambda given: harness.picked(CASES, given.cases),
-    measure=measure,
-    sides=SIDES,
-    options=(
-        PATTERNS,
-        arg("--wait-for", type=Path, help="measure when this file exists: others compile at the same time"),
-    ),
-    devices=("cuda",),
-    table=print_table,
-)
+    doc=__doc__, results="decode_models_h200.csv", columns=COLUMNS, measure=measure, sides=SIDES, devices=("cuda",),
+    cases=lambda given: harness.picked(CASES, given.cases), options=(PATTERNS,),
+    short=("case", "what", "filled", "side", "step_ms", "tokens_per_s", "error", "failure"),
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

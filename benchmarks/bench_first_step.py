@@ -5,13 +5,13 @@
     python -m benchmarks.bench_first_step --device cpu
     python -m benchmarks.bench_first_step --slow benchmarks/results/first_step_h200.csv --jobs 4
 
-A row is a model, a call of it (benchmarks/first_step_cases.py) and a length; benchmarks/first_step.py says what each process measures.
-Both sides of a row run beside each other, with empty caches and then --warm-runs times with full ones, of which the one with the median
-time counts. One after the other, the second side had more of the machine to itself wherever other rows had ended in the meantime.
-Our package has its bytecode first, as an installer leaves it: to compile it takes a process 0.7 s.
-Rows are on disk as soon as they are measured. --append leaves out those that the file has. --slow measures those of a file that are above
-the goals. --jobs rows are measured beside each other; --budget-seconds begins no row after that. --profile FOLDER runs each side once more
-with full caches, under a profiler: benchmarks/first_step_profile.py compares the two. Writes benchmarks/results/first_step.csv.
+A row is a model, a call of it and a length; benchmarks/first_step.py says what each process measures. Both sides of a row run beside each
+other, with empty caches and then --warm-runs times with full ones, of which the one with the median time counts. One after the other, the
+second side had more of the machine to itself wherever other rows had ended in the meantime. Our package has its bytecode first, as an
+installer leaves it: to compile it takes a process 0.7 s. Rows are on disk as soon as they are measured. --append leaves out those that the
+file has. --slow measures those of a file that are above the goals. --jobs rows are measured beside each other; --budget-seconds begins no
+row after that. --profile FOLDER runs each side once more with full caches, under a profiler: benchmarks/first_step_profile.py compares the
+two.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import attn_compiler
 from benchmarks import harness
-from benchmarks.first_step import Job
-from benchmarks.first_step_cases import CALLS, MODELS, applies
+from benchmarks.first_step import CALLS, MODELS, Job, applies
 from benchmarks.harness import Bench, arg
 
 SIDES = {"ours": harness.BACKEND, "inductor": harness.BASELINE}
@@ -92,51 +91,44 @@ def measured(name: Row, device: str, run: Run, *, warm_runs: int = 1, profile: P
     """A row. What fails is its failure, and other columns stay empty."""
     row = dict(name)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(SIDES)) as pool:
-        places = {side: Path(folder) / side for side in SIDES}
 
         def both(caches: str, profile: Path | None = None) -> dict[str, Mapping[str, Any]]:
-            jobs = {side: _job(name, device, side, profile) for side in SIDES}
-            began = {side: pool.submit(run, job, places[side]) for side, job in jobs.items()}
-            return {side: _result(future, f"{side} {caches}") for side, future in began.items()}
+            began = {side: pool.submit(run, _job(name, device, side, profile), Path(folder) / side) for side in SIDES}
+            found = {}
+            for side, future in began.items():
+                try:
+                    found[side] = future.result()
+                except StepFailed as error:
+                    raise StepFailed(f"{side} {caches}: {error}") from error
+            return found
 
         try:
             for caches, times in zip(CACHES, (1, warm_runs), strict=True):
                 found = [both(caches) for _ in range(times)]
                 for side in SIDES:
-                    row |= _columns(side, caches, _median([one[side] for one in found]))
+                    # All of the process whose first step took the median time.
+                    of_side = sorted((one[side] for one in found), key=lambda one: one["first_seconds"])
+                    row |= _columns(side, caches, of_side[(len(of_side) - 1) // 2])
             if profile is not None:
                 both("profiled", profile)
         except StepFailed as error:
             return row | {"failure": str(error)}
-    ratios = {f"ratio_{caches}": _ratio(row, caches, "first_seconds") for caches in CACHES}
-    return row | ratios | {"ratio_warm_cpu": _ratio(row, "warm", "cpu_seconds"), "warm_runs": str(warm_runs)}
+
+    def ratio(caches: str, measured: str) -> str:
+        ours, theirs = (float(row[f"{side}_{caches}_{measured}"]) for side in SIDES)
+        return f"{ours / theirs:.3f}"
+
+    ratios = {f"ratio_{caches}": ratio(caches, "first_seconds") for caches in CACHES}
+    return row | ratios | {"ratio_warm_cpu": ratio("warm", "cpu_seconds"), "warm_runs": str(warm_runs)}
 
 
 def _job(name: Row, device: str, side: str, profile: Path | None) -> Job:
     file = "-".join((name["model"], name["call"], name["length"], side)) + ".prof"
     return Job(
-        model=name["model"],
-        call=name["call"],
-        length=int(name["length"]),
-        batch=int(name["batch"]),
-        size="small" if name["size"] == "small" else "full",
-        device=device,
-        side=SIDES[side],
+        model=name["model"], call=name["call"], length=int(name["length"]), batch=int(name["batch"]), device=device,
+        size="small" if name["size"] == "small" else "full", side=SIDES[side],
         profile="" if profile is None else str(profile / file),
-    )
-
-
-def _result(future: Future[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
-    """Raises StepFailed, which says where."""
-    try:
-        return future.result()
-    except StepFailed as error:
-        raise StepFailed(f"{where}: {error}") from error
-
-
-def _median(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """All of the process whose first step took the median time."""
-    return sorted(found, key=lambda one: one["first_seconds"])[(len(found) - 1) // 2]
+    )  # fmt: skip
 
 
 def _columns(side: str, caches: str, found: Mapping[str, Any]) -> Row:
@@ -147,11 +139,6 @@ def _columns(side: str, caches: str, found: Mapping[str, Any]) -> Row:
         if name in COLUMNS
     }
     return columns | ({"sites": found["sites"]} if side == "ours" else {})
-
-
-def _ratio(row: Row, caches: str, measured: str) -> str:
-    ours, theirs = (float(row[f"{side}_{caches}_{measured}"]) for side in SIDES)
-    return f"{ours / theirs:.3f}"
 
 
 def slow(rows: Iterable[Mapping[str, str]]) -> list[str]:
@@ -199,19 +186,14 @@ def _parts(row: str) -> tuple[str, str, str]:
 def means(rows: Iterable[Mapping[str, str]]) -> list[str]:
     """Lines for people: geometric means of ours / Inductor, by kind of call and of all."""
     good = [row for row in rows if not row["failure"]]
-    of_calls = {name: [row for row in good if CALLS[row["call"]].training == training] for name, training in _KINDS}
-    return [
-        f"{name}: {len(some)} rows, ours / Inductor "
-        + ", ".join(
-            f"{caches} {statistics.geometric_mean(float(row[f'ratio_{caches}']) for row in some):.3f}"
-            for caches in CACHES
-        )
-        for name, some in {**of_calls, "all": good}.items()
-        if some
-    ]
-
-
-_KINDS = (("prefill", False), ("training", True))
+    kinds = {"prefill": [False], "training": [True], "all": [False, True]}
+    lines = []
+    for name, trains in kinds.items():
+        some = [row for row in good if CALLS[row["call"]].training in trains]
+        of = {c: statistics.geometric_mean(float(row[f"ratio_{c}"]) for row in some) for c in CACHES if some}
+        said = ", ".join(f"{caches} {mean:.3f}" for caches, mean in of.items())
+        lines += [f"{name}: {len(some)} rows, ours / Inductor {said}"] if some else []
+    return lines
 
 
 def said(row: Mapping[str, str]) -> str:
@@ -256,12 +238,7 @@ def _begin(given: Namespace) -> None:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results="first_step.csv",
-    columns=COLUMNS,
-    cases=wanted,
-    rows=rows,
-    sides=SIDES,
+    doc=__doc__, results="first_step.csv", columns=COLUMNS, cases=wanted, rows=rows, sides=SIDES,
     options=(
         arg("--models", nargs="+", choices=MODELS, help="all; on a CPU four"),
         arg("--calls", nargs="+", choices=CALLS, default=["prefill", "prefill_left", "train", "train_right"]),
@@ -274,11 +251,8 @@ BENCH = Bench(
         arg("--jobs", type=int, default=1),
         arg("--process-seconds", type=float, default=300),
     ),
-    budget=1e9,
-    short=("ratio_cold", "ratio_warm"),
-    begin=_begin,
-    table=lambda rows: print("\n".join(means(rows))),
-)
+    budget=1e9, short=("ratio_cold", "ratio_warm"), begin=_begin, table=lambda rows: print("\n".join(means(rows))),
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@
 Times are microseconds of the GPU, as in bench_kernels.py. Each row is one side of a case's pass. "whole" is what
 torch.compile(backend="attn_compiler") makes of one attention whose q, k and v are in memory in bfloat16: in FP8 with finding scales and
 rounding, which a model's own projections and rotations may hide some of. "kernel" is the leaf op alone, on rounded tensors. `ratio` is the
-time of the first side, cuDNN in bfloat16 as PyTorch has it, over that of the row; `error` is the root mean square of the
-difference from that side's output, relative to its own.
-
-Writes benchmarks/results/fp8_h200.csv, prints a table last. Exits with 1 where something fails.
+time of the first side, cuDNN in bfloat16 as PyTorch has it, over that of the row; `error` is the root mean square of the difference from
+that side's output, relative to its own. Exits with 1 where something fails.
 """
 
 from __future__ import annotations
@@ -79,21 +77,15 @@ class Side:
 
 
 SIDES = (
-    Side(lowering=BASELINE),
-    Side(lowering="fa4"),
-    Side(lowering="triton"),
-    Side(lowering="cudnn"),
-    Side(lowering="hopper_fp8", recipe=""),
-    Side(lowering="triton_fp8", recipe="", passes=("forward",)),
+    Side(lowering=BASELINE), Side(lowering="fa4"), Side(lowering="triton"), Side(lowering="cudnn"),
+    Side(lowering="hopper_fp8", recipe=""), Side(lowering="triton_fp8", recipe="", passes=("forward",)),
     Side(lowering="hopper_fp8", recipe="per head", passes=("forward",)),
-    Side(lowering="hopper_fp8", recipe="delayed"),
-    Side(lowering="cudnn_fp8", recipe="per tensor"),
+    Side(lowering="hopper_fp8", recipe="delayed"), Side(lowering="cudnn_fp8", recipe="per tensor"),
     Side(lowering="cudnn_fp8", recipe="delayed"),
     Side(lowering="cudnn_fp8", recipe="per tensor, backward", passes=("both",)),
     Side(lowering="cudnn_fp8", recipe="delayed, backward", passes=("both",)),
-    Side(lowering="hopper_fp8", recipe="static", passes=("forward",)),
-    Side(lowering="hopper_fp8", recipe="accurate"),
-)
+    Side(lowering="hopper_fp8", recipe="static", passes=("forward",)), Side(lowering="hopper_fp8", recipe="accurate"),
+)  # fmt: skip
 
 
 def case_of(head_dim: int, seqlen: int, *, causal: bool, window: int | None = None, group: int = 1) -> Case:
@@ -102,16 +94,9 @@ def case_of(head_dim: int, seqlen: int, *, causal: bool, window: int | None = No
     heads = _WIDTH // head_dim
     further = (f"_w{window}" if window else "") + (f"_g{group}" if group > 1 else "")
     return Case(
-        name=f"{mask}_d{head_dim}_s{seqlen}{further}",
-        batch=max(_TOKENS // seqlen, 1),
-        heads_q=heads,
-        heads_kv=heads // group,
-        seqlen=seqlen,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        causal=causal,
-        window=window,
-    )
+        name=f"{mask}_d{head_dim}_s{seqlen}{further}", batch=max(_TOKENS // seqlen, 1), heads_q=heads,
+        heads_kv=heads // group, seqlen=seqlen, head_dim=head_dim, head_dim_v=head_dim, causal=causal, window=window,
+    )  # fmt: skip
 
 
 #: the most telling first
@@ -260,7 +245,7 @@ def prepare(job: Job, lock: AbstractContextManager[Any]) -> waves.Finish:
     for name, got in found.items():
         # cuDNN's kernel alone gives a scaled output, in FP8.
         if _FIRST in found and got[0].dtype == found[_FIRST][0].dtype:
-            rows[name]["error"] = f"{max(map(_error, got, found[_FIRST])):.2g}"
+            rows[name]["error"] = f"{max(map(off, got, found[_FIRST])):.2g}"
     return functools.partial(_finish, job, rows, timed)
 
 
@@ -279,7 +264,7 @@ def rows_of(job: Job, given: waves.Row | None) -> list[dict[str, str]]:
     return waves.rows_of(given) or [job.case.columns | {"pass": job.which} | failed]
 
 
-def _error(mine: Tensor, other: Tensor) -> float:
+def off(mine: Tensor, other: Tensor) -> float:
     return float((mine.float() - other.float()).norm() / other.float().norm())
 
 
@@ -308,29 +293,22 @@ def rows(jobs: Sequence[Job], given: Namespace) -> harness.Measured:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results=RESULTS.name,
-    columns=COLUMNS,
+    doc=__doc__, results=RESULTS.name, columns=COLUMNS,
     cases=lambda given: [
         Job(case=case, which=which, device=given.device, seconds=given.seconds, sides=tuple(given.sides))
         for which in given.passes
         for case in harness.picked(CASES, given.cases)
     ],
-    rows=rows,
-    sides=[side.name for side in SIDES],
+    rows=rows, sides=[side.name for side in SIDES],
     options=(
         harness.PATTERNS,
         arg("--sides", nargs="+", choices=[side.name for side in SIDES], default=[side.name for side in SIDES]),
         arg("--passes", nargs="+", choices=("forward", "both"), default=["forward", "both"]),
     ),
-    devices=("cuda",),
-    seconds=0.3,
-    budget=600.0,
-    jobs=True,
-    short=("case", "pass", "side", "recipe", "part", "tflops", "failure"),
-    table=print_table,
+    devices=("cuda",), seconds=0.3, budget=600.0, jobs=True,
+    short=("case", "pass", "side", "recipe", "part", "tflops", "failure"), table=print_table,
     failed=lambda rows: any(map(is_wrong, rows)),
-)
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
     pip install --no-deps --no-build-isolation -e .      # the entry point; torch, transformers and rich are there
     python -m benchmarks.bench_h200 --budget-seconds 540
 
-Implementations of the model's attention: "sdpa" and "eager" are what both sides get; "flex_attention" is what Inductor gets beside our
-side with "sdpa" ("eager" where a softcap or sinks are more than that has). --cases bert/sdpa/train=nothing: our side is a model whose
-attention is the sum of q, k and v. No kernel can be faster: its ratio is the bound of all others.
+Implementations of the model's attention: "sdpa" and "eager" are what both sides get; "flex_attention" is what Inductor gets beside our side
+with "sdpa" ("eager" where a softcap or sinks are more than that has). --cases bert/sdpa/train=nothing: our side is a model whose attention
+is the sum of q, k and v. No kernel can be faster: its ratio is the bound of all others.
 
-The most telling cases come first; what the budget leaves out is done by a later run with --append. --jobs: so many cases are compiled
-at a time, and timed one after another while the others wait (OMP_NUM_THREADS=1 and TORCHINDUCTOR_COMPILE_THREADS=1 suit that). A
-case that fails becomes a row with the failure. Writes benchmarks/results/h200.csv and prints a table last. Exits with 1 where we are
-slower beyond noise, where a result is wrong, or where the profiler saw another attention kernel than the one that the report names.
+The most telling cases come first; what the budget leaves out is done by a later run with --append. --jobs: so many cases are compiled at a
+time, and timed one after another while the others wait (OMP_NUM_THREADS=1 and TORCHINDUCTOR_COMPILE_THREADS=1 suit that). A case that fails
+becomes a row with the failure. Exits with 1 where we are slower beyond noise, where a result is wrong, or where the profiler saw another
+attention kernel than the one that the report names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 
 import attn_compiler
-from benchmarks import compare, harness, inputs, models, waves
+from benchmarks import compare, harness, models, waves
 from benchmarks.compare import Case
 from benchmarks.harness import BACKEND, BASELINE, Bench, Row, Step, arg, failure as failure
 from benchmarks.models import NOTHING
@@ -80,7 +80,7 @@ class Measured:
 
     family: str
     implementation: str
-    scenario: inputs.Scenario
+    scenario: models.Scenario
     forced: str = ""
 
     @property
@@ -113,27 +113,22 @@ class Measured:
         }
         for model in made.values() if self.scenario.checkpointed else ():
             model.gradient_checkpointing_enable()
-        arguments = inputs.example_inputs(self.family, size, self.scenario, torch.bfloat16, device)
+        arguments = models.example_inputs(self.family, size, self.scenario, torch.bfloat16, device)
         mask = arguments.get("attention_mask")
         # The padding of a text2text model is its encoder's; what comes out is the decoder's.
         valid = None if mask is None or family.inputs == "text2text" else mask.bool()
         return Case(
-            model=made[ours],
-            baseline=None if ours == theirs else made[theirs],
-            inputs=arguments,
-            device=device,
-            training=training,
-            valid=valid,
-            softcap=family.softcap,
-        )
+            model=made[ours], baseline=None if ours == theirs else made[theirs], inputs=arguments, device=device,
+            training=training, valid=valid, softcap=family.softcap,
+        )  # fmt: skip
 
 
 def plan(families: list[str], scenarios: list[str]) -> Iterator[Measured]:
     """Every case, the most telling first."""
-    for scenario in (inputs.SCENARIOS[name] for name in scenarios):
+    for scenario in (models.SCENARIOS[name] for name in scenarios):
         for family in families:
             for implementation in models.FAMILIES[family].implementations or IMPLEMENTATIONS:
-                if inputs.applies(family, scenario):
+                if models.applies(family, scenario):
                     yield Measured(family=family, implementation=implementation, scenario=scenario)
 
 
@@ -293,12 +288,7 @@ def cases(given: Namespace) -> list[Measured]:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results="h200.csv",
-    columns=columns(KEYS),
-    cases=cases,
-    rows=rows,
-    sides=(BASELINE, BACKEND),
+    doc=__doc__, results="h200.csv", columns=columns(KEYS), cases=cases, rows=rows, sides=(BASELINE, BACKEND),
     options=(
         arg("--families", nargs="+", default=list(models.FAMILIES), choices=list(models.FAMILIES)),
         arg("--scenarios", nargs="+", default=["prefill", "train", "prefill_padded", "prefill_cache", "train_padded"]),
@@ -310,17 +300,12 @@ BENCH = Bench(
             help="of llama/sdpa/prefill; =triton forces a lowering",
         ),
     ),
-    seconds=2.0,
-    budget=540.0,
-    sized=True,
-    jobs=True,
-    where=where,
-    short=(*KEYS[:3], *SHORT),
+    seconds=2.0, budget=540.0, sized=True, jobs=True, where=where, short=(*KEYS[:3], *SHORT),
     table=lambda rows: harness.print_table(rows, (*KEYS[:3], "lowerings")),
     failed=lambda rows: (
         any(row.get("failure") or row.get("pinned") == "NO" for row in rows) or bool(harness.failures(rows))
     ),
-)
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@
 
 The rule. Candidates are the models that people download now (tests/hf/today, docs/models.md), where they have real sizes. Left out are the
 architectures that a benchmark of whole models times already, since choices were measured with those. Of the rest the DRAWN whose names have
-the smallest SHA-256 are held out: nobody picked one. Each is timed in inference and in training, as its calls are there. What these
-rows say changes no choice, no tile and no table; they are measured again for each release.
+the smallest SHA-256 are held out: nobody picked one. Each is timed in inference and in training, as its calls are there. What these rows
+say changes no choice, no tile and no table; they are measured again for each release.
 
-Measured as bench_h200.py measures. Models of diffusers want diffusers, the newest ones a new transformers; one that can't be made is
-a row with the failure. What the budget leaves out is done by a later run with --append. Writes benchmarks/results/held_out_h200.csv, and
-prints a table, the geometric mean and the slowest case. Exits with 1 where a result is wrong, or where the profiler saw another attention
-kernel than the report names. A case that is slower is no failure: to find those is what this is for.
+Measured as bench_h200.py measures. Models of diffusers want diffusers, the newest ones a new transformers; one that can't be made is a row
+with the failure. What the budget leaves out is done by a later run with --append. Writes benchmarks/results/held_out_h200.csv, and prints a
+table, the geometric mean and the slowest case. Exits with 1 where a result is wrong, or where the profiler saw another attention kernel
+than the report names. A case that is slower is no failure: to find those is what this is for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from benchmarks import bench_h200, harness, inputs, models
+from benchmarks import bench_h200, harness, models
 from benchmarks.compare import Case
 from benchmarks.harness import Bench, Row, arg
 from tests.hf.today.every import MODEL, MODELS
@@ -39,13 +39,10 @@ KEYS = ("model", "call")
 DRAWN = 24
 #: what makes a model (its config, or its class in diffusers), where a result of another benchmark has it: the file of benchmarks/results
 TIMED: Mapping[str, str] = {
-    **{family.config: "h200.csv" for family in models.FAMILIES.values()},
-    "DeepseekV3Config": "first_step_h200.csv",
-    "Gemma3TextConfig": "first_step_h200.csv",
-    "ModernBertConfig": "unpad_h200.csv",
-    "SD3Transformer2DModel": "first_step_h200.csv",
-    "XLMRobertaConfig": "unpad_h200.csv",
-}
+    **{family.config: "h200.csv" for family in models.FAMILIES.values()}, "DeepseekV3Config": "first_step_h200.csv",
+    "Gemma3TextConfig": "first_step_h200.csv", "ModernBertConfig": "unpad_h200.csv",
+    "SD3Transformer2DModel": "first_step_h200.csv", "XLMRobertaConfig": "unpad_h200.csv",
+}  # fmt: skip
 #: a step of decoding has a benchmark of its own
 _NOT_TIMED = "decode with a cache"
 
@@ -101,7 +98,7 @@ def plan() -> list[HeldOut]:
 
 
 def arguments(model: nn.Module, call: Call, device: str) -> dict[str, Any]:
-    """A call's arguments with random tokens and numbers, and with padding as benchmarks/inputs.py has it: on the left of a prompt.
+    """A call's arguments with random tokens and numbers, and with padding as benchmarks/models.py has it: on the left of a prompt.
 
     Labels are left out: what goes back is the same product with noise as in the other benchmarks.
     """
@@ -120,7 +117,7 @@ def arguments(model: nn.Module, call: Call, device: str) -> dict[str, Any]:
 
 def _filled(name: str, value: torch.Tensor, generator: torch.Generator, *, left: bool) -> torch.Tensor:
     if name.endswith("mask"):
-        return inputs.padding_mask(value.shape[0], value.shape[1], left=left).to(value.dtype)
+        return models.padding_mask(value.shape[0], value.shape[1], left=left).to(value.dtype)
     if name.endswith("input_ids"):
         return torch.randint(3, VOCAB, value.shape, generator=generator)
     if value.is_floating_point() and not name.endswith("_ids"):
@@ -153,21 +150,13 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results="held_out_h200.csv",
-    columns=bench_h200.columns(KEYS, "graphs"),
-    cases=lambda given: [case for case in plan() if case.model in given.models],
-    rows=rows,
+    doc=__doc__, results="held_out_h200.csv", columns=bench_h200.columns(KEYS, "graphs"),
+    cases=lambda given: [case for case in plan() if case.model in given.models], rows=rows,
     sides=(harness.BASELINE, harness.BACKEND),
-    options=(arg("--models", nargs="+", default=[model.name for model in drawn()]),),
-    seconds=1.0,
-    budget=540.0,
-    jobs=True,
-    where=bench_h200.where,
-    short=(*KEYS, *bench_h200.SHORT),
-    table=print_table,
+    options=(arg("--models", nargs="+", default=[model.name for model in drawn()]),), seconds=1.0, budget=540.0,
+    jobs=True, where=bench_h200.where, short=(*KEYS, *bench_h200.SHORT), table=print_table,
     failed=lambda rows: any(row.get("pinned") == "NO" or row.get("numerics") == "WRONG" for row in rows),
-)
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
     python -m benchmarks.bench_host --run 6      # the kernels' ops, a minute on a GPU; writes benchmarks/results/host.csv
     python -m benchmarks.bench_host --dry-run    # every call twice, on a CPU where there is no GPU, to see that it runs
 
-Tensors are small, so that the GPU is done before the host. A number is the median over bursts of calls, with nothing waited for within
-a burst. "in compiled code": a place in it, which asks for addresses alone after its first call; "body": what is called where sizes are
+Tensors are small, so that the GPU is done before the host. A number is the median over bursts of calls, with nothing waited for within a
+burst. "in compiled code": a place in it, which asks for addresses alone after its first call; "body": what is called where sizes are
 symbolic; "op": through PyTorch's dispatcher.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -18,10 +17,10 @@ import platform
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -44,12 +43,12 @@ from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton import launch as triton_launch
 from attn_compiler.spec.target import Target
 from benchmarks import harness
+from benchmarks.harness import Bench, Row, arg
 from tests.lowerings import kernel_problems
 from tests.lowerings.decode import latent_problems, problems as decode_problems
 from tests.lowerings.hopper import problems as hopper_problems
 from tests.lowerings.kernel_cases import Case
 
-RESULTS = Path(__file__).parent / "results" / "host.csv"
 COLUMNS = ("run", "what", "us", "device", "torch", "triton", "python", "date", "commit", "beside")
 BURST, BURSTS = 40, 60
 
@@ -63,6 +62,10 @@ class Timed:
     arguments: tuple[Any, ...]
     planned: Callable[[], AbstractContextManager[None]]
     is_body: bool = False
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {"what": self.what}
 
 
 _SIZES: Any = {"batch": 1, "heads_q": 2, "heads_kv": 2, "seqlen_q": 128, "seqlen_kv": 128}
@@ -176,18 +179,13 @@ def microseconds(timed: Timed, *, burst: int, bursts: int, device: str) -> float
         for _ in range(3):
             timed.function(*timed.arguments)
         for _ in range(bursts):
-            _wait(device)
+            harness.synchronize(device)
             begin = time.perf_counter()
             for _ in range(burst):
                 timed.function(*timed.arguments)
             found.append((time.perf_counter() - begin) / burst)
-    _wait(device)
+    harness.synchronize(device)
     return statistics.median(found) * 1e6
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 def everything(device: str, target: Target) -> list[Timed]:
@@ -195,31 +193,45 @@ def everything(device: str, target: Target) -> list[Timed]:
     return [*yardsticks(device), *ours, *yardsticks(device)]
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=int, default=1, help="number of this run, in the rows")
-    parser.add_argument("--beside", default="", help="what else ran on the machine")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
-    parser.add_argument("--dry-run", action="store_true")
-    options = parser.parse_args(given)
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    target = Target.current(device) if device != "cpu" else Target.fake()
-    burst, bursts = (2, 1) if options.dry_run else (BURST, BURSTS)
-    where = harness.environment(device, options.commit)
-    row = {name: where[name] for name in ("device", "torch", "date", "commit")}
-    row |= {"run": str(options.run), "beside": options.beside, "triton": triton.__version__}
-    row |= {"python": platform.python_version()}
-    file = None if options.dry_run else harness.CsvFile(options.output, COLUMNS, append=True)
-    found = everything(device, target)
+def cases(given: Namespace) -> list[Timed]:
+    """All calls, whose kernels are compiled."""
+    found = everything(given.device, Target.current(given.device) if given.device != "cpu" else Target.fake())
     compile_all(found)
-    for timed in found:
-        us = microseconds(timed, burst=burst, bursts=bursts, device=device)
-        print(f"{us:8.2f} us  {timed.what}", flush=True)
-        if file is not None:
-            file.add({**row, "what": timed.what, "us": f"{us:.2f}"})
-    return 0
+    return found
 
+
+def measure(timed: Timed, given: Namespace) -> Iterator[Row]:
+    burst, bursts = (2, 1) if given.dry_run else (BURST, BURSTS)
+    us = microseconds(timed, burst=burst, bursts=bursts, device=given.device)
+    yield {**timed.names, "us": f"{us:.2f}"}
+
+
+def where(given: Namespace) -> dict[str, str]:
+    known = harness.environment(given.device, given.commit)
+    row = {name: known[name] for name in ("device", "torch", "date", "commit")}
+    row |= {"run": str(given.run), "beside": given.beside, "triton": triton.__version__}
+    return row | {"python": platform.python_version()}
+
+
+BENCH = Bench(
+    doc=__doc__,
+    results="host.csv",
+    columns=COLUMNS,
+    cases=cases,
+    measure=measure,
+    options=(
+        arg("--run", type=int, default=1, help="number of this run, in the rows"),
+        arg("--beside", default="", help="what else ran on the machine"),
+    ),
+    devices=("cuda:0" if torch.cuda.is_available() else "cpu",),
+    dry=True,
+    together=True,
+    where=where,
+    short=("us", "what"),
+    # What is compiled and held is part of what is timed.
+    forget=lambda device: None,
+)
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,13 +3,12 @@
     python -m benchmarks.bench_in_order --budget-seconds 55
 
 All runs under torch.use_deterministic_algorithms(True). A side is "in order", Hopper's backward whose blocks of keys add to dq in one
-order; "in order, N at once" (--heads), the same with N heads under way at once; "any order", the form whose last bits differ from run to
-run; "triton"; "cudnn", cuDNN's graph with a deterministic backward (with the package nvidia-cudnn-frontend); and "sdpa_flash", PyTorch's.
-`chosen` marks what a deterministic session gets of Hopper's and Triton's.
+order; "any order", the form whose last bits differ from run to run; "triton"; "cudnn", cuDNN's graph with a deterministic backward (with
+the package nvidia-cudnn-frontend); and "sdpa_flash", PyTorch's. `chosen` marks what a deterministic session gets of Hopper's and Triton's.
 
-Times are microseconds of the GPU, as in kernel_timing.py, of the backward alone. `error` is the largest difference from Triton's
-gradients, relative to their largest element. `same` says whether three runs gave the same bits. Kernels are compiled in threads before
-anything is timed. Writes benchmarks/results/in_order_h200.csv.
+Times are microseconds of the GPU, as in kernel_timing.py, of the backward alone. `error` is the largest difference from Triton's gradients,
+relative to their largest element. `same` says whether three runs gave the same bits. Kernels are compiled in threads before anything is
+timed.
 
     python -m benchmarks.bench_in_order --write-rows
 
@@ -18,7 +17,6 @@ puts what that file has into attn_compiler/lowerings/choice/in_order_sm90.csv, w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -26,11 +24,10 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -101,23 +98,16 @@ def build(case: Case, device: str) -> Built:
     )
 
 
-def bodies(heads: Sequence[int]) -> dict[str, tuple[Body, int | None]]:
-    """What runs for each side of ours, and how many heads are to be under way at once: None for as many as it takes itself."""
+def bodies() -> dict[str, Body]:
+    """What runs for each side of ours."""
     from attn_compiler.lowerings.hopper import backward_launch
     from attn_compiler.lowerings.triton import launch
 
-    found: dict[str, tuple[Body, int | None]] = {
-        IN_ORDER: (backward_launch.gradients_in_order, None),
-        ANY_ORDER: (backward_launch.gradients, None),
-        TRITON: (launch.gradients, None),
+    return {
+        IN_ORDER: backward_launch.gradients_in_order,
+        ANY_ORDER: backward_launch.gradients,
+        TRITON: launch.gradients,
     }
-    for number in heads:
-        # Launches are replayed by the op's name.
-        own = dataclasses.replace(
-            backward_launch.gradients_in_order, op=f"{backward_launch.gradients_in_order.op}_{number}"
-        )
-        found[f"{IN_ORDER}, {number} at once"] = (own, number)
-    return found
 
 
 def _arguments(name: str, built: Built, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Any, ...]:
@@ -127,25 +117,16 @@ def _arguments(name: str, built: Built, out: Tensor, lse: Tensor, grad_out: Tens
     return grad_out, torch.zeros_like(lse), q, k, v, operands, out, lse, problem.text
 
 
-@contextlib.contextmanager
-def _at_once(number: int | None) -> Iterator[None]:
-    if number is None:
-        yield
-        return
-    with mock.patch.object(persistent, "heads_at_once", lambda heads, programs: min(heads, number)):
-        yield
-
-
-def _ours(body: Body, number: int | None, arguments: tuple[Any, ...]) -> Timed:
+def _ours(body: Body, arguments: tuple[Any, ...]) -> Timed:
     def run(_: None) -> Sequence[Tensor]:
-        with _at_once(number), torch.no_grad():
+        with torch.no_grad():
             *grads, further = body(*arguments)
         return [*grads, *further]
 
     return Timed(prepare=lambda: None, run=run)
 
 
-def sides_of(built: Built, heads: Sequence[int], said: dict[str, str]) -> dict[str, Timed]:
+def sides_of(built: Built, said: dict[str, str]) -> dict[str, Timed]:
     """Every side that runs; said: gets what the others failed with."""
     from attn_compiler.lowerings.hopper import launch
 
@@ -154,10 +135,7 @@ def sides_of(built: Built, heads: Sequence[int], said: dict[str, str]) -> dict[s
     with torch.no_grad():
         out, lse = launch.forward(*given, built.hopper, problem.text)
     grad_out = kernel_timing.gradient_of_out(problem)
-    found = {
-        name: _ours(body, number, _arguments(name, built, out, lse, grad_out))
-        for name, (body, number) in bodies(heads).items()
-    }
+    found = {name: _ours(body, _arguments(name, built, out, lse, grad_out)) for name, body in bodies().items()}
     for name in PEERS:
         try:
             side = bench_select.lowering(name)(problem)
@@ -169,7 +147,7 @@ def sides_of(built: Built, heads: Sequence[int], said: dict[str, str]) -> dict[s
     return found
 
 
-def begin(cases: Sequence[Case], heads: Sequence[int], device: str) -> list[Future[Any]]:
+def begin(cases: Sequence[Case], device: str) -> list[Future[Any]]:
     """Start to compile what our sides of these cases launch."""
     from attn_compiler.lowerings.hopper import launch
     from attn_compiler.lowerings.shared.launching import compiling
@@ -186,14 +164,13 @@ def begin(cases: Sequence[Case], heads: Sequence[int], device: str) -> list[Futu
         out = torch.empty(case.batch, case.heads_q, case.seqlen, case.head_dim_v, dtype=torch.bfloat16, device=device)
         lse = torch.empty(case.batch, case.heads_q, case.seqlen, device=device)
         given = [x.detach() for x in (problem.q, problem.k, problem.v)]
-        called: list[tuple[Body, int | None, tuple[Any, ...]]] = [
-            (launch.forward, None, (*given, built.hopper, problem.text)),
-            *((body, n, _arguments(name, built, out, lse, out)) for name, (body, n) in bodies(heads).items()),
+        called = [
+            (launch.forward, (*given, built.hopper, problem.text)),
+            *((body, _arguments(name, built, out, lse, out)) for name, body in bodies().items()),
         ]
-        for body, number, arguments in called:
-            with _at_once(number):
-                call = ahead.LaunchingCall(body=body, arguments=dry_tensors.described(arguments), named=())
-                ahead.note_launches(call, note)
+        for body, arguments in called:
+            call = ahead.LaunchingCall(body=body, arguments=dry_tensors.described(arguments), named=())
+            ahead.note_launches(call, note)
     return started
 
 
@@ -203,7 +180,7 @@ def measure(case: Case, given: Namespace) -> list[dict[str, str]]:
     failed: dict[str, str] = {}
     try:
         built = build(case, given.device)
-        sides = sides_of(built, given.heads, failed)
+        sides = sides_of(built, failed)
         chosen = backward_of(built.problem.spec, Target.current(given.device))
         rows = {name: names | {"side": name} for name in (*sides, *failed)}
         for name, why in failed.items():
@@ -218,7 +195,7 @@ def measure(case: Case, given: Namespace) -> list[dict[str, str]]:
             if name != TRITON:
                 rows[name]["error"] = f"{kernel_timing.error(outcome[TRITON][:3], outcome[name][:3]):.2g}"
             if name.startswith(IN_ORDER):
-                rows[name]["heads_at_once"] = name.split()[2] if "," in name else str(built.heads)
+                rows[name]["heads_at_once"] = str(built.heads)
         outcome.clear()
         for name, values in kernel_timing.interleave(sides, given.device, given.seconds, warmup=1).items():
             rows[name] |= harness.kernel_times(values, case.flops("backward"))
@@ -292,7 +269,7 @@ def _rows(cases: Sequence[Case], given: Namespace) -> harness.Measured:
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True)
     try:
-        wait(begin(cases, given.heads, given.device), timeout=given.budget_seconds)
+        wait(begin(cases, given.device), timeout=given.budget_seconds)
         for case in cases:
             if time.monotonic() > given.until:
                 return
@@ -303,29 +280,21 @@ def _rows(cases: Sequence[Case], given: Namespace) -> harness.Measured:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results="in_order_h200.csv",
-    columns=COLUMNS,
+    doc=__doc__, results="in_order_h200.csv", columns=COLUMNS,
     cases=lambda given: [
         case
         for case in CASES
         if case.name in (given.cases or (case.name,)) and has_backward(select_cases.spec_of(case, training=True))
     ],
-    rows=_rows,
-    sides=(IN_ORDER, ANY_ORDER, TRITON, *PEERS),
+    rows=_rows, sides=(IN_ORDER, ANY_ORDER, TRITON, *PEERS),
     options=(
         arg("--cases", nargs="+", choices=[case.name for case in CASES], metavar="NAME"),
-        arg("--heads", nargs="*", type=int, default=[], help="heads under way at once, to be tried too"),
         arg("--write-rows", action="store_true", help="measure nothing: make the rows that decide"),
     ),
-    seconds=0.3,
-    budget=120.0,
-    where=kernel_timing.where,
-    short=("case", "side", "p50_us", "tflops", "same", "failure"),
-    instead=_instead,
-    table=print_table,
+    seconds=0.3, budget=120.0, where=kernel_timing.where,
+    short=("case", "side", "p50_us", "tflops", "same", "failure"), instead=_instead, table=print_table,
     failed=failures,
-)
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

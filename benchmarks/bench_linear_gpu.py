@@ -6,43 +6,41 @@ Sides: `inductor`, which compiles the model's own function; our lowerings; and f
 are measured first, on all cases; the others as long as the budget lasts. Inductor unrolls the loop over chunks of the delta rule, which
 takes minutes at 32k tokens: there it is measured up to `--unrolled` tokens. A row is written as soon as it is measured. `error` is the
 largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. `assembler` is that of `linear_triton`.
-`graph_ms` is of a step of decoding in a CUDA graph, as engines decode. Writes benchmarks/results/linear_gpu.csv.
+`graph_ms` is of a step of decoding in a CUDA graph, as engines decode.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import faulthandler
-import importlib
 import itertools
 import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.utils import fresh_cache
 
 import attn_compiler
 from attn_compiler.lowerings.linear.reference import run as by_chunks
 from attn_compiler.spec.linear import LinearForm
 from attn_compiler.spec.target import Target
-from benchmarks import harness, linear_groups
-from benchmarks.linear_peers import PEERS
+from benchmarks import harness, kernel_timing, linear_layers
+from benchmarks.harness import Bench, Row, arg
+from benchmarks.linear_layers import LAYERS, Heads, LinearLayer
 
-RESULTS = Path(__file__).parent / "results" / "linear_gpu.csv"
 KEYS = ("layer", "scenario", "batch", "length", "dtype", "side", "assembler")
 COLUMNS = ("p50_ms", "p20_ms", "graph_ms", "first_step_s", "peak_gib", "error", "error_grads", "taken", "failure")
 OURS = ("linear_triton", "linear_reference")
+SIDES = (*OURS, "inductor", "fla", "eager")
 _COMPARED = 4096
 _WARM, _ROUNDS, _SECONDS = 3, 40, 1.0
 #: steps in a CUDA graph
@@ -50,72 +48,19 @@ _RECORDED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Of a layer of a model. function: of benchmarks/linear_peers.py. module: of transformers; many, one: its functions."""
-
-    function: str
-    module: str
-    many: str
-    one: str
-    groups: int
-    heads: int
-    dim_k: int
-    dim_v: int
-
-
-LAYERS = {
-    "qwen3_next": Heads(
-        function="gated_delta",
-        module="qwen3_next",
-        many="torch_chunk_gated_delta_rule",
-        one="torch_recurrent_gated_delta_rule",
-        groups=16,
-        heads=32,
-        dim_k=128,
-        dim_v=128,
-    ),
-    "olmo_hybrid": Heads(
-        function="gated_delta",
-        module="olmo_hybrid",
-        many="torch_chunk_gated_delta_rule",
-        one="torch_recurrent_gated_delta_rule",
-        groups=30,
-        heads=30,
-        dim_k=96,
-        dim_v=192,
-    ),
-    "bamba": Heads(
-        function="state_space",
-        module="bamba",
-        many="mamba2_chunk_scan",
-        one="mamba2_selective_state_update",
-        groups=1,
-        heads=128,
-        dim_k=128,
-        dim_v=64,
-    ),
-    "kimi_linear": Heads(
-        function="channel_delta",
-        module="kimi_linear",
-        many="chunk_kimi_delta_attention",
-        one="recurrent_kimi_delta_attention",
-        groups=32,
-        heads=32,
-        dim_k=128,
-        dim_v=128,
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
 class GpuCase:
-    """scenario: "training", "prefill" or "decode"."""
+    """One side. scenario: "training", "prefill" or "decode"."""
 
     layer: str
     scenario: str
     batch: int
     length: int
     dtype: str = "bfloat16"
+    side: str
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {name: str(value) for name, value in dataclasses.asdict(self).items()}
 
     @property
     def heads(self) -> Heads:
@@ -125,100 +70,30 @@ class GpuCase:
     def is_ssd(self) -> bool:
         return self.heads.function == "state_space"
 
-
-class LinearLayer(nn.Module):
-    """A call of a function, whose operands are parameters. Given as a model gives them: q, k and v in its dtype, decays in float32."""
-
-    def __init__(self, case: GpuCase) -> None:
-        super().__init__()
-        self.case, heads = case, case.heads
-        module = importlib.import_module(f"transformers.models.{heads.module}.modeling_{heads.module}")
-        self.run: Callable[..., Any] = getattr(module, heads.one if case.scenario == "decode" else heads.many)
-        self.has_groups = linear_groups.has_groups(self.run)
-        self.given = nn.ParameterDict({name: nn.Parameter(x) for name, x in _operands(case).items()})
-        state = (heads.dim_v, heads.dim_k) if case.is_ssd else (heads.dim_k, heads.dim_v)
-        self.register_buffer("state", torch.zeros(case.batch, heads.heads, *state, device="cuda"))
-
-    def forward(self) -> Tensor:
-        x, is_one = self.given, self.case.scenario == "decode"
-        if self.case.is_ssd:
-            return self._state_space(is_one)
-        state = {
-            "initial_state": self.state if is_one else None,
-            "output_final_state": self.case.scenario != "training",
-        }
-        named = {"g": x["g"], "beta": x["beta"]}
-        heads = {name: x[name] for name in ("q", "k", "v")}
-        if not self.has_groups:
-            heads |= linear_groups.for_each_head(heads)
-        out, last = self.run(heads["q"], heads["k"], heads["v"], **named, use_qk_l2norm_in_kernel=True, **state)
-        if last is not None:
-            self.state.copy_(last)
-        return out  # type: ignore[no-any-return]
-
-    def _state_space(self, is_one: bool) -> Tensor:
-        x, heads = self.given, self.case.heads
-        if not is_one:
-            more = {"D": x["D"], "dt_bias": x["dt_bias"], "dt_softplus": True}
-            return self.run(x["v"], x["beta"], x["A"], x["k"], x["q"], chunk_size=256, **more)  # type: ignore[no-any-return]
-        dim, size = heads.dim_v, heads.dim_k
-        spread = x["beta"][:, 0, :, None].expand(-1, -1, dim), x["A"][:, None, None].expand(-1, dim, size)
-        wide = {name: x[name][:, None].expand(-1, dim) for name in ("D", "dt_bias")}
-        return self.run(self.state, x["v"][:, 0], *spread, x["k"][:, 0], x["q"][:, 0], **wide, dt_softplus=True)  # type: ignore[no-any-return]
-
-
-def _operands(case: GpuCase) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    tokens, heads, half = (case.batch, case.length), case.heads, getattr(torch, case.dtype)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda")
-
-    made = {name: normal(*tokens, heads.groups, heads.dim_k).to(half) for name in ("q", "k")}
-    made["v"] = normal(*tokens, heads.heads, heads.dim_v).to(half)
-    if case.is_ssd:
-        numbers = {
-            "A": -normal(heads.heads).exp(),
-            "D": normal(heads.heads).to(half),
-            "dt_bias": normal(heads.heads).to(half),
-        }
-        return made | {"beta": normal(*tokens, heads.heads).to(half)} | numbers
-    decay = normal(*tokens, heads.heads, *((heads.dim_k,) if heads.function == "channel_delta" else ()))
-    return made | {"g": -F.softplus(decay - 2), "beta": normal(*tokens, heads.heads).sigmoid().to(half)}
+    def built(self) -> LinearLayer:
+        how = {"is_one": self.scenario == "decode", "gives_state": self.scenario != "training"}
+        return LinearLayer(self.heads, self.batch, self.length, getattr(torch, self.dtype), "cuda", **how)
 
 
 _SMOKE = (("training", 4, 2048), ("prefill", 1, 2048), ("decode", 64, 1))
 _FURTHER = (
-    ("training", 1, 8192),
-    ("prefill", 1, 32768),
-    ("decode", 1, 1),
-    ("training", 1, 32768),
-    ("prefill", 1, 8192),
-)
+    ("training", 1, 8192), ("prefill", 1, 32768), ("decode", 1, 1), ("training", 1, 32768), ("prefill", 1, 8192),
+)  # fmt: skip
 _SHORT = (("training", 4, 512), ("prefill", 1, 512), ("training", 4, 100), ("prefill", 1, 100), ("prefill", 1, 20))
 SIZES = {"smoke": _SMOKE, "usual": _SMOKE + _FURTHER, "short": _SHORT}
 
 
-def cases(layers: Sequence[str], scenarios: Sequence[str], sizes: str, dtype: str) -> Iterator[GpuCase]:
-    """What is measured, the most telling first. sizes: of SIZES."""
-    for scenario, batch, length in SIZES[sizes]:
-        if scenario not in scenarios:
-            continue
-        for layer in layers:
-            yield GpuCase(layer=layer, scenario=scenario, batch=batch, length=length, dtype=dtype)
-
-
-def step_of(case: GpuCase, layer: LinearLayer, side: str) -> Callable[[], list[Tensor]]:
+def step_of(case: GpuCase, layer: LinearLayer) -> Callable[[], list[Tensor]]:
     """One call: a result, in training with all gradients."""
     settings: dict[str, Any] = {"backend": "inductor", "dynamic": False}
-    if side in OURS:
-        settings |= {"backend": "attn_compiler", "options": {"lowering": side, "strict": True}}
+    if case.side in OURS:
+        settings |= {"backend": "attn_compiler", "options": {"lowering": case.side, "strict": True}}
     run: Callable[..., Tensor] = layer
-    if side == "fla":
-        run = PEERS[case.heads.function](case.scenario, layer.given, layer.state)
-    elif side != "eager":
+    if case.side == "fla":
+        run = linear_layers.by_fla(layer)
+    elif case.side != "eager":
         run = torch.compile(layer, **settings)  # type: ignore[call-overload]
-    wanted = [x for name, x in layer.given.items() if not (side == "fla" and name in ("D", "dt_bias"))]
+    wanted = [x for name, x in layer.given.items() if not (case.side == "fla" and name in ("D", "dt_bias"))]
     noise: list[Tensor] = []
 
     def step() -> list[Tensor]:
@@ -226,13 +101,14 @@ def step_of(case: GpuCase, layer: LinearLayer, side: str) -> Callable[[], list[T
             with torch.no_grad():
                 return [run()]
         out = run()
-        if not noise:
-            noise.append(
-                torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(out.dtype)
-            )
+        noise[:] = noise or [_noise(out, out.dtype)]
         return [out.detach(), *torch.autograd.grad(out, wanted, noise[0])]
 
     return step
+
+
+def _noise(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.randn(like.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(dtype)
 
 
 def errors(case: GpuCase, layer: LinearLayer, found: Sequence[Tensor]) -> dict[str, str]:
@@ -244,9 +120,7 @@ def errors(case: GpuCase, layer: LinearLayer, found: Sequence[Tensor]) -> dict[s
     out, _ = by_chunks(given, form.text)
     far = [_far(found[0], out.detach())]
     if len(found) == len(given) + 1:
-        noise = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(
-            found[0].dtype
-        )
+        noise = _noise(out, found[0].dtype)
         grads = dict(zip(roles, torch.autograd.grad(out, given, noise.double()), strict=True))
         far += [_far(one, grads[name]) for name, one in zip(layer.given, found[1:], strict=True)]
     each = " ".join(f"{name} {value:.2g}" for name, value in zip(layer.given, far[1:], strict=False))
@@ -268,13 +142,13 @@ def _exact(case: GpuCase) -> tuple[LinearForm, tuple[str, ...]]:
     return LinearForm(recurrence="delta", roles=names, channel=channel, eps=1e-6, **wide), names  # type: ignore[arg-type]
 
 
-def measure(case: GpuCase, side: str) -> dict[str, str]:
+def measure(case: GpuCase, given: Namespace) -> Iterator[Row]:
     """One side of a case."""
     torch._dynamo.reset()
     attn_compiler.reset()
     torch.cuda.reset_peak_memory_stats()
-    layer = LinearLayer(case)
-    step = step_of(case, layer, side)
+    layer = case.built()
+    step = step_of(case, layer)
     start = time.perf_counter()
     found = step()
     torch.cuda.synchronize()
@@ -282,15 +156,12 @@ def measure(case: GpuCase, side: str) -> dict[str, str]:
     peak = torch.cuda.max_memory_allocated() / 2**30
     taken = [one.decision.lowering for report in attn_compiler.reports() for one in report.linear]
     times = sorted(timed(step))
-    return {
-        "p50_ms": f"{statistics.median(times):.4g}",
-        **(_recorded(step) if case.scenario == "decode" else {}),
-        "p20_ms": f"{times[len(times) // 5]:.4g}",
-        "first_step_s": f"{first:.3g}",
-        "peak_gib": f"{peak:.3g}",
-        "taken": ", ".join(taken),
-        **errors(case, layer, found),
-    }
+    yield {
+        **case.names, "assembler": assembler() if case.side == "linear_triton" else "",
+        "p50_ms": f"{statistics.median(times):.4g}", **(_recorded(step) if case.scenario == "decode" else {}),
+        "p20_ms": f"{times[len(times) // 5]:.4g}", "first_step_s": f"{first:.3g}", "peak_gib": f"{peak:.3g}",
+        "taken": ", ".join(taken), **errors(case, layer, found),
+    }  # fmt: skip
 
 
 def timed(step: Callable[[], Any]) -> list[float]:
@@ -315,38 +186,31 @@ def timed(step: Callable[[], Any]) -> list[float]:
 
 def _recorded(step: Callable[[], Any]) -> dict[str, str]:
     """Of a step in a CUDA graph, in which the host's time does not count. The rest of the row stands where none can be recorded."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            for _ in range(_RECORDED):
-                step()
+        graph = kernel_timing.graph_of([step] * _RECORDED)
     except RuntimeError as error:
         return {"failure": f"CUDA graph: {str(error)[:200]}"}
     return {"graph_ms": f"{statistics.median(timed(graph.replay)) / _RECORDED:.4g}"}
 
 
-def sides(case: GpuCase, unrolled: int) -> Iterator[str]:
-    """What may be measured of a case."""
-    yield from OURS
-    if case.is_ssd or case.scenario == "decode" or case.length <= unrolled:
-        yield "inductor"
-    yield "eager"
-    if PEERS:
-        yield "fla"
+def cases(given: Namespace) -> list[GpuCase]:
+    """Our kernels on all cases, then fla, the others case by case, the most telling first."""
 
+    def applies(case: GpuCase) -> bool:
+        unrolled = not (case.is_ssd or case.scenario == "decode" or case.length <= given.unrolled)
+        return not (case.side == "inductor" and unrolled) and (case.side != "fla" or linear_layers.HAS_FLA)
 
-def jobs(options: argparse.Namespace) -> list[tuple[GpuCase, str]]:
-    """Our kernels on all cases, then fla, the others case by case."""
-    found = list(cases(options.layers.split(","), options.scenarios.split(","), options.sizes, options.dtype))
-    every = [(case, side) for case in found for side in sides(case, options.unrolled)]
-    wanted = options.sides.split(",") if options.sides else ["linear_triton", "fla", "linear_reference", "inductor"]
-    first = [job for job in every if job[1] in ("linear_triton", "fla")]
-    rest = [job for job in every if job not in first]
-    return [job for job in (*sorted(first, key=lambda job: job[1] == "fla"), *rest) if job[1] in wanted]
+    wanted = given.sides.split(",") if given.sides else ["linear_triton", "fla", "linear_reference", "inductor"]
+    every = [
+        GpuCase(layer=layer, scenario=scenario, batch=batch, length=length, dtype=given.dtype, side=side)
+        for scenario, batch, length in SIZES[given.sizes]
+        if scenario in given.scenarios.split(",")
+        for layer in given.layers.split(",")
+        for side in SIDES
+        if side in wanted
+    ]
+    places = {"linear_triton": 0, "fla": 1}
+    return sorted(filter(applies, every), key=lambda case: places.get(case.side, 2))
 
 
 def assembler() -> str:
@@ -355,50 +219,28 @@ def assembler() -> str:
     return f"ptxas {target.ptxas}" + ", no wgmma" * target.without_wgmma
 
 
-def main() -> int:
-    """Measure as much as the budget allows; 0 where nothing failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", choices=list(SIZES), default="usual")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--budget", type=float, default=150.0, help="seconds after which nothing new begins (default %(default)s)"
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        help="seconds after the budget, when what runs is ended (default %(default)s)",
-    )
-    parser.add_argument("--layers", default=",".join(LAYERS))
-    parser.add_argument("--scenarios", default="training,prefill,decode")
-    parser.add_argument("--sides", default="", help="of linear_triton, linear_reference, inductor, fla, eager")
-    parser.add_argument(
-        "--unrolled", type=int, default=2048, help="tokens that Inductor unrolls at most (default %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    began = time.perf_counter()
-    # A case that hangs, or compiles for minutes, ends the process. Rows are on disk.
-    faulthandler.dump_traceback_later(options.budget + options.grace, exit=True)
-    where = harness.environment("cuda")
-    file = harness.CsvFile(options.output, [*KEYS, *COLUMNS, *where])
+def rows(cases: Sequence[GpuCase], given: Namespace) -> harness.Measured:
+    """With caches that are empty at first. A case that hangs, or compiles for minutes, ends the process. Rows are on disk."""
+    faulthandler.dump_traceback_later(given.budget_seconds + given.grace, exit=True)
     with fresh_cache():
-        for case, side in jobs(options):
-            if time.perf_counter() - began > options.budget:
-                break
-            names = {**{name: str(value) for name, value in dataclasses.asdict(case).items()}, "side": side}
-            names["assembler"] = assembler() if side == "linear_triton" else ""
-            try:
-                row = measure(case, side)
-            except Exception as error:  # noqa: BLE001 (a case that fails is a row)
-                row = {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
-            file.add({**names, **row, **where})
-            sys.stdout.write(" ".join([*names.values(), *(f"{k}={v}" for k, v in row.items())]) + "\n")
-            sys.stdout.flush()
-            torch.cuda.empty_cache()
+        yield from harness.one_by_one(BENCH, cases, given)
     faulthandler.cancel_dump_traceback_later()
-    return int(any(row.get("failure") for row in file.rows))
 
+
+BENCH = Bench(
+    doc=__doc__, results="linear_gpu.csv", columns=(*KEYS, *COLUMNS), cases=cases, measure=measure, rows=rows, sides=SIDES,
+    devices=("cuda",), budget=150.0, forget=lambda device: torch.cuda.empty_cache(),
+    options=(
+        arg("--sizes", choices=list(SIZES), default="usual"),
+        arg("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"),
+        arg("--grace", type=float, default=30.0, help="seconds after the budget, when what runs is ended (%(default)s)"),
+        arg("--layers", default=",".join(LAYERS)),
+        arg("--scenarios", default="training,prefill,decode"),
+        arg("--sides", default="", help="of linear_triton, linear_reference, inductor, fla, eager"),
+        arg("--unrolled", type=int, default=2048, help="tokens that Inductor unrolls at most (%(default)s)"),
+    ),
+)  # fmt: skip
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,8 +4,8 @@
     python -m benchmarks.bench_memory --size small --device cpu --output /tmp/compared.csv
 
 One model after another in one process, nothing on disk, compiled for the sizes of the case. `held` is what was allocated before a step
-(weights and inputs), `peak` the most during one. What a dense mask and repeated K and V take is in the difference of two peaks.
-Writes benchmarks/results/memory_h200.csv. Exits with 1 where a side failed.
+(weights and inputs), `peak` the most during one. What a dense mask and repeated K and V take is in the difference of two peaks. Exits with
+1 where a side failed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 import attn_compiler
-from benchmarks import bench_h200, compare, harness, inputs
+from benchmarks import bench_h200, compare, harness, models
 from benchmarks.bench_h200 import Measured
 from benchmarks.harness import Bench, Row, arg
 
@@ -34,7 +34,7 @@ class Compared(Measured):
     @classmethod
     def read(cls, words: str) -> Compared:
         family, implementation, scenario = words.split("/")
-        return cls(family=family, implementation=implementation, scenario=inputs.SCENARIOS[scenario])
+        return cls(family=family, implementation=implementation, scenario=models.SCENARIOS[scenario])
 
     @property
     def names(self) -> dict[str, str]:
@@ -77,19 +77,11 @@ def measure(which: Compared, given: Namespace) -> Iterator[Row]:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results="memory_h200.csv",
-    columns=("model", "implementation", "scenario", *COLUMNS),
-    cases=lambda given: map(Compared.read, given.cases),
-    measure=measure,
-    sides=SIDES,
-    options=(arg("--cases", nargs="+", default=CASES),),
-    seconds=3.0,
-    budget=300.0,
-    sized=True,
-    where=bench_h200.where,
-    short=("gain", "failure"),
-)
+    doc=__doc__, results="memory_h200.csv", columns=("model", "implementation", "scenario", *COLUMNS),
+    cases=lambda given: map(Compared.read, given.cases), measure=measure, sides=SIDES,
+    options=(arg("--cases", nargs="+", default=CASES),), seconds=3.0, budget=300.0, sized=True,
+    where=bench_h200.where, short=("gain", "failure"),
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

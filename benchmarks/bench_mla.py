@@ -6,32 +6,29 @@
     python -m benchmarks.bench_mla --device cuda --cases 'heads*' --out benchmarks/results/mla_heads_h200.csv   # of many heads
     python -m benchmarks.bench_mla --dry-run                # all of it on a CPU, tiny, nothing is written
 
-Steps: both sides in one process, in turn, on one model (benchmarks/mla_model.py) and one cache; on a GPU in bfloat16 with
-mode="reduce-overhead". `error` is the largest difference of our logits from those of the model in float32, relative to the largest,
-`own_error` Inductor's.
+Steps: both sides in one process, in turn, on one model and one cache; on a GPU in bfloat16 with mode="reduce-overhead". `error` is the
+largest difference of our logits from those of the model in float32, relative to the largest, `own_error` Inductor's.
 
 Attention: microseconds of the GPU for one layer, from CUDA graphs that hold one call for each of many caches, which together are larger
-than the L2 cache. gb_per_s: of the filled part of the cache. `copy` rows are what a copy of memory reaches in the same run; `of_bound`
-is the share of what binds, that or 989 TFLOP/s of products. `rule` rows have the schedule that is picked, `triton` rows that of the Triton
+than the L2 cache. gb_per_s: of the filled part of the cache. `copy` rows are what a copy of memory reaches in the same run; `of_bound` is
+the share of what binds, that or 989 TFLOP/s of products. `rule` rows have the schedule that is picked, `triton` rows that of the Triton
 kernel where the kernel for Hopper is picked, and `tried` rows others of the Triton kernel. Cases `heads*` have no steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import fnmatch
 import gc
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from attn_compiler.lowerings.decode import latent_schedule, plan
 from attn_compiler.lowerings.decode.plan import DecodeCall, Schedule
@@ -40,9 +37,8 @@ from attn_compiler.spec.masks import MaskSpec
 from attn_compiler.spec.scores import ScoreSpec
 from attn_compiler.spec.target import Target
 from benchmarks import bench_decode, harness
-from benchmarks.mla_model import Caches, Decoder, Sizes
+from benchmarks.harness import Bench, arg
 
-RESULTS = Path(__file__).parent / "results"
 SCHEDULE = ("rows", "keys", "warps", "stages", "splits", "hopper")
 COLUMNS = (
     *("case", "heads", "rank", "rope", "batch", "length", "filled", "what", "side", *SCHEDULE),
@@ -58,6 +54,151 @@ CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
 }
 _LEAST_KEYS = (64, 128, 256, 512)
 _CACHES_TOGETHER = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """inner: of the feed-forward layers, those that one token uses. q_rank: None where q has one projection."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    q_rank: int | None = None
+    rank: int = 512
+    rope: int = 64
+    nope: int = 128
+    v: int = 128
+    vocabulary: int = 32000
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a key in the cache."""
+        return self.rank + self.rope
+
+
+@dataclass(kw_only=True)
+class Caches:
+    """Static: latent (B, 1, S, rank) and rope (B, 1, S, rope) of each layer. length: (1,), how many are filled."""
+
+    latent: list[Tensor]
+    rope: list[Tensor]
+    length: Tensor
+
+    @staticmethod
+    def filled(sizes: Sizes, batch: int, slots: int, dtype: torch.dtype, device: str, seed: int = 1) -> Caches:
+        """Of random numbers. Their addresses stay what they are."""
+        generator = torch.Generator(device=device).manual_seed(seed)
+
+        def made(width: int) -> list[Tensor]:
+            shape = (batch, 1, slots, width)
+            found = [
+                torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+                for _ in range(sizes.layers)
+            ]
+            for tensor in found:
+                torch._dynamo.mark_static_address(tensor)
+            return found
+
+        length = torch.zeros(1, dtype=torch.long, device=device)
+        torch._dynamo.mark_static_address(length)
+        return Caches(latent=made(sizes.rank), rope=made(sizes.rope), length=length)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        of_head = sizes.nope + sizes.rope
+        if sizes.q_rank is None:
+            self.q: nn.Module = nn.Linear(sizes.hidden, sizes.heads * of_head, bias=False)
+        else:
+            self.q = nn.Sequential(
+                nn.Linear(sizes.hidden, sizes.q_rank, bias=False),
+                nn.RMSNorm(sizes.q_rank),
+                nn.Linear(sizes.q_rank, sizes.heads * of_head, bias=False),
+            )
+        self.kv_a = nn.Linear(sizes.hidden, sizes.kept, bias=False)
+        self.norm = nn.RMSNorm(sizes.rank)
+        self.kv_b = nn.Linear(sizes.rank, sizes.heads * (sizes.nope + sizes.v), bias=False)
+        self.out = nn.Linear(sizes.heads * sizes.v, sizes.hidden, bias=False)
+
+    def expanded(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of a cache."""
+        sizes, (batch, _, slots, _) = self.sizes, latent.shape
+        kv = self.kv_b(latent).view(batch, slots, -1, sizes.nope + sizes.v).transpose(1, 2)
+        nope, v = torch.split(kv, [sizes.nope, sizes.v], dim=-1)
+        k = kv.new_empty(*kv.shape[:-1], sizes.nope + sizes.rope)
+        k[..., : sizes.nope].copy_(nope)
+        k[..., sizes.nope :].copy_(rope.expand(-1, nope.shape[1], -1, -1))
+        return k, v
+
+    def forward(
+        self, x: Tensor, latent: Tensor, rope: Tensor, at: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
+    ) -> Tensor:
+        sizes, (batch, length, _) = self.sizes, x.shape
+        q = self.q(x).view(batch, length, -1, sizes.nope + sizes.rope).transpose(1, 2)
+        nope, rotary = torch.split(q, [sizes.nope, sizes.rope], dim=-1)
+        q = torch.cat((nope, _rotated(rotary, cos, sin)), dim=-1)
+        new, new_rope = torch.split(self.kv_a(x), [sizes.rank, sizes.rope], dim=-1)
+        latent.index_copy_(2, at, self.norm(new).view(batch, 1, length, sizes.rank))
+        rope.index_copy_(2, at, _rotated(new_rope.view(batch, 1, length, sizes.rope), cos, sin))
+        k, v = self.expanded(latent, rope)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=(sizes.nope + sizes.rope) ** -0.5)
+        made: Tensor = self.out(out.transpose(1, 2).reshape(batch, length, -1))
+        return made
+
+
+class Layer(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention = Attention(sizes)
+        self.before, self.between = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
+        self.gate, self.up = (nn.Linear(sizes.hidden, sizes.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(sizes.inner, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        x = x + self.attention(self.before(x), *given)
+        inner = self.between(x)
+        made: Tensor = x + self.down(silu(self.gate(inner)) * self.up(inner))
+        return made
+
+
+class Decoder(nn.Module):
+    """With multi-head latent attention as transformers 5.24 writes it: the latent is cached, and k and v are made of the whole cache in
+    each step. Of its own, since older releases cache k and v.
+
+    One step: tokens (B, 1) to logits (B, 1, vocabulary). The caches get what is new, and their length counts on.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embedded = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.hidden)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, latent: list[Tensor], rope: list[Tensor], length: Tensor) -> Tensor:
+        x = self.embedded(tokens)
+        at = torch.arange(tokens.shape[1], device=tokens.device) + length
+        half = self.sizes.rope // 2
+        frequencies = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+        angles = (at[:, None] * frequencies).repeat(1, 2)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        slots = torch.arange(latent[0].shape[2], device=x.device)
+        mask = (slots[None, :] <= at[:, None])[None, None].expand(tokens.shape[0], 1, -1, -1)
+        length.add_(tokens.shape[1])
+        for layer, own, own_rope in zip(self.layers, latent, rope, strict=True):
+            x = layer(x, own, own_rope, at, cos, sin, mask)
+        made: Tensor = self.head(self.norm(x))
+        return made
+
 
 V2_LITE = Sizes(layers=8, hidden=2048, inner=8 * 1408, heads=16)
 V3 = Sizes(layers=4, hidden=7168, inner=9 * 2048, heads=128, q_rank=1536)
@@ -76,10 +217,14 @@ class Case:
     filled: int
 
     @property
+    def names(self) -> dict[str, str]:
+        return {"case": self.name}
+
+    @property
     def columns(self) -> dict[str, str]:
         shown = {"heads": self.sizes.heads, "rank": self.sizes.rank, "rope": self.sizes.rope}
         shown |= {"batch": self.batch, "length": self.length, "filled": self.filled}
-        return {"case": self.name} | {name: str(value) for name, value in shown.items()}
+        return self.names | {name: str(value) for name, value in shown.items()}
 
 
 def _cases(name: str, sizes: Sizes) -> Iterator[Case]:
@@ -97,13 +242,9 @@ _HEADS = (
 )
 HEADS_CASES = tuple(
     Case(
-        name=f"heads{heads}_b{batch}_{keys}",
-        sizes=dataclasses.replace(V3, heads=heads),
-        batch=batch,
-        length=keys,
-        filled=keys,
+        name=f"heads{n}_b{batch}_{keys}", sizes=dataclasses.replace(V3, heads=n), batch=batch, length=keys, filled=keys
     )
-    for heads, batch, keys in _HEADS
+    for n, batch, keys in _HEADS
 )
 GPU_CASES = (*_cases("v2_lite", V2_LITE), *_cases("v3", V3))
 CPU_CASES = (
@@ -116,9 +257,6 @@ SMALL = Sizes(layers=1, hidden=256, inner=256, heads=8, rank=128, rope=32, nope=
 #: whose cache and weights fit into a CPU's own
 SMALL_CASES = (Case(name="small_b1_256", sizes=SMALL, batch=1, length=256, filled=200),)
 DRY_CASES = (Case(name="dry", sizes=TINY, batch=2, length=64, filled=50),)
-
-
-# ---- steps --------------------------------------------------------------------------------------------------------
 
 
 class Stepper:
@@ -174,14 +312,14 @@ def step_rows(case: Case, device: str, seconds: float) -> Iterator[dict[str, str
             steps[side]()
         except Exception as failure:  # noqa: BLE001 - the reason is the row
             del steps[side]
-            yield {**same, "side": side, "failure": _words(failure)}
+            yield {**same, "side": side, "failure": harness.failure(failure)}
     errors = {}
     try:
         exact = made.exact()
         errors = {side: bench_decode.error(step().clone(), exact) for side, step in steps.items()}
     except torch.OutOfMemoryError as failure:
         errors = dict.fromkeys(steps, float("nan"))
-        Console(stderr=True).print(f"{case.name}: no exact logits, {_words(failure)}")
+        print(f"{case.name}: no exact logits, {harness.failure(failure)}", file=sys.stderr)
     gc.collect()
     times = harness.interleave(steps, device, seconds=seconds, clock="process")
     for side, own in times.items():
@@ -190,9 +328,6 @@ def step_rows(case: Case, device: str, seconds: float) -> Iterator[dict[str, str
             row |= {"ratio": f"{harness.ratio(times[harness.BASELINE], own):.3f}"}
             row |= {"own_error": f"{errors[harness.BASELINE]:.2g}"}
         yield row
-
-
-# ---- the attention alone ------------------------------------------------------------------------------------------
 
 
 def spec_of(case: Case, dtype: str) -> AttentionSpec:
@@ -205,17 +340,13 @@ def spec_of(case: Case, dtype: str) -> AttentionSpec:
 
     of_head = sizes.nope + sizes.rope
     return AttentionSpec(
-        q=tensor(batch, sizes.heads, 1, of_head),
-        k=tensor(batch, sizes.heads, slots, of_head),
-        v=tensor(batch, sizes.heads, slots, sizes.v),
-        mask=MaskSpec(),
-        score=ScoreSpec(scale=of_head**-0.5),
-        device="cuda",
-        out_dtype=dtype,
+        q=tensor(batch, sizes.heads, 1, of_head), k=tensor(batch, sizes.heads, slots, of_head),
+        v=tensor(batch, sizes.heads, slots, sizes.v), mask=MaskSpec(), score=ScoreSpec(scale=of_head**-0.5),
+        device="cuda", out_dtype=dtype,
         latent=LatentSpec(
             latent=tensor(batch, 1, slots, sizes.rank), rope=tensor(batch, 1, slots, sizes.rope), nope=sizes.nope
         ),
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,88 +466,44 @@ def attention_rows(case: Case, target: Target, copied: float, *, tried: bool) ->
             row["of_bound"] = f"{max(gb / copied, tflops / PEAK_TFLOPS):.3f}"
             row["error"] = f"{bench_decode.error(calls[0](), problem.expected()):.2g}"
         except Exception as failure:  # noqa: BLE001 - the reason is the row
-            row["failure"] = _words(failure)
+            row["failure"] = harness.failure(failure)
         yield row
 
 
-def _words(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
-
-
-# ---- all of it ----------------------------------------------------------------------------------------------------
-
-
-def print_table(rows: Sequence[dict[str, str]]) -> None:
-    names = (
-        "case",
-        "what",
-        "side",
-        *SCHEDULE,
-        "ms",
-        "ratio",
-        "us",
-        "gb_per_s",
-        "tflops",
-        "of_bound",
-        "error",
-        "failure",
-    )
-    table = Table(title="decoding over a latent; ratio: Inductor's time over ours")
-    for name in names:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*(row.get(name, "") for name in names))
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
-
-
-def rows_of(given: argparse.Namespace, deadline: float) -> Iterator[dict[str, str]]:
+def rows_of(cases: Sequence[Case], given: Namespace) -> harness.Measured:
     """Attention first: it takes seconds."""
-    every = DRY_CASES if given.dry_run else (*GPU_CASES, *HEADS_CASES) if given.device == "cuda" else CPU_CASES
-    cases = [case for case in every if any(fnmatch.fnmatch(case.name, pattern) for pattern in given.cases)]
     if given.what != "step" and given.device == "cuda":
         row, copied = copy_row("cuda")
-        yield row
+        yield [row]
         for case in cases:
-            yield from attention_rows(case, Target.current("cuda"), copied, tried=given.tried)
+            yield attention_rows(case, Target.current("cuda"), copied, tried=given.tried)
             torch.cuda.empty_cache()
     for case in cases if given.what != "attention" else ():
         if case in HEADS_CASES:
             continue
-        if time.monotonic() > deadline:
+        if time.monotonic() > given.until:
             return
-        yield from step_rows(case, given.device, 0.0 if given.dry_run else given.seconds)
-        gc.collect()
-        if given.device == "cuda":
-            torch.cuda.empty_cache()
+        yield step_rows(case, given.device, 0.0 if given.dry_run else given.seconds)
+        harness.give_back(given.device)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--cases", nargs="*", default=["*"], help="names, with wildcards")
-    parser.add_argument("--what", choices=("step", "attention", "both"), default="both")
-    parser.add_argument("--tried", action="store_true", help="other schedules of the attention, too")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of timing, for each case's steps")
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="no case's steps are begun after that")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU; nothing is written")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args(arguments)
-    if given.dry_run:
-        given.device = "cpu"
-    if given.device == "cpu":
-        torch.set_num_threads(1)
-    environment = harness.environment(given.device, given.commit)
-    out = given.out or RESULTS / ("mla_h200.csv" if given.device == "cuda" else "mla_cpu.csv")
-    file = None if given.dry_run else harness.CsvFile(out, (*COLUMNS, *environment))
-    rows: list[dict[str, str]] = []
-    for row in rows_of(given, time.monotonic() + given.budget_seconds):
-        rows.append(row)
-        if file is not None:
-            file.add({**row, **environment})
-    print_table(rows)
-    return int(any(row.get("failure") for row in rows))
+def cases(given: Namespace) -> list[Case]:
+    every = DRY_CASES if given.dry_run else (*GPU_CASES, *HEADS_CASES) if given.device == "cuda" else CPU_CASES
+    return harness.picked(every, given.cases)
 
+
+BENCH = Bench(
+    doc=__doc__, results=lambda given: "mla_h200.csv" if given.device == "cuda" else "mla_cpu.csv", columns=COLUMNS,
+    cases=cases, rows=rows_of, sides=(harness.BASELINE, harness.BACKEND), devices=("cpu", "cuda"), seconds=10.0,
+    budget=540.0, dry=True, begin=lambda given: given.device == "cpu" and torch.set_num_threads(1),
+    short=("case", "what", "side", *SCHEDULE, *"ms ratio us gb_per_s tflops of_bound error failure".split()),
+    options=(
+        harness.PATTERNS,
+        arg("--what", choices=("step", "attention", "both"), default="both"),
+        arg("--tried", action="store_true", help="other schedules of the attention, too"),
+    ),
+)  # fmt: skip
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -3,18 +3,17 @@
     python -m benchmarks.bench_packages
 
 Each package runs in a process of its own that can't import attn_compiler, and its output is compared. Then all sides take turns in one
-process. Writes benchmarks/results/packages_h200.csv. Exits with 1 where a package is below 0.98 times our compiled model's speed, or wrong.
+process. Exits with 1 where a package is below 0.98 times our compiled model's speed, or wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,12 @@ from torch.export import Dim, ExportedProgram
 
 import attn_compiler
 from benchmarks import harness, linking, models
+from benchmarks.harness import Bench, Row, arg
 
-RESULTS = Path(__file__).parent / "results" / "packages_h200.csv"
-
+COLUMNS = (
+    *("case", "lowerings", "lowerings_compiled", "error", "error_eager", "numerics", "rounds", "package_p50_ms"),
+    *("compiled_p50_ms", "as_exported_p50_ms", "ratio", "ratio_as_exported", "failure"),
+)
 _FRESH = """
 import sys, torch
 sys.modules["attn_compiler"] = None
@@ -44,87 +46,72 @@ assert not any(name.startswith("attn_compiler.") for name in sys.modules)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """inputs: token ids and, of an encoder, which are no padding. others: batches of other sizes, for a package of dynamic shapes."""
+    """family: of benchmarks/models.py; a BERT has padding. dynamic: sizes, with batches of others. lowering: that is forced, if any."""
 
-    name: str
-    model: nn.Module
-    inputs: tuple[Tensor, ...]
-    others: Sequence[tuple[Tensor, ...]] = ()
+    family: str
     lowering: str | None = None
+    dynamic: bool = False
+
+    @property
+    def names(self) -> dict[str, str]:
+        what = "BERT padded" if self.is_encoder else f"{self.family} prefill"
+        return {"case": f"{what} {'dynamic' if self.dynamic else 'static'} {self.lowering or 'any'}"}
+
+    @property
+    def is_encoder(self) -> bool:
+        return self.family == "bert"
 
     @property
     def options(self) -> dict[str, Any]:
         return {"strict": True} | ({} if self.lowering is None else {"lowering": self.lowering})
 
+    def model(self, given: Namespace) -> Module:
+        # Of Gemma 2 only our kernels take the softcaps, which sdpa would leave out.
+        implementation = "eager" if models.FAMILIES[self.family].softcap else "sdpa"
+        dtype = torch.bfloat16 if given.device.startswith("cuda") else torch.float32
+        built = models.build(self.family, "small" if given.tiny else "full", implementation, dtype, given.device)
+        return Module(built, {} if self.is_encoder else {"use_cache": False})
 
-class Encoder(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+    def batches(self, given: Namespace) -> list[tuple[Tensor, ...]]:
+        """Token ids and, of an encoder, which are no padding: the batch that is timed first."""
+        shapes = [(2, 64)] if given.tiny else [(32, 256) if self.is_encoder else (4, 2048)]
+        if self.dynamic:
+            shapes += [(3, 77), (7, 33) if self.is_encoder else (2, 130)]
+        return [_padded(*shape, given.device)[: 2 if self.is_encoder else 1] for shape in shapes]
+
+
+CASES = (
+    Case(family="bert", lowering="triton"), Case(family="llama", lowering="triton"),
+    Case(family="bert", lowering="triton", dynamic=True), Case(family="gemma2", dynamic=True), Case(family="llama"),
+    Case(family="bert"), Case(family="gemma2"), Case(family="llama", lowering="triton", dynamic=True),
+)  # fmt: skip
+
+
+class Module(nn.Module):
+    """A model by its ids, and the mask if there is one."""
+
+    def __init__(self, model: nn.Module, further: dict[str, Any]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.further = model, further
 
-    def forward(self, ids: Tensor, kept: Tensor) -> Tensor:
-        out: Tensor = self.model(input_ids=ids, attention_mask=kept).last_hidden_state
+    def forward(self, ids: Tensor, kept: Tensor | None = None) -> Tensor:
+        masked = {} if kept is None else {"attention_mask": kept}
+        out: Tensor = self.model(input_ids=ids, **masked, **self.further).last_hidden_state
         return out
-
-
-class Decoder(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.model(input_ids=ids, use_cache=False).last_hidden_state
-        return out
-
-
-def _tokens(batch: int, length: int, device: str) -> Tensor:
-    return torch.randint(3, 1000, (batch, length), generator=torch.Generator().manual_seed(batch + length)).to(device)
 
 
 def _padded(batch: int, length: int, device: str) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(3, 1000, (batch, length), generator=torch.Generator().manual_seed(batch + length))
     lengths = length - torch.arange(batch) * (length // 2) // max(1, batch)
-    return _tokens(batch, length, device), (torch.arange(length)[None] < lengths[:, None]).long().to(device)
+    return ids.to(device), (torch.arange(length)[None] < lengths[:, None]).long().to(device)
 
 
-def cases(device: str, dtype: torch.dtype, *, tiny: bool) -> Iterator[Callable[[], Case]]:
-    batch, length = (2, 64) if tiny else (32, 256)
-    long = 64 if tiny else 2048
-    few = 2 if tiny else 4
-
-    def built(family: str, implementation: str) -> nn.Module:
-        return models.build(family, "small" if tiny else "full", implementation, dtype, device)
-
-    def bert(lowering: str | None, *, dynamic: bool) -> Case:
-        others = [_padded(3, 77, device), _padded(7, 33, device)] if dynamic else []
-        name = f"BERT padded {'dynamic' if dynamic else 'static'} {lowering or 'any'}"
-        model = Encoder(built("bert", "sdpa"))
-        return Case(name=name, model=model, inputs=_padded(batch, length, device), others=others, lowering=lowering)
-
-    def decoder(family: str, lowering: str | None, *, dynamic: bool) -> Case:
-        # Of Gemma 2 only our kernels take the softcaps, which sdpa would leave out.
-        model = Decoder(built(family, "eager" if models.FAMILIES[family].softcap else "sdpa"))
-        others = [(_tokens(3, 77, device),), (_tokens(2, 130, device),)] if dynamic else []
-        name = f"{family} prefill {'dynamic' if dynamic else 'static'} {lowering or 'any'}"
-        return Case(name=name, model=model, inputs=(_tokens(few, long, device),), others=others, lowering=lowering)
-
-    yield lambda: bert("triton", dynamic=False)
-    yield lambda: decoder("llama", "triton", dynamic=False)
-    yield lambda: bert("triton", dynamic=True)
-    yield lambda: decoder("gemma2", None, dynamic=True)
-    yield lambda: decoder("llama", None, dynamic=False)
-    yield lambda: bert(None, dynamic=False)
-    yield lambda: decoder("gemma2", None, dynamic=False)
-    yield lambda: decoder("llama", "triton", dynamic=True)
-
-
-def _exported(case: Case) -> ExportedProgram:
-    shapes = None
-    if case.others:
-        most = int(case.inputs[0].shape[1])
-        sizes = {0: Dim("batch", min=2, max=64), 1: Dim("length", min=2, max=max(most, 256))}
-        shapes = tuple(sizes for _ in case.inputs)
+def _exported(case: Case, model: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+    length = Dim("length", min=2, max=max(int(inputs[0].shape[1]), 256))
+    sizes = {0: Dim("batch", min=2, max=64), 1: length}
+    shapes = tuple(sizes for _ in inputs) if case.dynamic else None
     with torch.no_grad():
-        return torch.export.export(case.model, case.inputs, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
 
 
 def _packaged(program: ExportedProgram, path: Path) -> Callable[..., Any]:
@@ -143,86 +130,67 @@ def _in_a_fresh_process(package: Path, batches: Sequence[tuple[Tensor, ...]], fo
     return outputs
 
 
-def _errors(case: Case, outputs: Sequence[Tensor]) -> tuple[float, float]:
+def _errors(model: nn.Module, batches: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor]) -> tuple[float, float]:
     """‖x − reference‖ / ‖reference‖ of the package and of the model uncompiled, against the model in float32. Without padding."""
-    dtype = next(case.model.parameters()).dtype
+    dtype = next(model.parameters()).dtype
     worst = (0.0, 0.0)
-    for batch, output in zip((case.inputs, *case.others), outputs, strict=True):
+    for batch, output in zip(batches, outputs, strict=True):
         with torch.no_grad():
-            eager = case.model(*batch)
-            exact = case.model.float()(*batch)
-            case.model.to(dtype)
+            eager = model(*batch)
+            exact = model.float()(*batch)
+            model.to(dtype)
         kept = batch[1].bool() if len(batch) > 1 else torch.ones_like(batch[0], dtype=torch.bool)
         of = [float((x.float() - exact)[kept].norm() / exact[kept].norm()) for x in (output, eager)]
         worst = max(worst[0], of[0]), max(worst[1], of[1])
     return worst
 
 
-def measure(case: Case, device: str, seconds: float, *, as_exported: bool) -> dict[str, str]:
-    """A row without where it was measured."""
-    program = _exported(case)
+def measure(case: Case, given: Namespace) -> Iterator[Row]:
+    torch.compiler.reset()
+    attn_compiler.reset()
+    model, batches = case.model(given), case.batches(given)
+    program = _exported(case, model, batches[0])
     rewritten = attn_compiler.rewrite(program, case.options)
-    report = attn_compiler.reports()[-1]
-    lowerings = sorted({site.decision.lowering for site in report.sites if site.decision is not None})
+    row = {**case.names, "lowerings": _lowerings()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         package = _packaged(rewritten, folder / "ours.pt2")
-        outputs = _in_a_fresh_process(folder / "ours.pt2", (case.inputs, *case.others), folder)
-        compiled = torch.compile(case.model, backend="attn_compiler", options=case.options, dynamic=False)
+        outputs = _in_a_fresh_process(folder / "ours.pt2", batches, folder)
+        compiled = torch.compile(model, backend="attn_compiler", options=case.options, dynamic=False)
         sides: dict[str, Callable[..., Any]] = {"package": package, "compiled": compiled}
-        if as_exported:
+        if given.as_exported:
             sides["as_exported"] = _packaged(program, folder / "plain.pt2")
-        error, error_eager = _errors(case, outputs)
+        error, error_eager = _errors(model, batches, outputs)
         with torch.no_grad():
-            steps = {side: (lambda run=run: run(*case.inputs)) for side, run in sides.items()}
+            steps = {side: (lambda run=run: run(*batches[0])) for side, run in sides.items()}
             for step in steps.values():
                 step()
-            chosen = attn_compiler.reports()[-1]
-            times = harness.interleave(steps, device, seconds=seconds)
-    row = {"lowerings": " ".join(lowerings), "error": f"{error:.3g}", "error_eager": f"{error_eager:.3g}"}
-    python = sorted({site.decision.lowering for site in chosen.sites if site.decision is not None})
-    row |= {"lowerings_compiled": " ".join(python), "rounds": str(len(times["package"]))}
+            row |= {"lowerings_compiled": _lowerings()}
+            times = harness.interleave(steps, given.device, seconds=given.seconds)
+    row |= {"rounds": str(len(times["package"])), "error": f"{error:.3g}", "error_eager": f"{error_eager:.3g}"}
     row |= {f"{side}_p50_ms": f"{harness.percentiles(of)[1]:.4g}" for side, of in times.items()}
     row["ratio"] = f"{harness.ratio(times['compiled'], times['package']):.3f}"
-    if as_exported:
+    if given.as_exported:
         row["ratio_as_exported"] = f"{harness.ratio(times['as_exported'], times['package']):.3f}"
-    row["numerics"] = "ok" if error <= 2 * error_eager + 1e-3 else "WRONG"
-    return row
+    yield row | {"numerics": "ok" if error <= 2 * error_eager + 1e-3 else "WRONG"}
 
 
-def main() -> int:
-    """Measure every case; 0 where none is slower or wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="timing of one case (default %(default)s)")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--cases", type=int, help="so many of the first cases")
-    parser.add_argument("--as-exported", action="store_true", help="package and time the programs as they were, too")
-    parser.add_argument("--tiny", action="store_true", help="small models: a dry run")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
-    options = parser.parse_args()
-    dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
-    where = harness.environment(options.device, options.commit)
-    rows: list[Mapping[str, str]] = []
-    columns = ("case", "lowerings", "lowerings_compiled", "error", "error_eager", "numerics", "rounds")
-    columns += ("package_p50_ms", "compiled_p50_ms", "as_exported_p50_ms", "ratio", "ratio_as_exported", "failure")
-    file = harness.CsvFile(options.output, [*columns, *where])
-    for make in list(cases(options.device, dtype, tiny=options.tiny))[: options.cases]:
-        case = make()
-        print("measuring", case.name, flush=True)
-        torch.compiler.reset()
-        attn_compiler.reset()
-        try:
-            row = measure(case, options.device, options.seconds, as_exported=options.as_exported)
-        except Exception as error:  # noqa: BLE001 (a failure is a row)
-            traceback.print_exc()
-            row = {"failure": repr(error)[:500]}
-        rows.append(row)
-        print(row, flush=True)
-        file.add({"case": case.name, **row, **where})
-    failed = any(row.get("failure") or row["numerics"] == "WRONG" or float(row["ratio"]) < 0.98 for row in rows)
-    return int(failed)
+def _lowerings() -> str:
+    """Of the newest report."""
+    return " ".join(sorted({site.decision.lowering for site in attn_compiler.reports()[-1].sites if site.decision}))
 
+
+BENCH = Bench(
+    doc=__doc__, results="packages_h200.csv", columns=COLUMNS, cases=lambda given: CASES[: given.cases],
+    measure=measure, sides=("package", "compiled", "as_exported"),
+    options=(
+        arg("--cases", type=int, help="so many of the first cases"),
+        arg("--as-exported", action="store_true", help="package and time the programs as they were, too"),
+        arg("--tiny", action="store_true", help="small models: a dry run"),
+    ),
+    seconds=5.0, failed=lambda rows: any(row.get("failure") for row in rows) or bool(harness.failures(rows)),
+)  # fmt: skip
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

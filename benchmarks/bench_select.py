@@ -3,26 +3,27 @@
     python -m benchmarks.bench_select --budget-seconds 540
     python -m benchmarks.bench_select --cases 'dropout*' --output benchmarks/results/select_dropout.csv    # with dropout, by name alone
 
-A side is a lowering that takes the shape, or a peer: "sdpa" is scaled_dot_product_attention with PyTorch's own choice on the same
-clean inputs, "presented" the same as an unmodified model calls it (a dense bool mask, K and V repeated, the repetition timed), "flex"
-FlexAttention with a block mask. cuDNN, FlashAttention 2 and 4 and the memory-efficient kernel are lowerings too. `chosen` marks what
-the real selection takes for the shape's spec here; it decides by the spec alone, and before anything is timed.
+A side is a lowering that takes the shape, or a peer: "sdpa" is scaled_dot_product_attention with PyTorch's own choice on the same clean
+inputs, "presented" the same as an unmodified model calls it (a dense bool mask, K and V repeated, the repetition timed), "flex"
+FlexAttention with a block mask. cuDNN, FlashAttention 2 and 4 and the memory-efficient kernel are lowerings too. `chosen` marks what the
+real selection takes for the shape's spec here; it decides by the spec alone, and before anything is timed.
 
-Times are microseconds of the GPU, as in bench_kernels.py. Masks and whatever else a graph makes once are made outside of them.
-`error` is the largest difference from the chosen lowering's out or gradients, relative to the largest element.
+Times are microseconds of the GPU, as in bench_kernels.py. Masks and whatever else a graph makes once are made outside of them. `error` is
+the largest difference from the chosen lowering's out or gradients, relative to the largest element.
 
-Each row is one side of a case's forward or backward. A side that fails is a row with the reason. The most telling cases come first;
-what the budget leaves out is done by a later run with --append. Writes benchmarks/results/select_h200.csv and prints tables last.
+Each row is one side of a case's forward or backward. A side that fails is a row with the reason. The most telling cases come first; what
+the budget leaves out is done by a later run with --append. Writes benchmarks/results/select_h200.csv and prints tables last.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import gc
+import itertools
+import statistics
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select
 from attn_compiler.spec.target import Target
-from benchmarks import harness, kernel_cases, kernel_peers, kernel_timing, select_cases, standing
+from benchmarks import harness, kernel_cases, kernel_peers, kernel_timing, select_cases
 from benchmarks.harness import RESULTS as FOLDER, Bench, arg
 from benchmarks.kernel_cases import Case, Pass, Problem
 from benchmarks.kernel_peers import Make, Side
@@ -52,14 +53,9 @@ PACKAGES = ("flash_attn_4", "cudnn_frontend")
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 # Not kernels that a model would run.
 _LEFT_OUT = ("reference", "math", "untouched", "sdpa_cpu_flash", "rows", "absorbed")
-# What a run with --compile is for: kernels that are kept on disk. PyTorch's are there, cuDNN's are built anew in every process.
-_COMPILED = ("triton", "hopper", "fa4", "flex")
 # A side that takes so many times as long as the fastest is timed less often: it is not chosen.
 _FAR, _FEW_ROUNDS = 2.0, (2, 2)
 _ROUNDS = (9, 100)
-
-
-# ---- sides --------------------------------------------------------------------------------------------------------
 
 
 def lowering(name: str) -> Make:
@@ -76,14 +72,9 @@ def lowering(name: str) -> Make:
         if problem.spec.mask.dense is not None:
             nodes["mask"] = emitter.given("mask", dense_mask(problem))
         operands = Operands(
-            q=nodes["q"],
-            k=nodes["k"],
-            v=nodes["v"],
-            mask=nodes.get("mask"),
-            sinks=nodes.get("sinks"),
-            loads=nodes,
+            q=nodes["q"], k=nodes["k"], v=nodes["v"], mask=nodes.get("mask"), sinks=nodes.get("sinks"), loads=nodes,
             score_loads=nodes,
-        )
+        )  # fmt: skip
         plan = by_name(name).plan(problem.spec, emitter.target)
         kernel: Any = by_name(name).emit(emitter, plan, operands).args[0]
         target, (args, kwargs) = kernel.target, fx.map_arg((kernel.args, kernel.kwargs), emitter.value)
@@ -160,31 +151,26 @@ def contest(sides: Mapping[str, Timed], device: str, seconds: float) -> dict[str
 
 
 def measure(asked: Asked, given: Namespace) -> list[dict[str, str]]:
-    """A row for each side. Whatever fails of a side becomes its row's `failure`. No time: what is compiled runs once, and no more."""
+    """A row for each side. Whatever fails of a side becomes its row's `failure`."""
     case, which = asked.case if given.size == "full" else asked.case.small, asked.which
-    dtype, seconds = kernel_timing.dtype_of(given.device), 0.0 if given.compile else given.seconds
+    dtype = kernel_timing.dtype_of(given.device)
     names = case.columns | {"dtype": str(dtype).removeprefix("torch."), "pass": which}
     rows: dict[str, dict[str, str]] = {}
     try:
         problem = kernel_cases.build(case, device=given.device, dtype=dtype, training=which != "forward")
         makes, chosen = sides_of(problem, given.peers, given.lowerings)
-        if not seconds:
-            makes = {name: make for name, make in makes.items() if name in _COMPILED}
         rows = {name: names | {"side": name, "chosen": "yes" if name == chosen else ""} for name in makes}
         sides, outcome = kernel_timing.prepared(problem, which, makes, rows, once=lambda name: name != "flex")
         # With dropout each side drops others.
         if not case.dropout_p:
             kernel_timing.compared(rows, outcome, chosen, kernel_timing.used_by(problem, which))
         outcome.clear()
-        for name, values in contest(sides, given.device, seconds).items() if seconds > 0 else ():
+        for name, values in contest(sides, given.device, given.seconds).items():
             rows[name] |= harness.kernel_times(values, case.flops(which))
     except Exception as failure:  # noqa: BLE001 (one broken case must not cost the others, and its rows name it)
         rows = rows or {"": names | {"side": ""}}
         return [{"failure": kernel_timing.reason(failure), **row} for row in rows.values()]
     return list(rows.values())
-
-
-# ---- running all --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -199,52 +185,92 @@ class Asked:
         return {"case": self.case.name, "pass": self.which}
 
 
-def plan(patterns: Sequence[str], passes: Sequence[Pass], shard: tuple[int, int] = (0, 1)) -> Iterator[Asked]:
-    """Every case whose name fits one of the patterns: in the order of these, the most telling first. shard: (i, n), every n-th sort of
-    mask and head dim from the i-th on, whatever its lengths: these share kernels. Cases with dropout are asked for by name."""
-    index, count = shard
+def plan(patterns: Sequence[str], passes: Sequence[Pass]) -> Iterator[Asked]:
+    """Every case whose name fits one of the patterns: in the order of these, the most telling first. Cases with dropout are asked for by
+    name."""
     fitting = dict.fromkeys(
         case
         for pattern in patterns
         for case in (select_cases.DROPOUT_CASES if pattern.startswith(select_cases.DROPOUT) else select_cases.CASES)
         if fnmatch.fnmatch(case.name, pattern)
     )
-    sorts = list(dict.fromkeys(case.name.rpartition("_s")[0] for case in fitting))
-    for case in fitting:
-        if sorts.index(case.name.rpartition("_s")[0]) % count == index:
-            yield from (Asked(case, which) for which in passes)
+    yield from (Asked(case, which) for case in fitting for which in passes)
 
 
-def rows(cases: Sequence[Asked], given: Namespace) -> harness.Measured:
-    """While there is time, and the GPU answers."""
-    for asked in cases:
-        if time.monotonic() > given.until:
-            return
-        yield measure(asked, given)
-        if not kernel_timing.is_usable(given.device):
-            print("the GPU no longer answers: run the rest with --append")
-            return
-        _forget(given.device)
+# A choice that takes so many times as long as the best side is as good as it.
+CLOSE, WORST = 1.03, 1.10
+# A peer that is no kernel that could be chosen: the site before anything is known of it.
+_NO_CHOICE = ("presented",)
 
 
-def print_shapes(found: Sequence[standing.Shape]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One pass of one case. times: microseconds of every side that ran. chosen, best: names of sides; best may be the chosen one."""
+
+    case: str
+    which: str
+    times: Mapping[str, float]
+    chosen: str
+
+    @property
+    def best(self) -> str:
+        kernels = {name: took for name, took in self.times.items() if name not in _NO_CHOICE}
+        return min(kernels, key=lambda name: (kernels[name], name != self.chosen))
+
+    @property
+    def regret(self) -> float:
+        """How many times the best side's time the choice takes."""
+        return self.times[self.chosen] / self.times[self.best]
+
+    def ratio(self, other: str) -> float | None:
+        """The other's time over that of the choice; None if that did not run."""
+        return self.times[other] / self.times[self.chosen] if other in self.times else None
+
+
+def shapes_of(rows: Iterable[Mapping[str, str]]) -> list[Shape]:
+    """A shape for each pass of each case of which the chosen side ran, in the order of the rows."""
+    found = []
+    for (case, which), group in itertools.groupby(rows, key=lambda row: (row["case"], row["pass"])):
+        sides = list(group)
+        times = {row["side"]: float(row["p50_us"]) for row in sides if row.get("p50_us")}
+        chosen = next((row["side"] for row in sides if row.get("chosen")), "")
+        if chosen in times:
+            found.append(Shape(case=case, which=which, times=times, chosen=chosen))
+    return found
+
+
+def summary(shapes: Sequence[Shape]) -> str:
+    """In words: the share of choices that are as good as the best side, the worst, and geometric means."""
+    if not shapes:
+        return "nothing was measured"
+    close = sum(shape.regret <= CLOSE for shape in shapes) / len(shapes)
+    worst = max(shapes, key=lambda shape: shape.regret)
+    lines = [
+        f"{len(shapes)} shapes, {len({shape.case for shape in shapes})} of them with other sizes or masks",
+        f"within {CLOSE - 1:.0%} of the best side: {close:.1%}; more than {WORST - 1:.0%} slower: "
+        f"{sum(shape.regret > WORST for shape in shapes)}",
+        f"worst: {worst.case} {worst.which}, {worst.chosen} takes {worst.regret:.3f} times {worst.best}",
+    ]
+    for other in ("sdpa", "presented", "flex", "fa4", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "triton"):
+        ratios = [ratio for shape in shapes if (ratio := shape.ratio(other)) is not None]
+        if ratios:
+            lines.append(f"{other} over ours, geometric mean of {len(ratios)}: {statistics.geometric_mean(ratios):.3f}")
+    return "\n".join(lines)
+
+
+def print_shapes(found: Sequence[Shape]) -> None:
     """One line for each pass of each case, and how the choice stands to the others over all of them."""
 
-    def line(shape: standing.Shape) -> list[str]:
+    def line(shape: Shape) -> list[str]:
         ratios = (shape.ratio(name) for name in (shape.best, "sdpa", "presented"))
         times = [f"{shape.times[name]:.0f}" for name in (shape.chosen, shape.best)]
         cells = [shape.case, shape.which, shape.chosen, times[0], shape.best, times[1]]
         cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        return [f"[yellow]{cell}[/]" for cell in cells] if shape.regret > standing.CLOSE else cells
+        return [f"[yellow]{cell}[/]" for cell in cells] if shape.regret > CLOSE else cells
 
     names = ("case", "pass", "chosen", "µs", "best", "µs", "best/ours", "sdpa/ours", "presented/ours")
     title = "µs, medians; ratios: the other's time over that of our choice"
-    harness.show(title, names, map(line, found), said=standing.summary(found))
-
-
-def _shard(text: str) -> tuple[int, int]:
-    index, count = map(int, text.split("/"))
-    return index, count
+    harness.show(title, names, map(line, found), said=summary(found))
 
 
 def where(given: Namespace) -> dict[str, str]:
@@ -265,29 +291,20 @@ def _forget(device: str) -> None:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results=RESULTS.name,
-    columns=COLUMNS,
-    cases=lambda given: plan(given.cases, given.passes, given.shard),
-    rows=rows,
+    doc=__doc__, results=RESULTS.name, columns=COLUMNS,
+    cases=lambda given: plan(given.cases, given.passes),
+    rows=lambda cases, given: kernel_timing.while_usable(measure, cases, given, _forget),
     sides=(*(low.name for low in LOWERINGS if low.name not in _LEFT_OUT), *PEERS),
     options=(
         harness.PATTERNS,
         arg("--passes", nargs="+", default=list(PASSES), choices=PASSES),
         arg("--peers", nargs="*", default=list(PEERS), choices=list(PEERS)),
         arg("--lowerings", nargs="+", metavar="NAME", help="those to measure (all that take a case)"),
-        arg("--compile", action="store_true", help="run what is compiled once, write nothing: fills caches"),
-        arg("--shard", type=_shard, default=(0, 1), metavar="I/N", help="every N-th sort, from the I-th on"),
     ),
-    seconds=0.3,
-    budget=540.0,
-    sized=True,
-    where=where,
-    short=("case", "pass", "side", "chosen", "p50_us", "failure"),
-    begin=lambda given: setattr(given, "keep", not given.compile),
-    table=lambda rows: print_shapes(standing.of(rows)),
+    seconds=0.3, budget=540.0, sized=True, where=where, short=("case", "pass", "side", "chosen", "p50_us", "failure"),
+    table=lambda rows: print_shapes(shapes_of(rows)),
     failed=lambda rows: False,
-)
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

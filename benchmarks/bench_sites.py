@@ -5,8 +5,8 @@
 Each side is the whole compiled function of four attentions, as layers of a model have them (random_sites.py): the choice of
 `backend="attn_compiler"`, each lowering that takes the site (`lowering=`), and Inductor by itself. All sides of a site take turns in one
 process, in bfloat16; several calls make a CUDA graph, where one can be captured (`timed`), else events lie around a call. us_p50 is of a
-layer: forward, or forward and backward, with its share of the mask, which is made once for all `layers`.
-`error` is ‖x - Inductor's‖ / ‖Inductor's‖ of the output and gradients; `numerics` is WRONG where rounding does not explain it.
+layer: forward, or forward and backward, with its share of the mask, which is made once for all `layers`. `error` is ‖x - Inductor's‖ /
+‖Inductor's‖ of the output and gradients; `numerics` is WRONG where rounding does not explain it.
 
 A site that fails is a row with the reason. Rows are written as they come; what the budget leaves out is done by a run with --append.
 """
@@ -32,10 +32,9 @@ from torch import Tensor
 import attn_compiler
 from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.spec.target import Target
-from benchmarks import bench_select, built_sites, compare, harness, kernel_timing, random_sites, standing, waves
-from benchmarks.built_sites import Built
+from benchmarks import bench_select, compare, harness, kernel_timing, random_sites, waves
 from benchmarks.harness import BACKEND, BASELINE, Bench, arg
-from benchmarks.random_sites import Site
+from benchmarks.random_sites import Built, Site
 from benchmarks.waves import Row
 
 #: what every process begins with, and which touches no GPU
@@ -92,7 +91,7 @@ def prepare(task: Task, _lock: AbstractContextManager[Any]) -> waves.Finish:
     torch.compiler.reset()
     torch._dynamo.config.recompile_limit = 64
     try:
-        built = built_sites.build(task.site, device=task.device, dtype=dtype, layers=_LAYERS)
+        built = random_sites.build(task.site, device=task.device, dtype=dtype, layers=_LAYERS)
         reference: list[Tensor] = []
         for side in (BASELINE, BACKEND):
             _side(task, built, side, rows, timed, reference, _MOST_ERROR[dtype])
@@ -228,16 +227,13 @@ def _finish(task: Task, timed: dict[str, Timed], rows: dict[str, Row]) -> Row:
     return {"rows": json.dumps(kept)}
 
 
-# ---- what is said -------------------------------------------------------------------------------------------------
-
-
-def shapes(rows: Iterable[Mapping[str, str]]) -> list[standing.Shape]:
+def shapes(rows: Iterable[Mapping[str, str]]) -> list[bench_select.Shape]:
     """A shape for each site; the best of all sides, Inductor's own included."""
     named = [
         {"case": row["number"], "pass": _words(row), **{key: row[key] for key in ("side", "us_p50", "chosen")}}
         for row in rows
     ]
-    return standing.of([{**row, "p50_us": row["us_p50"]} for row in named])
+    return bench_select.shapes_of([{**row, "p50_us": row["us_p50"]} for row in named])
 
 
 def _words(row: Mapping[str, str]) -> str:
@@ -259,8 +255,8 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
     chosen = {row["number"]: row["lowering"] for row in rows if row["side"] == BACKEND}
     regrets = {shape.case: shape.regret for shape in found}
     if found:
-        close = sum(regret <= standing.CLOSE for regret in regrets.values())
-        lines.append(f"chosen / best <= {standing.CLOSE}: {close} of {len(found)}, {close / len(found):.1%}")
+        close = sum(regret <= bench_select.CLOSE for regret in regrets.values())
+        lines.append(f"chosen / best <= {bench_select.CLOSE}: {close} of {len(found)}, {close / len(found):.1%}")
     ours = {shape.case: 1 / ratio for shape in found if (ratio := shape.ratio(BASELINE)) is not None}
     if ours:
         slower = sum(value > 1 / harness.MIN_RATIO for value in ours.values())
@@ -321,11 +317,7 @@ def where(given: Namespace) -> dict[str, str]:
 
 
 BENCH = Bench(
-    doc=__doc__,
-    results="sites_h200.csv",
-    columns=COLUMNS,
-    cases=tasks,
-    rows=measured,
+    doc=__doc__, results="sites_h200.csv", columns=COLUMNS, cases=tasks, rows=measured,
     sides=(BASELINE, BACKEND, *FORCED),
     options=(
         arg("--seed", type=int, default=0, help="what is drawn (%(default)s)"),
@@ -334,15 +326,10 @@ BENCH = Bench(
         arg("--forced", nargs="*", default=list(FORCED), metavar="NAME", help="lowerings beside the choice"),
         arg("--inner", choices=("inductor", "eager"), default="inductor", help="eager: for a look, too"),
     ),
-    seconds=0.2,
-    budget=260.0,
-    sized=True,
-    jobs=True,
-    where=where,
-    short=("number", "side", "us_p50", "failure"),
+    seconds=0.2, budget=260.0, sized=True, jobs=True, where=where, short=("number", "side", "us_p50", "failure"),
     table=lambda rows: print(summary([row for row in rows if row["draw"] == rows[-1]["draw"]])),
     failed=lambda rows: any(row["chosen"] and (row["failure"] or row["numerics"] == "WRONG") for row in rows),
-)
+)  # fmt: skip
 main = harness.run(BENCH)
 
 if __name__ == "__main__":

@@ -4,21 +4,20 @@
     python -m benchmarks.bench_unpad --dry-run             # tiny models on a CPU, to see that it runs
 
 Each case is compiled once a side, and all its fills run on that code. A case starts while there is time for it (`--budget`); its timing
-takes what remains, shared by the cases that follow. Rows are written as they come, to benchmarks/results/unpad_gpu.csv.
-`error`: the largest difference from eager on real tokens (in training of the loss), over eager's largest number. `launched_ms`: how long
-the host is busy in one call, with nothing queued before. `padded_calls`: those of the last calls that ran padded.
+takes what remains, shared by the cases that follow. Rows are written as they come, to benchmarks/results/unpad_gpu.csv. `error`: the
+largest difference from eager on real tokens (in training of the loss), over eager's largest number. `launched_ms`: how long the host is
+busy in one call, with nothing queued before. `padded_calls`: those of the last calls that ran padded.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,8 +26,8 @@ import torch
 from torch import nn
 
 from benchmarks import harness
+from benchmarks.harness import Bench, Row, arg
 
-RESULTS = Path(__file__).parent / "results"
 FILLS = (0.5, 0.76, 1.0)
 SIDES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "inductor": ("inductor", {}),
@@ -38,17 +37,8 @@ SIDES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 COLUMNS = (
     *("case", "training", "dtype", "inputs", "fill", "mode", "rounds"),
     *(f"{side}_p50_ms" for side in SIDES),
-    *(
-        "over_inductor",
-        "over_padded",
-        "inductor_launched_ms",
-        "unpad_launched_ms",
-        "padded_calls",
-        "error",
-        "kept",
-        "compile_s",
-        "failure",
-    ),
+    *("over_inductor", "over_padded", "inductor_launched_ms", "unpad_launched_ms"),
+    *("padded_calls", "error", "kept", "compile_s", "failure"),
 )
 #: CUDA graphs, also of packed graphs
 RECORDED = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": False}
@@ -68,6 +58,10 @@ class Case:
     sizes: Mapping[str, Any]
     training: bool = False
     loss_alone: bool = False
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {"case": self.name, "training": "yes" if self.training else "no"}
 
 
 def padding(batch: int, length: int, fill: float) -> torch.Tensor:
@@ -138,16 +132,6 @@ def step_of(model: nn.Module, function: Any, batch: Batch, *, training: bool) ->
     return forward_backward
 
 
-def loss_of(model: nn.Module) -> Callable[..., torch.Tensor]:
-    """The model's loss, and nothing else that a graph would have to give back."""
-
-    def loss(**batch: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model(**batch).loss
-        return found
-
-    return loss
-
-
 def apart(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> float:
     """The largest difference on real tokens, over the largest number."""
     if expected.dim() == 3:
@@ -167,53 +151,53 @@ def launched(step: harness.Step, device: str) -> float:
     return statistics.median(times)
 
 
-def measure(
-    case: Case, device: str, *, dry: bool, mode: str, sides: Sequence[str], seconds: Callable[[], float]
-) -> Iterator[dict[str, str]]:
-    """A row for each fill. sides: of SIDES, with "inductor" and "unpad". seconds: for timing a row, asked when it starts."""
+def measure(case: Case, given: Namespace) -> Iterator[Row]:
+    """A row for each fill, with a share of the time that is left."""
     import attn_compiler
 
     torch._dynamo.reset()
     attn_compiler.reset()
+    device, dry, training = given.device, given.dry_run, case.training
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = build(case, dry=dry).to(device, dtype)
+    model: Any = build(case, dry=dry).to(device, dtype)
+
+    def loss(**batch: torch.Tensor) -> torch.Tensor:
+        """Nothing else that a graph would have to give back."""
+        found: torch.Tensor = model(**batch).loss
+        return found
+
+    recorded = RECORDED if given.mode == "reduce-overhead" else {}
     compiled = {}
-    for side in sides:
-        backend, given = SIDES[side]
-        recorded = RECORDED if mode == "reduce-overhead" else {}
-        function = loss_of(model) if case.loss_alone else model
-        compiled[side] = torch.compile(function, dynamic=False, backend=backend, options={**given, **recorded})
+    for side in ("inductor", "unpad", *(side for side in given.sides if side == "padded")):
+        backend, options = SIDES[side]
+        function = loss if case.loss_alone else model
+        compiled[side] = torch.compile(function, dynamic=False, backend=backend, options={**options, **recorded})
     for fill in FILLS:
         start = time.perf_counter()
-        own = batch_of((3, 24) if dry else case.shape, fill, labels=case.training)
+        own = batch_of((3, 24) if dry else case.shape, fill, labels=training)
         batch = {name: x.to(device) for name, x in own.items()}
-        steps = {side: step_of(model, one, batch, training=case.training) for side, one in compiled.items()}
-        expected = step_of(model, model, batch, training=case.training)()
+        steps = {side: step_of(model, one, batch, training=training) for side, one in compiled.items()}
+        expected = step_of(model, model, batch, training=training)()
         error = apart(steps["unpad"](), expected, batch["attention_mask"])
         for step in steps.values():
             for _ in range(_WARM_CALLS):
                 step()
         compile_s = time.perf_counter() - start
-        times = harness.interleave(
-            steps, device, seconds=seconds(), min_rounds=1 if dry else 5, max_rounds=1 if dry else 100
-        )
+        seconds = min(3.0, max(0.3, (given.until - time.monotonic()) / given.rows / 3))
+        least, most = (1, 1) if dry else (5, 100)
+        times = harness.interleave(steps, device, seconds=seconds, min_rounds=least, max_rounds=most)
+        over = {side: harness.ratio(times[side], times["unpad"]) for side in times if side != "unpad"}
         yield {
-            "case": case.name,
-            "training": "yes" if case.training else "no",
-            "dtype": str(dtype).removeprefix("torch."),
+            **case.names, "dtype": str(dtype).removeprefix("torch."),
             "inputs": " x ".join(map(str, own["attention_mask"].shape)),
-            "fill": f"{float(own['attention_mask'].float().mean()):.3f}",
-            "mode": mode,
+            "fill": f"{float(own['attention_mask'].float().mean()):.3f}", "mode": given.mode,
             "rounds": str(len(times["unpad"])),
             **{f"{side}_p50_ms": f"{statistics.median(of):.4g}" for side, of in times.items()},
-            **{
-                f"over_{side}": f"{harness.ratio(times[side], times['unpad']):.3f}" for side in sides if side != "unpad"
-            },
+            **{f"over_{side}": f"{ratio:.3f}" for side, ratio in over.items()},
             **{f"{side}_launched_ms": f"{launched(steps[side], device):.3f}" for side in ("inductor", "unpad")},
-            "error": f"{error:.2e}",
-            "compile_s": f"{compile_s:.1f}",
-            **_found(),
-        }
+            "error": f"{error:.2e}", "compile_s": f"{compile_s:.1f}", **_found(),
+        }  # fmt: skip
+    given.rows -= len(FILLS)
 
 
 def _found() -> dict[str, str]:
@@ -226,36 +210,23 @@ def _found() -> dict[str, str]:
     return {"kept": str(kept), "padded_calls": str(sum(bool(step.failed) for step in last))}
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="tiny models on a CPU, one round")
-    parser.add_argument("--cases", nargs="+", help="names of cases, or parts of them; all if none is given")
-    parser.add_argument("--budget", type=float, default=600.0, help="seconds of the whole run (default %(default)s)")
-    parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=tuple(SIDES))
-    parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default")
-    harness.add_output(parser, RESULTS / "unpad_gpu.csv")
-    options = parser.parse_args()
-    sides = ("inductor", "unpad", *(side for side in options.sides if side == "padded"))
-    end = time.monotonic() + options.budget
-    device = "cpu" if options.dry_run else "cuda"
-    file, where = harness.opened(options, COLUMNS, device)
-    wanted = [c for c in CASES if not options.cases or any(part.lower() in c.name.lower() for part in options.cases)]
-    for i, case in enumerate(wanted):
-        if time.monotonic() > end:
-            print(f"no time for {', '.join(left.name for left in wanted[i:])}", flush=True)
-            break
-        rows = (len(wanted) - i) * len(FILLS)
-        seconds = functools.partial(lambda rows: min(3.0, max(0.3, (end - time.monotonic()) / rows / 3)), rows)
-        try:
-            for row in measure(case, device, dry=options.dry_run, mode=options.mode, sides=sides, seconds=seconds):
-                file.add({**row, **where})
-                print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        except Exception as error:  # noqa: BLE001 (one case that fails must not cost the others)
-            failed = {"case": case.name, "training": "yes" if case.training else "no", "mode": options.mode}
-            file.add({**failed, "failure": " ".join(f"{type(error).__name__}: {error}".split())[:400], **where})
-            print(f"{case.name} failed: {error}", flush=True)
+def cases(given: Namespace) -> list[Case]:
+    """Those whose names hold one of the words."""
+    found = [c for c in CASES if not given.cases or any(part.lower() in c.name.lower() for part in given.cases)]
+    given.rows = len(found) * len(FILLS)
+    return found
 
+
+BENCH = Bench(
+    doc=__doc__, results="unpad_gpu.csv", columns=COLUMNS, cases=cases, measure=measure, again=True, sides=SIDES,
+    options=(
+        arg("--cases", nargs="+", help="names of cases, or parts of them; all if none is given"),
+        arg("--sides", nargs="+", choices=tuple(SIDES), default=tuple(SIDES)),
+        arg("--mode", choices=("default", "reduce-overhead"), default="default"),
+    ),
+    devices=("cuda",), budget=600.0, dry=True, failed=lambda rows: False,
+)  # fmt: skip
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

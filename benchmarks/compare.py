@@ -23,16 +23,10 @@ ROUNDING_NOISE = 2e-5
 NO_MEMORY = "not checked, no memory"
 
 COLUMNS = (
-    "sites",
-    "misses",
-    "lowerings",
-    "rounds",
-    *(f"{side}_{p}_ms" for side in (BASELINE, BACKEND) for p in ("p20", "p50", "p80")),
-    "ratio",
-    "error",
-    "error_eager",
-    "numerics",
-)
+    "sites", "misses", "lowerings", "rounds",
+    *(f"{side}_{p}_ms" for side in (BASELINE, BACKEND) for p in ("p20", "p50", "p80")), "ratio", "error",
+    "error_eager", "numerics",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,16 +114,14 @@ def numerics(case: Case, ours: Step) -> dict[str, str]:
     plain = case.plain or case.model
     values = {"error": results(case, case.model, ours), "error_eager": results(case, plain, case.step(plain))}
     precise = copy.deepcopy(plain).float()
-    inputs = pytree.tree_map(lambda v: v.float() if _is_floating(v) else v, dict(case.inputs))
+    inputs = pytree.tree_map(
+        lambda v: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, dict(case.inputs)
+    )
     reference = results(case, precise, case.step(precise, inputs))
     errors = {name: relative_error(value, reference) for name, value in values.items()}
     allowed = (3 if case.softcap else 2) * errors["error_eager"] + ROUNDING_NOISE
     columns = {name: f"{error:.3g}" for name, error in errors.items()}
     return columns | {"numerics": "ok" if errors["error"] <= allowed else "WRONG"}
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def results(case: Case, model: nn.Module, step: Step) -> list[torch.Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -46,6 +47,10 @@ class Case:
     tried: Tried = "nothing"
 
     @property
+    def names(self) -> dict[str, str]:
+        return {"name": self.name}
+
+    @property
     def used(self) -> int:
         """Keys from the first to the last that the last query may use."""
         filled = self.length if self.filled is None else self.filled
@@ -72,43 +77,35 @@ class Case:
 
 COLUMNS = tuple(f.name for f in dataclasses.fields(Case) if f.name != "tried")
 
-_PLAIN = (
-    Case(name="b1_1k", batch=1, length=1024, tried="tiles"),
-    Case(name="b1_4k", batch=1, length=4096, tried="tiles"),
-    Case(name="b1_32k", batch=1, length=32768, tried="tiles"),
-    Case(name="b1_32k_half", batch=1, length=32768, filled=16384, tried="tiles"),
-    Case(name="b16_4k", batch=16, length=4096, tried="tiles"),
-    Case(name="b16_4k_half", batch=16, length=4096, filled=2048, tried="tiles"),
-    Case(name="b64_8k", batch=64, length=8192, tried="tiles"),
-)
-_D64 = {"heads_q": 64, "head_dim": 64, "tried": "tiles"}
-_D256 = {"heads_q": 16, "head_dim": 256, "tried": "tiles"}
+
+def _read(name: str, *, tried: Tried = "tiles", **further: Any) -> Case:
+    """A case whose name has its batch and length: "b16_4k_half" is half filled."""
+    batch, length, half = re.fullmatch(r"(?:.*_)?b(\d+)_(\d+)k(_half)?", name).groups()  # type: ignore[union-attr]
+    keys = int(length) * 1024
+    return Case(
+        name=name, batch=int(batch), length=keys, tried=tried, **{"filled": keys // 2 if half else None, **further}
+    )
+
+
+_D64 = {"heads_q": 64, "head_dim": 64}
+_D256 = {"heads_q": 16, "head_dim": 256, "softcap": 50.0}
+_FP8 = {"stored": "float8_e4m3fn"}
 _FURTHER = (
-    Case(name="d64_b1_4k", batch=1, length=4096, **_D64),  # type: ignore[arg-type]
-    Case(name="d64_b16_4k", batch=16, length=4096, **_D64),  # type: ignore[arg-type]
-    Case(name="d64_b16_4k_half", batch=16, length=4096, filled=2048, **_D64),  # type: ignore[arg-type]
-    Case(name="d64_sinks_b16_4k", batch=16, length=4096, sinks=True, **_D64),  # type: ignore[arg-type]
-    Case(name="d256_softcap_b1_4k", batch=1, length=4096, softcap=50.0, **_D256),  # type: ignore[arg-type]
-    Case(name="d256_softcap_b16_4k", batch=16, length=4096, softcap=50.0, **_D256),  # type: ignore[arg-type]
-    Case(name="window_b16_8k", batch=16, length=8192, filled=8000, window=1024, tried="tiles"),
-    Case(name="softcap_b16_4k", batch=16, length=4096, softcap=50.0, tried="tiles"),
-    Case(name="q4_b16_4k", batch=16, length=4096, seqlen_q=4, tried="tiles"),
-    Case(name="q16_b16_4k", batch=16, length=4096, seqlen_q=16, tried="tiles"),
-    Case(name="d192_b4_8k", batch=4, length=8192, heads_q=16, heads_kv=16, head_dim=192, head_dim_v=128, tried="tiles"),
-    Case(name="fp8_b1_4k", batch=1, length=4096, stored="float8_e4m3fn", tried="tiles"),
-    Case(name="fp8_b1_32k", batch=1, length=32768, stored="float8_e4m3fn", tried="tiles"),
-    Case(name="fp8_b16_4k", batch=16, length=4096, stored="float8_e4m3fn", tried="tiles"),
-    Case(name="fp8_b16_4k_half", batch=16, length=4096, filled=2048, stored="float8_e4m3fn"),
-    Case(name="fp8_e5m2_b16_4k", batch=16, length=4096, stored="float8_e5m2"),
-    Case(name="fp8_b64_8k", batch=64, length=8192, stored="float8_e4m3fn", tried="tiles"),
-    Case(name="fp8_d64_b16_4k", batch=16, length=4096, heads_q=64, head_dim=64, stored="float8_e4m3fn", tried="tiles"),
-    Case(name="mha_b4_4k", batch=4, length=4096, heads_kv=32),
-)
+    *map(_read, "b1_1k b1_4k b1_32k b1_32k_half b16_4k b16_4k_half b64_8k".split()),
+    *(_read(f"d64_{name}", **_D64) for name in ("b1_4k", "b16_4k", "b16_4k_half")),
+    _read("d64_sinks_b16_4k", sinks=True, **_D64),
+    *(_read(f"d256_softcap_{name}", **_D256) for name in ("b1_4k", "b16_4k")),
+    _read("window_b16_8k", filled=8000, window=1024), _read("softcap_b16_4k", softcap=50.0),
+    *(_read(f"q{queries}_b16_4k", seqlen_q=queries) for queries in (4, 16)),
+    _read("d192_b4_8k", heads_q=16, heads_kv=16, head_dim=192, head_dim_v=128),
+    *(_read(f"fp8_{name}", **_FP8) for name in ("b1_4k", "b1_32k", "b16_4k")),
+    _read("fp8_b16_4k_half", tried="nothing", **_FP8),
+    _read("fp8_e5m2_b16_4k", tried="nothing", stored="float8_e5m2"), _read("fp8_b64_8k", **_FP8),
+    _read("fp8_d64_b16_4k", **_D64, **_FP8), _read("mha_b4_4k", tried="nothing", heads_kv=32),
+)  # fmt: skip
 #: numbers of tiles that no number of splits fills a machine with evenly
-_BETWEEN = tuple(
-    Case(name=f"b{batch}_4k", batch=batch, length=4096, tried="splits") for batch in (2, 3, 5, 6, 10, 12, 20, 24, 40)
-)
-CASES: tuple[Case, ...] = (*_PLAIN, *_FURTHER, *_BETWEEN)
+_BETWEEN = tuple(_read(f"b{batch}_4k", tried="splits") for batch in (2, 3, 5, 6, 10, 12, 20, 24, 40))
+CASES: tuple[Case, ...] = (*_FURTHER, *_BETWEEN)
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -170,15 +167,11 @@ def _spec(case: Case, q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
     changes = (*changes, Sinks(requires_grad=False)) if case.sinks else changes
     dense = Dense(shape=(case.batch, 1, case.seqlen_q, case.length), dtype="bool")
     return AttentionSpec(
-        q=described(q),
-        k=described(k),
-        v=described(v),
-        mask=MaskSpec(kinds=proved, dense=dense),
-        score=ScoreSpec(scale=case.head_dim**-0.5, changes=changes),
-        device=q.device.type,
+        q=described(q), k=described(k), v=described(v), mask=MaskSpec(kinds=proved, dense=dense),
+        score=ScoreSpec(scale=case.head_dim**-0.5, changes=changes), device=q.device.type,
         out_dtype=str(q.dtype).removeprefix("torch."),
         stored=StoredSpec(k=described(k), v=described(v), k_scaled=True, v_scaled=True) if case.stored else None,
-    )
+    )  # fmt: skip
 
 
 def expected(problem: Problem) -> Tensor:

@@ -3,31 +3,28 @@
     python -m benchmarks.fp8_rows
 
 Reads benchmarks/results/fp8_h200.csv and select_h200.csv, and writes attn_compiler/lowerings/choice/fp8_sm90.csv: effective TFLOP/s of each
-lowering for each case. Lowerings that only the second file has are placed by their speed relative to cuDNN's of that file, since
-the two were measured at different times.
+lowering for each case. Lowerings that only the second file has are placed by their speed relative to cuDNN's of that file, since the two
+were measured at different times.
 """
 
 from __future__ import annotations
 
-import csv
+import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
 from attn_compiler.lowerings.base import FP8
 from attn_compiler.lowerings.choice import fp8_speed
 from benchmarks import bench_fp8, harness, select_rows
+from benchmarks.harness import command
 
 #: head dims that a measured one stands for
 HEAD_DIMS = {64: (33, 64), 128: (65, 128), 256: (129, 256)}
 #: recipes whose rows say how fast a lowering is: "scaling" and "backward" of fp8_speed.SpeedRow
 _RECIPES = {
-    "": ("block", "no"),
-    "per head": ("head", "no"),
-    "per tensor": ("tensor", "no"),
-    "delayed": ("before", "no"),
-    "accurate": ("accurate", "no"),
-    "per tensor, backward": ("tensor", "yes"),
-    "delayed, backward": ("before", "yes"),
-}
+    "": ("block", "no"), "per head": ("head", "no"), "per tensor": ("tensor", "no"), "delayed": ("before", "no"),
+    "accurate": ("accurate", "no"), "per tensor, backward": ("tensor", "yes"), "delayed, backward": ("before", "yes"),
+}  # fmt: skip
 OTHERS = ("fa4", "cudnn", "hopper")
 
 #: lowering, "scaling" and "backward" of fp8_speed.SpeedRow
@@ -113,15 +110,13 @@ def _shape(row: Mapping[str, str]) -> tuple[str, ...]:
     return row["case"].split("_")[0], *(row.get(name, row["case"]) for name in sizes)
 
 
-def main() -> None:
+@command(__doc__)
+def main(_: Namespace) -> None:
     """Write the file anew."""
     select = select_rows.joined(select_rows.read(), select_rows.read(select_rows.LATER))
     rows = rows_of(harness.read(bench_fp8.RESULTS, missing_ok=True), select)
-    with fp8_speed.TABLE.path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fp8_speed.TABLE.columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    harness.write(fp8_speed.TABLE.path, fp8_speed.TABLE.columns, rows, lineterminator="\r\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

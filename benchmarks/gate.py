@@ -6,8 +6,8 @@
 
 What is compared is the ratio of a peer's time to ours, both measured in turn in one process (benchmarks/gate_cases.py), so that a slower
 machine alone changes nothing. Each run is a process of its own. A row whose ratio fell by more than counts (benchmarks/gate_rule.py) is
-measured again in another process, and counts if that fell by as much. Exits with 1 and the rows where any did or failed,
-with 2 where there is no file to compare with.
+measured again in another process, and counts if that fell by as much. Exits with 1 and the rows where any did or failed, with 2 where there
+is no file to compare with.
 
 --rounds keeps every round as JSON, which benchmarks.gate_power reads. --warm compiles all rows before, several processes at a time, for a
 machine that has compiled none of them.
@@ -30,13 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import gate_cases, gate_rule, harness
 from benchmarks.gate_rule import OURS, PEER, Baseline, Run
+from benchmarks.harness import RESULTS, arg, command
 
-RESULTS = Path(__file__).parent / "results"
 MEASURED = ("run", "rounds", f"{OURS}_p50_ms", f"{PEER}_p50_ms", "ratio", "noise", "failure")
 COLUMNS = ("kind", "row", "peer", *MEASURED)
 #: what another value of makes ratios another thing, perhaps
@@ -49,9 +47,6 @@ Found = dict[str, dict[str, Any]]
 Measure = Callable[[Sequence[str]], Found]
 
 
-# ---- one process ----------------------------------------------------------------------------------------------------
-
-
 def measure_here(rows: Sequence[gate_cases.Row], device: str, seconds: float) -> Found:
     """Every row in turn. What fails of one is its failure."""
     found: Found = {}
@@ -60,7 +55,7 @@ def measure_here(rows: Sequence[gate_cases.Row], device: str, seconds: float) ->
         try:
             found[row.name] = {side: list(times) for side, times in row.make(device)(seconds).items()}
         except Exception as error:  # noqa: BLE001 - the reason is the row's, and no other row is to be missed
-            found[row.name] = {"failure": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            found[row.name] = {"failure": harness.failure(error)}
         took = time.perf_counter() - begin
         print(f"{row.kind}, {row.name}: {took:.1f} s {found[row.name].get('failure', '')}", file=sys.stderr, flush=True)
         torch.compiler.reset()
@@ -87,9 +82,6 @@ def fresh_process(device: str, seconds: float) -> Measure:
         return found
 
     return measure
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def device_kind(name: str) -> str:
@@ -137,9 +129,6 @@ def baselines_of(lines: Sequence[Mapping[str, str]]) -> dict[str, Baseline]:
     return gate_rule.baselines(runs, {line["row"]: line["kind"] for line in lines})
 
 
-# ---- comparing ------------------------------------------------------------------------------------------------------
-
-
 def compare(before: Mapping[str, Baseline], measure: Measure) -> list[dict[str, str]]:
     """What became of each row of the file: its verdict is "ok", "SLOWER" or "FAILED: ..."."""
     found = measure(())
@@ -167,15 +156,9 @@ def _verdict(name: str, baseline: Baseline, runs: Sequence[Run], found: Mapping[
 
 
 def print_verdicts(verdicts: Sequence[Mapping[str, str]]) -> None:
-    table = Table(title="ratio: the peer's time over ours. A decline beyond its bound counts")
-    for name in ("row", "before", "now", "decline", "bound", "runs", "verdict"):
-        table.add_column(name)
-    for row in verdicts:
-        bad = row["verdict"] != "ok"
-        table.add_row(
-            *(f"[red]{cell}[/]" if bad else cell for cell in (row.get(str(c.header), "") for c in table.columns))
-        )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    names = ("row", "before", "now", "decline", "bound", "runs", "verdict")
+    lines = ([harness.red(row.get(name, ""), when=row["verdict"] != "ok") for name in names] for row in verdicts)
+    harness.show("ratio: the peer's time over ours. A decline beyond its bound counts", names, lines)
 
 
 def other_versions(lines: Sequence[Mapping[str, str]], where: Mapping[str, str]) -> list[str]:
@@ -185,9 +168,6 @@ def other_versions(lines: Sequence[Mapping[str, str]], where: Mapping[str, str])
         for name in _VERSIONS
         if (before := {line[name] for line in lines}) != {where[name]}
     ]
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, runs: Sequence[Found], rows: Sequence[gate_cases.Row], where: Mapping[str, str]) -> None:
@@ -226,8 +206,21 @@ def warm(names: Sequence[str], measure: Measure, jobs: int) -> None:
             print(*(f"{name}: {row['failure']}" for name, row in found.items() if "failure" in row), sep="\n", end="")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+@command(
+    __doc__,
+    arg("--device", default="cuda:0"),
+    arg("--seconds", type=float, default=4.0, help="timing of one row (default %(default)s)"),
+    arg("--only", nargs="+", default=[], metavar="ROW", help="rows by name"),
+    arg("--write", action="store_true", help="make the file anew instead of comparing with it"),
+    arg("--runs", type=int, default=5, choices=range(1, _MOST_RUNS + 1), help="for --write (default %(default)s)"),
+    arg("--budget-seconds", type=float, default=1e9, help="for --write: begin no run that may end after this"),
+    arg("--warm", type=int, default=0, metavar="JOBS", help="compile all rows before, so many at a time"),
+    arg("--rounds", type=Path, help="keep every round of every run here, as JSON"),
+    arg("--output", type=Path, help="the file, in place of the one that the device's name gives"),
+    arg("--commit", help="the commit to name in the file, where this is no checkout"),
+    arg("--once", type=Path, help=argparse.SUPPRESS),
+)
+def main(options: argparse.Namespace) -> int:
     rows = [row for row in gate_cases.rows(options.device) if not options.only or row.name in options.only]
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -269,28 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _keep(path: Path | None, runs: Sequence[Found]) -> None:
     if path is not None:
         path.write_text(json.dumps(runs))
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--seconds", type=float, default=4.0, help="timing of one row (default %(default)s)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="rows by name")
-    parser.add_argument("--write", action="store_true", help="make the file anew instead of comparing with it")
-    parser.add_argument(
-        "--runs", type=int, default=5, choices=range(1, _MOST_RUNS + 1), help="for --write (default %(default)s)"
-    )
-    parser.add_argument(
-        "--budget-seconds", type=float, default=1e9, help="for --write: begin no run that may end after this"
-    )
-    parser.add_argument(
-        "--warm", type=int, default=0, metavar="JOBS", help="compile all rows before, so many at a time"
-    )
-    parser.add_argument("--rounds", type=Path, help="keep every round of every run here, as JSON")
-    parser.add_argument("--output", type=Path, help="the file, in place of the one that the device's name gives")
-    parser.add_argument("--commit", help="the commit to name in the file, where this is no checkout")
-    parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,20 @@ decline that is caught in 95 of 100.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks import gate_cases, gate_rule
 from benchmarks.gate_rule import Run
+from benchmarks.harness import arg, command, show
 
 PLANTED = 0.05
 #: of what was planted
@@ -56,13 +54,13 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """Of one row. caught: of a decline of 5%."""
+    """Of one row. caught: of a decline of 5%. least: the smallest one of those that are tried; infinite for none."""
 
     row: str
     spread: float
     false_alarms: float
     caught: float
-    least: float | None
+    least: float
 
 
 def noises(runs: Sequence[Mapping[str, Mapping[str, Any]]], kinds: Mapping[str, str]) -> dict[str, Noise]:
@@ -106,7 +104,8 @@ def simulate(of_rows: Mapping[str, Noise], runs: int, trials: int = _TRIALS) -> 
         for name, noise in of_rows.items():
             now = [noise.run(chance) for _ in range(2)]
             spreads[name].append(before[name].spread)
-            least[name].append(_least_caught(before[name], now))
+            caught = (planted for planted in _LEAST_TRIED if _fails(before[name], now, planted))
+            least[name].append(next(caught, math.inf))
             is_alarm = _fails(before[name], now, 0.0)
             alarms[name] += is_alarm
             failed |= is_alarm
@@ -117,7 +116,7 @@ def simulate(of_rows: Mapping[str, Noise], runs: int, trials: int = _TRIALS) -> 
             spread=statistics.median(spreads[name]),
             false_alarms=alarms[name] / trials,
             caught=sum(found <= PLANTED for found in least[name]) / trials,
-            least=_caught_in_most(least[name]),
+            least=sorted(least[name])[math.ceil(CAUGHT * trials) - 1],
         )
         for name in of_rows
     ], any_alarm / trials
@@ -128,36 +127,25 @@ def _fails(before: gate_rule.Baseline, now: Sequence[Run], planted: float) -> bo
     return gate_rule.is_slower(before, [Run(value=run.value + math.log(1 - planted), noise=run.noise) for run in now])
 
 
-def _least_caught(before: gate_rule.Baseline, now: Sequence[Run]) -> float:
-    """The smallest decline of those that are tried that would have been caught in this trial; infinite for none."""
-    return next((planted for planted in _LEAST_TRIED if _fails(before, now, planted)), math.inf)
-
-
-def _caught_in_most(least: Sequence[float]) -> float | None:
-    found = sorted(least)[math.ceil(CAUGHT * len(least)) - 1]
-    return None if math.isinf(found) else found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+@command(
+    __doc__,
+    arg("rounds", type=Path, nargs="+", help="JSON of benchmarks.gate --rounds"),
+    arg("--runs", type=int, help="that a baseline is the median of (as many as there are)"),
+    arg("--trials", type=int, default=_TRIALS),
+)
+def main(given: Namespace) -> int:
     """0 where 5% are caught in 95 of 100, in every row, and the gate's false alarms are 1% at most."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rounds", type=Path, nargs="+", help="JSON of benchmarks.gate --rounds")
-    parser.add_argument("--runs", type=int, help="that a baseline is the median of (as many as there are)")
-    parser.add_argument("--trials", type=int, default=_TRIALS)
-    options = parser.parse_args(arguments)
     kinds = {row.name: row.kind for device in ("cpu", "cuda") for row in gate_cases.rows(device)}
-    runs = [run for path in options.rounds for run in json.loads(path.read_text())]
-    of_baseline = options.runs or len(runs)
-    powers, of_all = simulate(noises(runs, kinds), of_baseline, options.trials)
-    table = Table(
-        title=f"{len(runs)} real runs, a baseline of {of_baseline}: false alarms of the whole gate {of_all:.2%}"
-    )
-    for name in ("row", "a run is off by", "false alarms", "5% caught", "least caught"):
-        table.add_column(name)
-    for power in powers:
-        shown = "more than 40%" if power.least is None else f"{power.least:.0%}"
-        table.add_row(power.row, f"{power.spread:.2%}", f"{power.false_alarms:.2%}", f"{power.caught:.1%}", shown)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    runs = [run for path in given.rounds for run in json.loads(path.read_text())]
+    of_baseline = given.runs or len(runs)
+    powers, of_all = simulate(noises(runs, kinds), of_baseline, given.trials)
+
+    def line(power: Power) -> list[str]:
+        least = "more than 40%" if math.isinf(power.least) else f"{power.least:.0%}"
+        return [power.row, f"{power.spread:.2%}", f"{power.false_alarms:.2%}", f"{power.caught:.1%}", least]
+
+    title = f"{len(runs)} real runs, a baseline of {of_baseline}: false alarms of the whole gate {of_all:.2%}"
+    show(title, ("row", "a run is off by", "false alarms", "5% caught", "least caught"), map(line, powers))
     return int(of_all > 0.01 or any(power.caught < CAUGHT for power in powers))
 
 

@@ -1,9 +1,9 @@
 """When a ratio counts as lower than it was: numbers alone, so that the rule's power can be worked out from real rounds.
 
 A run times a row's two sides in turn, in one process. Its value is the logarithm of the median over the rounds of the peer's time over
-ours, or where there are few rounds, of the peer's least time over our least. A baseline is the median of several runs, each of a process
-of its own. What a run is off by is taken from how far runs of the same kind of row lie apart, which has the noise within a run in it and
-what differs from process to process, or from a bootstrap of a run's own rounds, if that is more.
+ours, or where there are few rounds, of the peer's least time over our least. A baseline is the median of several runs, each of a process of
+its own. What a run is off by is taken from how far runs of the same kind of row lie apart, which has the noise within a run in it and what
+differs from process to process, or from a bootstrap of a run's own rounds, if that is more.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,20 +56,18 @@ Main = Callable[..., int]
 T = TypeVar("T")
 
 
-# ---- a benchmark's command ------------------------------------------------------------------------------------------
-
-
 def arg(*names: str, **settings: Any) -> Option:
     """An option, as argparse's `add_argument` takes it."""
     return names, settings
 
 
-def command(doc: str | None, *options: Option) -> Callable[[Callable[[Namespace], int | None]], Main]:
+def command(doc: str | None, *options: Option, epilog: str = "") -> Callable[[Callable[[Namespace], int | None]], Main]:
     """Make a function of options a command: it takes words, those of the shell unless given, and returns an exit status."""
 
     def made(body: Callable[[Namespace], int | None]) -> Main:
         def main(arguments: Sequence[str] | None = None) -> int:
-            parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+            form = argparse.RawDescriptionHelpFormatter
+            parser = argparse.ArgumentParser(description=doc, epilog=epilog, formatter_class=form)
             for names, settings in options:
                 parser.add_argument(*names, **settings)
             return body(parser.parse_args(arguments)) or 0
@@ -83,16 +82,16 @@ class Bench:
     """What a benchmark is.
 
     doc: of its command. results: the file of benchmarks/results, unless told otherwise; it may depend on the options, as columns may.
-    cases: those to measure, the most telling first. measure: the rows of one; or rows: of all of them, as they come.
-    sides: by name, where they are few and known.
-    devices: none: any, "cuda:0" by default; one: that; several: one of them. seconds: of timing a case. budget: seconds after which
-    nothing begins. sized: small cases may be asked for. dry: all of it tiny, on a CPU. jobs: cases are prepared side by side (waves.py).
-    together: each run adds to the file. where: columns that say where it ran, and with what. short: columns that are printed as rows come.
-    begin: before anything is measured. instead: an exit status in place of measuring, if any. failed: whether rows of this commit are
-    not as they should be.
+    cases: those to measure, the most telling first. measure: the rows of one; or rows: of all of them, as they come. sides: by name,
+    where they are known. devices: none: any, "cuda:0" by default; one: that; several: one of them. seconds: of timing a case.
+    budget: seconds after which nothing begins. sized: small cases may be asked for. dry: all of it tiny, on a CPU.
+    jobs: cases are prepared side by side (waves.py). together: each run adds to the file. again: all cases are measured beside
+    kept rows, which are of other commits or options; else those that have no row of this device. where: columns that say where it
+    ran, and with what. short: columns that are printed. begin: before anything is measured. forget: what a case leaves on a device.
+    instead: an exit status in place of measuring, if any. failed: whether rows of this commit are not as they should be.
     """
 
-    doc: str | None
+    doc: str
     results: str | Callable[[Namespace], str]
     columns: Sequence[str] | Callable[[Namespace], Sequence[str]]
     cases: Callable[[Namespace], Iterable[Any]]
@@ -107,9 +106,11 @@ class Bench:
     dry: bool = False
     jobs: bool = False
     together: bool = False
+    again: bool = False
     where: Callable[[Namespace], dict[str, str]] | None = None
     short: Sequence[str] = ()
     begin: Callable[[Namespace], object] = lambda given: None
+    forget: Callable[[str], None] = lambda device: forget(device)
     instead: Callable[[Namespace], int | None] = lambda given: None
     table: Callable[[Sequence[Row]], None] | None = None
     failed: Callable[[Sequence[Row]], bool] = lambda rows: any(row.get("failure") for row in rows)
@@ -117,47 +118,42 @@ class Bench:
     @property
     def every_option(self) -> list[Option]:
         """Those of all benchmarks that this one has, and its own."""
+        seconds: dict[str, Any] = {"type": float, "help": "timing of one case (%(default)s)"}
+        budget: dict[str, Any] = {"type": float, "help": "begin nothing after this (%(default)s)"}
+        device: dict[str, Any] = (
+            {"choices": self.devices, "default": self.devices[0]} if self.devices else {"default": "cuda:0"}
+        )
         found = [
-            arg("--output", type=Path, help="the file of rows"),
-            arg(
-                "--append",
-                action="store_true",
-                help="keep the file's rows, of another commit say, and measure the others",
-            ),
-            arg("--commit", help="the commit to name in the rows, where this is no checkout"),
-        ]
-        if len(self.devices) != 1:
-            how: dict[str, Any] = (
-                {"choices": self.devices, "default": self.devices[0]} if self.devices else {"default": "cuda:0"}
-            )
-            found.append(arg("--device", **how))
-        if self.seconds is not None:
-            found.append(arg("--seconds", type=float, default=self.seconds, help="timing of one case (%(default)s)"))
-        if self.budget is not None:
-            found.append(
-                arg("--budget-seconds", type=float, default=self.budget, help="begin nothing after this (%(default)s)")
-            )
-        if self.sized:
-            found.append(
-                arg("--size", choices=("full", "small"), default="full", help="small: for a look at the script")
-            )
-        if self.dry:
-            found.append(
-                arg("--dry-run", action="store_true", help="tiny, on a CPU; nothing is written but to --output")
-            )
-        if self.jobs:
-            found += [
-                arg("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)"),
-                arg("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)"),
-                arg("--wave-cases", type=int, help="cases that are compiled before any is timed (as many as --jobs)"),
-            ]
-        return [*found, *self.options]
+            (True, arg("--output", type=Path, help="the file of rows")),
+            (True, arg("--append", action="store_true", help="keep the rows of the file and measure the others")),
+            (True, arg("--commit", help="the commit to name in the rows, where this is no checkout")),
+            (len(self.devices) != 1, arg("--device", **device)),
+            (self.seconds is not None, arg("--seconds", default=self.seconds, **seconds)),
+            (self.budget is not None, arg("--budget-seconds", default=self.budget, **budget)),
+            (self.sized, arg("--size", choices=("full", "small"), default="full", help="small: for a look at the script")),
+            (self.dry, arg("--dry-run", action="store_true", help="tiny, on a CPU; nothing is written but to --output")),
+            (self.jobs, arg("--jobs", type=int, default=1, help="compile so many cases at a time (%(default)s)")),
+            (self.jobs, arg("--wave-seconds", type=float, default=120.0, help="how long these may compile (%(default)s)")),
+            (self.jobs, arg("--wave-cases", type=int, help="cases that are compiled before any is timed (as many as --jobs)")),
+        ]  # fmt: skip
+        return [*(option for has, option in found if has), *self.options]
+
+    @property
+    def epilog(self) -> str:
+        """For --help: where rows go, and what they are of."""
+        file = (
+            f"Writes benchmarks/results/{self.results}, and prints a table last."
+            if isinstance(self.results, str)
+            else ""
+        )
+        return f"{file} Sides: {', '.join(self.sides)}" if self.sides else file
 
     def given(self, given: Namespace) -> Namespace:
-        """The options with what follows from them: `device`; `until`, of time.monotonic(); `keep`: rows are for the file."""
+        """The options with what follows from them: `device`; `until`, of time.monotonic(); `keep`: rows are for the file;
+        `broken`: something has no row that should have one."""
         if len(self.devices) == 1:
             given.device = self.devices[0]
-        given.keep = True
+        given.keep, given.broken = True, False
         if getattr(given, "dry_run", False):
             given.device, given.keep = "cpu", given.output is not None
         given.size = getattr(given, "size", "full")
@@ -178,42 +174,42 @@ class Bench:
         columns = [*columns, *(name for name in where if name not in columns)]
         return CsvFile(path, columns, append=given.append or self.together), where
 
-    def measured(self, cases: Sequence[Any], given: Namespace) -> Measured:
-        """Rows of cases, one after another while there is time."""
-        if self.rows is not None:
-            yield from self.rows(cases, given)
-            return
-        for case in cases:
-            if time.monotonic() > given.until:
-                return
-            yield self._guarded(case, given)
-            forget(given.device)
 
-    def _guarded(self, case: Any, given: Namespace) -> Iterator[Row]:
-        """What fails of a case is its row, and costs no other."""
-        assert self.measure is not None
+def one_by_one(bench: Bench, cases: Sequence[Any], given: Namespace) -> Measured:
+    """Rows of cases, one after another while there is time. What fails of a case is its row, and costs no other."""
+
+    def guarded(case: Any) -> Iterator[Row]:
+        assert bench.measure is not None
         try:
-            yield from self.measure(case, given)
+            yield from bench.measure(case, given)
         except Exception as error:
-            if "failure" not in self.named_columns(given):
+            if "failure" not in bench.named_columns(given):
                 raise
+            traceback.print_exc()
             yield {**case.names, "failure": failure(error)}
+
+    for case in cases:
+        if time.monotonic() > given.until:
+            return
+        yield guarded(case)
+        bench.forget(given.device)
 
 
 def run(bench: Bench) -> Main:
     """Make a benchmark's command: it measures what is not in its file yet, and writes, prints and judges it."""
 
-    @command(bench.doc, *bench.every_option)
+    @command(bench.doc, *bench.every_option, epilog=bench.epilog)
     def main(given: Namespace) -> int:
         status = bench.instead(bench.given(given))
         if status is not None:
             return status
         bench.begin(given)
         file, where = bench.file(given)
-        known = [row for row in file.rows if not bench.together]
-        cases = [case for case in bench.cases(given) if not any(_is_of(row, case.names) for row in known)]
+        beside = bench.together or bench.again
+        known = [row for row in file.rows if not beside and row.get("device") == where.get("device")]
+        cases = [case for case in bench.cases(given) if not any(case.names.items() <= row.items() for row in known)]
         left = len(cases)
-        for rows in bench.measured(cases, given):
+        for rows in bench.rows(cases, given) if bench.rows else one_by_one(bench, cases, given):
             left -= 1
             for row in rows:
                 file.add({**row, **where})
@@ -222,15 +218,15 @@ def run(bench: Bench) -> Main:
                 print(took, *(f"{name} {value}" for name, value in shown.items() if value), sep="  ", flush=True)
         if bench.table is not None and file.rows:
             bench.table(file.rows)
-        if left:
+        elif bench.short and file.rows:
+            lines = ([row.get(name, "") for name in bench.short] for row in file.rows)
+            show(bench.doc.partition("\n")[0], bench.short, lines)
+        if left > 0:
             print(f"{left} cases left for a run with --append")
-        return int(bench.failed([row for row in file.rows if row.get("commit") == where.get("commit")]))
+        mine = [row for row in file.rows if row.get("commit") == where.get("commit")]
+        return int(given.broken or bench.failed(mine))
 
     return main
-
-
-def _is_of(row: Row, names: Row) -> bool:
-    return all(row.get(name, "") == value for name, value in names.items())
 
 
 def picked(cases: Iterable[T], patterns: Sequence[str], name: Callable[[T], str] = lambda case: case.name) -> list[T]:  # type: ignore[attr-defined]
@@ -275,9 +271,6 @@ def extras() -> dict[str, str]:
     return {"extras": " ".join(f"{name} {found[name]}" for name in EXTRAS if name in found)}
 
 
-# ---- steps ----------------------------------------------------------------------------------------------------------
-
-
 def main_output(output: Any) -> torch.Tensor:
     """The tensor that a model is called for: its logits, its last hidden state, or its images, of which a list is stacked."""
     if isinstance(output, torch.Tensor):
@@ -319,6 +312,17 @@ def make_step(
     return forward_backward
 
 
+def several(step: Step, times: int) -> Step:
+    """Call a step so often in a row. What it gave before is let go."""
+
+    def run() -> torch.Tensor:
+        for _ in range(times - 1):
+            step()
+        return step()
+
+    return step if times == 1 else run
+
+
 def kernel_times(values: Sequence[float], flops: float) -> dict[str, str]:
     """Columns of a kernel's microseconds."""
     p20, p50, p80 = (f"{value:.1f}" for value in percentiles(values))
@@ -346,17 +350,12 @@ def environment(device: str, commit: str | None = None) -> dict[str, str]:
     on_gpu = device != "cpu"
     cudnn = torch.backends.cudnn.version() if on_gpu else None
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or _commit(),
+        "date": datetime.date.today().isoformat(), "commit": commit or _commit(),
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
-        "threads": str(torch.get_num_threads()),
-        "attn_compiler": attn_compiler.__version__,
-        "torch": torch.__version__,
-        "cuda": (torch.version.cuda or "") if on_gpu else "",
-        "cudnn": str(cudnn or ""),
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+        "threads": str(torch.get_num_threads()), "attn_compiler": attn_compiler.__version__,
+        "torch": torch.__version__, "cuda": (torch.version.cuda or "") if on_gpu else "", "cudnn": str(cudnn or ""),
+        "transformers": transformers.__version__, "python": platform.python_version(),
+    }  # fmt: skip
 
 
 def _commit() -> str:
@@ -391,19 +390,6 @@ def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]],
         writer.writerows(rows)
 
 
-def add_output(parser: argparse.ArgumentParser, path: Path) -> None:
-    """Add the options of `opened`."""
-    parser.add_argument("--output", type=Path, default=path)
-    parser.add_argument("--append", action="store_true", help="keep the file's rows, of another commit say")
-    parser.add_argument("--commit", help="the commit to name in the rows, where this is no checkout")
-
-
-def opened(options: argparse.Namespace, columns: Sequence[str], device: str) -> tuple[CsvFile, dict[str, str]]:
-    """Return the file that the options name, and the columns that say where its rows are measured."""
-    where = environment(device, options.commit)
-    return CsvFile(options.output, [*columns, *where], append=options.append), where
-
-
 class CsvFile:
     """Rows that are on disk as soon as they are added, so that a run that is cut off keeps what it measured."""
 
@@ -430,9 +416,6 @@ class CsvFile:
         self.rows.append(row)
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
-
-
 def show(title: str, names: Sequence[str], lines: Iterable[Sequence[str]], *, width: int = 160, said: str = "") -> None:
     """Print a table. width: without a terminal. said: below it."""
     table = Table(*names, title=title)
@@ -447,6 +430,11 @@ def show(title: str, names: Sequence[str], lines: Iterable[Sequence[str]], *, wi
 def red(text: str, *, when: bool = True) -> str:
     """Mark what is not as it should be."""
     return f"[red]{text}[/]" if when and text else text
+
+
+def marked(value: float | None, form: str, bad: Callable[[float], bool]) -> str:
+    """A number, in red where it is bad; nothing for none."""
+    return "" if value is None else red(format(value, form), when=bad(value))
 
 
 def print_table(rows: Sequence[Row], names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """What the kernels are measured on: cases as data, their tensors, and how much work their masks leave.
 
-A case becomes the spec that an unmodified model of that kind would give, and the lowering itself makes the operands from it, outside
-of all timing. So what is measured is what a compiled graph runs.
+A case becomes the spec that an unmodified model of that kind would give, and the lowering itself makes the operands from it, outside of all
+timing. So what is measured is what a compiled graph runs.
 """
 
 from __future__ import annotations
@@ -77,14 +77,9 @@ class Case:
     def small(self) -> Case:
         """The same for Triton's interpreter."""
         return dataclasses.replace(
-            self,
-            batch=2,
-            heads_q=2,
-            heads_kv=2 if self.heads_kv == self.heads_q else 1,
-            seqlen=96,
-            window=None if self.window is None else 24,
-            documents=None if self.documents is None else 3,
-        )
+            self, batch=2, heads_q=2, heads_kv=2 if self.heads_kv == self.heads_q else 1, seqlen=96,
+            window=None if self.window is None else 24, documents=None if self.documents is None else 3,
+        )  # fmt: skip
 
     @property
     def tiny(self) -> Case:
@@ -143,29 +138,14 @@ def _odd(head_dim: int, head_dim_v: int) -> Case:
 
 #: the most telling first
 CASES: tuple[Case, ...] = (
-    _case("padding_right", padding="right", **_GROUPED),
-    _case("documents_causal", documents=8, **_FLEX),
-    *_added(64),
-    _plain(128, 8192, causal=True),
-    _case("softcap", softcap=50.0, **_FLEX),
-    _case("sinks", sinks=True, **_FLEX),
-    _case("window", window=1024, **_FLEX),
-    _case("padding_left", padding="left", **_GROUPED),
-    _plain(64, 8192, causal=True),
-    *_added(128),
-    _odd(72, 72),
-    _odd(80, 80),
-    _odd(96, 96),
-    _odd(112, 112),
-    _odd(192, 128),
-    _case("documents", documents=8, causal=False, **_FLEX),
-    _plain(256, 8192, causal=True),
+    _case("padding_right", padding="right", **_GROUPED), _case("documents_causal", documents=8, **_FLEX), *_added(64),
+    _plain(128, 8192, causal=True), _case("softcap", softcap=50.0, **_FLEX), _case("sinks", sinks=True, **_FLEX),
+    _case("window", window=1024, **_FLEX), _case("padding_left", padding="left", **_GROUPED),
+    _plain(64, 8192, causal=True), *_added(128), _odd(72, 72), _odd(80, 80), _odd(96, 96), _odd(112, 112),
+    _odd(192, 128), _case("documents", documents=8, causal=False, **_FLEX), _plain(256, 8192, causal=True),
     *(_plain(head_dim, 2048, causal=True) for head_dim in (128, 64, 256)),
     *(_plain(head_dim, seqlen, causal=False) for seqlen in (8192, 2048) for head_dim in (128, 64, 256)),
-)
-
-
-# ---- masks --------------------------------------------------------------------------------------------------------
+)  # fmt: skip
 
 
 def key_bounds(case: Case) -> tuple[Tensor, Tensor]:
@@ -221,9 +201,6 @@ def _mask(case: Case) -> masks.MaskSpec:
     return masks.MaskSpec(kinds=tuple(proved), flag=masks.Flag.READ if proved else None)
 
 
-# ---- scores -------------------------------------------------------------------------------------------------------
-
-
 def _score(case: Case, dtype: str, *, training: bool) -> scores.ScoreSpec:
     changes: list[scores.ScoreChange] = []
     if case.softcap is not None:
@@ -254,9 +231,6 @@ def _added_kinds(case: Case, *, training: bool) -> list[added_scores.ProvedScore
             added_scores.Bias(tensor="bias", at=(ix.ZERO, _H, _Q, _K), shape=shape, requires_grad=training),
         ]
     return []
-
-
-# ---- tensors ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,15 +319,9 @@ def spec_of(case: Case, q: Tensor, k: Tensor, v: Tensor, *, training: bool) -> A
         return TensorSpec(shape=tuple(x.shape), strides=tuple(x.stride()), dtype=dtype, requires_grad=training)
 
     return AttentionSpec(
-        q=described(q),
-        k=described(k),
-        v=described(v),
-        mask=_mask(case),
-        score=_score(case, dtype, training=training),
-        device=q.device.type,
-        out_dtype=dtype,
-        needs_grad=training,
-    )
+        q=described(q), k=described(k), v=described(v), mask=_mask(case),
+        score=_score(case, dtype, training=training), device=q.device.type, out_dtype=dtype, needs_grad=training,
+    )  # fmt: skip
 
 
 def leaf_call(emitter: EagerEmitter, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -377,11 +345,6 @@ def site_of(emitter: EagerEmitter, q: Tensor, k: Tensor, v: Tensor, given: Mappi
     """The nodes that a lowering finds at the site of a case."""
     nodes = {name: emitter.given(name, tensor) for name, tensor in ({"q": q, "k": k, "v": v} | dict(given)).items()}
     return Operands(
-        q=nodes["q"],
-        k=nodes["k"],
-        v=nodes["v"],
-        mask=nodes.get("bias"),
-        sinks=nodes.get("sinks"),
-        loads=nodes,
+        q=nodes["q"], k=nodes["k"], v=nodes["v"], mask=nodes.get("bias"), sinks=nodes.get("sinks"), loads=nodes,
         score_loads=nodes,
-    )
+    )  # fmt: skip

@@ -3,8 +3,8 @@
     python -m benchmarks.kernel_code > before.csv
     python -m benchmarks.kernel_code --against before.csv > after.csv
 
-A case is launched on a CPU as on a GPU, by the project's own launch code and with Triton's own specialisation of the arguments, but
-what would run is only compiled. So the fingerprints hold whatever way the kernels take their arguments.
+A case is launched on a CPU as on a GPU, by the project's own launch code and with Triton's own specialisation of the arguments, but what
+would run is only compiled. So the fingerprints hold whatever way the kernels take their arguments.
 
 registers, stack, shared: of a kernel. instructions: how many there are. sass: a digest of the machine code. moved: the same without the
 places of the arguments in constant memory. opcodes: a digest of how often each instruction is there, whatever its registers.
@@ -12,14 +12,15 @@ places of the arguments in constant memory. opcodes: a digest of how often each 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import csv
+import functools
 import hashlib
 import re
 import sys
 import types
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -41,6 +42,7 @@ from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton import fp8_launch as triton_launch, launch
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.spec.target import Target
+from benchmarks.harness import arg, command, read
 from tests.lowerings.decode import latent_problems, problems as decode_problems
 from tests.lowerings.decode.kernels import compiling as decode_compiling
 from tests.lowerings.fp8 import problems as fp8_problems
@@ -58,63 +60,43 @@ _PROCESSORS = 132
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 
 _SIZES: Any = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 512, "seqlen_kv": 512}
-_CAUSAL = Band(right=0)
+_CAUSAL: Any = {"band": Band(right=0)}
+_WINDOW: Any = {"band": Band(left=100, right=0)}
+
+
+def _case(name: str, **further: Any) -> Case:
+    """A case whose name ends with its head dim."""
+    return Case(name=name, **{**_SIZES, "head_dim": int(name.split("_")[-1]), **further})
+
+
 _TRITON = (
-    Case(name="plain_64", head_dim=64, **_SIZES),
-    Case(name="plain_128", head_dim=128, **_SIZES),
-    Case(name="causal_64", head_dim=64, band=_CAUSAL, **_SIZES),
-    Case(name="causal_128", head_dim=128, band=_CAUSAL, **_SIZES),
-    Case(name="causal_80", head_dim=80, band=_CAUSAL, **_SIZES),
-    Case(name="causal_192_128", head_dim=192, head_dim_v=128, band=_CAUSAL, **_SIZES),
-    Case(name="causal_256", head_dim=256, band=_CAUSAL, **_SIZES),
-    Case(name="unaligned_65", head_dim=65, band=_CAUSAL, **_SIZES),
-    Case(name="window_128", head_dim=128, band=Band(left=100, right=0), **_SIZES),
-    Case(name="window_softcap_sinks_64", head_dim=64, band=Band(left=100, right=0), softcap=30.0, sinks=True, **_SIZES),
-    Case(name="keys_128", head_dim=128, keys="left", band=_CAUSAL, **_SIZES),
-    Case(name="documents_64", head_dim=64, documents=True, band=_CAUSAL, **_SIZES),
-    Case(name="rows_64", head_dim=64, rows=True, **_SIZES),
-    Case(name="mask_bqk_128", head_dim=128, mask="bqk", **_SIZES),
-    Case(name="mask_k_64", head_dim=64, mask="k", **_SIZES),
-    Case(name="bias_hqk_64", head_dim=64, bias="hqk", **_SIZES),
-    Case(name="bias_bhqk_128", head_dim=128, bias="bhqk", band=_CAUSAL, **_SIZES),
-    Case(name="bias_hq_64", head_dim=64, bias="hq", **_SIZES),
-    Case(name="bias_softcap_64", head_dim=64, bias="hqk", softcap=30.0, **_SIZES),
-    Case(name="bias_held_128", head_dim=128, bias="qk", bias_grad=False, keys="right", **_SIZES),
-    Case(name="distances_64", head_dim=64, distances=4, keys="right", **_SIZES),
-    Case(name="distances_softcap_64", head_dim=64, distances=4, softcap=30.0, **_SIZES),
-    Case(name="slopes_128", head_dim=128, slopes=True, band=_CAUSAL, **_SIZES),
-    Case(name="dropout_64", head_dim=64, dropout_p=0.1, band=_CAUSAL, **_SIZES),
-    Case(name="unlisted_64", head_dim=64, few_pairs=True, rows=True, bias="hqk", **_SIZES),
-    Case(
-        name="odd_lengths_64", head_dim=64, keys="right", band=_CAUSAL, **{**_SIZES, "seqlen_q": 509, "seqlen_kv": 511}
-    ),
-    Case(name="one_query_64", head_dim=64, band=Band(right=0, from_end=True), **{**_SIZES, "seqlen_q": 1}),
-)
-_FLOAT32 = (
-    Case(name="causal_float32_64", head_dim=64, band=_CAUSAL, **_SIZES),
-    Case(name="bias_float32_64", head_dim=64, bias="hqk", **_SIZES),
-)
+    _case("plain_64"), _case("plain_128"), _case("causal_64", **_CAUSAL), _case("causal_128", **_CAUSAL),
+    _case("causal_80", **_CAUSAL), _case("causal_192_128", head_dim=192, head_dim_v=128, **_CAUSAL),
+    _case("causal_256", **_CAUSAL), _case("unaligned_65", **_CAUSAL), _case("window_128", **_WINDOW),
+    _case("window_softcap_sinks_64", softcap=30.0, sinks=True, **_WINDOW), _case("keys_128", keys="left", **_CAUSAL),
+    _case("documents_64", documents=True, **_CAUSAL), _case("rows_64", rows=True), _case("mask_bqk_128", mask="bqk"),
+    _case("mask_k_64", mask="k"), _case("bias_hqk_64", bias="hqk"), _case("bias_bhqk_128", bias="bhqk", **_CAUSAL),
+    _case("bias_hq_64", bias="hq"), _case("bias_softcap_64", bias="hqk", softcap=30.0),
+    _case("bias_held_128", bias="qk", bias_grad=False, keys="right"), _case("distances_64", distances=4, keys="right"),
+    _case("distances_softcap_64", distances=4, softcap=30.0), _case("slopes_128", slopes=True, **_CAUSAL),
+    _case("dropout_64", dropout_p=0.1, **_CAUSAL), _case("unlisted_64", few_pairs=True, rows=True, bias="hqk"),
+    _case("odd_lengths_64", keys="right", seqlen_q=509, seqlen_kv=511, **_CAUSAL),
+    _case("one_query_64", band=Band(right=0, from_end=True), seqlen_q=1),
+)  # fmt: skip
+_FLOAT32 = (_case("causal_float32_64", **_CAUSAL), _case("bias_float32_64", bias="hqk"))
 _FP8 = (
-    ("causal_64", "block"),
-    ("causal_128", "block"),
-    ("causal_128", "head"),
-    ("few_128", "head"),
-    ("keys_softcap_128", "accurate"),
-    ("documents_128", "block"),
-    ("rows_64", "block"),
-)
+    ("causal_64", "block"), ("causal_128", "block"), ("causal_128", "head"), ("few_128", "head"),
+    ("keys_softcap_128", "accurate"), ("documents_128", "block"), ("rows_64", "block"),
+)  # fmt: skip
 _RECIPES = {
     "head": Fp8Recipe(scaling=CurrentScaling(granularity="head")),
     "block": Fp8Recipe(scaling=CurrentScaling(granularity="block")),
     "accurate": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
 }
 _HOPPER = (
-    (Case(name="causal_64", head_dim=64, band=_CAUSAL, **_SIZES), "accurate"),
-    (Case(name="causal_128", head_dim=128, band=_CAUSAL, **_SIZES), "head"),
-    (Case(name="plain_128", head_dim=128, **_SIZES), "head"),
-    (Case(name="window_64", head_dim=64, band=Band(left=100, right=0), **_SIZES), "head"),
-    (Case(name="softcap_sinks_64", head_dim=64, band=_CAUSAL, softcap=30.0, sinks=True, **_SIZES), "head"),
-)
+    (_case("causal_64", **_CAUSAL), "accurate"), (_case("causal_128", **_CAUSAL), "head"), (_case("plain_128"), "head"),
+    (_case("window_64", **_WINDOW), "head"), (_case("softcap_sinks_64", softcap=30.0, sinks=True, **_CAUSAL), "head"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,25 +235,23 @@ def _half_backward(case: Case) -> None:
 def _cases() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     for dtype, cases in ((torch.bfloat16, _TRITON), (torch.float32, _FLOAT32)):
-        found |= {f"triton {case.name}": _bound(_triton, case, dtype) for case in cases}
-    found |= {f"decode {name}": _bound(_decode, name) for name in decode_compiling.CASES}
-    found |= {f"latent {heads}": _bound(_latent, heads) for heads in (16, 32, 128)}
+        found |= {f"triton {case.name}": functools.partial(_triton, case, dtype) for case in cases}
+    found |= {f"decode {name}": functools.partial(_decode, name) for name in decode_compiling.CASES}
+    found |= {f"latent {heads}": functools.partial(_latent, heads) for heads in (16, 32, 128)}
     for name, recipe in _FP8:
-        found[f"fp8 {name} {recipe}"] = _bound(_fp8, fp8_compiling.CASES[name], recipe, triton_launch.forward)
+        found[f"fp8 {name} {recipe}"] = functools.partial(
+            _fp8, fp8_compiling.CASES[name], recipe, triton_launch.forward
+        )
     for case, recipe in _HOPPER:
-        found[f"hopper {case.name} {recipe}"] = _bound(_fp8, case, recipe, hopper_launch.forward)
+        found[f"hopper {case.name} {recipe}"] = functools.partial(_fp8, case, recipe, hopper_launch.forward)
     for case in (*hopper_compiling.CASES, *hopper_compiling.WIDE):
-        found[f"hopper half {case.name}"] = _bound(_half, case)
+        found[f"hopper half {case.name}"] = functools.partial(_half, case)
     for case in (*compiling_backward.CASES, *compiling_backward.WIDE):
-        found[f"hopper half {case.name}"] = _bound(_half_backward, case)
+        found[f"hopper half {case.name}"] = functools.partial(_half_backward, case)
     for head_dim in (64, 128):
         for rotated in (False, True):
-            found[f"round {head_dim}{' rotated' if rotated else ''}"] = _bound(_rounding, head_dim, rotated)
+            found[f"round {head_dim}{' rotated' if rotated else ''}"] = functools.partial(_rounding, head_dim, rotated)
     return found
-
-
-def _bound(function: Callable[..., None], *given: Any) -> Callable[[], None]:
-    return lambda: function(*given)
 
 
 def code_of(case: str) -> list[Code]:
@@ -313,17 +293,11 @@ def _read(case: str, kernel: Any, nth: int) -> Code:
     lines = [line for line in map(_instruction, said_of(binary, "-sass").splitlines()) if line]
     counts = collections.Counter(re.sub(r"^@!?U?P\w+ ", "", line).split(" ")[0] for line in lines)
     return Code(
-        case=case,
-        kernel=kernel.name,
-        nth=nth,
-        registers=registers,
-        stack=stack,
-        shared=kernel.metadata.shared,
-        instructions=len(lines),
-        sass=_digest("\n".join(lines)),
+        case=case, kernel=kernel.name, nth=nth, registers=registers, stack=stack, shared=kernel.metadata.shared,
+        instructions=len(lines), sass=_digest("\n".join(lines)),
         moved=_digest("\n".join(re.sub(r"(c\[0x0\])\[[^]]*\]", r"\1[]", line) for line in lines)),
         opcodes=_digest(repr(sorted(counts.items()))),
-    )
+    )  # fmt: skip
 
 
 def _instruction(line: str) -> str:
@@ -365,27 +339,24 @@ def _verdict(old: dict[str, str] | None, new: dict[str, str] | None) -> str:
     return "another: " + ", ".join(f"{name} {old[name]} to {new[name]}" for name in columns)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="what this printed in another checkout")
-    parser.add_argument("--only", default="", help="cases whose names contain this")
-    parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args()
-    wanted = [name for name in names() if options.only in name]
-    with ProcessPoolExecutor(max_workers=options.processes) as pool:
-        rows = [
-            {key: str(value) for key, value in asdict(code).items()}
-            for found in pool.map(code_of, wanted)
-            for code in found
-        ]
+@command(
+    __doc__,
+    arg("--against", type=Path, help="what this printed in another checkout"),
+    arg("--only", default="", help="cases whose names contain this"),
+    arg("--processes", type=int, default=2),
+)
+def main(given: Namespace) -> None:
+    wanted = [name for name in names() if given.only in name]
+    with ProcessPoolExecutor(max_workers=given.processes) as pool:
+        codes = [code for found in pool.map(code_of, wanted) for code in found]
+    rows = [{key: str(value) for key, value in asdict(code).items()} for code in codes]
     writer = csv.DictWriter(sys.stdout, [field.name for field in fields(Code)])
     writer.writeheader()
     writer.writerows(rows)
-    if options.against is not None:
-        with options.against.open() as file:
-            before = [row for row in csv.DictReader(file) if options.only in row["case"]]
+    if given.against is not None:
+        before = [row for row in read(given.against) if given.only in row["case"]]
         print("\n".join(compare(before, rows)), file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,12 @@
 """Other kernels for the cases of kernel_cases.py, and ours in the same form.
 
-Masks, block masks and dense biases are made outside of what is timed. PyTorch's own kernels get masks as additive tensors in the
-dtype of q, which is what they read; queries without any allowed key may use all there, since not every kernel is defined for none.
+Masks, block masks and dense biases are made outside of what is timed. PyTorch's own kernels get masks as additive tensors in the dtype of
+q, which is what they read; queries without any allowed key may use all there, since not every kernel is defined for none.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,21 @@ from benchmarks import kernel_cases
 from benchmarks.kernel_cases import Case, Problem
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One implementation of a problem. call: out, (B, Hq, S, Dv). leaves: what it is differentiated by, q, k and v first."""
+    """One implementation of a problem. call: out, (B, Hq, S, Dv). leaves: what it is differentiated by, q, k and v first.
+
+    taken: of (B, H, S, D), in the form in which it reads it, where that is another; whole: of what it gives, (B, H, S, D).
+    """
 
     call: Callable[[], Tensor]
     leaves: list[Tensor]
+    taken: Callable[[Tensor], Tensor] = _same
+    whole: Callable[[Tensor], Tensor] = _same
 
 
 Make = Callable[[Problem], Side]
@@ -45,9 +55,6 @@ def _inputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Leaves of its own for every side, in the same memory."""
     q, k, v = (x.detach().requires_grad_(problem.training) for x in (problem.q, problem.k, problem.v))
     return q, k, v
-
-
-# ---- PyTorch's own ------------------------------------------------------------------------------------------------
 
 
 def sdpa(problem: Problem, backend: SDPBackend) -> Side:
@@ -105,9 +112,6 @@ def allowed(problem: Problem) -> Tensor:
         first, end = first[:1], end[:1]
     found = (keys >= first[..., None]) & (keys < end[..., None])
     return (found | (end <= first)[..., None])[:, None]
-
-
-# ---- FlexAttention ------------------------------------------------------------------------------------------------
 
 
 def flex(problem: Problem, *, compiled: bool = True) -> Side:
@@ -176,9 +180,103 @@ def block_mask(problem: Problem) -> Any:
     return create_block_mask(and_masks(*conditions), batch, None, case.seqlen, case.seqlen, device=str(device))
 
 
+def fa4(problem: Problem) -> Side:
+    """FlashAttention-4. Padding and documents by its function for packed rows, which are packed beforehand."""
+    flash = importlib.import_module("flash_attn.cute")
+    case = problem.case
+    further: dict[str, Any] = {
+        "softmax_scale": problem.spec.score.scale,
+        "causal": case.causal and case.window is None,
+        "window_size": (None, None) if case.window is None else (case.window - 1, 0),
+        "softcap": case.softcap or 0.0,
+    }
+    learned = []
+    if case.sinks:
+        learned = [problem.given["sinks"].detach().requires_grad_(problem.training)]
+        further["learnable_sink"] = learned[0]
+    if case.padding is not None or case.documents is not None:
+        return _packed(problem, flash.flash_attn_varlen_func, further)
+    q, k, v = _inputs(problem)
+
+    def call() -> Tensor:
+        return _first(flash.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **further)).transpose(1, 2)
+
+    return Side(call=call, leaves=[q, k, v, *learned])
+
+
+def _packed(problem: Problem, function: Callable[..., Any], further: Mapping[str, Any]) -> Side:
+    device = problem.q.device
+    real, lengths = real_queries(problem.case).to(device), packed_lengths(problem.case)
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+    def taken(x: Tensor) -> Tensor:
+        return x.transpose(1, 2)[real]
+
+    def whole(x: Tensor) -> Tensor:
+        found = x.new_zeros(*real.shape, *x.shape[1:])
+        found[real] = x
+        return found.transpose(1, 2)
+
+    leaves = [taken(x).detach().requires_grad_(problem.training) for x in (problem.q, problem.k, problem.v)]
+    sizes = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    return Side(call=lambda: _first(function(*leaves, **sizes, **further)), leaves=leaves, taken=taken, whole=whole)
+
+
+def cudnn_flex(problem: Problem) -> Side:
+    """`cudnn.flex_attention` of cuDNN's frontend: kernels in CuTe-DSL for a plan of each query's keys, made before."""
+    if problem.case.softcap is not None or problem.case.sinks:
+        raise ValueError("cudnn.flex_attention has no argument for a softcap or sinks")
+    library = importlib.import_module("cudnn.flex_attention")
+    leaves = _inputs(problem)
+    given = [x.detach().transpose(1, 2) for x in leaves]
+    plan = library.create_mask_plan(
+        endpoints(problem.case).to(leaves[0].device), *given, build_backward=problem.training
+    )
+    further = {"mask_plan": plan, "softmax_scale": problem.spec.score.scale}
+
+    def call() -> Tensor:
+        out: Tensor = library.flex_attn_func(*(x.transpose(1, 2) for x in leaves), **further).transpose(1, 2)
+        return out
+
+    return Side(call=call, leaves=list(leaves))
+
+
+def _first(found: Any) -> Tensor:
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
+
+
+def endpoints(case: Case) -> Tensor:
+    """int32 (1, n, B * S): the keys of each query as cuDNN's frontend has them, [0, F0) and [F1, F2). n is 1 where all begin at 0."""
+    first, end = kernel_cases.intervals(case)
+    end = end.clamp(min=0)
+    first = torch.minimum(first.clamp(min=0), end)
+    rows = [end] if not first.any() else [torch.zeros_like(end), first, end]
+    return torch.stack([row.flatten() for row in rows])[None].int().contiguous()
+
+
+def real_queries(case: Case) -> Tensor:
+    """bool (B, S): no padding."""
+    first, end = kernel_cases.key_bounds(case)
+    at = torch.arange(case.seqlen)
+    return (at >= first[:, None]) & (at < end[:, None])
+
+
+def packed_lengths(case: Case) -> list[int]:
+    """How long the rows are that follow each other when the real tokens are packed: documents, or rows without padding."""
+    if case.documents is not None:
+        ids = kernel_cases.document_ids(case)
+        return [int(n) for row in ids for n in torch.unique_consecutive(row, return_counts=True)[1]]
+    first, end = kernel_cases.key_bounds(case)
+    return [int(n) for n in end - first]
+
+
+#: those that are measured where they are asked for
+LIBRARIES: Mapping[str, Make] = {"fa4": fa4, "cudnn_flex": cudnn_flex}
 PEERS: Mapping[str, Make] = {
     "cudnn": lambda problem: sdpa(problem, SDPBackend.CUDNN_ATTENTION),
     "flash": lambda problem: sdpa(problem, SDPBackend.FLASH_ATTENTION),
     "efficient": lambda problem: sdpa(problem, SDPBackend.EFFICIENT_ATTENTION),
     "flex": flex,
+    **LIBRARIES,
 }

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from attn_compiler.spec.target import Target
-from benchmarks import harness, kernel_cases
-from benchmarks.kernel_cases import Pass, Problem
+from benchmarks import harness, kernel_cases, kernel_peers
+from benchmarks.kernel_cases import Case, Pass, Problem
 from benchmarks.kernel_peers import Make, Side
 
 # An error beyond this is no rounding: of bfloat16's gradients, a few in a hundred of the largest element.
@@ -29,6 +29,7 @@ _CLOCKS_A_SECOND = 2e9
 _ROUNDS = (10, 200)
 
 Rows = Mapping[str, dict[str, str]]
+Forget = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ def timed(side: Side, which: Pass, grad_out: Tensor, *, once: bool = False) -> T
     """One pass of a side. grad_out: of the shape of its out. once: the forward runs once for all backwards, which compiled code does not
     allow."""
     kept: list[Tensor] = []
+    grad_out = side.taken(grad_out)
 
     def forward(_: None) -> Sequence[Tensor]:
         with torch.no_grad():
@@ -65,13 +67,13 @@ def timed(side: Side, which: Pass, grad_out: Tensor, *, once: bool = False) -> T
             return Timed(prepare=lambda: None, run=lambda _: backward(side.call()))
 
 
-def gradient_of_out(problem: Problem) -> Tensor:
-    """(B, Hq, S, Dv) in BSHD memory; zero for queries without any allowed key, whose out is not the same everywhere."""
+def gradient_of_out(problem: Problem, *, packed: bool = False) -> Tensor:
+    """(B, Hq, S, Dv) in BSHD memory; zero for queries whose out is not the same everywhere. packed: a side has no padded queries."""
     case, q = problem.case, problem.q
     shape = (case.batch, case.seqlen, case.heads_q, case.head_dim_v)
     generator = torch.Generator(device=q.device).manual_seed(1)
     drawn = torch.randn(shape, generator=generator, dtype=q.dtype, device=q.device).transpose(1, 2)
-    return drawn.mul_(kernel_cases.used_queries(case).to(q.device))
+    return drawn.mul_(_same_queries(case, packed).to(q.device))
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor], used: Tensor | None = None) -> float:
@@ -150,24 +152,42 @@ def _one(side: Timed, flushed: Tensor, asleep: float) -> Callable[[], float]:
     return lambda: float(begin.elapsed_time(end)) * 1e3
 
 
+def graph_of(calls: Sequence[Callable[[], Any]], kept: list[Any] | None = None) -> torch.cuda.CUDAGraph:
+    """A CUDA graph that holds them all. kept: gets the results, which else make room for the next ones."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call() if kept is None else kept.append(call())
+    return graph
+
+
 def prepared(
     problem: Problem,
     which: Pass,
     makes: Mapping[str, Make],
     rows: Rows,
     *,
+    packed: bool = False,
     once: Callable[[str], bool] = lambda name: False,
 ) -> tuple[dict[str, Timed], dict[str, Sequence[Tensor]]]:
     """Each side that runs, compiled, and what it gave; the rows of the others say why they do not. once: as `timed` has it, by side."""
     sides: dict[str, Timed] = {}
     outcome: dict[str, Sequence[Tensor]] = {}
-    grad_out = gradient_of_out(problem)
+    grad_out = gradient_of_out(problem, packed=packed)
     for name, make in makes.items():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                side = timed(make(problem), which, grad_out, once=once(name))
-                outcome[name] = side.run(side.prepare())
+                made = make(problem)
+                side = timed(made, which, grad_out, once=once(name))
+                gave = side.run(side.prepare())
+                outcome[name] = [*map(made.whole, gave[:3]), *gave[3:]]
                 harness.synchronize(str(problem.q.device))
                 sides[name] = side
             except Exception as failure:  # noqa: BLE001 (a row of its own says so)
@@ -176,15 +196,21 @@ def prepared(
 
 
 def compared(rows: Rows, outcome: Mapping[str, Sequence[Tensor]], right: str, used: Tensor | None) -> None:
-    """Write the errors of all sides, beside the one that is named."""
+    """Write how far the side that is named is from each other one."""
     for name in outcome:
         if name != right and right in outcome:
             rows[name]["error"] = f"{error(outcome[right], outcome[name], used):.2g}"
 
 
-def used_by(problem: Problem, which: Pass) -> Tensor | None:
+def used_by(problem: Problem, which: Pass, *, packed: bool = False) -> Tensor | None:
     """Queries that count in an out; None: all of a gradient."""
-    return kernel_cases.used_queries(problem.case).to(problem.q.device) if which == "forward" else None
+    return _same_queries(problem.case, packed).to(problem.q.device) if which == "forward" else None
+
+
+def _same_queries(case: Case, packed: bool) -> Tensor:
+    """bool (B, 1, S, 1): with a key, and no padding where that is left out."""
+    used = kernel_cases.used_queries(case)
+    return used & kernel_peers.real_queries(case)[:, None, :, None] if packed else used
 
 
 def reason(failure: Exception, said: Sequence[warnings.WarningMessage] = ()) -> str:
@@ -204,6 +230,20 @@ def is_usable(device: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def while_usable(
+    measure: Callable[[Any, Namespace], list[dict[str, str]]], cases: Sequence[Any], given: Namespace, forget: Forget
+) -> harness.Measured:
+    """Rows of cases while there is time, and the GPU answers."""
+    for case in cases:
+        if time.monotonic() > given.until:
+            return
+        yield measure(case, given)
+        if not is_usable(given.device):
+            print("the GPU no longer answers: run the rest with --append")
+            return
+        forget(given.device)
 
 
 def where(given: Namespace) -> dict[str, str]:

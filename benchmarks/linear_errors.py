@@ -10,13 +10,12 @@ eager, where eager is at least one rounding of the quantity's dtype off. The rul
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,8 +24,8 @@ import attn_compiler
 from attn_compiler.spec.numerics import FACTOR
 from attn_compiler.torch_private.substitution import Widened
 from benchmarks import harness
+from benchmarks.harness import Bench, Row, arg
 
-RESULTS = Path(__file__).parent / "results" / "linear_errors_cpu.csv"
 DTYPES = ("float32", "bfloat16", "float16")
 LENGTHS = (1, 63, 256, 1000, 8192)
 #: bounds of what a token decays by, from weak to strong; of the state space they bound dt
@@ -128,41 +127,55 @@ def _off(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm()) / size if size else float(x.double().norm())
 
 
-def rows(
-    device: str, recurrences: Iterable[str], dtypes: Sequence[str], lengths: Sequence[int], lowering: str
-) -> Iterator[dict[str, str]]:
-    """A row for each quantity of each call."""
-    for recurrence in recurrences:
-        for dtype, length, steps in ((d, n, s) for d in dtypes for n in lengths for s in STEPS):
-            named = {"recurrence": recurrence, "dtype": dtype, "length": str(length), "steps": "{}..{}".format(*steps)}
-            of = problem(recurrence, getattr(torch, dtype), length, steps, device)
-            yield from (named | row for row in errors(of, lowering))
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call. steps: of STEPS."""
+
+    recurrence: str
+    dtype: str
+    length: int
+    steps: tuple[float, float]
+
+    @property
+    def names(self) -> dict[str, str]:
+        shown = {"recurrence": self.recurrence, "dtype": self.dtype, "length": str(self.length)}
+        return {**shown, "steps": "{}..{}".format(*self.steps)}
 
 
-def main() -> int:
-    """Measure every call; 0 where the rule holds for every quantity."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--recurrences", nargs="+", default=list(RECURRENCES), choices=RECURRENCES)
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--lowering", default="linear_reference")
-    harness.add_output(parser, RESULTS)
-    options = parser.parse_args()
-    file, where = harness.opened(options, COLUMNS, options.device)
-    for row in rows(options.device, options.recurrences, options.dtypes, options.lengths, options.lowering):
-        file.add({**row, **where})
-        if is_off(row):
-            print(*(f"{name} {row[name]}" for name in COLUMNS), flush=True)
-    broken = sum(map(is_off, file.rows))
-    print(f"{broken} of {len(file.rows)} quantities are off by more than {FACTOR:.0f} times the function's own error")
-    return int(broken > 0)
+def measure(call: Call, given: Namespace) -> Iterator[Row]:
+    """A row for each quantity."""
+    of = problem(call.recurrence, getattr(torch, call.dtype), call.length, call.steps, given.device)
+    yield from (call.names | row for row in errors(of, given.lowering))
 
 
-def is_off(row: Mapping[str, str]) -> bool:
+def is_off(row: Row) -> bool:
     """Whether a quantity breaks the rule, or nothing of ours computed it."""
     return not (row["lowering"] and float(row["ratio"]) <= FACTOR)
 
+
+def print_broken(rows: Sequence[Row]) -> None:
+    broken = list(filter(is_off, rows))
+    for row in broken:
+        print(*(f"{name} {row[name]}" for name in COLUMNS))
+    print(f"{len(broken)} of {len(rows)} quantities are off by more than {FACTOR:.0f} times the function's own error")
+
+
+BENCH = Bench(
+    doc=__doc__, results="linear_errors_cpu.csv", columns=COLUMNS, measure=measure, again=True, devices=("cpu", "cuda"),
+    cases=lambda given: [
+        Call(recurrence=recurrence, dtype=dtype, length=length, steps=steps)
+        for recurrence in given.recurrences for dtype in given.dtypes for length in given.lengths for steps in STEPS
+    ],
+    short=("recurrence", "dtype", "length", "steps", "quantity", "ratio"), table=print_broken,
+    failed=lambda rows: any(map(is_off, rows)),
+    options=(
+        arg("--recurrences", nargs="+", default=list(RECURRENCES), choices=RECURRENCES),
+        arg("--dtypes", nargs="+", default=list(DTYPES)),
+        arg("--lengths", nargs="+", type=int, default=list(LENGTHS)),
+        arg("--lowering", default="linear_reference"),
+    ),
+)  # fmt: skip
+main = harness.run(BENCH)
 
 if __name__ == "__main__":
     sys.exit(main())

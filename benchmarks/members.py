@@ -1,8 +1,8 @@
 """Cases that several processes measure together, a GPU each: groups compile side by side, and are timed one after another.
 
-A case has a group of processes. Each of them compiles and checks, then waits for its turn (`wait_for_turn`), and writes a row. Groups
-of one wave compile at a time; their turns come one by one, once all of the wave are ready or have failed. What fails, dies or is too late
-is told in its row, and costs no other case. Nothing is left running.
+A case has a group of processes. Each of them compiles and checks, then waits for its turn (`wait_for_turn`), and writes a row. Groups of
+one wave compile at a time; their turns come one by one, once all of the wave are ready or have failed. What fails, dies or is too late is
+told in its row, and costs no other case. Nothing is left running.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks import harness
+
 Row = dict[str, str]
 #: what each process runs: its rank, the group's folder, the case
 Target = Callable[[int, str, Any], None]
@@ -31,24 +33,21 @@ Target = Callable[[int, str, Any], None]
 _LOOK = 0.05
 
 
-# ---- in a process ---------------------------------------------------------------------------------------------------
-
-
-def write(rank: int, folder: str, measure: Callable[[], Row], failure: Callable[[Exception], str]) -> None:
+def write(rank: int, folder: str, measure: Callable[[], Row]) -> None:
     """Write the row of this process, or how it failed: the process ends with 1 then."""
     try:
         row = measure()
     except Exception as error:  # noqa: BLE001 (the row names it)
-        row = {"failure": failure(error)}
-    _row_file(folder, rank).write_text(json.dumps(row))
+        row = {"failure": harness.failure(error)}
+    Path(folder, f"row_{rank}.json").write_text(json.dumps(row))
     if "failure" in row:
         sys.exit(1)
 
 
 def wait_for_turn(rank: int, folder: str) -> None:
     """Say that this process is ready, and wait until its group may have the GPUs alone."""
-    _ready_file(folder, rank).touch()
-    while not _turn_file(folder).exists():
+    Path(folder, f"ready_{rank}").touch()
+    while not Path(folder, "turn").exists():
         time.sleep(_LOOK)
 
 
@@ -83,9 +82,6 @@ def _store(rank: int, folder: Path, processes: int) -> dist.Store:
     return dist.TCPStore("localhost", int(port.read_text()), processes, is_master=False)
 
 
-# ---- in the process that asks -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """together: groups that compile at a time. seconds: how long a wave may compile. turn_seconds: how long one group's turn may take."""
@@ -111,7 +107,7 @@ class _Group:
 
     def is_ready(self) -> bool:
         """Whether all processes wait for their turn."""
-        return all(_ready_file(self.folder, rank).exists() for rank in range(len(self.processes)))
+        return all(Path(self.folder, f"ready_{rank}").exists() for rank in range(len(self.processes)))
 
     def end(self) -> None:
         """Leave no process."""
@@ -121,7 +117,8 @@ class _Group:
 
     def row(self, failure: str) -> Row:
         """What the first process wrote, or how one of them failed. failure: why the group was ended."""
-        rows = [_read(self.folder, rank) for rank in range(len(self.processes))]
+        files = [Path(self.folder, f"row_{rank}.json") for rank in range(len(self.processes))]
+        rows: list[Row] = [json.loads(file.read_text()) if file.exists() else {} for file in files]
         told = [f"rank {rank}: {row['failure']}" for rank, row in enumerate(rows) if "failure" in row]
         if told:
             return {"failure": told[0]}
@@ -148,19 +145,16 @@ def rows(
             wave: list[_Group] = []
             try:
                 for case in cases[first : first + limits.together]:
-                    wave.append(_start(context, case, target, processes, Path(folder) / str(len(wave))))
+                    own = Path(folder, str(len(wave)))
+                    own.mkdir()
+                    ranks = [context.Process(target=target, args=(rank, str(own), case)) for rank in range(processes)]
+                    for process in ranks:
+                        process.start()
+                    wave.append(_Group(case=case, folder=str(own), processes=ranks))
                 yield from _finished(wave, limits)
             finally:
                 for group in wave:
                     group.end()
-
-
-def _start(context: Any, case: Any, target: Target, count: int, folder: Path) -> _Group:
-    folder.mkdir()
-    started = [context.Process(target=target, args=(rank, str(folder), case)) for rank in range(count)]
-    for process in started:
-        process.start()
-    return _Group(case=case, folder=str(folder), processes=started)
 
 
 def _finished(wave: Sequence[_Group], limits: Limits) -> Iterator[tuple[Any, Row]]:
@@ -172,7 +166,7 @@ def _finished(wave: Sequence[_Group], limits: Limits) -> Iterator[tuple[Any, Row
             group.end()
             yield group.case, group.row(late)
             continue
-        _turn_file(group.folder).touch()
+        Path(group.folder, "turn").touch()
         in_time = _wait(group.is_over, limits.turn_seconds)
         group.end()
         yield group.case, group.row("" if in_time else slow)
@@ -185,21 +179,3 @@ def _wait(done: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(_LOOK)
     return True
-
-
-def _read(folder: str, rank: int) -> Row:
-    file = _row_file(folder, rank)
-    found: Row = json.loads(file.read_text()) if file.exists() else {}
-    return found
-
-
-def _row_file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"row_{rank}.json"
-
-
-def _ready_file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"ready_{rank}"
-
-
-def _turn_file(folder: str) -> Path:
-    return Path(folder) / "turn"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,78 +33,59 @@ def _case(kind: str, *, seqlen: int, head_dim: int, grouped: bool = False, **fur
     heads -= heads % 4 if grouped else 0
     name = f"{kind}{'_gqa' if grouped else ''}_d{head_dim}_s{seqlen}"
     return Case(
-        name=name,
-        batch=batch,
-        heads_q=heads,
-        heads_kv=heads // 4 if grouped else heads,
-        seqlen=seqlen,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        peers=("flex",) if name in _FLEX else (),
-        **further,
+        name=name, batch=batch, heads_q=heads, heads_kv=heads // 4 if grouped else heads, seqlen=seqlen,
+        head_dim=head_dim, head_dim_v=head_dim, peers=("flex",) if name in _FLEX else (), **further,
+    )  # fmt: skip
+
+
+def _sorts() -> Iterator[Iterator[Case]]:
+    """Masks, and what the model's softmax has besides: Gemma 2, gpt-oss; last what rows are not made from."""
+    two, causal = (128, 64), ("causal", "full")
+    yield (
+        _case(kind, seqlen=s, head_dim=d, causal=kind == "causal")
+        for s in SEQLENS
+        for kind in causal
+        for d in HEAD_DIMS
     )
-
-
-def _plain() -> Iterator[Case]:
-    for seqlen in SEQLENS:
-        for kind in ("causal", "full"):
-            yield from (_case(kind, seqlen=seqlen, head_dim=d, causal=kind == "causal") for d in HEAD_DIMS)
-
-
-def _grouped() -> Iterator[Case]:
-    for seqlen in SEQLENS:
-        yield from (_case("causal", seqlen=seqlen, head_dim=d, grouped=True) for d in (128, 64))
-    yield from (_case("causal", seqlen=s, head_dim=d, grouped=True) for s in (8192, 2048) for d in (256, 96))
-    yield from (_case("full", seqlen=8192, head_dim=d, grouped=True, causal=False) for d in (128, 64))
-
-
-def _windows() -> Iterator[Case]:
-    for seqlen in (8192, 2048, 32768):
-        for head_dim in HEAD_DIMS:
-            yield _case("window", seqlen=seqlen, head_dim=head_dim, window=_WINDOWS[seqlen])
-    yield from (
-        _case("window", seqlen=s, head_dim=d, grouped=True, window=_WINDOWS[s]) for s in (8192, 2048) for d in (128, 64)
-    )
-
-
-def _padded() -> Iterator[Case]:
-    for seqlen in (2048, 8192, 512):
-        for head_dim in HEAD_DIMS:
-            yield _case("padded", seqlen=seqlen, head_dim=head_dim, padding="right", causal=False)
-    for seqlen in (2048, 8192):
-        yield from (_case("padded_causal", seqlen=seqlen, head_dim=d, padding="right") for d in (128, 64))
-        yield from (_case("padded_causal", seqlen=seqlen, head_dim=d, padding="left", grouped=True) for d in (128, 64))
-
-
-def _lengths() -> Iterator[Case]:
-    for seqlen in (2048, 8192):
-        for kind in ("lengths", "lengths_causal"):
-            causal = kind == "lengths_causal"
-            yield from (_case(kind, seqlen=seqlen, head_dim=d, padding="lengths", causal=causal) for d in (128, 64))
-
-
-def _scores() -> Iterator[Case]:
-    """What the model's softmax has besides: Gemma 2, gpt-oss."""
-    for seqlen in (8192, 2048):
-        yield from (_case("softcap", seqlen=seqlen, head_dim=d, softcap=50.0) for d in (256, 128, 64))
-        yield _case("sinks", seqlen=seqlen, head_dim=64, grouped=True, sinks=True)
-        yield _case("sinks_window", seqlen=seqlen, head_dim=64, grouped=True, sinks=True, window=128)
-
-
-def _held_out() -> Iterator[Case]:
-    for seqlen in reversed(HELD_OUT_SEQLENS):
-        yield from (_case("causal", seqlen=seqlen, head_dim=d, grouped=d == 128) for d in (128, 64))
-        yield _case("window", seqlen=seqlen, head_dim=128, window=_WINDOWS[seqlen])
-        yield _case("full", seqlen=seqlen, head_dim=64, causal=False)
-        yield _case("padded_causal", seqlen=seqlen, head_dim=128, padding="right")
-        yield _case("softcap", seqlen=seqlen, head_dim=256, softcap=50.0)
+    grouped = [*((s, d) for s in SEQLENS for d in two), *((s, d) for s in (8192, 2048) for d in (256, 96))]
+    full = (_case("full", seqlen=8192, head_dim=d, grouped=True, causal=False) for d in two)
+    yield itertools.chain((_case("causal", seqlen=s, head_dim=d, grouped=True) for s, d in grouped), full)
+    windows = [(s, d, False) for s in (8192, 2048, 32768) for d in HEAD_DIMS]
+    windows += [(s, d, True) for s in (8192, 2048) for d in two]
+    yield (_case("window", seqlen=s, head_dim=d, grouped=grouped, window=_WINDOWS[s]) for s, d, grouped in windows)
+    padded: list[tuple[str, int, int, dict[str, Any]]] = [
+        ("padded", s, d, {"padding": "right", "causal": False}) for s in (2048, 8192, 512) for d in HEAD_DIMS
+    ]
+    for s in (2048, 8192):
+        padded += [("padded_causal", s, d, {"padding": "right"}) for d in two]
+        padded += [("padded_causal", s, d, {"padding": "left", "grouped": True}) for d in two]
+    yield (_case(kind, seqlen=s, head_dim=d, **further) for kind, s, d, further in padded)
+    yield (
+        _case("lengths_causal" if causal else "lengths", seqlen=s, head_dim=d, padding="lengths", causal=causal)
+        for s in (2048, 8192) for causal in (False, True) for d in two
+    )  # fmt: skip
+    sinks: dict[str, Any] = {"head_dim": 64, "grouped": True, "sinks": True}
+    yield (
+        case for s in (8192, 2048) for case in (
+            *(_case("softcap", seqlen=s, head_dim=d, softcap=50.0) for d in (256, 128, 64)),
+            _case("sinks", seqlen=s, **sinks), _case("sinks_window", seqlen=s, window=128, **sinks),
+        )
+    )  # fmt: skip
+    yield (
+        case for s in reversed(HELD_OUT_SEQLENS) for case in (
+            *(_case("causal", seqlen=s, head_dim=d, grouped=d == 128) for d in two),
+            _case("window", seqlen=s, head_dim=128, window=_WINDOWS[s]),
+            _case("full", seqlen=s, head_dim=64, causal=False),
+            _case("padded_causal", seqlen=s, head_dim=128, padding="right"),
+            _case("softcap", seqlen=s, head_dim=256, softcap=50.0),
+        )
+    )  # fmt: skip
 
 
 def _ordered() -> Iterator[Case]:
     """The most telling first: a run that is cut off has some of everything."""
-    sorts = [list(sort()) for sort in (_plain, _grouped, _windows, _padded, _lengths, _scores, _held_out)]
-    lengths = [len(sort) for sort in sorts]
-    places = ((place + 0.5) / length for length in lengths for place in range(length))
+    sorts = [list(sort) for sort in _sorts()]
+    places = ((place + 0.5) / len(sort) for sort in sorts for place in range(len(sort)))
     flat = (case for sort in sorts for case in sort)
     yield from (case for _, case in sorted(zip(places, flat, strict=True), key=lambda pair: pair[0]))
 

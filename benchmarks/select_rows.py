@@ -2,12 +2,11 @@
 
     python -m benchmarks.select_rows
 
-Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/choice/priorities_sm90.csv, one row for each class of
-shapes: the lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that
-takes at most 1.1 times the fastest on each of them, if there is one, then the same of those that are left: each is what is best on a
-machine that has none of those before. Of two that differ by less than 1%, one that wants no further package comes first. In training
-the order is that of forward and backward together, and the first is no slower than that in the backward alone either. What was not
-measured comes last.
+Reads benchmarks/results/select_h200.csv and writes attn_compiler/lowerings/choice/priorities_sm90.csv, one row for each class of shapes:
+the lowerings in the order of their times (geometric mean over the shapes of the class, relative to the fastest), first one that takes at
+most 1.1 times the fastest on each of them, if there is one, then the same of those that are left: each is what is best on a machine that
+has none of those before. Of two that differ by less than 1%, one that wants no further package comes first. In training the order is that
+of forward and backward together, and the first is no slower than that in the backward alone either. What was not measured comes last.
 
 A row made from 512 tokens wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
 there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
@@ -15,16 +14,16 @@ there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS: they sho
 A lowering that was measured later has the times of that run (LATER) times what `triton` and `sdpa_cudnn` took in the first one over what
 they took in the later one, geometric mean. Where its backward is another family's, it has that one's time.
 
---replay prints how the choice that the rows make now stands to the other sides in the measured times: of the file that the rows are
-made from, or of another run (--times).
+--replay prints how the choice that the rows make now stands to the other sides in the measured times: of the file that the rows are made
+from, or of another run (--times).
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import dataclasses
 import statistics
+import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,8 @@ from attn_compiler.lowerings.hopper.call import backward_of
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select
 from attn_compiler.spec.target import Target
-from benchmarks import bench_select, harness, select_cases, standing
+from benchmarks import bench_select, harness, select_cases
+from benchmarks.harness import arg, command
 
 HEAD_DIMS = ((1, 64), (65, 96), (97, 128), (129, 256))
 #: where the lengths begin that a measured one stands for: the next one's begin ends them, if that was measured of the same sort
@@ -246,20 +246,13 @@ def _line(
     said = ", ".join(f"{name} {mean:.2f}" for name, mean in order)
     first, last = bounds
     return {
-        "mask": key.mask,
-        "band": band,
-        "head_dim_from": str(key.head_dims[0]),
-        "head_dim_to": str(key.head_dims[1]),
-        "seqlen_from": str(first),
-        "seqlen_to": "" if last is None else str(last),
+        "mask": key.mask, "band": band, "head_dim_from": str(key.head_dims[0]), "head_dim_to": str(key.head_dims[1]),
+        "seqlen_from": str(first), "seqlen_to": "" if last is None else str(last),
         "elements_from": str(_LEAST_ELEMENTS) if first < _LEAST_SEQLEN else "",
-        "training": "yes" if key.training else "no",
-        "grouped": grouped,
+        "training": "yes" if key.training else "no", "grouped": grouped,
         "order": " ".join([*names, *(name for name in _EVERYWHERE if name not in names)]),
-        "since": max(one.date for one in measured),
-        "times": said,
-        "cases": ", ".join(one.case for one in measured),
-    }
+        "since": max(one.date for one in measured), "times": said, "cases": ", ".join(one.case for one in measured),
+    }  # fmt: skip
 
 
 def all_lines(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
@@ -267,11 +260,11 @@ def all_lines(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
     return lines(evidence(joined(read(path), read(LATER))))
 
 
-def replayed(rows: Sequence[Mapping[str, str]]) -> list[standing.Shape]:
+def replayed(rows: Sequence[Mapping[str, str]]) -> list[bench_select.Shape]:
     """The measured shapes with the choice that is made for them now, on the machine that they were measured on; with what `LATER` says."""
     rows = joined(rows, read(LATER))
     found = []
-    for shape in standing.of(rows):
+    for shape in bench_select.shapes_of(rows):
         row = next(row for row in rows if (row["case"], row["pass"]) == (shape.case, shape.which))
         spec = select_cases.spec_of(select_cases.BY_NAME[shape.case], training=shape.which != "forward")
         chosen = select.decide(spec, _target(row), Options()).lowering
@@ -286,21 +279,19 @@ def _target(row: Mapping[str, str]) -> Target:
     return Target.fake(cudnn=int(row["cudnn"]), **versions)
 
 
-def main() -> None:
+@command(
+    __doc__,
+    arg("--times", type=Path, default=bench_select.RESULTS, help="what was measured (%(default)s)"),
+    arg("--output", type=Path, default=priorities.MEASURED),
+    arg("--replay", action="store_true", help="print how the committed rows stand in these times"),
+)
+def main(given: Namespace) -> None:
     """Write the file, or print how its choices stand."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=Path, default=bench_select.RESULTS, help="what was measured (%(default)s)")
-    parser.add_argument("--output", type=Path, default=priorities.MEASURED)
-    parser.add_argument("--replay", action="store_true", help="print how the committed rows stand in these times")
-    options = parser.parse_args()
-    if options.replay:
-        bench_select.print_shapes(replayed(read(options.times)))
+    if given.replay:
+        bench_select.print_shapes(replayed(read(given.times)))
         return
-    with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, priorities.COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(all_lines(options.times))
+    harness.write(given.output, priorities.COLUMNS, all_lines(given.times))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

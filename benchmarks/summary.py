@@ -1,21 +1,20 @@
 """The rows of bench_h200.py for Markdown: geometric means of each comparison, and a table.
 
-python -m benchmarks.summary benchmarks/results/h200.csv                     # prints both
-python -m benchmarks.summary benchmarks/results/h200.csv --newer FILE.csv    # its rows replace those of the same cases, first
+python -m benchmarks.summary benchmarks/results/h200.csv # prints both python -m benchmarks.summary benchmarks/results/h200.csv --newer
+FILE.csv # its rows replace those of the same cases, first
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import bench_h200, harness, inputs, models
-from benchmarks.harness import BACKEND, BASELINE
+from benchmarks import bench_h200, harness, models
+from benchmarks.harness import BACKEND, BASELINE, Row, arg, command
 
-Row = Mapping[str, str]
 _WORDS = {"prefill_padded": "prefill, padded", "train_padded": "train, padded", "prefill_cache": "prefill, cache"}
 
 
@@ -32,14 +31,14 @@ def _case(row: Row) -> tuple[str, ...]:
 
 def _place(case: tuple[str, ...]) -> tuple[object, ...]:
     family, implementation, scenario, *rest = case
-    orders = (list(inputs.SCENARIOS), list(models.FAMILIES), list(bench_h200.IMPLEMENTATIONS))
+    orders = (list(models.SCENARIOS), list(models.FAMILIES), list(bench_h200.IMPLEMENTATIONS))
     return (*(order.index(name) for order, name in zip(orders, (scenario, family, implementation), strict=True)), *rest)
 
 
 def means(rows: Sequence[Row]) -> Iterator[str]:
     """Lines of Markdown: for each implementation on Inductor's side, the geometric mean of the ratios of each scenario and of all, in
     brackets of how many, and the smallest."""
-    scenarios = [name for name in inputs.SCENARIOS if any(row["scenario"] == name for row in rows)]
+    scenarios = [name for name in models.SCENARIOS if any(row["scenario"] == name for row in rows)]
     yield from _header("Inductor with", *(_WORDS.get(name, name) for name in scenarios), "all", "smallest")
     for implementation in bench_h200.IMPLEMENTATIONS:
         mine = [row for row in rows if row["implementation"] == implementation]
@@ -73,24 +72,22 @@ def _line(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> None:
+@command(
+    __doc__,
+    arg("results", type=Path),
+    arg("--newer", type=Path, nargs="+", default=[], help="files whose rows are taken into the first"),
+)
+def main(given: Namespace) -> None:
     """Merge if asked to, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--newer", type=Path, nargs="+", default=[], help="files whose rows are taken into the first")
-    options = parser.parse_args()
-    rows: Sequence[Row] = harness.read(options.results)
-    if options.newer:
-        newer = [row for path in options.newer for row in harness.read(path)]
+    rows: Sequence[Row] = harness.read(given.results)
+    if given.newer:
+        newer = [row for path in given.newer for row in harness.read(path)]
         rows = merged(rows, newer)
-        with options.results.open("w", newline="") as file:
-            columns = list(dict.fromkeys(name for row in (*newer, *rows) for name in row))
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+        columns = list(dict.fromkeys(name for row in (*newer, *rows) for name in row))
+        harness.write(given.results, columns, rows, lineterminator="\r\n")
     measured = [row for row in rows if row.get("ratio")]
     print(*means(measured), "", *table(measured), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,23 +8,33 @@
 Releases that are not installed are laid beside torch, in build/triton, and kept there with what they compiled. A kernel got worse if it
 does not compile, or takes more of the stack or of shared memory than the kept row says.
 
+    python -m benchmarks.triton_releases --interpreted     tests of what our kernels compute, in each release's interpreter: rows on stdout
+
+Those compare with float64. Gluon's kernels have no interpreter. Triton 3.6's own fails with NumPy 2.4 and newer, which makes no number of
+an array of one: lay NumPy 2.3 beside it.
+
 spilled: bytes of a thread's stack. shared: bytes of a block. nth: of the launches of a kernel in a case.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import subprocess
 import sys
+import tempfile
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from attn_compiler.lowerings.shared.limits.triton_releases import Release
+from benchmarks.harness import arg, command
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "triton_releases.csv"
@@ -33,39 +43,18 @@ KEPT = ROOT / "build" / "triton"
 WHEELS: dict[Release, str] = {(3, 6): "3.6.0", (3, 7): "3.7.1", (3, 8): "3.8.0", (3, 9): "3.9.0"}
 #: which lowering launches a case, by how its name begins; the first that fits
 LAUNCHED_BY = {
-    "triton": "triton",
-    "fp8": "triton_fp8",
-    "round": "triton_fp8",
-    "decode": "decode",
-    "latent 128": "decode_latent_sm90",
-    "latent": "decode_latent",
-    "hopper half": "hopper",
-    "hopper": "hopper_fp8",
-}
+    "triton": "triton", "fp8": "triton_fp8", "round": "triton_fp8", "decode": "decode",
+    "latent 128": "decode_latent_sm90", "latent": "decode_latent", "hopper half": "hopper", "hopper": "hopper_fp8",
+}  # fmt: skip
 #: of every lowering: what it does most, and what takes the most registers
 SECTION = (
-    "triton causal_64",
-    "triton causal_256",
-    "triton bias_hqk_64",
-    "triton documents_64",
-    "triton causal_128 forward sm80",
-    "triton causal_128 grad_q sm120",
-    "triton causal_64 grad_kv sm100",
-    "fp8 causal_128 head",
-    "fp8 keys_softcap_128 accurate",
-    "round 64 rotated",
-    "decode head_dim_64",
-    "decode fp8",
-    "decode queries",
-    "decode head_dim_64 sm80",
-    "latent 16",
-    "latent 128",
-    "hopper causal_128 head",
-    "hopper softcap_sinks_64 head",
-    "hopper half documents_64",
-    "hopper half causal_192_128",
+    "triton causal_64", "triton causal_256", "triton bias_hqk_64", "triton documents_64",
+    "triton causal_128 forward sm80", "triton causal_128 grad_q sm120", "triton causal_64 grad_kv sm100",
+    "fp8 causal_128 head", "fp8 keys_softcap_128 accurate", "round 64 rotated", "decode head_dim_64", "decode fp8",
+    "decode queries", "decode head_dim_64 sm80", "latent 16", "latent 128", "hopper causal_128 head",
+    "hopper softcap_sinks_64 head", "hopper half documents_64", "hopper half causal_192_128",
     "hopper half grad_causal_128",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,26 +182,77 @@ def write(file: Any, kind: type[Any], rows: Iterable[Mapping[str, Any]]) -> None
     writer.writerows(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every case, and not the cross-section alone")
-    parser.add_argument("--here", action="store_true", help="with the installed Triton, to stdout")
-    parser.add_argument("--write", action="store_true", help="keep the rows")
-    parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args()
-    if options.here:
-        write(sys.stdout, Row, map(asdict, here(cases() if options.all else SECTION, options.processes)))
-        return
-    arguments = ["--processes", str(options.processes), *(["--all"] if options.all else [])]
+#: of each lowering the tests that run its kernels
+TESTS = {
+    "triton": ("tests/lowerings/triton/test_launch.py",),
+    "triton_fp8": ("tests/lowerings/triton/test_fp8.py",),
+    "decode": ("tests/lowerings/decode/kernels/test_decode.py",),
+    "decode_latent": ("tests/lowerings/decode/kernels/test_decode_latent.py",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpreted:
+    """torch, triton: the versions. Tests that need a GPU are skipped, and not counted."""
+
+    torch: str
+    triton: str
+    lowering: str
+    passed: int
+    failed: int
+
+
+def interpreted(triton: str, environment: dict[str, str], lowering: str) -> Interpreted:
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder) / "tests.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={said}", *TESTS[lowering]]
+        subprocess.run(command, env=environment, cwd=ROOT, check=False, stdout=sys.stderr)
+        counts = counted(ElementTree.parse(said).getroot())
+    failed = counts["failure"] + counts["error"]
+    return Interpreted(
+        torch=metadata.version("torch"), triton=triton, lowering=lowering, passed=counts["passed"], failed=failed
+    )
+
+
+def counted(tests: ElementTree.Element) -> Counter[str]:
+    """Of pytest's report, how each test ended."""
+    ends = (
+        next((end.tag for end in test if end.tag in ("failure", "error", "skipped")), "passed")
+        for test in tests.iter("testcase")
+    )
+    return Counter(ends)
+
+
+@command(
+    __doc__,
+    arg("--all", action="store_true", help="every case, and not the cross-section alone"),
+    arg("--here", action="store_true", help="with the installed Triton, to stdout"),
+    arg("--write", action="store_true", help="keep the rows"),
+    arg("--interpreted", action="store_true", help="tests of what kernels compute, to stdout"),
+    arg("--lowering", choices=TESTS, action="append", help="for --interpreted: of these alone"),
+    arg("--processes", type=int, default=2),
+)
+def main(given: Namespace) -> int:
+    if given.interpreted:
+        here_alone = {metadata.version("triton"): {**os.environ, "PYTHONPATH": str(ROOT)}}
+        every = here_alone if given.here else {version: environment_of(release) for release, version in WHEELS.items()}
+        wanted = given.lowering or TESTS
+        found = [interpreted(triton, environment, each) for triton, environment in every.items() for each in wanted]
+        write(sys.stdout, Interpreted, map(asdict, found))
+        return 0
+    if given.here:
+        write(sys.stdout, Row, map(asdict, here(cases() if given.all else SECTION, given.processes)))
+        return 0
+    arguments = ["--processes", str(given.processes), *(["--all"] if given.all else [])]
     found = [row for release in WHEELS for row in beside(release, arguments)]
-    if options.write:
+    if given.write:
         with RESULTS.open("w", encoding="utf-8", newline="") as file:
             write(file, Row, found)
-        return
+        return 0
     said = list(worse(kept(), found))
     print("\n".join([*said, f"{len(found)} kernels compiled, {len(said)} of them worse than kept"]))
-    sys.exit(bool(said))
+    return int(bool(said))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

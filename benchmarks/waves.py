@@ -1,9 +1,9 @@
 """Cases that are prepared (compiled, checked) in several processes at a time, and timed one after another while the others wait.
 
-Compiling takes one core for half a minute; timing wants the GPU alone for a second. So each case of a wave has a process, so many of
-which prepare theirs at a time, and once all of them are done or given up, each finishes its own in turn. A process that dies or is too late
-costs its own case alone, which becomes a row with the failure. In several turns, each case of a wave is finished once a turn, so
-that a drift of the machine falls on all of them: its clock falls as it warms up.
+Compiling takes one core for half a minute; timing wants the GPU alone for a second. So each case of a wave has a process, so many of which
+prepare theirs at a time, and once all of them are done or given up, each finishes its own in turn. A process that dies or is too late costs
+its own case alone, which becomes a row with the failure. In several turns, each case of a wave is finished once a turn, so that a drift of
+the machine falls on all of them: its clock falls as it warms up.
 
 Where told what to import, processes are forked from one that has imported it: no GPU may be touched by importing that.
 """
@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -107,16 +107,14 @@ def run(
     wave_cases: int | None = None,
     imports: Sequence[str] = (),
     finish_seconds: float = 60.0,
-    turns: int = 1,
-    merge: Callable[[Sequence[Row]], Row] | None = None,
 ) -> Found:
     """Each case with its row, as soon as it is there. prepare: a function of a module; what it raises ends its process.
 
     until: of time.monotonic(); no wave begins later. wave_seconds: how long the cases of a wave may be prepared. wave_cases: how
-    many cases it has, of which the first ones are prepared first (None: jobs). imports: modules that processes begin with. turns: how
-    often each case of a wave is finished, forwards and backwards in turn; merge makes its row of those that this gave.
+    many cases it has, of which the first ones are prepared first (None: jobs). imports: modules that processes begin with.
     """
-    context = _forking(imports) if imports else _SPAWN
+    context: _Context = _FORKSERVER if imports else _SPAWN
+    _FORKSERVER.set_forkserver_preload(list(imports))
     lock = context.Lock()
     workers: dict[int, Worker] = {}
     try:
@@ -125,20 +123,14 @@ def run(
                 return
             wave = cases[start : start + (wave_cases or jobs)]
             deadline = time.monotonic() + wave_seconds
-            begin = functools.partial(_begin, workers, functools.partial(Worker.start, context, prepare, lock))
-            late = _prepare(wave, workers, begin, jobs, deadline)
+            start_one = functools.partial(Worker.start, context, prepare, lock)
+            late = _prepare(wave, workers, start_one, jobs, deadline)
             ended = [workers.pop(place) for place in late.keys() & workers.keys()]
             for worker in ended:
                 worker.end()
             prepared = [place for place in range(len(wave)) if place not in late]
-            rows = {} if merge is None else _in_turns(workers, prepared, turns, finish_seconds)
             for place, case in enumerate(wave):
-                if place in late:
-                    yield case, {"failure": late[place]}
-                elif merge is not None:
-                    yield case, merge(rows[place])
-                else:
-                    yield case, _row(workers, place, finish_seconds)
+                yield case, {"failure": late[place]} if place in late else _row(workers, place, finish_seconds)
             for worker in (workers[place] for place in prepared if place in workers):
                 worker.let_go()
             if ended:
@@ -152,25 +144,17 @@ def run(
             worker.end()
 
 
-def _begin(workers: dict[int, Worker], start: Callable[[], Worker], place: int, case: Any) -> Worker:
-    workers[place] = workers.get(place) or start()
-    workers[place].connection.send(case)
-    return workers[place]
-
-
 def _prepare(
-    wave: Sequence[Any],
-    workers: Mapping[int, Worker],
-    begin: Callable[[int, Any], Worker],
-    jobs: int,
-    deadline: float,
+    wave: Sequence[Any], workers: dict[int, Worker], start: Callable[[], Worker], jobs: int, deadline: float
 ) -> dict[int, str]:
     """Prepare the cases of a wave, so many at a time. The places of those that are not ready before the deadline, and why."""
     late = dict.fromkeys(range(len(wave)), "it was not compiled in time")
     waiting, busy = iter(enumerate(wave)), dict[Any, int]()
     while (left := deadline - time.monotonic()) > 0:
         for place, case in itertools.islice(waiting, jobs - len(busy)):
-            busy[begin(place, case).connection] = place
+            workers[place] = workers.get(place) or start()
+            workers[place].connection.send(case)
+            busy[workers[place].connection] = place
         if not busy:
             break
         for connection in multiprocessing.connection.wait(list(busy), left):
@@ -181,26 +165,6 @@ def _prepare(
             except EOFError:
                 late[place] = "its process died"
     return late
-
-
-def _in_turns(workers: dict[int, Worker], places: Sequence[int], turns: int, seconds: float) -> dict[int, list[Row]]:
-    """The rows of each place; of one that failed, that one alone."""
-    found: dict[int, list[Row]] = {place: [] for place in places}
-    for turn in range(turns):
-        for place in places if turn % 2 == 0 else reversed(places):
-            if place not in workers:
-                continue
-            row = _row(workers, place, seconds)
-            if place not in workers:
-                found[place].clear()
-            if row is not None:
-                found[place].append(row)
-    return found
-
-
-def _forking(imports: Sequence[str]) -> ForkServerContext:
-    _FORKSERVER.set_forkserver_preload(list(imports))
-    return _FORKSERVER
 
 
 def _row(workers: dict[int, Worker], place: int, seconds: float) -> Row | None:

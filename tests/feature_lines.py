@@ -22,7 +22,7 @@ FEATURES: Mapping[str, str] = {
     "unpad": r"unpad|padding_outcome|torch_private/packed|recovering/packing|first_look|padded_rules|planted/padding",
     "decode and MLA": r"latent|absorbed|mla|rotary_tables|decod",
     "wide heads": r"wide",
-    "shared sequences": r"shared_sequence|shared_cache",
+    "shared sequences": r"shared_sequence",
     "verify": r"verif",
     "fuzz": r"tests/fuzz",
     "near misses": r"tests/near_miss",

@@ -9,7 +9,7 @@ import attn_compiler
 
 pytest.importorskip("transformers", reason="these tests compile models of transformers: pip install -e '.[models]'")
 
-from benchmarks import bench_h200, compare, harness, inputs
+from benchmarks import bench_h200, compare, harness, models
 
 LAYERS = {"llama": 4, "gpt2": 2, "bert": 2}
 
@@ -20,7 +20,7 @@ LAYERS = {"llama": 4, "gpt2": 2, "bert": 2}
 @pytest.mark.parametrize("family", LAYERS)
 def test_right_numbers_from_the_reported_kernel(family: str, implementation: str, scenario: str) -> None:
     attn_compiler.reset()
-    way = inputs.SCENARIOS[scenario]
+    way = models.SCENARIOS[scenario]
     case = bench_h200.Measured(family=family, implementation=implementation, scenario=way).case("small", "cuda:0")
     model = torch.compile(case.model, backend="attn_compiler")
     step = harness.make_step(model, case.inputs, training=case.training, valid=case.valid)
@@ -38,7 +38,7 @@ def test_right_numbers_from_the_reported_kernel(family: str, implementation: str
 def test_padding_follows_its_tensor_when_a_cuda_graph_is_replayed() -> None:
     """mode="reduce-overhead": the lists of tiles are made anew in every replay, from what the mask holds then."""
     attn_compiler.reset()
-    way = inputs.SCENARIOS["prefill_padded"]
+    way = models.SCENARIOS["prefill_padded"]
     case = bench_h200.Measured(family="llama", implementation="sdpa", scenario=way).case("small", "cuda:0")
     model = torch.compile(case.model, backend="attn_compiler", mode="reduce-overhead")
     given = dict(case.inputs)
@@ -58,7 +58,7 @@ def test_padding_follows_its_tensor_when_a_cuda_graph_is_replayed() -> None:
 @pytest.mark.gpu
 def test_one_compilation_serves_every_length_of_padded_prompts() -> None:
     attn_compiler.reset()
-    way = inputs.SCENARIOS["prefill_padded"]
+    way = models.SCENARIOS["prefill_padded"]
     case = bench_h200.Measured(family="llama", implementation="sdpa", scenario=way).case("small", "cuda:0")
     model = torch.compile(case.model, backend="attn_compiler", dynamic=True)
     with torch.no_grad():

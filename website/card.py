@@ -19,7 +19,7 @@ from attn_compiler.reporting.page.drawing import drawing, hatching, share
 from attn_compiler.reporting.page.examples import drawable
 from attn_compiler.reporting.page.grid import grid_of
 from attn_compiler.reporting.page.markup import Content, Markup, element
-from benchmarks import inputs, models
+from benchmarks import models
 from website import gains
 
 MODEL, IMPLEMENTATION, SCENARIO = "gemma2", "eager", "prefill_padded"
@@ -45,7 +45,7 @@ text{font:14px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--text)}
 def sites() -> list[SiteReport]:
     """One of each kind, as `explain` finds it."""
     model = models.build(MODEL, "full", IMPLEMENTATION, torch.bfloat16, device="meta")
-    given = inputs.example_inputs(MODEL, "full", inputs.SCENARIOS[SCENARIO], dtype=torch.bfloat16, device="meta")
+    given = models.example_inputs(MODEL, "full", models.SCENARIOS[SCENARIO], dtype=torch.bfloat16, device="meta")
     with torch.no_grad():
         reports = attn_compiler.explain(model, **given)
     return [site for report in reports for site in report.sites]

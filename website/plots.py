@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plot, plot_learning, plot_select
+from benchmarks import plot
 from website.gains import MODELS, Row, rows_of
 
 _PLACE = re.compile(r"<!-- plot: (\w+) -->")
@@ -52,11 +52,11 @@ PLOTS: Mapping[str, Plot] = {
     "h200": Plot(words="Speed against Inductor on an H200, by model and call", file="h200", rows=_named),
     "cpu": Plot(words="Speed against Inductor on a CPU", file="cpu"),
     "unpad": Plot(words="Speed against Inductor on a CPU with unpad", file="unpad_cpu", rows=_of_unpad),
-    "select": Plot(words="Our choice beside other kernels", file="select_h200", draw=plot_select.draw),
+    "select": Plot(words="Our choice beside other kernels", file="select_h200", draw=plot.draw_select),
     "fp8_training": Plot(
         words="How far the loss is above that of bfloat16, by step and FP8 recipe",
         file="fp8_training_h200",
-        draw=plot_learning.draw,
+        draw=plot.draw_learning,
     ),
 }
 

@@ -31,39 +31,22 @@ def _band(length: int, causal: bool, window: tuple[int | None, int | None]) -> T
     return found & (distance <= left) if left is not None else found
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int | None, int | None],
-    softcap: float,
-) -> tuple[Tensor, None]:
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, None]:
     """(B, S, H, D)"""
-    assert softcap == 0.0
-    mask = _band(q.shape[1], causal, window_size)
-    rows = [attention(*row, mask, softmax_scale) for row in zip(q, k, v, strict=True)]
-    return torch.stack(rows), None
+    assert how.keys() == {"softmax_scale", "causal", "window_size", "softcap"}
+    assert how["softcap"] == 0.0
+    mask = _band(q.shape[1], how["causal"], how["window_size"])
+    return torch.stack([attention(*row, mask, how["softmax_scale"]) for row in zip(q, k, v, strict=True)]), None
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **further: Any,
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **further: Any
 ) -> tuple[Tensor, None]:
     """(total, H, D)"""
     assert torch.equal(cu_seqlens_q, cu_seqlens_k)
     lengths = cu_seqlens_q.diff()
     assert int(lengths.sum()) == len(q)
-    assert int(lengths.max()) == max_seqlen_q == max_seqlen_k
+    assert int(lengths.max()) == further.pop("max_seqlen_q") == further.pop("max_seqlen_k")
     rows = zip(*(x.split(lengths.tolist()) for x in (q, k, v)), strict=True)
     return torch.cat([flash_attn_func(*(x[None] for x in row), **further)[0][0] for row in rows]), None
 

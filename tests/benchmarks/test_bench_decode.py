@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,17 +25,11 @@ H200 = Target.fake()
 SMALL = Case(name="small", batch=2, length=150, filled=130, heads_q=4, heads_kv=2, head_dim=16)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"window": 40},
-        {"seqlen_q": 3, "softcap": 2.0},
-        {"sinks": True, "head_dim_v": 32},
-        {"stored": "float8_e4m3fn"},
-    ],
-    ids=str,
-)
+CHANGES: list[dict[str, Any]] = [{}, {"window": 40}, {"seqlen_q": 3, "softcap": 2.0}]
+CHANGES += [{"sinks": True, "head_dim_v": 32}, {"stored": "float8_e4m3fn"}]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_our_side_computes_what_is_expected(changes: dict[str, int]) -> None:
     problem = decode_cases.build(dataclasses.replace(SMALL, **changes), "cpu", dtype=torch.float32)
     call = bench_decode.ours(problem, decode_schedule.schedule(problem.spec, Target.fake(device="cpu")))[0]
@@ -56,7 +51,7 @@ def test_bytes_are_those_of_the_keys_in_use() -> None:
 
 
 def test_a_dry_run_measures_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_mla, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     assert bench_mla.main(["--dry-run"]) == 0
     assert not list(tmp_path.iterdir())
 
@@ -173,23 +168,21 @@ SELECT = [
 ]
 
 
-def test_speeds_of_another_run_are_placed_beside_cudnns() -> None:
-    rows = {row["lowering"]: row for row in fp8_rows.rows_of(FP8, SELECT)}
-    assert {name: row["tflops"] for name, row in rows.items()} == {
-        "sdpa_cudnn": "600",
-        "hopper_fp8": "700",
-        "fa4": "750",
-    }
-    assert rows["fa4"]["training"] == "no"
+@pytest.mark.parametrize("training", [False, True])
+def test_speeds_of_another_run_are_placed_beside_cudnns(training: bool) -> None:
+    """Training is forward and backward together. What was measured beside FP8 is not placed."""
+    fp8 = [row | {"pass": "both" if training else "forward"} for row in FP8]
+    rows = {row["lowering"]: row for row in fp8_rows.rows_of(fp8, SELECT)}
+    speeds = {"sdpa_cudnn": "600", "hopper_fp8": "700", "fa4": "750"}
+    assert {name: row["tflops"] for name, row in rows.items()} == speeds
+    assert {row["training"] for row in rows.values()} == {"yes" if training else "no"}
     assert {row["grouped"] for row in rows.values()} == {"no"}
     assert {row["keys"] for row in rows.values()} == {"4096.5"}
     assert (rows["fa4"]["head_dim_from"], rows["fa4"]["head_dim_to"]) == ("65", "128")
-
-
-def test_what_was_measured_beside_fp8_is_not_placed() -> None:
-    beside = [*FP8, FP8[0] | {"side": "fa4", "tflops": "690"}]
-    rows = {row["lowering"]: row for row in fp8_rows.rows_of(beside, SELECT)}
-    assert rows["fa4"]["tflops"] == "690"
+    beside = {
+        row["lowering"]: row for row in fp8_rows.rows_of([*fp8, fp8[0] | {"side": "fa4", "tflops": "690"}], SELECT)
+    }
+    assert beside["fa4"]["tflops"] == "690"
 
 
 def test_one_shape_may_have_two_names() -> None:
@@ -200,13 +193,6 @@ def test_one_shape_may_have_two_names() -> None:
     assert rows["fa4"]["tflops"] == "750"
     apart = [{**row, **shape, "pairs": "7"} for row in SELECT]
     assert "fa4" not in {row["lowering"] for row in fp8_rows.rows_of(fp8, apart)}
-
-
-def test_training_is_forward_and_backward_together() -> None:
-    both = [row | {"pass": "both"} for row in FP8]
-    rows = {row["lowering"]: row for row in fp8_rows.rows_of(both, SELECT)}
-    assert rows["fa4"]["tflops"] == "750"
-    assert {row["training"] for row in rows.values()} == {"yes"}
 
 
 def test_the_file_holds_what_was_measured() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_first_step, first_step, first_step_cases, first_step_profile, harness
+from benchmarks import bench_first_step, first_step, first_step_profile, harness
 from benchmarks.bench_first_step import COLUMNS
-from benchmarks.first_step import Job, Kernels
-from benchmarks.first_step_cases import CALLS, MODELS
+from benchmarks.first_step import CALLS, MODELS, Job, Kernels
 
 pytest.importorskip("transformers", reason="these tests build models of transformers: pip install -e '.[models]'")
 
@@ -27,17 +26,10 @@ NAME = {"model": "llama", "call": "train_right", "length": "64", "batch": "2", "
 
 def found(first: float, **others: Any) -> dict[str, Any]:
     return {
-        "first_seconds": first,
-        "second_seconds": 0.5,
-        "cpu_seconds": first / 2,
-        "import_seconds": 0.25,
-        "passes_seconds": 0.125,
-        "kernels_ahead": 3,
-        "kernels_late": 0,
-        "from_cache": "1/1",
-        "sites": "triton x8",
+        "first_seconds": first, "second_seconds": 0.5, "cpu_seconds": first / 2, "import_seconds": 0.25,
+        "passes_seconds": 0.125, "kernels_ahead": 3, "kernels_late": 0, "from_cache": "1/1", "sites": "triton x8",
         **others,
-    }
+    }  # fmt: skip
 
 
 def run(job: Job, caches: Path) -> Mapping[str, Any]:
@@ -108,10 +100,10 @@ def test_models_take_their_inputs(name: str) -> None:
         pytest.importorskip("diffusers")
     model = MODELS[name]
     for call in (CALLS["prefill"], CALLS["prefill_left"], CALLS["train_checkpoint"]):
-        if first_step_cases.applies(model, call):
+        if first_step.applies(model, call):
             given: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-            made = first_step_cases.build(name, call, "small", 12, **given)
-            inputs = first_step_cases.inputs(name, call, "small", 12, 2, **given)
+            made = first_step.build(name, call, "small", 12, **given)
+            inputs = first_step.inputs_of(name, call, "small", 12, 2, **given)
             out = harness.make_step(made, inputs, training=call.training)()
             assert out.shape[0] == 2
             assert out.isfinite().any()
@@ -119,13 +111,13 @@ def test_models_take_their_inputs(name: str) -> None:
 
 def test_padding_is_on_the_side_that_the_call_says() -> None:
     def mask(call: str) -> torch.Tensor:
-        given: Any = first_step_cases.inputs("llama", CALLS[call], "small", 8, 2, dtype=torch.float32, device="cpu")
+        given: Any = first_step.inputs_of("llama", CALLS[call], "small", 8, 2, dtype=torch.float32, device="cpu")
         return given["attention_mask"]  # type: ignore[no-any-return]
 
     assert mask("prefill_ones").all()
     assert mask("prefill_left")[1].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert mask("prefill_right")[1].tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
-    assert "attention_mask" not in first_step_cases.inputs(
+    assert "attention_mask" not in first_step.inputs_of(
         "llama", CALLS["train"], "small", 8, 2, dtype=torch.float32, device="cpu"
     )
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from attn_compiler.lowerings.shared.calls.arguments import prepare
@@ -19,10 +17,12 @@ from attn_compiler.lowerings.shared.parts import site_parts as parts, tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.triton.lowering import TritonAttention
 from attn_compiler.spec.target import Target
-from benchmarks import bench_kernels, harness, kernel_cases, kernel_peers
+from benchmarks import bench_kernels, harness, kernel_cases, kernel_peers, kernel_timing, select_cases
+from benchmarks.bench_select import Asked
 from benchmarks.harness import BACKEND
 from benchmarks.kernel_cases import CASES, PASSES, Case, Problem
 from benchmarks.kernel_peers import Side
+from tests.benchmarks.peer_stand_ins import stand_ins  # noqa: F401 - a fixture
 
 BY_NAME = {case.name: case for case in CASES}
 # One of each sort: the others differ from these in their sizes alone.
@@ -99,10 +99,7 @@ def outcome(side: Side, problem: Problem) -> list[Tensor]:
     shown = [out.detach().where(used, 0.0)]
     if not problem.training:
         return shown
-    return [*shown, *torch.autograd.grad(out, side.leaves, bench_kernels.gradient_of_out(problem))]
-
-
-# ---- cases --------------------------------------------------------------------------------------------------------
+    return [*shown, *torch.autograd.grad(out, side.leaves, kernel_timing.gradient_of_out(problem))]
 
 
 def test_names_are_unique_and_sizes_are_those_that_were_asked_for() -> None:
@@ -142,16 +139,7 @@ def test_work_of_known_cases() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("training", [False, True])
 def test_the_spec_of_a_full_case_is_taken_and_becomes_the_parts_that_it_should(case: Case, training: bool) -> None:
-    with FakeTensorMode():
-        q, k, v = (
-            torch.empty(case.batch, case.seqlen, heads, width, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
-            for heads, width in (
-                (case.heads_q, case.head_dim),
-                (case.heads_kv, case.head_dim),
-                (case.heads_kv, case.head_dim_v),
-            )
-        )
-        spec = kernel_cases.spec_of(case, q, k, v, training=training)
+    spec = select_cases.spec_of(case, training=training)
     assert TritonAttention().why_not(spec, Target.fake()) == []
     assert tile_table.tiles(spec, Target.fake())
     plan = parts.make_plan(spec)
@@ -165,9 +153,6 @@ def test_the_spec_of_a_full_case_is_taken_and_becomes_the_parts_that_it_should(c
     assert plan.tiles == (plan.keys or plan.documents)
     left = None if case.window is None else case.window - 1
     assert plan.band == (Band(left=left, right=0) if case.causal else None)
-
-
-# ---- sides --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.in_turns(4)
@@ -207,9 +192,6 @@ def test_flex_computes_the_same(name: str) -> None:
     torch.testing.assert_close(found, outcome(attention(problem), problem), rtol=1e-4, atol=1e-4)
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------
-
-
 def refusing(problem: Problem) -> Side:
     def call() -> Tensor:
         raise RuntimeError("No available kernel. Aborting execution.")
@@ -224,9 +206,10 @@ def case() -> Case:
 
 
 @pytest.mark.parametrize("which", PASSES)
-def test_rows_of_a_case(case: Case, which: kernel_cases.Pass, tmp_path: Path) -> None:
-    peers: dict[str, Callable[[Problem], Side]] = {"flex": attention, "cudnn": refusing, "efficient": attention}
-    rows = bench_kernels.measure(case, which, device="cpu", dtype=torch.float32, seconds=0.0, peers=peers)
+def test_rows_of_a_case(case: Case, which: kernel_cases.Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_kernels, "PEERS", {"flex": attention, "cudnn": refusing, "efficient": attention})
+    given = Namespace(device="cpu", size="full", seconds=0.0, ours=["triton"], peers=["flex", "cudnn", "efficient"])
+    rows = bench_kernels.measure(Asked(case, which), given)
     assert [row["side"] for row in rows] == [BACKEND, "flex", "cudnn"]
     mine, other, refused = rows
     assert float(mine["p20_us"]) <= float(mine["p50_us"]) <= float(mine["p80_us"])
@@ -237,38 +220,43 @@ def test_rows_of_a_case(case: Case, which: kernel_cases.Pass, tmp_path: Path) ->
     assert float(other["error"]) < 1e-4
     assert refused["failure"] == "RuntimeError: No available kernel. Aborting execution."
     assert "p50_us" not in refused
-    path = tmp_path / "rows.csv"
-    file = harness.CsvFile(path, bench_kernels.COLUMNS)
-    for row in rows:
-        file.add(row)
-    with path.open(newline="") as written:
-        read = list(csv.DictReader(written))
-    assert list(read[0]) == list(bench_kernels.COLUMNS)
-    assert [row["pass"] for row in read] == [which] * 3
+    assert set().union(*rows) <= set(bench_kernels.COLUMNS)
+    bench_kernels.print_table(rows)
 
 
 def test_error_is_relative_and_a_number_that_is_none_is_the_worst() -> None:
     mine, other = torch.tensor([1.0, 2.0, 4.5]), torch.tensor([1.0, 2.0, 5.0])
-    assert bench_kernels.error([mine], [other]) == pytest.approx(0.1)
-    assert bench_kernels.error([mine, mine], [mine, other[:2]]) == 0.0
-    assert bench_kernels.error([torch.full((2,), torch.nan)], [torch.ones(2)]) == float("inf")
+    assert kernel_timing.error([mine], [other]) == pytest.approx(0.1)
+    assert kernel_timing.error([mine, mine], [mine, other[:2]]) == 0.0
+    assert kernel_timing.error([torch.full((2,), torch.nan)], [torch.ones(2)]) == float("inf")
     out = torch.zeros(1, 1, 2, 1)
     used = torch.tensor([True, False])[None, None, :, None]
-    assert bench_kernels.error([out + 1.0], [torch.tensor([1.0, torch.nan]).reshape(1, 1, 2, 1)], used) == 0.0
+    assert kernel_timing.error([out + 1.0], [torch.tensor([1.0, torch.nan]).reshape(1, 1, 2, 1)], used) == 0.0
 
 
-def test_a_run_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.csv"
     arguments = "--device cpu --size small --seconds 0 --peers --passes forward --cases causal_d64_s2048 --commit abc"
-    command = ["bench_kernels", "--output", str(path), *arguments.split()]
-    monkeypatch.setattr(sys, "argv", command)
-    assert bench_kernels.main() == 0
-    monkeypatch.setattr(sys, "argv", [*command, "--append"])
-    assert bench_kernels.main() == 0
-    with path.open(newline="") as written:
-        (row,) = csv.DictReader(written)
+    command = ["--output", str(path), *arguments.split()]
+    assert bench_kernels.main(command) == bench_kernels.main([*command, "--append"]) == 0
+    (row,) = harness.read(path)
     assert (row["case"], row["side"], row["commit"], row["dtype"]) == ("causal_d64_s2048", BACKEND, "abc", "float32")
     assert row["triton"] == Target.current("cpu").triton
     assert "causal_d64_s2048" in capsys.readouterr().out
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", ["padding_right", "documents_causal", "window", "causal_d64_s8192"])
+@pytest.mark.parametrize("peer", kernel_peers.LIBRARIES)
+@pytest.mark.parametrize("which", PASSES)
+def test_other_libraries_compute_the_same(name: str, peer: str, which: kernel_cases.Pass) -> None:
+    """Packed rows, too, whose padding has no say."""
+    problem = problem_of(BY_NAME[name].small)
+    makes = {"ours": attention, peer: kernel_peers.PEERS[peer]}
+    rows: dict[str, dict[str, str]] = {side: {} for side in makes}
+    packed = {"packed": peer == "fa4"}
+    _, outcome = kernel_timing.prepared(problem, which, makes, rows, **packed)
+    kernel_timing.compared(rows, outcome, "ours", kernel_timing.used_by(problem, which, **packed))
+    assert rows["ours"] == {}
+    assert float(rows[peer]["error"]) < 1e-4

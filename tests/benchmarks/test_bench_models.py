@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +12,7 @@ from rich.progress import Progress
 from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
-from benchmarks import bench_decode_models, bench_shared_sequence, bench_unpad, inputs, models
+from benchmarks import bench_decode_models, bench_shared_sequence, bench_unpad, harness, models
 from benchmarks.bench_decode_models import Case
 from benchmarks.bench_shared_sequence import COLUMNS, DECODE, MODEL, Job, Place
 from benchmarks.bench_unpad import CASES, FILLS, padding
@@ -24,13 +22,9 @@ from tests.thinned import asked_for, further
 pytest.importorskip("transformers")
 
 TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1024,
-}
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1024,
+}  # fmt: skip
 CASE = Case(name="tiny", family="Llama", batch=2, length=32, filled=(20, 5))
 
 
@@ -119,34 +113,32 @@ def test_batches_have_that_fill(fill: float) -> None:
         assert int(mask.sum(1).max()) >= case.shape[1] * min(1.0, 2 * fill) - 1
 
 
-def rows_unpad(monkeypatch: pytest.MonkeyPatch, path: Path, *arguments: str) -> list[dict[str, str]]:
-    monkeypatch.setattr(sys, "argv", ["bench_unpad", "--dry-run", "--output", str(path), *arguments])
-    bench_unpad.main()
-    with path.open() as file:
-        return list(csv.DictReader(file))
+def rows_unpad(path: Path, *arguments: str) -> list[dict[str, str]]:
+    assert bench_unpad.main(["--dry-run", "--output", str(path), *arguments]) == 0
+    return harness.read(path)
 
 
 @pytest.mark.further
 @pytest.mark.parametrize("name", ["T5", "loss"])
-def test_a_row_for_each_fill(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = rows_unpad(monkeypatch, tmp_path / "rows.csv", "--cases", name, "--sides", "inductor", "unpad")
+def test_a_row_for_each_fill(name: str, tmp_path: Path) -> None:
+    found = rows_unpad(tmp_path / "rows.csv", "--cases", name, "--sides", "inductor", "unpad")
     assert [row["fill"][:3] for row in found] == ["0.5", "0.7", "1.0"]
     assert all(row["kept"] == row["failure"] == row["padded_p50_ms"] == "" for row in found)
     assert all(float(row["error"]) < 1e-5 and float(row["over_inductor"]) > 0 for row in found)
 
 
-def test_nothing_starts_without_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert rows_unpad(monkeypatch, tmp_path / "rows.csv", "--budget", "-1") == []
+def test_nothing_starts_without_time(tmp_path: Path) -> None:
+    assert rows_unpad(tmp_path / "rows.csv", "--budget", "-1") == []
 
 
 @pytest.mark.in_turns(13)
 @pytest.mark.parametrize("name", models.FAMILIES)
 def test_every_small_family_runs_in_every_way(name: str) -> None:
     model = models.build(name, "small", "eager")
-    for scenario in inputs.SCENARIOS.values():
-        if inputs.applies(name, scenario):
+    for scenario in models.SCENARIOS.values():
+        if models.applies(name, scenario):
             with torch.no_grad():
-                output = model(**inputs.example_inputs(name, "small", scenario))[0]
+                output = model(**models.example_inputs(name, "small", scenario))[0]
             assert output.isfinite().all(), scenario.name
 
 
@@ -157,14 +149,8 @@ def test_the_same_seed_gives_the_same_model_and_leaves_the_global_generator_alon
     torch.testing.assert_close(first, second)
 
 
-def test_a_full_size_is_a_real_width() -> None:
-    for name, family in models.FAMILIES.items():
-        full, small = family.sizes["full"], family.sizes["small"]
-        assert full.batch * full.seqlen > small.batch * small.seqlen, name
-
-
 def test_padding_comes_first_for_a_decoder_and_last_for_an_encoder() -> None:
-    left, right = (inputs.padding_mask(4, 8, left=side) for side in (True, False))
+    left, right = (models.padding_mask(4, 8, left=side) for side in (True, False))
     assert left[:, -1].tolist() == [1, 1, 1, 1] == right[:, 0].tolist()
     assert left.sum(1).tolist() == right.sum(1).tolist() == [8, 7, 6, 5]
 
@@ -182,5 +168,5 @@ def test_nothing_reads_q_k_and_v_and_has_gradients_of_all(heads: int, seqlen: in
 def test_a_model_whose_attention_is_nothing_has_none() -> None:
     model = models.build("bert", "small", models.NOTHING)
     with torch.no_grad():
-        reports = attn_compiler.explain(model, **inputs.example_inputs("bert", "small", inputs.SCENARIOS["prefill"]))
+        reports = attn_compiler.explain(model, **models.example_inputs("bert", "small", models.SCENARIOS["prefill"]))
     assert not any(report.sites for report in reports)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +13,10 @@ from attn_compiler.compiling.comparing.comparison import Comparison
 from attn_compiler.compiling.comparing.sides import Side
 from attn_compiler.reporting import doctor
 from attn_compiler.reporting.report import Reports
-from benchmarks import bench_memory, bench_peers, bench_sites, built_sites, harness, random_sites
+from benchmarks import bench_memory, bench_sites, harness, random_sites
 from benchmarks.bench_memory import COLUMNS as MEMORY_COLUMNS, row_of
-from benchmarks.bench_peers import CASES, Job
 from benchmarks.bench_sites import COLUMNS
-from benchmarks.kernel_cases import Problem
-from benchmarks.peer_sides import Peer
 from benchmarks.random_sites import LAYOUTS, Site
-from tests.benchmarks.peer_stand_ins import stand_ins  # noqa: F401 - a fixture
 
 # Random sites are measured side by side, one that fails is a row, and the summary says how the choice stands.
 SITES = random_sites.sites(0, 3)
@@ -91,7 +85,7 @@ EACH = list(_one_of_each())
 
 @pytest.mark.parametrize("site", EACH, ids=lambda site: f"{site.mask}-{site.causal}-{site.training}")
 def test_each_mask_is_built_and_has_gradients_where_it_trains(site: Site) -> None:
-    built = built_sites.build(site.shortened, device="cpu", dtype=torch.float32)
+    built = random_sites.build(site.shortened, device="cpu", dtype=torch.float32)
     (out,) = built.call(*built.operands)
     assert out.shape == built.grad_out.shape
     kept = out if built.used is None else out.where(built.used, 0.0)
@@ -105,14 +99,14 @@ def test_each_mask_is_built_and_has_gradients_where_it_trains(site: Site) -> Non
 def test_layouts_are_the_same_attention() -> None:
     """Of the same q, k and v, which only lie in memory in another way."""
     site = next(one for one in DRAWN if one.layout == "packed" and one.mask == "none" and not one.training).shortened
-    built = built_sites.build(site, device="cpu", dtype=torch.float32)
+    built = random_sites.build(site, device="cpu", dtype=torch.float32)
     (expected,) = built.call(*built.operands)
     for layout in ("projected", "contiguous"):
         other = dataclasses.replace(site, layout=layout)
         parts = built.operands[0].chunk(3, dim=-1)
         if layout == "contiguous":
             parts = tuple(x.unflatten(-1, (-1, site.head_dim)).transpose(1, 2).contiguous() for x in parts)
-        (out,) = built_sites.build(other, device="cpu", dtype=torch.float32).call(*parts)
+        (out,) = random_sites.build(other, device="cpu", dtype=torch.float32).call(*parts)
         flat = out.transpose(1, 2).flatten(2) if layout == "contiguous" else out
         torch.testing.assert_close(flat, expected)
 
@@ -120,7 +114,7 @@ def test_layouts_are_the_same_attention() -> None:
 @pytest.mark.parametrize("site", EACH, ids=lambda site: f"{site.mask}-{site.causal}-{site.training}")
 def test_layers_share_a_mask_but_not_what_each_learns(site: Site) -> None:
     """Each layer is the attention of its own operands."""
-    one, three = (built_sites.build(site.shortened, device="cpu", dtype=torch.float32, layers=n) for n in (1, 3))
+    one, three = (random_sites.build(site.shortened, device="cpu", dtype=torch.float32, layers=n) for n in (1, 3))
     has_own = site.mask in ("learned", "table")
     of_mask = len(one.operands) - (1 if site.layout == "packed" else 3)
     width = len(one.operands) - of_mask
@@ -152,16 +146,9 @@ def test_sites_are_many_different_ones_within_bounds() -> None:
 # Rows of `attn_compiler.compare`.
 def _comparison(*sides: Side) -> Comparison:
     return Comparison(
-        model="Model",
-        inputs=(),
-        training=False,
-        modes="in eval()",
-        settings={},
-        facts=doctor.machine_facts(),
-        sides=sides,
-        drew_random_numbers=False,
-        reports=Reports([]),
-    )
+        model="Model", inputs=(), training=False, modes="in eval()", settings={}, facts=doctor.machine_facts(),
+        sides=sides, drew_random_numbers=False, reports=Reports([]),
+    )  # fmt: skip
 
 
 def test_a_row_has_memory_in_mib_and_nothing_for_what_is_not_known() -> None:
@@ -188,52 +175,4 @@ def test_what_is_there_is_kept_and_what_is_too_late_is_left(tmp_path: Path, monk
     assert bench_memory.main(["--cases", "bert/sdpa/train", "vit/sdpa/train", "--append", *common]) == 0
     assert bench_memory.main(["--cases", "t5/sdpa/train", "--append", "--budget-seconds", "-1", *common]) == 0
     assert asked == ["bert/sdpa/train", "vit/sdpa/train"]
-    with file.open(newline="") as text:
-        assert [row["model"] for row in csv.DictReader(text)] == ["bert", "vit"]
-
-
-# Rows of peers.
-ON_CPU = ("triton", "fa4", "cudnn_flex", "flex")
-
-
-def job_of(place: int, folder: Path, sides: tuple[str, ...] = ON_CPU, **further: object) -> Job:
-    given: dict[str, object] = {"device": "cpu", "seconds": 0.001, "by": float("inf"), **further}
-    return Job(case=CASES[place].small, sides=sides, progress=str(folder / "side"), **given)  # type: ignore[arg-type]
-
-
-def rows_of(job: Job) -> list[dict[str, str]]:
-    return bench_peers.rows_of(job, bench_peers.prepare(job, threading.Lock())())
-
-
-@pytest.mark.in_turns(3)
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("place", range(3))
-def test_every_side_is_checked_and_timed(place: int, tmp_path: Path) -> None:
-    job = job_of(place, tmp_path)
-    rows = rows_of(job)
-    assert [(row["side"], row["pass"]) for row in rows] == [(s, p) for s in ON_CPU for p in bench_peers.PASSES]
-    # FlexAttention has no backward on a CPU.
-    assert [(row["side"], row["pass"]) for row in rows if row.get("failure")] == [("flex", "both")]
-    ran = [row for row in rows if not row.get("failure")]
-    assert [row for row in ran if float(row["error"]) > 1e-5] == []
-    assert [row for row in ran if row["side"] != "triton" and float(row["differs"]) > 1e-5] == []
-    assert all(float(row["tflops"]) >= 0 and float(row["p50_us"]) > 0 for row in ran)
-    assert {row["side"] for row in rows if row.get("plan_us")} == {"cudnn_flex", "flex"}
-    assert job.under_way == "timing"
-    assert set().union(*rows) <= set(bench_peers.COLUMNS)
-    bench_peers.print_table(rows)
-    assert not bench_peers.failures(rows)
-
-
-@pytest.mark.further
-def test_a_wrong_side_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(problem: Problem) -> Peer:
-        peer = bench_peers.PEERS["triton"](problem)
-        return Peer(side=peer.side, pairs=peer.pairs, whole=lambda x: x * 1.05)
-
-    monkeypatch.setattr(bench_peers, "PEERS", {**bench_peers.PEERS, "fa4": wrong})
-    rows = rows_of(job_of(0, tmp_path, ("triton", "fa4")))
-    marked = {(row["side"], row["pass"]) for row in rows if "WRONG" in bench_peers._cell(row)}
-    assert marked == {("fa4", "forward"), ("fa4", "both")}
-    assert not bench_peers.failures(rows)
-    assert bench_peers.failures([row | {"side": "hopper"} for row in rows])
+    assert [row["model"] for row in harness.read(file)] == ["bert", "vit"]

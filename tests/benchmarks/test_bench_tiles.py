@@ -1,4 +1,4 @@
-"""Benchmarks of tiles, blocks in order, and wide heads."""
+"""Benchmarks of tiles, of backwards in one order, and of whole models on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.choice import in_order
 from attn_compiler.spec.target import Target
-from benchmarks import bench_h200, bench_in_order, bench_tiles, compare, harness, inputs, kernel_cases, kernel_timing
+from benchmarks import bench_h200, bench_in_order, bench_tiles, compare, harness, kernel_cases, kernel_timing, models
 from benchmarks.bench_in_order import ANY_ORDER, IN_ORDER, TRITON
 from benchmarks.bench_tiles import KERNELS, neighbours, row, tiles_with
 from benchmarks.compare import Case
@@ -78,12 +78,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
     """The sides of a case, on a machine that is not there."""
     ones = torch.ones(4)
     same: itertools.repeat[Tensor] = itertools.repeat(ones)
-    sides = {IN_ORDER: _side(same), TRITON: _side(same), f"{IN_ORDER}, 4 at once": _side(same)}
+    sides = {IN_ORDER: _side(same), TRITON: _side(same)}
     sides[ANY_ORDER] = _side(ones + i * 1e-6 for i in itertools.count())
     problem = kernel_cases.build(CASE.small, device="cpu", dtype=torch.float32, training=True)
     built = bench_in_order.Built(problem=problem, hopper=[], grad_hopper=[], heads=32)
 
-    def sides_of(built: Any, heads: Any, said: dict[str, str]) -> dict[str, Timed]:
+    def sides_of(built: Any, said: dict[str, str]) -> dict[str, Timed]:
         said["cudnn"] = "ImportError: no frontend"
         return sides
 
@@ -93,22 +93,21 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
     return sides
 
 
-def given(*heads: int) -> Namespace:
-    return Namespace(device="cpu", seconds=0.001, heads=heads)
+GIVEN = Namespace(device="cpu", seconds=0.001)
 
 
 def _rows() -> dict[str, dict[str, str]]:
-    return {row["side"]: row for row in bench_in_order.measure(CASE, given(4))}
+    return {row["side"]: row for row in bench_in_order.measure(CASE, GIVEN)}
 
 
 def test_each_side_has_a_row_that_says_whether_runs_are_alike(made: dict[str, Timed]) -> None:
     rows = _rows()
     assert set(rows) == {*made, "cudnn"}
     assert {name: row.get("same") for name, row in rows.items()} == {
-        IN_ORDER: "yes", TRITON: "yes", f"{IN_ORDER}, 4 at once": "yes", ANY_ORDER: "no", "cudnn": None,
+        IN_ORDER: "yes", TRITON: "yes", ANY_ORDER: "no", "cudnn": None,
     }  # fmt: skip
     assert rows["cudnn"]["failure"] == "ImportError: no frontend"
-    assert (rows[IN_ORDER]["heads_at_once"], rows[f"{IN_ORDER}, 4 at once"]["heads_at_once"]) == ("32", "4")
+    assert rows[IN_ORDER]["heads_at_once"] == "32"
     assert set().union(*rows.values()) <= set(bench_in_order.COLUMNS)
     assert not bench_in_order.failures(list(rows.values()))
     # Of the small problem: with so few positions the Triton kernels' is taken.
@@ -122,7 +121,7 @@ def test_other_bits_wrong_numbers_and_failures_of_ours_are_told(made: dict[str, 
     made[IN_ORDER] = _side(itertools.repeat(torch.ones(4) * (1 + 2 * kernel_timing.MAX_ERROR)))
     assert bench_in_order.failures(list(_rows().values()))
     made[IN_ORDER] = Timed(prepare=lambda: None, run=lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
-    (row,) = bench_in_order.measure(CASE, given())
+    (row,) = bench_in_order.measure(CASE, GIVEN)
     assert "division" in row["failure"]
     assert bench_in_order.failures([row])
 
@@ -132,16 +131,9 @@ def test_what_was_measured_becomes_rows_that_decide(tmp_path: Path) -> None:
     old = ["causal", "causal", "97", "128", "8192", "32", "423", "368", "2026-11-24"]
     lines = [",".join(in_order.TABLE.columns), ",".join([*old, CASE.name]), ",".join([*old, "another"])]
     path.write_text("\n".join(lines) + "\n")
+    same_in_all = {"seqlen": "8192", "heads_at_once": "32", "date": "d"}
     measured = [
-        {
-            "case": name,
-            "side": side,
-            "seqlen": "8192",
-            "heads_at_once": "32",
-            "tflops": tflops,
-            "same": same,
-            "date": "d",
-        }
+        {"case": name, "side": side, "tflops": tflops, "same": same, **same_in_all}
         for name, side, tflops, same in (
             (CASE.name, IN_ORDER, "430", "yes"),
             (CASE.name, TRITON, "360", "yes"),
@@ -197,9 +189,9 @@ def test_pinned_says_whether_the_named_kernels_ran_and_no_other(
 
 
 def test_the_plan_covers_every_family_and_calls_none_as_it_can_not_be_called() -> None:
-    plan = list(bench_h200.plan(["llama", "vit"], list(inputs.SCENARIOS)))
+    plan = list(bench_h200.plan(["llama", "vit"], list(models.SCENARIOS)))
     names = {(m.family, m.scenario.name) for m in plan}
-    assert names == {("llama", name) for name in inputs.SCENARIOS} | {
+    assert names == {("llama", name) for name in models.SCENARIOS} | {
         ("vit", "prefill"),
         ("vit", "train"),
         ("vit", "train_checkpointed"),
@@ -223,7 +215,7 @@ def test_a_pattern_may_force_a_lowering(monkeypatch: pytest.MonkeyPatch) -> None
 
 def case_of(family: str, implementation: str) -> Case:
     pytest.importorskip("transformers", reason="the registry names models of transformers: pip install -e '.[models]'")
-    scenario = inputs.SCENARIOS["prefill"]
+    scenario = models.SCENARIOS["prefill"]
     return bench_h200.Measured(family=family, implementation=implementation, scenario=scenario).case("small", "cpu")
 
 

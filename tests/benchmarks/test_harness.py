@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,7 @@ def test_rows_are_on_disk_at_once_and_kept_by_append(tmp_path: Path) -> None:
     harness.CsvFile(path, ["model", "ratio"]).add({"model": "llama", "ratio": "1.5"})
     again = harness.CsvFile(path, ["model", "ratio"], append=True)
     again.add({"model": "gpt2"})
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["model"] for row in rows] == ["llama", "gpt2"] == [row["model"] for row in again.rows]
+    assert [row["model"] for row in harness.read(path)] == ["llama", "gpt2"] == [row["model"] for row in again.rows]
     with pytest.raises(ValueError, match="speed"):
         again.add({"speed": "1"})
 
@@ -63,23 +60,43 @@ def test_failures_are_the_slow_and_the_wrong(row: dict[str, str], status: int) -
     assert harness.failures([row]) == status
 
 
-def test_environment_names_the_commit_and_the_versions() -> None:
-    where = harness.environment("cpu", commit="abc1234")
-    assert where["commit"] == "abc1234"
-    assert where["torch"] == torch.__version__
-    assert where["device"]
+class Named:
+    def __init__(self, name: str) -> None:
+        self.names = {"case": name}
+
+
+def test_a_command_measures_what_is_not_there_and_judges_rows_of_its_commit(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def measure(case: Named, given: Any) -> Iterator[dict[str, str]]:
+        asked.append(case.names["case"])
+        if asked[-1] == "broken":
+            raise RuntimeError("no such kernel")
+        yield {**case.names, "us": "1"}
+
+    bench = harness.Bench(
+        doc="", results="x.csv", columns=("case", "us", "failure"), devices=("cpu",), budget=100.0, measure=measure,
+        cases=lambda given: map(Named, given.cases), options=(harness.PATTERNS,),
+    )  # fmt: skip
+    main, path = harness.run(bench), tmp_path / "x.csv"
+    common = ["--output", str(path), "--append", "--cases"]
+    assert main([*common, "a", "broken", "--commit", "old"]) == 1
+    assert main([*common, "a", "broken", "b", "--commit", "new"]) == 0, "what another commit broke is not this one's"
+    assert asked == ["a", "broken", "b"]
+    assert main([*common, "c", "--budget-seconds", "-1", "--commit", "new"]) == 0
+    rows = {row["case"]: row for row in harness.read(path)}
+    assert {name: row["failure"] for name, row in rows.items()} == {
+        "a": "", "broken": "RuntimeError: no such kernel", "b": "",
+    }  # fmt: skip
+    assert rows["b"]["commit"] == "new"
+    assert rows["b"]["torch"] == torch.__version__
+    assert rows["b"]["device"]
 
 
 def test_relative_error_is_over_all_tensors_together() -> None:
     reference = [torch.tensor([3.0]), torch.tensor([4.0])]
     assert compare.relative_error(reference, reference) == 0
     assert abs(compare.relative_error([torch.tensor([3.0]), torch.tensor([4.5])], reference) - 0.1) < 1e-6
-
-
-def test_an_error_that_is_no_number_is_wrong() -> None:
-    model = nn.Linear(4, 4)
-    case = Case(model=model, inputs={"input": torch.randn(2, 4)})
-    assert compare.numerics(case, lambda: torch.full((2, 4), torch.nan))["numerics"] == "WRONG"
 
 
 def test_numerics_compares_only_valid_positions() -> None:
@@ -94,6 +111,8 @@ def test_numerics_compares_only_valid_positions() -> None:
 
     assert compare.numerics(Case(model=model, inputs=inputs, valid=valid), ours)["numerics"] == "ok"
     assert compare.numerics(Case(model=model, inputs=inputs), ours)["numerics"] == "WRONG"
+    nan = compare.numerics(Case(model=model, inputs=inputs), lambda: torch.full((2, 3, 4), torch.nan))
+    assert nan["numerics"] == "WRONG"
 
 
 def test_tensors_in_a_list_are_in_float32_too() -> None:
@@ -126,10 +145,6 @@ def test_numerics_of_a_training_step_compares_gradients() -> None:
     assert compare.numerics(case, wrong)["numerics"] == "WRONG"
 
 
-def test_nothing_compiled_is_no_site() -> None:
-    assert compare.chosen(()) == {"sites": "0", "misses": "0", "lowerings": ""}
-
-
 def test_each_side_gets_its_own_model_and_ours_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = {}
 
@@ -140,6 +155,7 @@ def test_each_side_gets_its_own_model_and_ours_the_options(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", noted)
     ours, other = nn.Linear(4, 4), nn.Linear(4, 4)
     case = Case(model=ours, baseline=other, inputs={"input": torch.randn(2, 4)})
+    assert compare.chosen(()) == {"sites": "0", "misses": "0", "lowerings": ""}
     compare.compile_both(case, {"lowering": "triton"})
     assert compiled == {"inductor": (other, None, False), "attn_compiler": (ours, {"lowering": "triton"}, False)}
     compare.compile_both(Case(model=ours, inputs=case.inputs))
@@ -275,16 +291,3 @@ def test_what_a_late_one_held_is_free_again() -> None:
     assert found["late with the lock"] == {"failure": "it was not compiled in time"}
     assert "pid" in found["a"]
     assert "pid" in found["b"]
-
-
-def test_cases_of_a_wave_are_finished_in_turns() -> None:
-    """Forwards, then backwards; one that dies has that as its row, and its worker's next case another worker."""
-
-    def merge(rows: Sequence[waves.Row]) -> waves.Row:
-        return {"begun": " ".join(row.get("begun", row.get("failure", "")) for row in rows)}
-
-    cases = ["a", "dies later", "b", "c"]
-    found = {case: row["begun"] for case, row in run(cases, 3, turns=2, merge=merge) if row}
-    assert found["dies later"].startswith("EOFError")
-    times = sorted((float(time), case) for case in ("a", "b", "c") for time in found[case].split())
-    assert [case for _, case in times] == ["a", "b", "b", "a", "c", "c"]

@@ -1,4 +1,4 @@
-"""Models that nothing is tuned for, found and standing."""
+"""Models that nothing is tuned for, found and bench_select."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_held_out as held_out, members, models, standing
+from benchmarks import bench_held_out as held_out, bench_select, members, models
 from benchmarks.bench_held_out import summed_up
 from benchmarks.members import Limits, Row
 from tests.hf.today.every import MODEL, MODELS
@@ -97,22 +97,18 @@ def rows(case: str, which: str, chosen: str, **times: float) -> list[dict[str, s
 
 
 def test_best_and_regret() -> None:
-    (shape,) = standing.of(rows("a", "forward", "fa4", fa4=103.0, sdpa_cudnn=100.0, sdpa=150.0, presented=50.0))
+    """The choice is the best where another is as fast; a shape without a measured choice is left out."""
+    (shape,) = bench_select.shapes_of(
+        rows("a", "forward", "fa4", fa4=103.0, sdpa_cudnn=100.0, sdpa=150.0, presented=50.0)
+    )
     assert (shape.best, shape.regret) == ("sdpa_cudnn", pytest.approx(1.03))
     assert shape.ratio("sdpa") == pytest.approx(150 / 103)
     assert shape.ratio("flex") is None
-
-
-def test_the_choice_is_the_best_where_another_is_as_fast() -> None:
-    (shape,) = standing.of(rows("a", "forward", "fa4", sdpa_cudnn=100.0, fa4=100.0))
-    assert (shape.best, shape.regret) == ("fa4", 1.0)
-
-
-def test_shapes_without_a_measured_choice_are_left_out() -> None:
+    (even,) = bench_select.shapes_of(rows("a", "forward", "fa4", sdpa_cudnn=100.0, fa4=100.0))
+    assert (even.best, even.regret) == ("fa4", 1.0)
     failed = rows("a", "forward", "fa4", fa4=1.0, sdpa=1.0)
     failed[0] |= {"p50_us": "", "failure": "RuntimeError"}
-    assert standing.of(failed) == []
-    assert standing.summary([]) == "nothing was measured"
+    assert bench_select.shapes_of(failed) == []
 
 
 def test_summary() -> None:
@@ -121,12 +117,13 @@ def test_summary() -> None:
         *rows("a", "backward", "fa4", fa4=100.0, sdpa=50.0),
         *rows("b", "forward", "triton", triton=102.0, fa4=100.0, sdpa=102.0),
     ]
-    said = standing.summary(standing.of(measured))
+    said = bench_select.summary(bench_select.shapes_of(measured))
     assert "3 shapes, 2 of them" in said
     assert "within 3% of the best side: 66.7%; more than 10% slower: 1" in said
     assert "worst: a backward, fa4 takes 2.000 times sdpa" in said
     assert "sdpa over ours, geometric mean of 3: 1.000" in said
     assert "presented over ours, geometric mean of 1: 4.000" in said
+    assert bench_select.summary([]) == "nothing was measured"
 
 
 # Cases that groups of processes measure.
@@ -139,7 +136,7 @@ def member(rank: int, folder: str, case: str) -> None:
         if rank:
             os._exit(7)
         time.sleep(3600)
-    members.write(rank, folder, lambda: _measured(rank, folder, case), lambda error: f"{type(error).__name__}: {error}")
+    members.write(rank, folder, lambda: _measured(rank, folder, case))
 
 
 def _measured(rank: int, folder: str, case: str) -> Row:

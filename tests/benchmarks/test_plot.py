@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import bench_tables, plot, plot_learning, plot_select, summary
+from benchmarks import bench_tables, harness, plot, summary
 
 ROW = {
-    "model": "llama",
-    "implementation": "eager",
-    "scenario": "prefill",
-    "dtype": "bfloat16",
-    "device": "a device",
-    "torch": "2.13.0",
-    "lowerings": "sdpa_flash x8",
-    "ratio": "2.0",
-    "inductor_p50_ms": "10",
+    "model": "llama", "implementation": "eager", "scenario": "prefill", "dtype": "bfloat16", "device": "a device",
+    "torch": "2.13.0", "lowerings": "sdpa_flash x8", "ratio": "2.0", "inductor_p50_ms": "10",
     "attn_compiler_p50_ms": "5",
-}
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_measured_rows_are_drawn(tmp_path: Path, dark: bool) -> None:
-    pytest.importorskip("matplotlib", reason="drawing wants matplotlib: pip install -e '.[dev]'")
-    plot.draw([ROW, {**ROW, "ratio": "", "failure": "out of memory"}], tmp_path / "speed.png", dark=dark)
-    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_no_measured_row_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing wants matplotlib: pip install -e '.[dev]'")
-    with pytest.raises(ValueError, match="nothing was measured"):
-        plot.draw([{**ROW, "ratio": ""}], tmp_path / "speed.png")
+}  # fmt: skip
 
 
 def test_a_line_has_all_calls_of_a_model_and_the_fastest_comes_first() -> None:
@@ -61,61 +40,39 @@ ROWS = [
 
 
 def test_a_curve_is_the_mean_of_all_seeds_where_each_has_a_loss() -> None:
-    assert plot_learning.curves(ROWS) == {"bfloat16": [(20, 3.0), (40, 2.0)], "block": [(20, 5.0)]}
+    assert plot.curves(ROWS) == {"bfloat16": [(20, 3.0), (40, 2.0)], "block": [(20, 5.0)]}
 
 
 def test_others_are_held_against_bfloat16_where_both_have_a_loss() -> None:
-    assert plot_learning.above({"bfloat16": [(20, 2.0)], "block": [(20, 2.5), (40, 1.0)]}) == {"block": [(20, 25.0)]}
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_draws_a_picture(tmp_path: Path, dark: bool) -> None:
-    pytest.importorskip("matplotlib", reason="drawing wants matplotlib: pip install -e '.[dev]'")
-    plot_learning.draw(ROWS, tmp_path / "x.png", dark=dark)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_measured_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing wants matplotlib: pip install -e '.[dev]'")
-    with pytest.raises(ValueError, match="nothing was measured"):
-        plot_learning.draw([], tmp_path / "x.png")
+    assert plot.above({"bfloat16": [(20, 2.0)], "block": [(20, 2.5), (40, 1.0)]}) == {"block": [(20, 25.0)]}
 
 
 def rows(which: str) -> list[dict[str, str]]:
     where = {
-        "device": "NVIDIA H200",
-        "torch": "2.11.0",
-        "cudnn": "91900",
-        "dtype": "bfloat16",
-        "triton": "3.6.0",
-        "flash_attn_4": "",
-        "cudnn_frontend": "",
-    }
+        "device": "NVIDIA H200", "torch": "2.11.0", "cudnn": "91900", "dtype": "bfloat16", "triton": "3.6.0",
+        "flash_attn_4": "", "cudnn_frontend": "",
+    }  # fmt: skip
     sides = {"fa4": "100", "sdpa_cudnn": "99", "sdpa": "120", "presented": "300", "triton": ""}
-    return [
-        {
-            **where,
-            "case": "causal_d64_s512",
-            "pass": which,
-            "side": side,
-            "p50_us": took,
-            "rounds": "9",
-            "chosen": "yes" * (side == "fa4"),
-        }
-        for side, took in sides.items()
-    ]
+    same = {**where, "case": "causal_d64_s512", "pass": which, "rounds": "9"}
+    return [same | {"side": side, "p50_us": us, "chosen": "yes" * (side == "fa4")} for side, us in sides.items()]
 
 
-def test_draws_a_picture_of_a_selection(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot_select.draw([*rows("forward"), *rows("backward")], tmp_path / "x.png")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(
+    ("draw", "measured", "nothing"),
+    [
+        (plot.draw, [ROW, {**ROW, "ratio": "", "failure": "out of memory"}], [{**ROW, "ratio": ""}]),
+        (plot.draw_learning, ROWS, []),
+        (plot.draw_select, [*rows("forward"), *rows("backward")], []),
+    ],
+    ids=["models", "learning", "select"],
+)
+def test_what_was_measured_is_drawn(draw: Any, measured: Any, nothing: Any, dark: bool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing wants matplotlib: pip install -e '.[dev]'")
+    draw(measured, tmp_path / "x.png", dark=dark)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_measured_of_a_selection_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="nothing was measured"):
-        plot_select.draw([], tmp_path / "x.png")
+        draw(nothing, tmp_path / "y.png", dark=dark)
 
 
 def test_a_kind_has_its_smallest_ratio_the_mean_and_the_largest() -> None:
@@ -123,26 +80,18 @@ def test_a_kind_has_its_smallest_ratio_the_mean_and_the_largest() -> None:
     for row in slower:
         if row["side"] == "sdpa":
             row["p50_us"] = "480"
-    found = plot_select.spreads(plot_select.select_rows.replayed([*rows("forward"), *slower]))
+    found = plot.spreads(plot.select_rows.replayed([*rows("forward"), *slower]))
     least, mean, most = found["causal"]["sdpa"]
     assert most / least == pytest.approx(4)
     assert mean == pytest.approx((least * most) ** 0.5)
-    assert plot_select._kind(plot_select.select_rows.replayed(slower)[0]) == "causal"
+    assert plot._kind(plot.select_rows.replayed(slower)[0]) == "causal"
 
 
 def row(model: str, implementation: str, scenario: str, ratio: str, **more: str) -> dict[str, str]:
     return {
-        "model": model,
-        "implementation": implementation,
-        "scenario": scenario,
-        "dtype": "bfloat16",
-        "forced": "",
-        "lowerings": "fa4 x8",
-        "inductor_p50_ms": "46.42",
-        "attn_compiler_p50_ms": "31.51",
-        "ratio": ratio,
-        **more,
-    }
+        "model": model, "implementation": implementation, "scenario": scenario, "dtype": "bfloat16", "forced": "",
+        "lowerings": "fa4 x8", "inductor_p50_ms": "46.42", "attn_compiler_p50_ms": "31.51", "ratio": ratio, **more,
+    }  # fmt: skip
 
 
 def test_means_are_geometric_and_say_of_how_many() -> None:
@@ -181,20 +130,13 @@ def test_newer_rows_count_where_they_were_measured() -> None:
     ]
 
 
-def test_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, newer = tmp_path / "base.csv", tmp_path / "newer.csv"
-    for path, rows in (
-        (base, [row("llama", "sdpa", "train", "1.0")]),
-        (newer, [row("llama", "sdpa", "train", "1.5", extras="a 1")]),
-    ):
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    monkeypatch.setattr(sys, "argv", ["summary", str(base), "--newer", str(newer)])
-    summary.main()
-    with base.open(newline="") as file:
-        (kept,) = csv.DictReader(file)
+    given = {base: row("llama", "sdpa", "train", "1.0"), newer: row("llama", "sdpa", "train", "1.5", extras="a 1")}
+    for path, of_file in given.items():
+        harness.write(path, list(of_file), [of_file])
+    assert summary.main([str(base), "--newer", str(newer)]) == 0
+    (kept,) = harness.read(base)
     assert (kept["ratio"], kept["extras"]) == ("1.5", "a 1")
     assert "| llama | sdpa | train | fa4 ×8 | 46.4 | 31.5 | 1.5 |" in capsys.readouterr().out
 
@@ -208,7 +150,8 @@ def test_a_row_for_each_side(mask: str, monkeypatch: pytest.MonkeyPatch) -> None
         "SIDES",
         {"eager": None, "math": {"backend": "attn_compiler", "options": {"lowerings": ["math"], "inner": "aot_eager"}}},
     )
-    eager, ours = bench_tables.rows("cpu", [torch.float32], {mask: [(2, 3, 9, 8)]})
+    table = bench_tables.Table(mask, 2, 3, 9, 8, "float32")
+    eager, ours = bench_tables.measure(table, Namespace(device="cpu"))
     assert (eager["lowering"], ours["lowering"], ours.get("failure")) == ("", "math", None)
     assert float(ours["error"]) < 1e-5
     assert float(ours["differs"]) == 0
@@ -232,5 +175,5 @@ def test_a_side_that_fails_is_a_row() -> None:
     broken = {"broken": {"backend": "no such backend"}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_tables, "SIDES", broken)
-        (row,) = bench_tables.rows("cpu", [torch.float32], {"table": [(1, 1, 4, 8)]})
+        (row,) = bench_tables.measure(bench_tables.Table("table", 1, 1, 4, 8, "float32"), Namespace(device="cpu"))
     assert "no such backend" in row["failure"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.choice import priorities, shape_class
 from attn_compiler.spec.target import Target
-from benchmarks import bench_select, kernel_cases, kernel_peers, kernel_timing, select_cases, select_rows, standing
+from benchmarks import bench_select, harness, kernel_cases, kernel_peers, kernel_timing, select_cases, select_rows
 from benchmarks.kernel_cases import Case, Problem
 from benchmarks.kernel_peers import Side
 from benchmarks.select_cases import BY_NAME, CASES, DROPOUT, DROPOUT_CASES, spec_of
@@ -41,9 +39,7 @@ def evidence(**times: float) -> Evidence:
 
 
 def test_the_committed_rows_are_what_the_committed_times_give() -> None:
-    with priorities.MEASURED.open(newline="") as file:
-        committed = list(csv.DictReader(file))
-    assert committed == select_rows.all_lines()
+    assert harness.read(priorities.MEASURED) == select_rows.all_lines()
 
 
 def test_no_times_give_no_rows(tmp_path: Path) -> None:
@@ -51,40 +47,32 @@ def test_no_times_give_no_rows(tmp_path: Path) -> None:
     assert select_rows.lines(select_rows.evidence([])) == []
 
 
-def test_order_is_that_of_the_geometric_means() -> None:
-    found = select_rows.ranked(
-        [evidence(fa4=100.0, sdpa_cudnn=110.0, triton=400.0), evidence(fa4=105.0, sdpa_cudnn=100.0, triton=100.0)]
-    )
-    assert [name for name, _ in found] == ["fa4", "sdpa_cudnn", "triton"]
-    assert found[2][1] == pytest.approx(2.0)
-
-
-def test_what_is_slow_somewhere_does_not_come_first() -> None:
-    """fa4 is faster on average, and half as fast on one shape."""
-    shapes = [
-        evidence(fa4=60.0, sdpa_cudnn=62.0),
-        evidence(fa4=10.0, sdpa_cudnn=10.5),
-        evidence(fa4=115.0, sdpa_cudnn=100.0),
-    ]
-    assert [name for name, _ in select_rows.ranked(shapes)] == ["sdpa_cudnn", "fa4"]
-    everywhere = [evidence(fa4=50.0, sdpa_cudnn=100.0), evidence(fa4=150.0, sdpa_cudnn=100.0)]
-    assert select_rows.ranked(everywhere)[0][0] == "fa4"
-
-
-def test_what_comes_next_is_best_without_those_before() -> None:
-    shapes = [
-        evidence(fa4=50.0, cudnn=100.0, triton=101.0),
-        evidence(fa4=50.0, cudnn=60.0, triton=65.0),
-        evidence(fa4=50.0, cudnn=120.0, triton=100.0),
-    ]
-    assert [name for name, _ in select_rows.ranked(shapes)] == ["fa4", "triton", "cudnn"]
-
-
-def test_of_two_that_are_as_fast_the_one_that_is_everywhere_comes_first() -> None:
-    close = [evidence(fa4=100.0, cudnn=100.5, sdpa_cudnn=100.9, triton=300.0)]
-    assert [name for name, _ in select_rows.ranked(close)] == ["sdpa_cudnn", "fa4", "cudnn", "triton"]
-    further = [evidence(fa4=100.0, cudnn=100.5, sdpa_cudnn=102.0)]
-    assert [name for name, _ in select_rows.ranked(further)] == ["fa4", "cudnn", "sdpa_cudnn"]
+@pytest.mark.parametrize(
+    ("order", "shapes"),
+    [
+        # by geometric means
+        ("fa4 sdpa_cudnn triton", [{"fa4": 100, "sdpa_cudnn": 110, "triton": 400}, {"fa4": 105, "sdpa_cudnn": 100, "triton": 100}]),
+        # fa4 is faster on average, and half as fast on one shape; where each is slow somewhere, means decide
+        ("sdpa_cudnn fa4", [{"fa4": 60, "sdpa_cudnn": 62}, {"fa4": 10, "sdpa_cudnn": 10.5}, {"fa4": 115, "sdpa_cudnn": 100}]),
+        ("fa4 sdpa_cudnn", [{"fa4": 50, "sdpa_cudnn": 100}, {"fa4": 150, "sdpa_cudnn": 100}]),
+        # what comes next is best without those before
+        (
+            "fa4 triton cudnn",
+            [{"fa4": 50, "cudnn": a, "triton": b} for a, b in ((100, 101), (60, 65), (120, 100))],
+        ),
+        # of two that are as fast, the one that is everywhere
+        ("sdpa_cudnn fa4 cudnn triton", [{"fa4": 100, "cudnn": 100.5, "sdpa_cudnn": 100.9, "triton": 300}]),
+        ("fa4 cudnn sdpa_cudnn", [{"fa4": 100, "cudnn": 100.5, "sdpa_cudnn": 102}]),
+        # what did not run everywhere is not ranked
+        ("triton", [{"fa4": 1, "triton": 2}, {"triton": 2}]),
+    ],
+)  # fmt: skip
+def test_order(order: str, shapes: list[dict[str, float]]) -> None:
+    found = select_rows.ranked([evidence(**times) for times in shapes])
+    assert [name for name, _ in found] == order.split()
+    means = {"fa4 sdpa_cudnn triton": 2.0, "triton": 2**0.5}
+    if order in means:
+        assert found[-1][1] == pytest.approx(means[order])
 
 
 def test_a_band_has_a_row_of_its_own_where_that_changes_the_choice() -> None:
@@ -96,12 +84,6 @@ def test_a_band_has_a_row_of_its_own_where_that_changes_the_choice() -> None:
     other = rows("sinks_gqa_d64_s8192", plain) + rows("sinks_window_gqa_d64_s8192", window)
     found = [(line["band"], line["order"].split()[:3]) for line in select_rows.lines(select_rows.evidence(other))]
     assert found == [("window", ["fa4", "triton", "cudnn"]), ("", ["fa4", "cudnn", "triton"])]
-
-
-def test_what_did_not_run_everywhere_is_not_ranked() -> None:
-    assert select_rows.ranked([evidence(fa4=1.0, triton=2.0), evidence(triton=2.0)]) == [
-        ("triton", pytest.approx(2**0.5))
-    ]
 
 
 def test_training_counts_forward_and_backward() -> None:
@@ -166,11 +148,8 @@ def test_a_start_among_two_rounds_does_not_count() -> None:
     assert line["order"].split()[:3] == ["fa4", "sdpa_cudnn", "sdpa_flash"]
 
 
-def test_some_lengths_are_held_out() -> None:
+def test_held_out_lengths_and_peers_are_not_ranked() -> None:
     assert select_rows.lines(select_rows.evidence(rows("causal_d64_s4096", {"fa4": 9.0}))) == []
-
-
-def test_peers_that_are_no_lowerings_are_not_ranked() -> None:
     (line,) = select_rows.lines(select_rows.evidence(rows("causal_d64_s8192", {"fa4": 9.0, "sdpa": 1.0, "flex": 1.0})))
     assert line["order"].split()[0] == "fa4"
 
@@ -206,12 +185,8 @@ def test_fewer_heads_have_a_row_of_their_own_where_that_changes_the_choice() -> 
 
 def read_back(measured: list[dict[str, str]], tmp_path: Path) -> tuple[priorities.Row, ...]:
     path = tmp_path / "rows.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, priorities.COLUMNS)
-        writer.writeheader()
-        writer.writerows(select_rows.lines(select_rows.evidence(measured)))
-    with path.open(newline="") as file:
-        return tuple(map(priorities._measured, csv.DictReader(file)))
+    harness.write(path, priorities.COLUMNS, select_rows.lines(select_rows.evidence(measured)))
+    return tuple(map(priorities._measured, harness.read(path)))
 
 
 def test_a_row_is_read_back_as_it_was_meant(tmp_path: Path) -> None:
@@ -298,32 +273,26 @@ def test_the_lowerings_of_a_machine_and_its_choice(monkeypatch: pytest.MonkeyPat
         assert not set(makes) & {"reference", "math", "untouched", "sdpa_cpu_flash"}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, output: Path, *further: str) -> list[dict[str, str]]:
-    arguments = ["bench_select", "--device", "cpu", "--size", "small", "--seconds", "0.001", "--commit", "abc"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--output", str(output), *further])
-    assert bench_select.main() == 0
-    if not output.exists():
-        return []
-    with output.open(newline="") as file:
-        return list(csv.DictReader(file))
+def run(output: Path, *further: str) -> list[dict[str, str]]:
+    arguments = ["--device", "cpu", "--size", "small", "--seconds", "0.001", "--commit", "abc"]
+    assert bench_select.main([*arguments, "--output", str(output), *further]) == 0
+    return harness.read(output)
 
 
-def test_a_run_that_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "select.csv"
     common = ("--cases", "causal_d64_s512", "--peers", "sdpa", "presented")
-    assert run(monkeypatch, output, *common, "--budget-seconds", "-1") == []
+    assert run(output, *common, "--budget-seconds", "-1") == []
     assert "2 cases left for a run with --append" in capsys.readouterr().out
-    first = run(monkeypatch, output, *common, "--append", "--passes", "forward")
+    first = run(output, *common, "--append", "--passes", "forward")
     assert {row["side"] for row in first} == {"triton", "sdpa", "presented"}
     assert [row["side"] for row in first if row["chosen"]] == ["sdpa"]
     assert all(float(row["p50_us"]) > 0 and row["commit"] == "abc" for row in first)
     assert all(float(row["error"]) < 1e-4 for row in first if row["side"] != "sdpa")
-    both = run(monkeypatch, output, *common, "--append")
+    both = run(output, *common, "--append")
     assert both[: len(first)] == first
     assert {row["pass"] for row in both[len(first) :]} == {"backward"}
-    assert len(standing.of(both)) == 2
+    assert len(bench_select.shapes_of(both)) == 2
     assert "2 shapes, 1 of them" in capsys.readouterr().out
 
 

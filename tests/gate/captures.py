@@ -25,7 +25,7 @@ from torch import fx
 import attn_compiler
 from attn_compiler import passes
 from attn_compiler.passes.graph.mirror import Mirror
-from benchmarks import harness, inputs, models
+from benchmarks import harness, models
 
 #: (family, attention implementation, scenario) of benchmarks.models, in their small sizes
 MODELS = (
@@ -82,9 +82,9 @@ def _counter(watched: Watched) -> Callable[..., None]:
 
 def capture(name: str, implementation: str, scenario: str) -> dict[str, str]:
     """One model compiled twice: once to count, once to see how long it takes."""
-    way = inputs.SCENARIOS[scenario]
+    way = models.SCENARIOS[scenario]
     model = models.build(name, "small", implementation).train(way.training)
-    given = inputs.example_inputs(name, "small", way)
+    given = models.example_inputs(name, "small", way)
     with watching(counts_calls=True) as counted:
         _compile(model, given, way.training)
     reports = attn_compiler.reports()

@@ -22,7 +22,7 @@ from attn_compiler.lowerings.linear.triton_sizes import LinearSizes
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.linear import LinearForm
 from attn_compiler.spec.target import Target
-from benchmarks.linear_groups import for_each_head, has_groups
+from benchmarks.linear_layers import for_each_head, has_groups
 from tests.lowerings.linear import linear_forms
 from tests.lowerings.linear.kernels.interpreted import with_bfloat16
 from tests.lowerings.linear.triton_problems import FORMS, furthest, problem, skip_where_refused
