@@ -31,7 +31,7 @@ from attn_compiler.torch_private import (
     inductor as torch_inductor,
     snapshots as torch_snapshots,
 )
-from attn_compiler.verifying import plan as plan_module, running
+from attn_compiler.verifying import first, plan as plan_module
 from tests.inductor_caches import no_graphs
 from tests.passes.compiling import CPU_FLASH, compiled
 from tests.without_inductor import without_inductor
@@ -387,7 +387,7 @@ def test_a_check_that_fails_is_a_warning(
         calls.append(1)
         raise error
 
-    monkeypatch.setattr(running, "run_checks", fail)
+    monkeypatch.setattr(first, "run_checks", fail)
     model, x = _fresh()
     run = compiled(model, strict=False, verify=True)
     got, said = _warned(lambda: _step(run, model, x))

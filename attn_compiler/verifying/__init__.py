@@ -2,17 +2,11 @@
 
 The model's own graph runs once more, op by op, on copies of the real inputs. At each site three checks compare at every (b, h, q, k) the
 recovered mask and the proved biases with the model's tensors (pairs.py), and the rewritten graph's result with the model's output
-(outputs.py). All use the model's own values, so that one wrong site is one mismatch.
+(outputs.py). All use the model's own values, so that one wrong site is one mismatch. The first raises before the compiled function runs.
+Then its outputs and its writes to inputs are compared, and the first backward (first.py, whole.py, watching.py).
 
-The first mismatch raises VerificationMismatch before the compiled function runs. Then the compiled function's outputs, and its writes to
-its inputs, are compared too: whatever the graph writes to later, the values in the end are the model's. The first backward is compared
-likewise (first.py, whole.py, watching.py). Later calls run the compiled function alone.
-
-plan.py: the checks, prepared before the graph is given away. running.py: their run. values.py: values of nodes, and the needed ones.
+plan.py: the checks, prepared before the graph is given away. values.py: values of nodes, and the needed ones.
 interpreting.py: a graph in several arithmetics, and copies. ranks.py: attention over a sequence that ranks share. comparing.py: the rule.
-
-The run holds a copy of the inputs (of trained parameters only if the graph may write to them) and, for one site at a time, its attention in
-a wider dtype. If gradients are needed, the copy is held until the first backward, or until there can be none.
 """
 
 from __future__ import annotations

@@ -192,7 +192,14 @@ def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule) -> Com
         known = _real(y if y is not None else x)
         x, y = _like(x, known), _like(y, known)
         every.append((_Numbers if y.is_floating_point() else _Others)(i, x, y, rule))
-    _run_again(every, run)
+    # Run the model's math until all results are settled, or the runs are used up.
+    for noise in (None, *(Noise(seed=seed) for seed in range(NOISY_RUNS_OF_STEEP))):
+        left = [one for one in every if one.is_open]
+        if not left or (noise is not None and noise.seed >= NOISY_RUNS and not any(one.is_steep for one in left)):
+            break
+        made = run(noise)
+        for one in left:
+            one.compare_with(made[one.index])
     # Noise does not show in a gradient that is zero in every run, as that of the scores of a single key. The cancelling terms are about
     # as large as the other results.
     if any(one.is_open for one in every):
@@ -204,17 +211,6 @@ def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule) -> Com
                 one.settle(max(roundings, default=0.0))
     raise_first([*wrong, *(one.mismatch() for one in every if one.is_open)])
     return Compared.merged(Compared(elements=one.elements, error=one.found, allowed=one.allowed) for one in every)
-
-
-def _run_again(every: Sequence[_Numbers | _Others], run: Run) -> None:
-    """Run the model's math until all results are settled, or the runs are used up."""
-    for noise in (None, *(Noise(seed=seed) for seed in range(NOISY_RUNS_OF_STEEP))):
-        left = [one for one in every if one.is_open]
-        if not left or (noise is not None and noise.seed >= NOISY_RUNS and not any(one.is_steep for one in left)):
-            return
-        made = run(noise)
-        for one in left:
-            one.compare_with(made[one.index])
 
 
 def _floor(

@@ -1,4 +1,7 @@
-"""The first call of a graph, and the first with a backward: comparison of their results with the model's own graph."""
+"""The first call of a graph, and the first with a backward: one run of the model's own graph on the real inputs, and what is compared.
+
+Each check is made as soon as its values are there.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,157 @@ import contextlib
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from attn_compiler.reasons.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch, described
 from attn_compiler.reporting import verifications as results
+from attn_compiler.reporting.verifications import Verification
 from attn_compiler.torch_private import compat as torch_compat
-from attn_compiler.verifying import comparing, running, watching, whole
+from attn_compiler.verifying import comparing, watching, whole
+from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.plan import CheckPlan
-from attn_compiler.verifying.running import Run
+from attn_compiler.verifying.values import Check, Key, NoValueError, Values
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
-from attn_compiler.verifying.whole import SUBJECT_GRADIENTS, SUBJECT_OUTPUTS, Called, Fingerprint, fingerprint
+from attn_compiler.verifying.whole import SUBJECT_GRADIENTS, Called, Fingerprint, Ran, fingerprint
 
 #: calls without the expected backward, after which none is expected any more
 CALLS_WITHOUT_BACKWARD = 8
+_OF_PART = "no rank can run the model's own graph on the whole sequence"
+#: Sites are compared, and each mismatch is one on all ranks. Later findings are not exchanged.
+_OF_CACHE = "ranks share a cache of keys, and an error of one rank alone would leave the others waiting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Results of one run. called: the inputs as they were. ran: results of the model's own graph. found: every check's result, in the order
+    of the plan. apart: why the whole graph may rightly differ, if it may."""
+
+    called: Called
+    ran: Ran
+    found: list[Verification]
+    apart: str | None
+
+
+def run_checks(plan: CheckPlan, args: Sequence[Any]) -> Run:
+    """Run the model's own graph and check. Raises VerificationMismatch for the first wrong site. args: as the compiled function gets them;
+    neither they nor the state of random number generators change."""
+    called = Called.copied(plan, args)
+    session = _Session(plan)
+    try:
+        ran = whole.run_model(called, record=session.record)
+        found = session.finish()
+        return Run(called=called, ran=ran, found=found, apart=session.apart or called.apart(ran))
+    except VerificationMismatch:
+        raise
+    except Exception as error:
+        if plan.ranks is not None:
+            plan.ranks.failed(error)
+        raise
+    finally:
+        session.close()
+
+
+class _Session:
+    """State of one run: values of waiting checks, and results of finished ones."""
+
+    def __init__(self, plan: CheckPlan) -> None:
+        self._plan = plan
+        self._values = Values(bodies=plan.mirrors)
+        self._waiting = [(check, set(check.needs)) for check in plan.checks if check.skipped is None]
+        self._wanted: Counter[Key] = Counter(key for check in plan.checks for key in check.needs)
+        self._moments: dict[tuple[int, str], list[Key]] = {}
+        for key in self._wanted:
+            self._moments.setdefault((key.body, key.after or key.name), []).append(key)
+        self._held: dict[tuple[int, str], Any] = dict.fromkeys((k.body, k.name) for k in self._wanted if k.after)
+        self._found: dict[Check, Verification] = {}
+        self._mismatches: list[tuple[int, VerificationMismatch]] = []
+        self._instead: dict[tuple[int, str], torch.Tensor] = {}
+        self._left_out: list[str] = []
+        self._not_run: set[Check] = set()
+
+    @property
+    def apart(self) -> str | None:
+        """Why values after the sites may differ from the model's, if they may."""
+        if self._plan.ranks is not None:
+            return _OF_CACHE if self._plan.ranks.has_whole else _OF_PART
+        outs = [check for check in self._plan.outputs() if check not in self._not_run]
+        if self._plan.padded is None and not self._plan.has_linear and all(check.is_as_it_was for check in outs):
+            return "every attention is as the model made it"
+        if self._left_out:
+            return f"{self._left_out[0]} gives something else for rows without any key"
+        unknown = [check for check in outs if self._found[check].skipped is not None and not check.is_as_it_was]
+        return f"{unknown[0].site.module}: {self._found[unknown[0]].skipped}" if unknown else None
+
+    def record(self, node: fx.Node, value: Any) -> Any:
+        """Note a node's value, then make the checks that waited for it. Return the value to continue with."""
+        for symbol, dim in self._plan.symbols.get((node.graph, node.name), ()):
+            self._values.symbols.setdefault(symbol, int(value if dim is None else value.shape[dim]))
+        body = self._plan.bodies.get(node.graph)
+        if body is None:
+            return value
+        now = (body.index, node.name)
+        if now in self._held:
+            self._held[now] = value
+        keys = {key for key in self._moments.get(now, ()) if self._wanted[key]}
+        for key in keys:
+            found = value if key.after is None else self._held[key.body, key.name]
+            self._values.recorded[key] = found.clone() if key.copied and isinstance(found, torch.Tensor) else found
+        if keys:
+            self._waiting, waiting = [], [(check, missing - keys) for check, missing in self._waiting]
+            for check, missing in waiting:
+                if missing:
+                    self._waiting.append((check, missing))
+                else:
+                    self._make(check)
+        return self._instead.pop(now, value)
+
+    def _make(self, check: Check) -> None:
+        try:
+            compared = check.compare(self._values)
+        except NoValueError as error:
+            self._say(check, skipped=str(error))
+        except VerificationMismatch as mismatch:
+            self._mismatches.append((self._plan.checks.index(check), mismatch))
+        else:
+            if compared.left_out:
+                self._left_out.append(check.site.module)
+            name = check.body.names.get(check.site.match.out)
+            if compared.instead is not None and name is not None:
+                self._instead[check.body.index, name] = compared.instead
+            self._say(check, compared)
+        for key in check.needs:
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._values.recorded[key]
+
+    def _say(self, check: Check, compared: Compared | None = None, *, skipped: str | None = None) -> None:
+        words = {"graph": self._plan.graph, "module": check.site.module, "subject": check.subject}
+        found = compared or Compared(elements=0)
+        self._found[check] = found.said(**words, formula=check.formula, skipped=skipped)
+
+    def finish(self) -> list[Verification]:
+        """Return every check's result, in order. Raises the first mismatch, with the others in a note, on all ranks."""
+        if self._plan.ranks is not None:
+            self._plan.ranks.raise_first(self._mismatches)
+        comparing.raise_first([mismatch for _, mismatch in self._mismatches])
+        for check in self._plan.checks:
+            if check.skipped is not None:
+                self._say(check, skipped=check.skipped)
+            elif check not in self._found:
+                self._not_run.add(check)
+                self._say(check, skipped="the first call did not run the graph that it is in")
+        return [self._found[check] for check in self._plan.checks]
+
+    def close(self) -> None:
+        """Release all values."""
+        self._values.recorded.clear()
+        self._held.clear()
 
 
 class First:
@@ -41,13 +178,17 @@ class First:
         """True if everything was compared."""
         return self._plan is None
 
+    @property
+    def _is_watching(self) -> bool:
+        return self._watched is not None and self._watched() is not None
+
     def call(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Call the compiled function. Raises VerificationMismatch."""
         with self._lock:
             plan, run = self._plan, None
             if plan is not None and self._forward:
                 with _unhindered(plan, "the check of the first call"):
-                    run = running.run_checks(plan, args)
+                    run = run_checks(plan, args)
                     results.keep(run.found)
                     self._apart = run.apart
                 # A check that failed itself would fail again.
@@ -60,14 +201,13 @@ class First:
         if run is not None:
             try:
                 with _unhindered(plan, "the check of what the graph gives"):
-                    skipped = whole.said(plan, SUBJECT_OUTPUTS, skipped=run.apart)
-                    compared = run.apart is None
-                    results.keep([whole.check_outputs(run.called, run.ran, outs, args) if compared else skipped])
+                    results.keep([whole.check_outputs(run.called, run.ran, outs, args, run.apart)])
             except VerificationMismatch:
                 self._forward = True
                 raise
         if backward is not None:
-            outs = self._watch(plan, backward, outs, args)
+            with _unhindered(plan, "watching the backward"):
+                outs = self._watch(plan, backward, outs, args)
         self._close()
         return outs
 
@@ -75,61 +215,48 @@ class First:
         """Return the data to compare this call's backward, if one is expected and none is watched."""
         if not self._backward or self._is_watching:
             return None
-        backward, why = None, None
+        # No backward is expected any more, unless all goes well.
+        self._backward, backward = False, None
         if plan.communicates:
-            why = "the graph communicates with other processes"
+            results.keep([whole.said(plan, SUBJECT_GRADIENTS, skipped="the graph communicates with other processes")])
         elif self._waits == CALLS_WITHOUT_BACKWARD:
             why = f"none of the first {self._waits} calls was followed by a backward"
-        wanted = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-        if why is not None or not wanted:
-            self._give_up(plan, why)
-            return None
-        with _unhindered(plan, "preparing the check of the gradients"):
-            called = run.called if run is not None else Called.copied(plan, args)
-            backward = _Backward(first=self, called=called, edges=watching.edges(args))
-        self._backward = backward is not None
-        return backward
-
-    def _give_up(self, plan: CheckPlan, why: str | None) -> None:
-        """Expect no backward any more. why: the reason that nothing was compared, for people."""
-        self._backward = False
-        if why is not None:
             results.keep([whole.said(plan, SUBJECT_GRADIENTS, skipped=why)])
-
-    @property
-    def _is_watching(self) -> bool:
-        return self._watched is not None and self._watched() is not None
+        elif torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+            with _unhindered(plan, "preparing the check of the gradients"):
+                called = run.called if run is not None else Called.copied(plan, args)
+                backward = _Backward(first=self, called=called, edges=watching.edges(args))
+                self._backward = True
+        return backward
 
     def _watch(self, plan: CheckPlan, backward: _Backward, outs: Any, args: Sequence[Any]) -> Any:
         edges, backward.edges = backward.edges, {}
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in outs):
-            self._give_up(plan, None)
+            self._backward = False
             return outs
-        found = outs
-        with _unhindered(plan, "watching the backward"):
-            try:
-                found = type(outs)(watching.watch(outs, args, edges, backward.done))
-            except CannotWatchError as error:
-                self._give_up(plan, str(error))
-                return outs
-            backward.remember([*found, *args])
-            self._watched = weakref.ref(backward)
-            self._waits += 1
-        return found
+        try:
+            found = watching.watch(outs, args, edges, backward.done)
+        except CannotWatchError as error:
+            self._backward = False
+            results.keep([whole.said(plan, SUBJECT_GRADIENTS, skipped=str(error))])
+            return outs
+        backward.remember([*found, *args])
+        self._watched = weakref.ref(backward)
+        self._waits += 1
+        return type(outs)(found)
 
     def _close(self) -> None:
         """Release the plan once nothing is left to wait for."""
         if not self._forward and not self._backward and not self._is_watching:
             self._plan = None
 
-    def compare_gradients(self, called: Called, arrived: Arrived, held: dict[int, _Held]) -> None:
+    def compare_gradients(
+        self, called: Called, arrived: Arrived, written: dict[int, torch.Tensor], apart: str | None
+    ) -> None:
         """Finish the first backward. Raises VerificationMismatch; the next call's backward is then checked again."""
-        self._watched, apart = None, self._apart
-        if apart is None and any(x.is_moved for x in held.values()):
-            apart = "the caller wrote to an output in place that is a view"
+        self._watched = None
         with _unhindered(called.plan, "the check of the gradients"):
-            written = {place: x.alias for place, x in held.items() if fingerprint(x.alias) != x.held}
-            results.keep([whole.check_gradients(called, arrived, written, apart)])
+            results.keep([whole.check_gradients(called, arrived, written, self._apart or apart)])
         self._backward = False
         self._close()
 
@@ -139,39 +266,30 @@ class _Backward:
 
     def __init__(self, *, first: First, called: Called, edges: dict[int, watching.Edge]) -> None:
         self.edges = edges
-        self._first = first
-        self._called: Called | None = called
-        self._results: dict[int, _Held] = {}
+        self._first, self._called = first, called
+        self._results: dict[int, tuple[torch.Tensor, Fingerprint, int | None]] = {}
+        self._is_done = False
 
     def remember(self, found: Sequence[Any]) -> None:
-        """Note the contents of the call's results, to detect writes by the caller."""
-        self._results = {place: _Held.take(x) for place, x in enumerate(found) if comparing.is_plain(x)}
+        """Note the memory and contents of the call's results, to detect writes by the caller; of views their number, too."""
+        for place, x in enumerate(found):
+            if comparing.is_plain(x):
+                counted = torch_compat.writes_counted(x) if x.requires_grad and torch_compat.is_view(x) else None
+                self._results[place] = x.detach(), fingerprint(x), counted
 
     def done(self, arrived: Arrived) -> None:
-        called, self._called = self._called, None
-        held, self._results = self._results, {}
-        if called is not None:
-            self._first.compare_gradients(called, arrived, held)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Held:
-    """The contents of a tensor at one time. alias: its memory, outside of autograd's graph."""
-
-    alias: torch.Tensor
-    held: Fingerprint
-    writes: int
-    is_view: bool
-
-    @staticmethod
-    def take(x: torch.Tensor) -> _Held:
-        is_view, writes = x.requires_grad and torch_compat.is_view(x), torch_compat.writes_counted(x)
-        return _Held(alias=x.detach(), held=fingerprint(x), writes=writes, is_view=is_view)
-
-    @property
-    def is_moved(self) -> bool:
-        """True if it is a view that autograd moved to another node of its graph: hooks on the old one do not run."""
-        return self.is_view and torch_compat.writes_counted(self.alias) != self.writes
+        if self._is_done:
+            return
+        self._is_done, apart, written = True, None, {}
+        for place, (alias, held, counted) in self._results.items():
+            # Autograd moves a view that is written to another node of its graph: hooks on the old one do not run.
+            if counted is not None and torch_compat.writes_counted(alias) != counted:
+                apart = "the caller wrote to an output in place that is a view"
+            if fingerprint(alias) != held:
+                written[place] = alias
+        called, self._results = self._called, {}
+        del self._called
+        self._first.compare_gradients(called, arrived, written, apart)
 
 
 @contextlib.contextmanager

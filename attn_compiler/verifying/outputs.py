@@ -26,8 +26,6 @@ from attn_compiler.verifying.comparing import Compared, Rule
 from attn_compiler.verifying.interpreting import Noise, is_floating
 from attn_compiler.verifying.values import Check, NoValueError, Values, require_computable
 
-AS_IT_WAS = "the site is as the model made it"
-
 
 @dataclass(kw_only=True, eq=False)
 class OutputCheck(Check):
@@ -54,8 +52,8 @@ class OutputCheck(Check):
 
     def read(self, values: Values) -> None:
         site = self.site
-        if site.spec is None or site.decision is None or self.new_out is None:
-            raise NoValueError(AS_IT_WAS)
+        if site.spec is None or self.is_as_it_was or self.new_out is None:
+            raise NoValueError("the site is as the model made it")
         if site.spec.score.dropout_p > 0:
             raise NoValueError("dropout draws other numbers in every kernel")
         self.read_own(values)
@@ -72,12 +70,12 @@ class OutputCheck(Check):
 
     def compare(self, values: Values) -> Compared:
         if self.new_out is None:
-            raise NoValueError(AS_IT_WAS)
+            raise NoValueError("the site is as the model made it")
         new = floating(values.rewritten(self.body, self.new_out))
         return self.beside_own(new, values, self.kept_rows(values), self.what)
 
     def beside_own(self, new: torch.Tensor, values: Values, kept: torch.Tensor | None, what: str) -> Compared:
-        """Compare a tensor with the model's result at a site. kept, what: as in `held`. Raises as that does."""
+        """Compare a tensor with the model's result at a site, as `held` does."""
         own, v = floating(values.mirror(self.site.match.out)), values.mirror(self.site.match.v.node)
 
         def run(noise: Noise | None) -> torch.Tensor:

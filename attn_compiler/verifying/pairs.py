@@ -1,24 +1,20 @@
-"""Comparison of the recovered mask and the proved biases with the model's own tensors, at every (b, h, q, k).
-
-A pair is a query and a key of one batch row and head. Tensors and expressions are evaluated in slices of bounded size.
+"""Comparison of the recovered mask and the proved biases with the model's own tensors, at every (b, h, q, k), in slices of bounded size.
 
 Masks: no difference is allowed. If the condition holds, the model must allow the pair (True, or 0 added); otherwise it must mask it (False,
-or at most float16's lowest number added). A number between is neither. With a bias, such a number belongs to the bias, and the bias itself
-may mask a pair, too.
+or at most float16's lowest number added). With a bias, a number between belongs to the bias, and the bias itself may mask a pair, too.
 
-Biases: the sum of all at every pair that is not masked. Rounding is allowed, in each batch row and head: the model rounds after each of its
-operations, and the kinds' expressions are evaluated in float64. Numbers cut to integers (T5's buckets) may fall on either side of a near
-boundary.
+Biases: their sum at every pair that is not masked. Rounding is allowed, in each batch row and head: the model rounds after each of its
+operations. Numbers cut to integers (T5's buckets) may fall on either side of a near boundary.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -60,8 +56,7 @@ _ALWAYS = 2
 _OUTSIDE = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slice:
+class Slice(NamedTuple):
     """One batch row, one head, and queries from `first` up to `end`."""
 
     b: int
@@ -69,21 +64,17 @@ class Slice:
     first: int
     end: int
 
-    def __str__(self) -> str:
-        return f"b={self.b}, h={self.h}, q from {self.first} up to {self.end}"
-
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Return (1, 1, queries or 1, keys or 1)."""
         for dim, (start, end) in enumerate(((self.b, self.b + 1), (self.h, self.h + 1), (self.first, self.end))):
-            if x.shape[dim] != 1:
-                x = x[(slice(None),) * dim + (slice(start, end),)]
+            x = x if x.shape[dim] == 1 else x.narrow(dim, start, end - start)
         return x
 
 
 def slices(sizes: tuple[int, ...]) -> Iterator[Slice]:
     step = max(1, MOST_PAIRS // max(1, sizes[3]))
     for b, h, first in itertools.product(range(sizes[0]), range(sizes[1]), range(0, sizes[2], step)):
-        yield Slice(b=b, h=h, first=first, end=min(first + step, sizes[2]))
+        yield Slice(b, h, first, min(first + step, sizes[2]))
 
 
 # ---- the model's own tensors ----------------------------------------------------------------------------------------
@@ -126,15 +117,15 @@ def shape(match: Match, values: Values) -> tuple[int, ...]:
 
 def own(site: Site, values: Values) -> list[Own]:
     """Return every tensor that the model adds or masks with, as it is at its use. Raises NoValueError."""
-    adds = [True] * len(site.added) + [False] * len(site.allowed)
-    return [Own(x=_arranged(site, x, values), term=x, adds=y) for x, y in zip(terms(site), adds, strict=True)]
+    kinds = ((site.added, True), (site.allowed, False))
+    return [Own(x=_arranged(site, x, values), term=x, adds=adds) for parts, adds in kinds for x in parts]
 
 
 def _arranged(site: Site, term: Term, values: Values) -> torch.Tensor:
     """Arrange a term's tensor to broadcast to (B, Hq, Sq, Skv)."""
     operand, match = term.operand, site.match
     x = values.tensor(operand.node, values.body(operand.used).mirror.order(operand.used))
-    if values.is_rehearsal:
+    if values.asked is not None:
         return torch.empty(0, 0, 0, 0)
     reads = {atom: atom for atom in axes.flat(operand.dims)}
     pair = (match.axes.batch, match.axes.heads, match.axes.query, match.axes.key)
@@ -146,13 +137,13 @@ def _arranged(site: Site, term: Term, values: Values) -> torch.Tensor:
     return found
 
 
-def combined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def combined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     """Combine effects: one tensor that masks is enough."""
-    result = parts[0]
-    for part in parts[1:]:
-        either = torch.maximum(result, part)
-        result = torch.where((result == MASKED) | (part == MASKED), MASKED, either).to(torch.int8)
-    return result
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.where((x == MASKED) | (y == MASKED), MASKED, torch.maximum(x, y)).to(torch.int8)
+
+    return reduce(both, parts)
 
 
 def rows_with_keys(site: Site, values: Values) -> torch.Tensor | None:
@@ -163,8 +154,7 @@ def rows_with_keys(site: Site, values: Values) -> torch.Tensor | None:
     full = tuple(torch.broadcast_shapes(*(one.x.shape for one in found)))  # type: ignore[no-untyped-call]
     rows = torch.empty(*full[:3], 1, dtype=torch.bool, device=found[0].x.device)
     for at in slices(full):
-        part = combined([one.effects(at) for one in found]) != MASKED
-        at.of(rows).copy_(part.any(-1, keepdim=True))
+        at.of(rows).copy_((combined(one.effects(at) for one in found) != MASKED).any(-1, keepdim=True))
     return rows
 
 
@@ -205,34 +195,37 @@ def evaluated(
 class Recovered:
     """Recovered expressions of a site, beside the model's own tensors, slice by slice.
 
-    words: for people, as in VerificationMismatch. gives: the expected values. sizes: the part of (B, Hq, Sq, Skv) to evaluate: one index is
-    enough along an axis on which nothing depends. tensors: read by the loads.
+    words: for people, as in VerificationMismatch; "expected": of values in general. sizes: the part of (B, Hq, Sq, Skv) to evaluate: one
+    index is enough along an axis on which nothing depends. tensors: read by the loads.
     """
 
     values: Values
     expressions: Sequence[Expr]
     words: Mapping[str, str]
-    gives: str
     own: list[Own]
     sizes: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
 
     @staticmethod
     def read(
-        site: Site, values: Values, expressions: Sequence[Expr], known: Mapping[str, Version], gives: str, **words: str
+        site: Site, values: Values, expressions: Sequence[Expr], known: Mapping[str, Version], **words: str
     ) -> Recovered:
         """Read the inputs of a comparison. known: the versions that the expressions load from. Raises NoValueError."""
         found, full = own(site, values), shape(site.match, values)
-        names = {load.tensor for x in expressions for load in ix.loads(x)}
+        varies = {
+            dim
+            for dim, name in enumerate(NAMES)
+            if any(ix.mentions(x, Index(name)) for x in expressions) or any(one.x.shape[dim] != 1 for one in found)
+        }
+        names = {name for x in expressions for name in x.facts.tensors}
         for name in names - known.keys():
             raise NoValueError(f"where {name} is read from is not known")
         return Recovered(
             values=values,
             expressions=expressions,
             words={"site": site.module, **words},
-            gives=gives,
             own=found,
-            sizes=varying(expressions, found, full),
+            sizes=tuple(n if dim in varies else min(n, 1) for dim, n in enumerate(full)),
             tensors={name: values.at(known[name]) for name in names},
         )
 
@@ -242,9 +235,9 @@ class Recovered:
             given = (at, self.sizes[3], self.values, self.tensors, device)
             return [evaluated(x, *given, nudge=nudge) for x in self.expressions]
         except (IndexError, ZeroDivisionError) as error:
-            observed, differing = f"a formula that has no value: {error}", "at least one pair"
-            found = {"index": str(at), "expected": self.gives, "observed": observed, "differing": differing}
-            raise VerificationMismatch(**{**self.words, **found}) from error
+            index = f"b={at.b}, h={at.h}, q from {at.first} up to {at.end}"
+            found = {"observed": f"a formula that has no value: {error}", "differing": "at least one pair"}
+            raise VerificationMismatch(**{**self.words, **found}, index=index) from error
 
     def mismatch(self, at: Slice, pair: Sequence[int], wrong: torch.Tensor, expected: str, **found: str) -> Exception:
         """Make the error. pair: query and key in a slice, which differ. wrong: True for all such pairs of the slice."""
@@ -256,16 +249,6 @@ class Recovered:
         return VerificationMismatch(**{**self.words, **found})
 
 
-def varying(expressions: Sequence[Expr], found: list[Own], full: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the part of (B, Hq, Sq, Skv) to evaluate."""
-    return tuple(
-        size
-        if any(ix.mentions(x, Index(name)) for x in expressions) or any(one.x.shape[dim] != 1 for one in found)
-        else min(size, 1)
-        for dim, (name, size) in enumerate(zip(NAMES, full, strict=True))
-    )
-
-
 def mask_formula(site: Site) -> str:
     """Return the recovered condition in words."""
     return "(not read)" if site.condition is None else ix.text(site.condition)
@@ -273,7 +256,7 @@ def mask_formula(site: Site) -> str:
 
 def _proved(site: Site, values: Values) -> Recovered:
     """Return the proved biases. Raises NoValueError."""
-    said = {"what": "recovered bias", "gives": "numbers that are added", "allowed": "rounding"}
+    said = {"what": "recovered bias", "expected": "numbers that are added", "allowed": "rounding"}
     formula = str(site.spec.score.added if site.spec is not None else None)
     return Recovered.read(
         site, values, [kind.summand for kind in biases(site)], site.score_loads, formula=formula, **said
@@ -294,15 +277,15 @@ class MaskCheck(Check):
         if site.condition is None:
             mask = site.spec.mask if site.spec is not None else None
             raise NoValueError((mask.reason if mask is not None else None) or "the mask was not read")
-        words = {"what": "recovered mask", "formula": mask_formula(site), "gives": "a mask", "allowed": "no difference"}
-        found = Recovered.read(site, values, [site.condition], site.loads, **words)
+        words = {"what": "recovered mask", "expected": "a mask", "allowed": "no difference"}
+        found = Recovered.read(site, values, [site.condition], site.loads, formula=mask_formula(site), **words)
         return found, _proved(site, values) if biases(site) else None
 
     def compare(self, values: Values) -> Compared:
         mask, bias = self.read(values)
         for at in slices(mask.sizes):
-            parts = [one.effects(at, MASKED_BELOW if bias is None else BIASED_MASKED_BELOW) for one in mask.own]
-            expected = combined(parts)
+            lowest = MASKED_BELOW if bias is None else BIASED_MASKED_BELOW
+            expected = combined(one.effects(at, lowest) for one in mask.own)
             if bias is not None:
                 # Other numbers are added besides the mask.
                 expected = torch.where(expected == NEITHER, ALLOWED, expected).to(torch.int8)
@@ -341,8 +324,9 @@ class BiasCheck(Check):
 
 
 def _sums(at: Slice, proved: Recovered, relative: float) -> Compared:
+    """Compare the sums on a slice. relative: the allowed error, for the largest number."""
     size = (1, 1, at.end - at.first, proved.sizes[3])
-    kept = (combined([one.effects(at, BIASED_MASKED_BELOW) for one in proved.own]) != MASKED).expand(size)
+    kept = (combined(one.effects(at, BIASED_MASKED_BELOW) for one in proved.own) != MASKED).expand(size)
     added = [(at.of(one.x).to(torch.float64) * one.term.weight).expand(size) for one in proved.own if one.adds]
     exact = reduce(torch.add, added)
     allowed = relative * max(largest(x, kept & x.isfinite()) for x in added)

@@ -1,9 +1,8 @@
 """Verification on ranks that share a sequence: this rank's rows beside those of the attention over the whole sequence.
 
-Two things have to hold. The recovered attention (`AsRead`) gives, on the rank's own part, the same as the model's own operations. And the
-rewritten graph gives this rank the same as that attention with the keys of all ranks, in the order of the sequence, at this rank's
-positions. Both by the rule of outputs.py. `Layout` gives the positions of each rank, as `ContextParallel.positions` does for users. The
-checked nodes themselves are not used.
+The recovered attention (`AsRead`) gives, on the rank's own part, the same as the model's own operations. And the rewritten graph gives this
+rank the same as that attention with the keys of all ranks, at this rank's positions. `Layout` gives the positions of each rank; the checked
+nodes themselves are not used.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class WholeLoads:
             if self._is_shared(one) and one.name not in self.axes:
                 return values.call(one, made)
             x = values.read(Key(self.body.index, one.name))
-            is_part = one.name in self.axes and not values.is_rehearsal
+            is_part = one.name in self.axes and values.asked is None
             return ranks.whole(x, self.axes[one.name]) if is_part else x
 
         x = made(node)

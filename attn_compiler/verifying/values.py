@@ -127,11 +127,6 @@ class Values:
         read(Values(bodies=self.bodies, asked=asked))
         return asked
 
-    @property
-    def is_rehearsal(self) -> bool:
-        """True in a rehearsal, which only collects the needed keys."""
-        return self.asked is not None
-
     def read(self, key: Key) -> Any:
         """Return a recorded value."""
         if self.asked is None:

@@ -1,7 +1,7 @@
 """A run of the model's whole own graph on copies of the real inputs: outputs, writes to inputs, and gradients, and their comparison.
 
-From the gradients at the compiled graph's outputs the model's own graph computes the gradients of its inputs, on copies of the inputs as
-they were at the call. The comparison also detects a tensor that the backward read after somebody had written to it.
+The model's own graph gets the gradients that arrived at the compiled graph's outputs. The comparison also detects a tensor that the
+backward read after somebody had written to it.
 """
 
 from __future__ import annotations
@@ -126,8 +126,19 @@ def run_model(
             values[i] = _Written.apply(leaves[i], [values[i]]) if plan.may_write[i] else leaves[i]  # type: ignore[no-untyped-call]
         with called.autocast(arithmetic.dtype is None):
             outs = interpreting.interpret(plan.module, values, arithmetic, record)
-        with interpreting.fused_noise(arithmetic.noise, plan.rounded):
-            gradients = _gradients([*outs, *values], backward, leaves, len(values)) if backward is not None else ()
+        found: dict[int, torch.Tensor | None] = {}
+        if backward is not None:
+            made = [*outs, *values]
+            for i, x in backward.written.items():
+                # Like the caller, unseen by autograd: saved tensors are written, too.
+                made[i].data.copy_(x)
+            known = [(made[i], x.to(made[i].dtype)) for i, x in backward.arrived.items() if made[i].requires_grad]
+            if known and leaves:
+                to, upstream = zip(*known, strict=True)
+                with interpreting.fused_noise(arithmetic.noise, plan.rounded):
+                    of_leaves = torch.autograd.grad(to, list(leaves.values()), upstream, allow_unused=True)
+                found = dict(zip(leaves, of_leaves, strict=True))
+        gradients = [found.get(i) for i in range(len(values))]
         return Ran(outs=outs, inputs=values, random=drew(), gradients=gradients)
 
 
@@ -141,23 +152,6 @@ class _Written(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
-
-
-def _gradients(
-    results: Sequence[Any], backward: SeenBackward, leaves: Mapping[int, torch.Tensor], count: int
-) -> list[torch.Tensor | None]:
-    for i, x in backward.written.items():
-        # Like the caller, unseen by autograd: saved tensors are written, too.
-        results[i].data.copy_(x)
-    known = [(results[i], gradient) for i, gradient in backward.arrived.items() if results[i].requires_grad]
-    found: list[torch.Tensor | None] = [None] * count
-    if known and leaves:
-        outs, gradients = zip(*known, strict=True)
-        wide = [g.to(out.dtype) for out, g in zip(outs, gradients, strict=True)]
-        made = torch.autograd.grad(outs, list(leaves.values()), wide, allow_unused=True)
-        for i, gradient in zip(leaves, made, strict=True):
-            found[i] = gradient
-    return found
 
 
 def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
@@ -217,9 +211,13 @@ def _rule(plan: CheckPlan, names: Callable[[], Sequence[str]], beside: Sequence[
     return Rule(names=names, site=site, formula=formula, factor=factor, rounded=plan.rounded, beside=beside)
 
 
-def check_outputs(called: Called, ran: Ran, outs: Sequence[Any], args: Sequence[Any]) -> Verification:
-    """Compare what the compiled graph returned and left in its inputs. Raises VerificationMismatch."""
+def check_outputs(
+    called: Called, ran: Ran, outs: Sequence[Any], args: Sequence[Any], apart: str | None
+) -> Verification:
+    """Compare what the compiled graph returned and left in its inputs. Raises VerificationMismatch. apart: why they may rightly differ."""
     plan = called.plan
+    if apart is not None:
+        return said(plan, SUBJECT_OUTPUTS, skipped=apart)
 
     def names() -> list[str]:
         left = [name for name, written in zip(plan.inputs, plan.may_write, strict=True) if written]

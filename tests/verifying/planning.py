@@ -15,7 +15,7 @@ from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting.verifications import Verification
-from attn_compiler.verifying import running
+from attn_compiler.verifying import first
 from attn_compiler.verifying.plan import CheckPlan, prepare
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ class Planned:
         return check
 
     def found(self) -> list[Verification]:
-        return running.run_checks(self.plan, self.args).found
+        return first.run_checks(self.plan, self.args).found
 
     def run(self, subject: str) -> Verification:
         (found,) = (x for x in self.found() if x.subject == subject)
@@ -122,3 +122,14 @@ def masked(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
     """Key padding, as an additive mask."""
     mask = torch.zeros(attention_mask.shape).masked_fill(attention_mask == 0, torch.finfo(torch.float32).min)
     return (q @ k.transpose(-1, -2) * 0.3 + mask[:, None, None, :]).softmax(-1) @ v
+
+
+def alibi_mask(q: Tensor, k: Tensor, slopes: Tensor, attention_mask: Tensor) -> Tensor:
+    """A causal and padded mask in the same tensor as the bias."""
+    apart = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+    allowed = (apart <= 0) & (attention_mask != 0)[:, None, None, :]
+    return torch.where(allowed, slopes[:, None, None] * apart, torch.finfo(q.dtype).min).to(q.dtype)
+
+
+def masked_alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, attention_mask: Tensor) -> Tensor:
+    return with_mask(q, k, v, alibi_mask(q, k, slopes, attention_mask))

@@ -16,6 +16,7 @@ from attn_compiler.verifying import first, interpreting, whole
 from attn_compiler.verifying.interpreting import Noise
 from attn_compiler.verifying.whole import Called, SeenBackward, fingerprint
 from tests.passes.compiling import compiled
+from tests.verifying import training as models
 from tests.verifying.planning import planned
 from tests.verifying.training import (
     LENGTH,
@@ -23,17 +24,13 @@ from tests.verifying.training import (
     Tensor,
     assert_all_verified,
     assert_verified,
-    autocast,
     causal,
     checked,
     found,
     loss,
     qkv,
-    softmaxed,
     trained,
 )
-
-pytestmark = pytest.mark.usefixtures("nothing_kept")
 
 
 def _writes_out(q: Tensor, k: Tensor, v: Tensor, length: Tensor, total: Tensor) -> Tensor:
@@ -164,7 +161,7 @@ def test_a_check_that_fails_itself_is_a_warning_and_raises_if_strict(
     def broken(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    place = (first.running, "run_checks") if where == "run" else (whole, "check_gradients")
+    place = (first, "run_checks") if where == "run" else (whole, "check_gradients")
     monkeypatch.setattr(*place, broken)
     inputs, again = qkv(), qkv()
     model = compiled(causal, verify=True, strict=False)
@@ -243,7 +240,7 @@ def test_gradients_are_those_of_what_an_input_held_before_and_what_was_written_i
 @pytest.mark.parametrize(
     ("dtype", "wide"), [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
 )
-@pytest.mark.parametrize("function", [causal, autocast])
+@pytest.mark.parametrize("function", [causal, models.autocast])
 def test_an_exact_run_is_twice_as_wide_and_without_autocast(
     function: Any, dtype: torch.dtype, wide: torch.dtype
 ) -> None:
@@ -253,6 +250,6 @@ def test_an_exact_run_is_twice_as_wide_and_without_autocast(
         called = Called.copied(held.plan, held.args)
     ((out,), (noisy,)) = (whole.rerun(called, noise) for noise in (None, Noise(seed=1)))
     assert out.dtype == wide
-    exact = causal if function is causal else softmaxed
+    exact = causal if function is causal else models.softmaxed
     torch.testing.assert_close(out, exact(*(x.to(wide) for x in inputs)), rtol=1e-5, atol=1e-6)
     assert 0 < float((noisy - out).abs().max()) < 0.1

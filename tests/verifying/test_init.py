@@ -24,62 +24,59 @@ from attn_compiler.passes.recovering import added, reading, score_kinds
 from attn_compiler.passes.writing import buffers, keyless_nodes
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting import verifications as results
-from attn_compiler.verifying import Verification
+from attn_compiler.verifying import Verification, first
 from tests.passes.compiling import Compiled, compiled, mark
-from tests.verifying.planning import LENGTH, SHAPE, Layers, Tensor, causal, planned, qkv, with_mask
-from tests.verifying.training import DTYPES, assert_verified, checkpointed, found
+from tests.verifying.planning import (
+    LENGTH,
+    SHAPE,
+    Layers,
+    Tensor,
+    alibi_mask,
+    causal,
+    masked_alibi,
+    planned,
+    qkv,
+    with_mask,
+)
+from tests.verifying.training import DTYPES, assert_verified, autocast, checkpointed, found, with_table
 
-pytestmark = pytest.mark.usefixtures("nothing_kept")
 aten = torch.ops.aten
 
 
-def positions(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[-2], device=x.device)
+def _causal(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
 
 
 # ---- attentions with every sort of mask ---------------------------------------------------------------------------
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
-
-
 def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    allowed = positions(k) <= positions(q)[:, None]
-    return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) @ v
-
-
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return written_out(q, k, v)
+    allowed = torch.arange(k.shape[2]) <= torch.arange(q.shape[2])[:, None]
+    return (q @ k.mT * 0.3).masked_fill(~allowed, torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    distance = positions(q)[:, None] - positions(k)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 3))
+    distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+    return with_mask(q, k, v, (distance >= 0) & (distance < 3))
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
-    allowed = (positions(k) <= positions(q)[:, None]) & attention_mask.bool()[:, None, None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+    return with_mask(q, k, v, _causal(q) & attention_mask.bool()[:, None, None, :])
 
 
 def padded_additive(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
     lowest = torch.finfo(q.dtype).min
-    mask = torch.zeros(LENGTH, LENGTH, dtype=q.dtype).masked_fill(positions(k) > positions(q)[:, None], lowest)
-    mask = mask.masked_fill(attention_mask[:, None, None, :] == 0, lowest)
-    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+    mask = torch.zeros(LENGTH, LENGTH, dtype=q.dtype).masked_fill(~_causal(q), lowest)
+    return (q @ k.mT * 0.3 + mask.masked_fill(attention_mask[:, None, None, :] == 0, lowest)).softmax(-1) @ v
 
 
 def documents(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
-    same = document[:, None, :, None] == document[:, None, None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=same & (positions(k) <= positions(q)[:, None]))
+    return with_mask(q, k, v, _causal(q) & (document[:, None, :, None] == document[:, None, None, :]))
 
 
 def mask_from_outside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One mask for two bodies, read in a graph that holds no attention itself."""
-    mask = positions(k) <= positions(q)[:, None]
+    mask = torch.arange(k.shape[2]) <= torch.arange(q.shape[2])[:, None]
     x = checkpoint(with_mask, q, k, v, mask, use_reentrant=False)
     return checkpoint(with_mask, x + q, k, v, mask, use_reentrant=False)
 
@@ -91,24 +88,9 @@ def several(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return x
 
 
-def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, attention_mask: Tensor) -> Tensor:
-    apart = positions(k) - positions(q)[:, None]
-    allowed = (apart <= 0) & (attention_mask != 0)[:, None, None, :]
-    bias = torch.where(allowed, slopes[:, None, None] * apart, torch.finfo(q.dtype).min)
-    return with_mask(q, k, v, bias.to(q.dtype))
-
-
 def checkpointed_alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, attention_mask: Tensor) -> Tensor:
-    apart = positions(k) - positions(q)[:, None]
-    allowed = (apart <= 0) & (attention_mask != 0)[:, None, None, :]
-    bias = torch.where(allowed, slopes[:, None, None] * apart, torch.finfo(q.dtype).min).to(q.dtype)
+    bias = alibi_mask(q, k, slopes, attention_mask)
     return checkpoint(with_mask, q.sin(), k, v, bias, use_reentrant=False) + 1
-
-
-def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-    """A learned table, of relative positions."""
-    apart = positions(k) - positions(q)[:, None] + q.shape[-2] - 1
-    return (q @ k.mT + F.embedding(apart, table).permute(2, 0, 1)).softmax(-1) @ v
 
 
 PADDING = torch.tensor([[1] * LENGTH, [0, 0, 1, 1, 0, 1]])
@@ -118,7 +100,7 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
 
 #: a model, its further inputs, and how many sites and masks it has
 CASES: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], int, int]] = [
-    (plain, (), 1, 0),
+    (F.scaled_dot_product_attention, (), 1, 0),
     (causal, (), 1, 1),
     (written_out, (), 1, 1),
     (window, (), 1, 1),
@@ -128,7 +110,7 @@ CASES: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], int, int]] = [
     (checkpointed, (), 1, 1),
     (mask_from_outside, (), 2, 2),
     (several, (), 3, 3),
-    (autocast, (), 1, 1),
+    (autocast, (), 1, 0),
 ]
 
 
@@ -139,16 +121,14 @@ def run(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Compi
 
 @pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__)
-def test_right_attention_passes(case: Any, dtype: torch.dtype) -> None:
-    function, more, sites, masks = case
+@pytest.mark.parametrize(("function", "more", "sites", "masks"), CASES)
+def test_right_attention_passes(function: Any, more: Any, sites: int, masks: int, dtype: torch.dtype) -> None:
     # A checkpoint without gradients is an error of PyTorch's own, with random numbers in it or what may draw some.
     inputs = [*qkv(dtype=dtype, grad=True), *more]
     # The second one for masks of numbers, whose rows may have no key: the first refuses those where there are gradients.
     _, out = run(function, *inputs, lowerings=["sdpa_cpu_flash", "math"])
-    kept = torch.ones((*SHAPE[:1], 1, LENGTH, 1), dtype=torch.bool)
-    if more and more[0] is PADDING:
-        kept = (PADDING.bool()[:, None, None, :] & torch.ones(LENGTH, LENGTH).tril().bool()).any(-1, keepdim=True)
+    real = PADDING.bool() if more and more[0] is PADDING else torch.ones_like(PADDING).bool()
+    kept = (real[:, None, None, :] & _causal(inputs[0])).any(-1, keepdim=True)
     tolerance = {"rtol": 2e-2, "atol": 4e-2} if dtype != torch.float32 or function is autocast else {}
     torch.testing.assert_close(out * kept, function(*inputs) * kept, **tolerance)
     assert_verified("output", sites=sites)
@@ -162,15 +142,15 @@ def test_right_attention_passes(case: Any, dtype: torch.dtype) -> None:
 @pytest.mark.in_turns
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("dynamic_sizes", [(), (SHAPE[0], LENGTH)], ids=["static", "dynamic"])
-@pytest.mark.parametrize("function", [alibi, checkpointed_alibi, relative], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [masked_alibi, checkpointed_alibi, with_table], ids=lambda f: f.__name__)
 def test_right_bias_passes(function: Callable[..., Tensor], dynamic_sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     table = torch.randn(2 * LENGTH, SHAPE[1], generator=torch.Generator().manual_seed(1))
-    more = [table.to(dtype).requires_grad_()] if function is relative else [SLOPES.clone(), PADDING.clone()]
+    more = [table.to(dtype).requires_grad_()] if function is with_table else [SLOPES.clone(), PADDING.clone()]
     run(function, *(mark(x, dynamic_sizes) for x in [*qkv(dtype=dtype, grad=True), *more]))
     assert_verified("mask", "bias")
     (bias,) = found("bias")
     assert bias.formula is not None
-    assert ("relative bias" if function is relative else "ALiBi") in bias.formula
+    assert ("relative bias" if function is with_table else "ALiBi") in bias.formula
 
 
 class Cached(nn.Module):
@@ -227,8 +207,8 @@ def test_random_numbers_are_those_of_a_run_without_it() -> None:
 
 def test_only_the_first_call_of_each_graph_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    real = verifying.running.run_checks
-    monkeypatch.setattr(verifying.running, "run_checks", lambda plan, args: runs.append(plan) or real(plan, args))
+    real = first.run_checks
+    monkeypatch.setattr(first, "run_checks", lambda plan, args: runs.append(plan) or real(plan, args))
     function = compiled(causal, dynamic=False, verify=True)
     for _ in range(3):
         function(*qkv())
@@ -240,14 +220,14 @@ def test_only_the_first_call_of_each_graph_verifies(monkeypatch: pytest.MonkeyPa
 def test_threads_that_call_at_once_verify_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(causal, *qkv())
     runs: list[Any] = []
-    real = verifying.running.run_checks
+    real = first.run_checks
 
     def slow(plan: Any, args: Any) -> list[Verification]:
         runs.append(args)
         time.sleep(0.1)
         return real(plan, args)
 
-    monkeypatch.setattr(verifying.running, "run_checks", slow)
+    monkeypatch.setattr(first, "run_checks", slow)
     function = verifying.checked(lambda *args: len(runs), found.plan)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: function(*found.args), range(4))) == [1] * 4
@@ -308,7 +288,7 @@ def test_lowering_that_ignores_the_mask() -> None:
     assert error.what == "output of sdpa_cpu_flash"
     assert "k <= q" in error.formula
     index = [int(i) for i in error.index.strip("[]").split(",")]
-    wrong, right = plain(*qkv()), window(*qkv())
+    wrong, right = F.scaled_dot_product_attention(*qkv()), window(*qkv())
     assert tuple(index) == tuple(int(i) for i in torch.unravel_index((wrong - right).abs().argmax(), right.shape))
     assert float(error.expected.split()[0]) == pytest.approx(right[tuple(index)].item(), rel=1e-4)
     assert float(error.observed) == pytest.approx(wrong[tuple(index)].item(), rel=1e-4)
@@ -338,7 +318,7 @@ def test_condition_that_is_off_by_one(function: Callable[..., Tensor], dynamic_s
     assert error.differing.startswith(f"{LENGTH} of {LENGTH * LENGTH} pairs")
 
 
-@pytest.mark.parametrize("function", [alibi, checkpointed_alibi])
+@pytest.mark.parametrize("function", [masked_alibi, checkpointed_alibi])
 def test_bias_that_is_off_by_a_position(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor]) -> None:
     real = score_kinds.RECOGNISERS[0]
 

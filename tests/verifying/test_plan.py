@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from attn_compiler.passes.recovering import reading
 from attn_compiler.passes.writing import buffers
 from attn_compiler.reasons.errors import AttnCompilerWarning
-from attn_compiler.verifying import interpreting, pairs, running
+from attn_compiler.verifying import first, interpreting, pairs
 from attn_compiler.verifying.interpreting import copied_module, isolated, leaving_no_trace, share_memory
 from attn_compiler.verifying.plan import Padded
 from attn_compiler.verifying.values import Key, NoValueError
@@ -117,7 +117,7 @@ def test_inputs_that_the_graph_writes_to_are_known(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(interpreting, "isolated", lambda args, shared: seen.append(shared) or isolated(args, shared))
     found = planned(_Cached(), *qkv())
     assert found.plan.may_write == [name == "keys" for name in found.plan.inputs]
-    running.run_checks(found.plan, found.args)
+    first.run_checks(found.plan, found.args)
     assert seen[0] == [name == "weight" for name in found.plan.inputs]
     unknown = planned(lambda q, k, v: causal(checkpoint(torch.sin, q, use_reentrant=False), k, v), *qkv(grad=True))
     assert all(unknown.plan.may_write)

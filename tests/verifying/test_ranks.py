@@ -19,7 +19,7 @@ from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.spec.scores import Pointwise
 from attn_compiler.torch_private import rank_sync
 from attn_compiler.torch_private.rank_sync import RanksDisagree
-from attn_compiler.verifying import running
+from attn_compiler.verifying import first
 from attn_compiler.verifying.interpreting import Noise
 from attn_compiler.verifying.ranks import AsRead, Ranks, SharedCheck, WholeLoads
 from attn_compiler.verifying.values import NoValueError, Values
@@ -156,7 +156,7 @@ def test_a_rank_with_the_whole_sequence_holds() -> None:
 
 def test_what_comes_after_goes_on_with_the_attention_over_the_whole_sequence() -> None:
     found = _shared(_Quarters, filled=True)
-    (out,) = running.run_checks(found.plan, found.args).ran.outs
+    (out,) = first.run_checks(found.plan, found.args).ran.outs
     assert torch.allclose(out, torch.full(SHAPE, 0.25))
 
 

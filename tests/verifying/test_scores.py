@@ -26,7 +26,7 @@ from attn_compiler.spec.added_scores import (
 )
 from attn_compiler.verifying import pairs
 from attn_compiler.verifying.values import Values
-from tests.verifying.planning import LENGTH, PADDING, SHAPE, Planned, Tensor, planned, qkv
+from tests.verifying.planning import LENGTH, PADDING, SHAPE, Planned, Tensor, masked_alibi, planned, qkv
 
 B, H, Q, K = map(Index, "bhqk")
 HEADS = SHAPE[1]
@@ -48,12 +48,6 @@ def _apart(q: Tensor, k: Tensor) -> Tensor:
 
 def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
     return _attention(q, k, v, slopes.to(q.dtype)[:, None, None] * _apart(q, k))
-
-
-def masked_alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, attention_mask: Tensor) -> Tensor:
-    """A causal and padded mask in the same tensor as the bias."""
-    allowed = (_apart(q, k) <= 0) & (attention_mask != 0)[:, None, None, :]
-    return _attention(q, k, v, torch.where(allowed, slopes[:, None, None] * _apart(q, k), LOWEST))
 
 
 def buckets(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,38 +12,25 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting import verifications as results
 from tests.passes.compiling import compiled, mark
+from tests.verifying import training as models
 from tests.verifying.planning import Layers, Planned, planned
 from tests.verifying.training import (
-    BATCH,
-    DTYPES,
-    HEADS,
-    IDS,
     LENGTH,
-    PADDING,
-    Model,
     Tensor,
     assert_all_verified,
     assert_verified,
-    autocast,
     causal,
     checked,
-    checkpointed,
     found,
-    grouped,
     loss,
     qkv,
-    softcapped,
-    softmaxed,
     trained,
-    two_layers,
-    with_sinks,
-    with_table,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_kept")
 BOTH = {"lowerings": ["sdpa_cpu_flash", "math"]}
 REFERENCE = {"lowering": "reference"}
 
@@ -90,26 +78,26 @@ def cancelling(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 KEYLESS = torch.tensor([[1] * LENGTH, [0] * LENGTH])
 
 
-def _case(function: Any, more: Any = (), sites: int = 1, kv_heads: int = HEADS, **options: Any) -> Any:
+def _case(function: Any, more: Any = (), sites: int = 1, kv_heads: int = models.HEADS, **options: Any) -> Any:
     return pytest.param(
         function, more, sites, kv_heads, options, id=f"{getattr(function, '__name__', function)}-{options}"
     )
 
 
 @pytest.mark.in_turns
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("dtype", models.DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(
     ("function", "more", "sites", "kv_heads", "options"),
     [
         _case(causal),
-        _case(softmaxed),
-        _case(grouped, kv_heads=2),
-        _case(softcapped, **REFERENCE),
-        _case(with_sinks, (HEADS,), **REFERENCE),
-        _case(with_table, (2 * LENGTH, HEADS), **REFERENCE),
-        _case(checkpointed),
-        _case(two_layers, sites=2),
-        _case(autocast),
+        _case(models.softmaxed),
+        _case(models.grouped, kv_heads=2),
+        _case(models.softcapped, **REFERENCE),
+        _case(models.with_sinks, (models.HEADS,), **REFERENCE),
+        _case(models.with_table, (2 * LENGTH, models.HEADS), **REFERENCE),
+        _case(models.checkpointed),
+        _case(models.two_layers, sites=2),
+        _case(models.autocast),
         _case(causal, lowering="math"),
         _case(in_float64, lowering="math"),
         _case(lambda q, k, v: causal(Doubled.apply(q), k, v)),
@@ -131,24 +119,24 @@ def test_right_gradients_pass(
 
 
 @pytest.mark.in_turns
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("dtype", models.DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("bert", [False, True], ids=["llama", "bert"])
 def test_right_models_pass(bert: bool, dtype: torch.dtype) -> None:
     """Of the bias of BERT's keys the gradient is nothing but rounding. Hooks of others run."""
-    model = Model(bert=bert).to(dtype)
+    model = models.Model(bert=bert).to(dtype)
     seen: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda g, name=name: seen.append(name) or g * 0)
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append("after"))
-    trained(model, IDS, PADDING, **BOTH)
+    trained(model, models.IDS, models.PADDING, **BOTH)
     assert_all_verified(2)
     assert len(seen) == 2 * len(list(model.parameters()))
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("function", [causal, softmaxed, checkpointed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [causal, models.softmaxed, models.checkpointed], ids=lambda f: f.__name__)
 def test_dynamic_sizes(function: Callable[..., Tensor]) -> None:
-    trained(function, *(mark(x, (LENGTH, BATCH)) for x in qkv()))
+    trained(function, *(mark(x, (LENGTH, models.BATCH)) for x in qkv()))
     assert_all_verified()
 
 
@@ -157,7 +145,7 @@ def test_inner_compilers_give_the_gradients_without_the_option(inner: str) -> No
     grads = []
     for verify in (False, True):
         inputs = qkv()
-        loss(compiled(two_layers, verify=verify, inner=inner)(*inputs)).backward()
+        loss(compiled(models.two_layers, verify=verify, inner=inner)(*inputs)).backward()
         grads.append([x.grad for x in inputs])
     assert_all_verified(2)
     torch.testing.assert_close(*grads, rtol=0, atol=0)
@@ -169,11 +157,11 @@ def _results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     return (
         x,
         x.sin() @ k.mT,
-        x.view(BATCH, -1),
+        x.view(models.BATCH, -1),
         x.sum(),
         x,
         q,
-        q.view(BATCH, -1),
+        q.view(models.BATCH, -1),
         k.transpose(0, 1),
         x.detach(),
         x.shape[0],
@@ -220,7 +208,7 @@ def test_a_checkpoint_of_the_caller(use_reentrant: bool) -> None:
 
 def test_autocast_of_the_caller() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = compiled(softmaxed, verify=True)(*qkv())
+        out = compiled(models.softmaxed, verify=True)(*qkv())
     assert out.dtype == torch.bfloat16
     loss(out).backward()
     assert_all_verified()
@@ -254,11 +242,11 @@ def test_what_the_caller_writes_is_written_for_the_model_too(function: Any, writ
 
 def _views(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Without AOTAutograd the write would be to what the kernel saved."""
-    return causal(q, k, v).view(BATCH, -1)
+    return causal(q, k, v).view(models.BATCH, -1)
 
 
 def _viewed_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (causal(q, k, v) + 1).view(BATCH, -1)
+    return (causal(q, k, v) + 1).view(models.BATCH, -1)
 
 
 def _zeroed_k(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -309,8 +297,8 @@ def test_gradients_that_can_not_be_told_are_said_to_be_so(
 
 
 def test_parameter_written_between_forward_and_backward() -> None:
-    model = Model()
-    out = compiled(model, verify=True, **BOTH)(IDS, PADDING)
+    model = models.Model()
+    out = compiled(model, verify=True, **BOTH)(models.IDS, models.PADDING)
     model.layers[0].norm.weight.data.mul_(2)
     loss(out).backward()
     (check,) = found("graph gradients")
@@ -336,9 +324,30 @@ def test_graphs_that_are_set_apart(function: Any, options: Any, why: str, of_out
 # ---- what is wrong ------------------------------------------------------------------------------------------------
 
 
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """x, whose gradient is off by a factor."""
+    return x.detach() + (x - x.detach()) * factor
+
+
+@pytest.fixture(params=["q", "k", "v"])
+def wrong_backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    emit = SdpaCpuFlash.emit
+    name: str = request.param
+
+    def wrong(self: Any, emitter: Any, spec: Any, operands: Any) -> Any:
+        # bfloat16 has steps of 0.8%, and the rule allows for twice what the model's own is off by.
+        scaled = emitter.call(scaled_gradient, getattr(operands, name), 1.1 if spec.dtype == "bfloat16" else 1.05)
+        return emit(self, emitter, spec, dataclasses.replace(operands, **{name: scaled}))
+
+    monkeypatch.setattr(SdpaCpuFlash, "emit", wrong)
+    return name
+
+
 @pytest.mark.in_turns
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("function", [causal, softmaxed, checkpointed, Layers()], ids=lambda f: type(f).__name__)
+@pytest.mark.parametrize("dtype", models.DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    "function", [causal, models.softmaxed, models.checkpointed, Layers()], ids=lambda f: type(f).__name__
+)
 def test_a_backward_that_is_off_by_a_factor(function: Any, dtype: torch.dtype, wrong_backward: str) -> None:
     """A step that raised is no first step."""
     model = compiled(function, verify=True)

@@ -73,7 +73,7 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
 
 
 def with_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-    apart = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None] + LENGTH - 1
+    apart = torch.arange(q.shape[2]) - torch.arange(q.shape[2])[:, None] + q.shape[2] - 1
     return (q @ k.mT + F.embedding(apart, table).permute(2, 0, 1)).softmax(-1) @ v
 
 
