@@ -105,8 +105,7 @@ class _Numbers:
     def _look(self, exact: torch.Tensor, counts: torch.Tensor, off: float, rounded: torch.dtype | None = None) -> None:
         """Compare with a model's result that may itself be off by `off`."""
         self._beside, self._counts = exact, counts
-        floor = _floor(self.own.dtype, exact, counts, rounded, self.rule.weighted or 0.0)
-        self._limit(self.rule.factor * off + floor)
+        self._limit(self.rule.factor * off + _floor(self.own, exact, counts, rounded, self.rule.weighted or 0.0))
 
     def _limit(self, allowed: float) -> None:
         self.found, self.allowed = largest(difference(self.new, self._beside), self._counts), allowed
@@ -204,8 +203,8 @@ def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule) -> Com
     # as large as the other results.
     if any(one.is_open for one in every):
         summands = [x for x in (*(one.own for one in every), *rule.beside) if x.dtype in FLOOR_ULPS]
-        wide = [x.to(exact_dtype(x.dtype)) for x in summands]
-        roundings = [_floor(x.dtype, y, y.isfinite(), rule.rounded) for x, y in zip(summands, wide, strict=True)]
+        wide = [(x, x.to(exact_dtype(x.dtype))) for x in summands]
+        roundings = [_floor(x, y, y.isfinite(), rule.rounded) for x, y in wide]
         for one in every:
             if one.is_open:
                 one.settle(max(roundings, default=0.0))
@@ -214,10 +213,10 @@ def compare(new: Sequence[Any], own: Sequence[Any], run: Run, rule: Rule) -> Com
 
 
 def _floor(
-    dtype: torch.dtype, exact: torch.Tensor, counts: torch.Tensor, rounded: torch.dtype | None, at_least: float = 0.0
+    own: torch.Tensor, exact: torch.Tensor, counts: torch.Tensor, rounded: torch.dtype | None, at_least: float = 0.0
 ) -> float:
     """Return the rounding of a result in its own dtype, or in a coarser one that it was rounded to before."""
-    units = max(FLOOR_ULPS[each] * torch.finfo(each).eps for each in (dtype, rounded or dtype))
+    units = max(FLOOR_ULPS[each] * torch.finfo(each).eps for each in (own.dtype, rounded or own.dtype))
     return units * max(largest(exact, counts & exact.isfinite()), at_least)
 
 

@@ -28,6 +28,7 @@ from attn_compiler.verifying.values import Check, Key, NoValueError, Values
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
 from attn_compiler.verifying.whole import SUBJECT_GRADIENTS, Called, Fingerprint, Ran, fingerprint
 
+_NONE = Compared(elements=0)
 #: calls without the expected backward, after which none is expected any more
 CALLS_WITHOUT_BACKWARD = 8
 _OF_PART = "no rank can run the model's own graph on the whole sequence"
@@ -71,7 +72,8 @@ class _Session:
     def __init__(self, plan: CheckPlan) -> None:
         self._plan = plan
         self._values = Values(bodies=plan.mirrors)
-        self._waiting = [(check, set(check.needs)) for check in plan.checks if check.skipped is None]
+        self._waiting = [check for check in plan.checks if check.skipped is None]
+        self._seen: set[Key] = set()
         self._wanted: Counter[Key] = Counter(key for check in plan.checks for key in check.needs)
         self._moments: dict[tuple[int, str], list[Key]] = {}
         for key in self._wanted:
@@ -110,13 +112,10 @@ class _Session:
         for key in keys:
             found = value if key.after is None else self._held[key.body, key.name]
             self._values.recorded[key] = found.clone() if key.copied and isinstance(found, torch.Tensor) else found
-        if keys:
-            self._waiting, waiting = [], [(check, missing - keys) for check, missing in self._waiting]
-            for check, missing in waiting:
-                if missing:
-                    self._waiting.append((check, missing))
-                else:
-                    self._make(check)
+        self._seen |= keys
+        for check in [check for check in self._waiting if keys and check.needs <= self._seen]:
+            self._waiting.remove(check)
+            self._make(check)
         return self._instead.pop(now, value)
 
     def _make(self, check: Check) -> None:
@@ -138,10 +137,9 @@ class _Session:
             if not self._wanted[key]:
                 del self._values.recorded[key]
 
-    def _say(self, check: Check, compared: Compared | None = None, *, skipped: str | None = None) -> None:
+    def _say(self, check: Check, compared: Compared = _NONE, *, skipped: str | None = None) -> None:
         words = {"graph": self._plan.graph, "module": check.site.module, "subject": check.subject}
-        found = compared or Compared(elements=0)
-        self._found[check] = found.said(**words, formula=check.formula, skipped=skipped)
+        self._found[check] = compared.said(**words, formula=check.formula, skipped=skipped)
 
     def finish(self) -> list[Verification]:
         """Return every check's result, in order. Raises the first mismatch, with the others in a note, on all ranks."""

@@ -117,13 +117,6 @@ class Arithmetic:
             return self.dtype if x.is_floating_point else _COMPLEX[self.dtype] if x.is_complex else x
         return x.to(self.dtype) if is_floating(x) else x
 
-    def result(self, node: fx.Node, value: Any, inputs: Sequence[Any]) -> Any:
-        """Convert a node's result. A tensor that shares memory with an input stays."""
-        if self.dtype is None or not is_floating(value) or any(shares_memory(value, x) for x in inputs):
-            return value
-        wide = value.to(self.dtype)
-        return wide if self.noise is None else self.noise.on_step(wide, node.meta.get("example_value"))
-
 
 def current_autocast(devices: Sequence[torch.device]) -> Callable[[bool], AbstractContextManager[Any]]:
     """Return a function that enters the autocast state of now again, or with False none, for all types of the devices."""
@@ -165,9 +158,16 @@ class _Interpreter(fx.Interpreter):
         return fx.node.map_aggregate(x, lambda y: self._arithmetic.number(y) if isinstance(y, torch.dtype) else y)
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.op in ("call_function", "call_method"):
-            value = self._arithmetic.result(n, value, [self.env.get(x) for x in n.all_input_nodes])
+        value, noise = super().run_node(n), self._arithmetic.noise
+        is_made = n.op in ("call_function", "call_method") and is_floating(value)
+        # A tensor that shares memory with an input stays.
+        if (
+            self._wide is not None
+            and is_made
+            and not any(shares_memory(value, self.env.get(x)) for x in n.all_input_nodes)
+        ):
+            value = value.to(self._wide)
+            value = value if noise is None else noise.on_step(value, n.meta.get("example_value"))
         return value if self._record is None else self._record(n, value)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

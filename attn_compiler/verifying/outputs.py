@@ -100,14 +100,8 @@ class OutputCheck(Check):
         kept: the elements that count, None: all. what: the name of `new`, for people. formula: of the mask.
         """
         weighted = float(v.abs().max()) if v.numel() else 0.0
-        rule = Rule(
-            site=self.site.module,
-            formula=formula,
-            names=lambda: [what],
-            factor=self.factor,
-            weighted=weighted,
-            kept=kept,
-        )
+        site, factor = self.site.module, self.factor
+        rule = Rule(site=site, formula=formula, names=lambda: [what], factor=factor, weighted=weighted, kept=kept)
         try:
             found = comparing.compare([new], [own], lambda noise: [run(noise)], rule)
         except torch.OutOfMemoryError as error:
@@ -132,10 +126,8 @@ class OutputCheck(Check):
         if rows is None or bool(rows.all()):
             return None
         match = self.site.match
-        head_dim = values.size(axes.dim_size(match.axes.head_dim_v))
-        kept: torch.Tensor = program.restore(
-            match, RealBuilder(values), rows.expand(*pairs.shape(match, values)[:3], head_dim)
-        )
+        full = (*pairs.shape(match, values)[:3], values.size(axes.dim_size(match.axes.head_dim_v)))
+        kept: torch.Tensor = program.restore(match, RealBuilder(values), rows.expand(full))
         return kept
 
 

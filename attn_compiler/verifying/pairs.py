@@ -100,10 +100,6 @@ class Own:
         return self.x[tuple(i if size != 1 else 0 for i, size in zip(place, self.x.shape, strict=True))].item()
 
 
-def terms(site: Site) -> tuple[Term, ...]:
-    return (*site.added, *site.allowed)
-
-
 def biases(site: Site) -> tuple[ProvedScore, ...]:
     """Return the proved biases besides the mask."""
     return site.spec.score.proved if site.spec is not None else ()
@@ -175,14 +171,8 @@ def evaluated(
     """Evaluate an expression on a slice, broadcasting to (queries, keys). Raises NoValueError, and `evaluate_on`'s errors of indices.
     positions: of all queries, if they are not 0, 1, 2, ..."""
     queries = torch.arange(at.first, at.end, device=device) if positions is None else positions[at.first : at.end]
-    b, h = (torch.tensor(i, device=device) for i in (at.b, at.h))
-    grid: dict[str, Any] = {
-        **values.symbols,
-        "b": b,
-        "h": h,
-        "q": queries[:, None],
-        "k": torch.arange(keys, device=device),
-    }
+    b, h, k = torch.tensor(at.b, device=device), torch.tensor(at.h, device=device), torch.arange(keys, device=device)
+    grid: dict[str, Any] = {**values.symbols, "b": b, "h": h, "q": queries[:, None], "k": k}
     try:
         return evaluate_on(x, grid, tensors, nudge=nudge)
     except KeyError as error:
@@ -257,15 +247,11 @@ def mask_formula(site: Site) -> str:
 def _proved(site: Site, values: Values) -> Recovered:
     """Return the proved biases. Raises NoValueError."""
     said = {"what": "recovered bias", "expected": "numbers that are added", "allowed": "rounding"}
-    formula = str(site.spec.score.added if site.spec is not None else None)
-    return Recovered.read(
-        site, values, [kind.summand for kind in biases(site)], site.score_loads, formula=formula, **said
-    )
+    summands, formula = [kind.summand for kind in biases(site)], str(site.spec and site.spec.score.added)
+    return Recovered.read(site, values, summands, site.score_loads, formula=formula, **said)
 
 
 class MaskCheck(Check):
-    """The condition at every pair, and the model's masking tensors."""
-
     subject = "mask"
 
     @property
@@ -305,8 +291,6 @@ class MaskCheck(Check):
 
 
 class BiasCheck(Check):
-    """The sum of the proved biases at every pair that is not masked, and what the model adds."""
-
     subject = "bias"
 
     @property

@@ -190,7 +190,7 @@ def _checks(unit: Unit, body: Body, ranks: Ranks | None) -> Iterator[Check]:
     by_name = {node.name: node for node in body.rewritten.nodes}
     new_outs = {old: by_name.get(new) for new, old in body.outs.items()}
     for site in unit.found.sites if look is None else look.sites:
-        if pairs.terms(site):
+        if site.added or site.allowed:
             yield MaskCheck(site=site, body=body)
         if pairs.biases(site):
             yield BiasCheck(site=site, body=body)

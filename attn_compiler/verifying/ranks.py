@@ -8,8 +8,9 @@ nodes themselves are not used.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,14 +117,9 @@ class WholeLoads:
         node = self.nodes[dynamo.name]
         if not self._is_shared(node):
             return values.at(version)
-        known: dict[fx.Node, Any] = {}
 
+        @functools.cache
         def made(one: fx.Node) -> Any:
-            if one not in known:
-                known[one] = found(one)
-            return known[one]
-
-        def found(one: fx.Node) -> Any:
             if self._is_shared(one) and one.name not in self.axes:
                 return values.call(one, made)
             x = values.read(Key(self.body.index, one.name))
@@ -254,8 +250,8 @@ class AsRead:
                 found[at.b, at.h, at.first : at.end] = self._kept(at).any(-1, keepdim=True)
         return found
 
-    def _slices(self) -> list[Slice]:
-        return list(pairs.slices((*self.q.shape[:3], self.k.shape[2])))
+    def _slices(self) -> Iterator[Slice]:
+        return pairs.slices((*self.q.shape[:3], self.k.shape[2]))
 
     def _kept(self, at: Slice) -> torch.Tensor:
         found = self._evaluated(allowed(self.site, self.spec), at, self.loads)

@@ -171,14 +171,9 @@ class Values:
     def mirror(self, node: fx.Node, when: int | None = None) -> Any:
         """Return the real value of a mirror node, or its number. Raises NoValueError. when: right before that place in the order of its
         mirror; None: as it is now, in the run of the model's own graph."""
-        known: dict[tuple[fx.Node, int | None], Any] = {}
 
+        @functools.cache
         def value(node: fx.Node, when: int | None) -> Any:
-            if (node, when) not in known:
-                known[node, when] = found(node, when)
-            return known[node, when]
-
-        def found(node: fx.Node, when: int | None) -> Any:
             if isinstance(node.meta.get("val"), torch.SymInt):
                 return self.size(node.meta["val"])
             body = self.body(node)
@@ -199,21 +194,19 @@ class Values:
         try:
             return value(node, when)
         finally:
-            # The functions refer to each other, and would hold the values until they are collected.
-            known.clear()
+            # The function refers to itself, and would hold the values until it is collected.
+            value.cache_clear()
 
     # ---- the rewritten graph --------------------------------------------------------------------------------------
 
     def rewritten(self, body: Body, node: fx.Node) -> Any:
         """Compute the rewritten graph at `node` from the model's own values. Raises NoValueError."""
-        known: dict[fx.Node, Any] = {}
 
+        @functools.cache
         def made(one: fx.Node) -> Any:
-            if one not in known:
-                if one.op not in ("call_function", "call_method"):
-                    raise NoValueError(f"{one.name} of the rewritten graph is not in the model's own graph")
-                known[one] = self.call(one, lambda source: given(source, one))
-            return known[one]
+            if one.op not in ("call_function", "call_method"):
+                raise NoValueError(f"{one.name} of the rewritten graph is not in the model's own graph")
+            return self.call(one, lambda source: given(source, one))
 
         def given(source: fx.Node, reader: fx.Node) -> Any:
             """Read a node that the model has too, as `reader`, a node of this graph alone, reads it."""

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,8 +39,6 @@ from tests.verifying.planning import (
     with_mask,
 )
 from tests.verifying.training import DTYPES, assert_verified, autocast, checkpointed, found, with_table
-
-aten = torch.ops.aten
 
 
 def _causal(x: Tensor) -> Tensor:
@@ -265,89 +263,73 @@ def test_right_attention_passes_on_a_gpu(lowering: str, dtype: torch.dtype) -> N
 # ---- what is wrong ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mask_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def _mask_is_ignored(patch: pytest.MonkeyPatch) -> None:
     emit = SdpaCpuFlash.emit
 
     def without_mask(self: Any, emitter: Any, spec: Any, operands: Any) -> Any:
         return emit(self, emitter, spec, dataclasses.replace(operands, mask=None))
 
-    monkeypatch.setattr(SdpaCpuFlash, "emit", without_mask)
+    patch.setattr(SdpaCpuFlash, "emit", without_mask)
 
 
-@pytest.fixture
-def less_or_equal_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(reading.READERS, aten.le.Tensor, reading.READERS[aten.lt.Tensor])
+def _less_or_equal_is_less(patch: pytest.MonkeyPatch) -> None:
+    aten = torch.ops.aten
+    patch.setitem(reading.READERS, aten.le.Tensor, reading.READERS[aten.lt.Tensor])
 
 
-@pytest.mark.usefixtures("mask_is_ignored")
-def test_lowering_that_ignores_the_mask() -> None:
-    with pytest.raises(VerificationMismatch) as caught:
-        run(window, *qkv())
-    error = caught.value
-    assert error.what == "output of sdpa_cpu_flash"
-    assert "k <= q" in error.formula
-    index = [int(i) for i in error.index.strip("[]").split(",")]
-    wrong, right = F.scaled_dot_product_attention(*qkv()), window(*qkv())
-    assert tuple(index) == tuple(int(i) for i in torch.unravel_index((wrong - right).abs().argmax(), right.shape))
-    assert float(error.expected.split()[0]) == pytest.approx(right[tuple(index)].item(), rel=1e-4)
-    assert float(error.observed) == pytest.approx(wrong[tuple(index)].item(), rel=1e-4)
-    assert "an error of" in error.allowed
-    assert "options={'lowering': 'untouched'}" in str(error)
-
-
-@pytest.mark.usefixtures("mask_is_ignored")
-def test_lowering_that_ignores_the_mask_inside_a_checkpoint() -> None:
-    with pytest.raises(VerificationMismatch, match="output of sdpa_cpu_flash"):
-        run(lambda q, k, v: checkpoint(window, q, k, v, use_reentrant=False).sin(), *qkv(grad=True))
-
-
-@pytest.mark.in_turns
-@pytest.mark.usefixtures("less_or_equal_is_less")
-@pytest.mark.parametrize("function", [causal, checkpointed, mask_from_outside], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("dynamic_sizes", [(), (SHAPE[0], LENGTH)], ids=["static", "dynamic"])
-def test_condition_that_is_off_by_one(function: Callable[..., Tensor], dynamic_sizes: tuple[int, ...]) -> None:
-    with pytest.raises(VerificationMismatch) as caught:
-        run(function, *(mark(x, dynamic_sizes) for x in qkv(grad=True)))
-    error = caught.value
-    assert error.what == "recovered mask"
-    assert error.formula == "k + 1 <= q"
-    assert error.index == "b=0, h=0, q=0, k=0"
-    assert "allowed" in error.expected
-    assert error.observed == "masked out"
-    assert error.differing.startswith(f"{LENGTH} of {LENGTH * LENGTH} pairs")
-
-
-@pytest.mark.parametrize("function", [masked_alibi, checkpointed_alibi])
-def test_bias_that_is_off_by_a_position(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor]) -> None:
-    real = score_kinds.RECOGNISERS[0]
-
+def _off_by_a_position(patch: pytest.MonkeyPatch) -> None:
     def off_by_one(part: added.Summand) -> Any:
         kind = real(part)
         return kind and dataclasses.replace(kind, position=ix.add(kind.position, ix.ONE))
 
-    monkeypatch.setattr(score_kinds, "RECOGNISERS", (off_by_one, *score_kinds.RECOGNISERS[1:]))
+    real, *others = score_kinds.RECOGNISERS
+    patch.setattr(score_kinds, "RECOGNISERS", (off_by_one, *others))
+
+
+def _checkpointed_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return checkpoint(window, q, k, v, use_reentrant=False).sin()
+
+
+OUTPUT = {"what": "output of sdpa_cpu_flash", "formula": "k <= q", "allowed": "an error of"}
+MASK = {"what": "recovered mask", "formula": "k + 1 <= q", "index": "b=0, h=0, q=0, k=0", "expected": "allowed"}
+MASK |= {"observed": "masked out", "differing": f"{LENGTH} of {LENGTH * LENGTH} pairs"}
+BIAS = {"what": "recovered bias", "formula": "· (k + 1 - q)", "index": "b=0, h=0, "}
+
+
+@pytest.mark.parametrize("dynamic_sizes", [(), (SHAPE[0], LENGTH)], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("function", "fault", "more", "said"),
+    [
+        (window, _mask_is_ignored, (), OUTPUT),
+        (_checkpointed_window, _mask_is_ignored, (), OUTPUT),
+        *((x, _less_or_equal_is_less, (), MASK) for x in (causal, checkpointed, mask_from_outside, Layers())),
+        *((x, _off_by_a_position, (SLOPES, PADDING), BIAS) for x in (masked_alibi, checkpointed_alibi)),
+    ],
+)
+def test_what_is_wrong_raises_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, function: Any, fault: Any, more: Any, said: dict[str, str], dynamic_sizes: Any
+) -> None:
+    fault(monkeypatch)
     with pytest.raises(VerificationMismatch) as caught:
-        run(function, *qkv(grad=True), SLOPES, PADDING)
+        run(function, *(mark(x, dynamic_sizes) for x in (*qkv(grad=True), *(x.clone() for x in more))))
     error = caught.value
-    assert error.what == "recovered bias"
-    assert error.formula.startswith("ALiBi")
-    assert error.formula.endswith("· (k + 1 - q)")
-    assert error.index.startswith("b=0, h=0, ")
+    for name, text in said.items():
+        assert text in getattr(error, name), name
+    assert "options={'lowering': 'untouched'}" in str(error)
+    if isinstance(function, Layers):
+        assert error.site == "layers.0"
+        assert any("layers.1" in note for note in error.__notes__)
+    if function is window:
+        index = tuple(int(i) for i in error.index.strip("[]").split(","))
+        wrong, right = F.scaled_dot_product_attention(*qkv()), window(*qkv())
+        assert index == tuple(int(i) for i in torch.unravel_index((wrong - right).abs().argmax(), right.shape))
+        assert float(error.expected.split()[0]) == pytest.approx(right[index].item(), rel=1e-4)
+        assert float(error.observed) == pytest.approx(wrong[index].item(), rel=1e-4)
 
 
-@pytest.mark.usefixtures("less_or_equal_is_less")
-def test_site_is_named_and_the_other_sites_too() -> None:
-    with pytest.raises(VerificationMismatch) as caught:
-        run(Layers(), *qkv())
-    assert caught.value.site == "layers.0"
-    assert "layers.0" in str(caught.value)
-    assert any("layers.1" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.usefixtures("mask_is_ignored")
-def test_a_call_that_raised_is_no_first_call_and_leaves_caches_as_they_were() -> None:
+def test_a_call_that_raised_is_no_first_call_and_leaves_caches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the option every call is wrong."""
+    _mask_is_ignored(monkeypatch)
     model = Cached()
     function = compiled(model, verify=True)
     for _ in range(2):
@@ -360,8 +342,8 @@ def test_a_call_that_raised_is_no_first_call_and_leaves_caches_as_they_were() ->
 # ---- what can't be compared ---------------------------------------------------------------------------------------
 
 
-def _warnings(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
-    return [r.getMessage() for r in caplog.records if r.name == results.__name__ and r.levelno == logging.WARNING]
+def _dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
 
 
 @pytest.mark.parametrize(
@@ -369,13 +351,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
     [
         (causal, (), {"lowering": "untouched"}, "output", "the site is as the model made it"),
         (with_mask, (torch.ones(LENGTH, LENGTH).tril().bool(),), {}, "mask", "is an input of the graph"),
-        (
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
-            (),
-            {"lowerings": ["reference"]},
-            "output",
-            "",
-        ),
+        (_dropping, (), {"lowerings": ["reference"]}, "output", ""),
     ],
 )
 def test_what_is_unchecked_is_said(
@@ -411,24 +387,20 @@ def test_rows_without_any_key_are_left_out_where_the_model_gives_no_number(
             run(_filled(2 * fill), *qkv(), real)
 
 
-def test_attention_inside_one_call() -> None:
+def _gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The softmax over another axis keeps its name and means something else after the rewriting."""
+    gate = (q @ q.mT).softmax(-2) @ v
+    return causal(gate, k, v) + gate
+
+
+def test_attention_inside_one_call_and_softmax_over_another_axis() -> None:
     """nn.MultiheadAttention is expanded: the model's own graph has none of its parts."""
     module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
-    x = torch.randn(2, LENGTH, 8)
     with torch.no_grad():
-        run(lambda x: module(x, x, x, need_weights=False)[0], x)
+        run(lambda x: module(x, x, x, need_weights=False)[0], torch.randn(2, LENGTH, 8))
     assert_verified("output")
-
-
-def test_softmax_over_another_axis() -> None:
-    """Its node keeps its name and means something else after the rewriting."""
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        gate = (q @ q.transpose(-1, -2)).softmax(-2) @ v
-        return causal(gate, k, v) + gate
-
-    run(function, *qkv())
-    assert all(v.skipped is None for v in attn_compiler.verifications()), attn_compiler.verifications()
+    run(_gated, *qkv())
+    assert all(v.skipped is None for v in attn_compiler.verifications())
 
 
 def test_a_graph_that_a_pass_failed_on_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
