@@ -66,7 +66,7 @@ class Rule:
     all.
     """
 
-    names: Callable[[], Sequence[str]]
+    names: Sequence[str]
     site: str
     formula: str
     factor: float = FACTOR
@@ -77,7 +77,7 @@ class Rule:
 
     def mismatch(self, index: int, place: Sequence[int], **found: str) -> VerificationMismatch:
         """Make the error of one result. place: its worst element."""
-        words = {"site": self.site, "what": self.names()[index], "formula": self.formula}
+        words = {"site": self.site, "what": self.names[index], "formula": self.formula}
         return VerificationMismatch(**words, index=str(list(place)) if place else "every element", **found)
 
 

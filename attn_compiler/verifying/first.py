@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -248,13 +248,11 @@ class First:
         if not self._forward and not self._backward and not self._is_watching:
             self._plan = None
 
-    def compare_gradients(
-        self, called: Called, arrived: Arrived, written: dict[int, torch.Tensor], apart: str | None
-    ) -> None:
+    def compare_gradients(self, called: Called, arrived: Arrived, apart: str | None) -> None:
         """Finish the first backward. Raises VerificationMismatch; the next call's backward is then checked again."""
         self._watched = None
         with _unhindered(called.plan, "the check of the gradients"):
-            results.keep([whole.check_gradients(called, arrived, written, self._apart or apart)])
+            results.keep([whole.check_gradients(called, arrived, self._apart or apart)])
         self._backward = False
         self._close()
 
@@ -287,7 +285,7 @@ class _Backward:
                 written[place] = alias
         called, self._results = self._called, {}
         del self._called
-        self._first.compare_gradients(called, arrived, written, apart)
+        self._first.compare_gradients(called, replace(arrived, written=written), apart)
 
 
 @contextlib.contextmanager

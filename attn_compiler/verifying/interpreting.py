@@ -159,13 +159,10 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value, noise = super().run_node(n), self._arithmetic.noise
-        is_made = n.op in ("call_function", "call_method") and is_floating(value)
+        inputs = [self.env.get(x) for x in n.all_input_nodes]
+        is_made = self._wide is not None and n.op in ("call_function", "call_method") and is_floating(value)
         # A tensor that shares memory with an input stays.
-        if (
-            self._wide is not None
-            and is_made
-            and not any(shares_memory(value, self.env.get(x)) for x in n.all_input_nodes)
-        ):
+        if is_made and not any(shares_memory(value, x) for x in inputs):
             value = value.to(self._wide)
             value = value if noise is None else noise.on_step(value, n.meta.get("example_value"))
         return value if self._record is None else self._record(n, value)

@@ -19,7 +19,7 @@ from attn_compiler.lowerings.base import FP8, OF_LATENT
 from attn_compiler.passes.graph import axes, mutation, program
 from attn_compiler.passes.graph.emit import FakeBuilder
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Latent, Match, Site
+from attn_compiler.passes.graph.site import Latent, Match
 from attn_compiler.spec.numerics import FACTOR, FACTOR_SOFTCAP, FLOOR_ULPS, difference, exact_dtype, largest
 from attn_compiler.verifying import comparing, pairs
 from attn_compiler.verifying.comparing import Compared, Rule
@@ -101,7 +101,7 @@ class OutputCheck(Check):
         """
         weighted = float(v.abs().max()) if v.numel() else 0.0
         site, factor = self.site.module, self.factor
-        rule = Rule(site=site, formula=formula, names=lambda: [what], factor=factor, weighted=weighted, kept=kept)
+        rule = Rule(site=site, formula=formula, names=[what], factor=factor, weighted=weighted, kept=kept)
         try:
             found = comparing.compare([new], [own], lambda noise: [run(noise)], rule)
         except torch.OutOfMemoryError as error:
@@ -157,14 +157,6 @@ class RealBuilder(FakeBuilder[torch.Tensor]):
 # ---- the model's own operations at a site, again --------------------------------------------------------------------
 
 
-def projections(site: Site) -> tuple[fx.Node, ...]:
-    """Return the nodes that make k and v, if the lowering reads their latent: it skips the roundings of k and v."""
-    latent = site.match.reads.latent
-    if site.decision is None or site.decision.lowering not in OF_LATENT or not isinstance(latent, Latent):
-        return ()
-    return latent.k.made, latent.v.made
-
-
 def dependents(mirror: Mirror, match: Match, starts: Iterable[fx.Node] = ()) -> list[fx.Node]:
     """Return the mirror nodes from the first product to the output, in order, with their writes in place. starts: begin there instead of at
     the first product."""
@@ -189,7 +181,12 @@ def recomputed(
 ) -> torch.Tensor:
     """Compute the model's own operations at a site. Raises NoValueError. dtype: of every floating step, None: the model's own. noise: on
     each step."""
-    inside = dependents(check.body.mirror, check.site.match, projections(check.site))
+    latent, decision = check.site.match.reads.latent, check.site.decision
+    starts: tuple[fx.Node, ...] = ()
+    if decision is not None and decision.lowering in OF_LATENT and isinstance(latent, Latent):
+        # The lowering reads the latent of k and v, and skips their roundings.
+        starts = latent.k.made, latent.v.made
+    inside = dependents(check.body.mirror, check.site.match, starts)
     last_use = {n: node for node in inside for n in (node, *node.all_input_nodes)}
     known: dict[fx.Node, Any] = {}
 

@@ -227,13 +227,11 @@ def _symbols(module: fx.GraphModule) -> dict[tuple[fx.Graph, str], list[tuple[st
 
 def _may_write(module: fx.GraphModule, bodies: dict[fx.Graph, Body]) -> list[bool]:
     """Return True for inputs that may be written: all, for a graph without a mirror, or with a body that writes to its inputs."""
-    nested = [inside.graph for inside in torch_compat.graph_modules(module) if inside is not module]
-    known = module.graph in bodies and all(graph in bodies and not _written(bodies[graph]) for graph in nested)
-    written = _written(bodies[module.graph]) if known else set()
-    return [not known or node.name in written for node in _inputs(module)]
-
-
-def _written(body: Body) -> set[str]:
-    """Return the names of the inputs that something in the mirror writes to."""
-    inputs: Sequence[fx.Node] = [node for node in body.mirror.graph.nodes if node.op == "placeholder"]
-    return {body.names.get(node, node.name) for node in inputs if mutation.storages(node) & body.written}
+    written: dict[fx.Graph, set[str]] = {}
+    for graph, body in bodies.items():
+        memory = body.written
+        inputs = [node for node in body.mirror.graph.nodes if node.op == "placeholder"]
+        written[graph] = {body.names.get(node, node.name) for node in inputs if mutation.storages(node) & memory}
+    insides = torch_compat.graph_modules(module)
+    known = all(x.graph in written and (x is module or not written[x.graph]) for x in insides)
+    return [not known or node.name in written[module.graph] for node in _inputs(module)]

@@ -31,10 +31,12 @@ class Edge(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
     """outputs: gradients of the results, by place: the call's outputs, then its inputs as it left them. inputs: the addition to the
-    gradient of each input, None for nothing; without inputs that the backward was not asked for."""
+    gradient of each input, None for nothing; without inputs that the backward was not asked for. written: contents of the results at its
+    beginning, if the caller had written to them."""
 
     outputs: Mapping[int, torch.Tensor]
     inputs: Mapping[int, torch.Tensor | None]
+    written: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class CannotWatchError(Exception):

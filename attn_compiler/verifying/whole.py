@@ -6,9 +6,9 @@ backward read after somebody had written to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,23 +97,14 @@ class Ran:
     gradients: Sequence[torch.Tensor | None] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeenBackward:
-    """The backward of a call, for results by place: the graph's outputs, then its inputs as it left them. arrived: their gradients.
-    written: their contents at the beginning of the backward, if the caller had written to them."""
-
-    arrived: Mapping[int, torch.Tensor]
-    written: Mapping[int, torch.Tensor] = field(default_factory=dict)
-
-
 def run_model(
     called: Called,
     arithmetic: Arithmetic | None = None,
     *,
-    backward: SeenBackward | None = None,
+    backward: Arrived | None = None,
     record: Record | None = None,
 ) -> Ran:
-    """Run the model's own graph. backward: of the call, if its gradients are wanted."""
+    """Run the model's own graph. backward: the call's, as seen, if the gradients are wanted."""
     plan, arithmetic = called.plan, arithmetic or Arithmetic()
     with interpreting.leaving_no_trace(called.args, plan.devices, gradients=backward is not None) as drew:
         # The caller's writes are repeated below: into copies, since all runs share the inputs.
@@ -132,7 +123,7 @@ def run_model(
             for i, x in backward.written.items():
                 # Like the caller, unseen by autograd: saved tensors are written, too.
                 made[i].data.copy_(x)
-            known = [(made[i], x.to(made[i].dtype)) for i, x in backward.arrived.items() if made[i].requires_grad]
+            known = [(made[i], x.to(made[i].dtype)) for i, x in backward.outputs.items() if made[i].requires_grad]
             if known and leaves:
                 to, upstream = zip(*known, strict=True)
                 with interpreting.fused_noise(arithmetic.noise, plan.rounded):
@@ -154,7 +145,7 @@ class _Written(torch.autograd.Function):
         return gradient, None
 
 
-def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
+def overwrites_saved(called: Called, backward: Arrived) -> bool:
     """Return True if the model's own backward reads a tensor written since autograd saved it, through `.data` or `detach()`.
 
     Autograd does not see such a write. The gradients are then those of no function, and differ from kernel to kernel, by the tensors each
@@ -172,7 +163,7 @@ def overwrites_saved(called: Called, backward: SeenBackward) -> bool:
     return any(found)
 
 
-def rerun(called: Called, noise: Noise | None, backward: SeenBackward | None = None) -> Sequence[Any]:
+def rerun(called: Called, noise: Noise | None, backward: Arrived | None = None) -> Sequence[Any]:
     """Return results of the model's own graph in wider numbers, with noise on each step if any; its gradients, given `backward`.
 
     The dtype is twice as wide as the results': float32 only if all differentiated tensors are in half precision.
@@ -202,7 +193,7 @@ def said(
     return found.said(graph=plan.graph, module=f"graph {plan.graph}", subject=subject, skipped=skipped)
 
 
-def _rule(plan: CheckPlan, names: Callable[[], Sequence[str]], beside: Sequence[torch.Tensor] = ()) -> Rule:
+def _rule(plan: CheckPlan, names: Sequence[str], beside: Sequence[torch.Tensor] = ()) -> Rule:
     """Return the rule of the site that allows for most. names: of all results."""
     sites = ", ".join(check.site.module for check in plan.outputs())
     formula = (f"attention at {sites}" if sites else "linear attention") if plan.padded is None else "real tokens alone"
@@ -218,32 +209,25 @@ def check_outputs(
     plan = called.plan
     if apart is not None:
         return said(plan, SUBJECT_OUTPUTS, skipped=apart)
-
-    def names() -> list[str]:
-        left = [name for name, written in zip(plan.inputs, plan.may_write, strict=True) if written]
-        made = [f"output {i} of the graph" for i in range(len(outs))]
-        return made + [f"{name} as the graph left it" for name in left]
-
+    left = [
+        f"{name} as the graph left it" for name, written in zip(plan.inputs, plan.may_write, strict=True) if written
+    ]
+    names = [*(f"output {i} of the graph" for i in range(len(outs))), *left]
     new, own = results(plan, outs, args), results(plan, ran.outs, ran.inputs)
     compared = comparing.compare(new, own, lambda noise: rerun(called, noise), _rule(plan, names))
     return said(plan, SUBJECT_OUTPUTS, compared)
 
 
-def check_gradients(
-    called: Called, arrived: Arrived, written: Mapping[int, torch.Tensor], apart: str | None
-) -> Verification:
-    """Compare the gradients of one backward. Raises VerificationMismatch.
-
-    written: results of the call that the caller has written to since, by place, with their current contents. apart: why the gradients may
-    rightly differ, if they may.
-    """
+def check_gradients(called: Called, arrived: Arrived, apart: str | None) -> Verification:
+    """Compare the gradients of one backward. Raises VerificationMismatch. apart: why they may rightly differ, if they may."""
     plan, wanted = called.plan, list(arrived.inputs)
     if called.changed:
         apart = f"written to between forward and backward: {', '.join(plan.inputs[i] for i in called.changed)}"
     if apart is not None:
         return said(plan, SUBJECT_GRADIENTS, skipped=apart)
-    came = arrived.outputs if plan.padded is None else plan.padded.cleared(arrived.outputs, called.args)
-    backward = SeenBackward(arrived=came, written=written)
+    backward = arrived
+    if plan.padded is not None:
+        backward = replace(arrived, outputs=plan.padded.cleared(arrived.outputs, called.args))
 
     def run(noise: Noise | None) -> list[torch.Tensor | None]:
         made = rerun(called, noise, backward)
@@ -251,7 +235,7 @@ def check_gradients(
 
     ran = run_model(called, backward=backward)
     new, own = [arrived.inputs[i] for i in wanted], [ran.gradients[i] for i in wanted]
-    rule = _rule(plan, lambda: [f"gradient of {plan.inputs[i]}" for i in wanted], list(arrived.outputs.values()))
+    rule = _rule(plan, [f"gradient of {plan.inputs[i]}" for i in wanted], list(arrived.outputs.values()))
     try:
         return said(plan, SUBJECT_GRADIENTS, comparing.compare(new, own, run, rule))
     except VerificationMismatch:

@@ -20,7 +20,7 @@ from attn_compiler.verifying.interpreting import Noise, fused_noise, shares_memo
 
 ONES, ZEROS = torch.ones(4), torch.zeros(4)
 EXACT_ONES, EXACT_ZEROS = ONES.double(), ZEROS.double()
-RULE = Rule(names=lambda: ["first", "second"], site="layer", formula="k <= q")
+RULE = Rule(names=["first", "second"], site="layer", formula="k <= q")
 BESIDE = dataclasses.replace(RULE, beside=[ONES])
 MEAN = dataclasses.replace(RULE, weighted=1.0)
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from attn_compiler.reasons.errors import AttnCompilerWarning, CompileFailed, VerificationMismatch
 from attn_compiler.verifying import first, interpreting, whole
 from attn_compiler.verifying.interpreting import Noise
-from attn_compiler.verifying.whole import Called, SeenBackward, fingerprint
+from attn_compiler.verifying.watching import Arrived
+from attn_compiler.verifying.whole import Called, fingerprint
 from tests.passes.compiling import compiled
 from tests.verifying import training as models
 from tests.verifying.planning import planned
@@ -227,10 +228,10 @@ def test_gradients_are_those_of_what_an_input_held_before_and_what_was_written_i
     inputs, gradient = qkv(), torch.randn(SHAPE)
     held = planned(lambda q, k, v: causal(q.sin(), k, v), *inputs)
     called = Called.copied(held.plan, held.args)
-    plain = SeenBackward(arrived={0: gradient})
+    plain = Arrived(outputs={0: gradient}, inputs={})
     expected = torch.autograd.grad(causal(inputs[0].sin(), *inputs[1:]), inputs, gradient)
     torch.testing.assert_close(list(whole.run_model(called, backward=plain).gradients), list(expected))
-    written = SeenBackward(arrived={0: gradient}, written={1: torch.zeros(SHAPE)})
+    written = Arrived(outputs={0: gradient}, inputs={}, written={1: torch.zeros(SHAPE)})
     one, other = (whole.run_model(called, backward=written) for _ in range(2))
     assert torch.equal(one.outs[0], other.outs[0])
     assert whole.overwrites_saved(called, written)
