@@ -39,7 +39,6 @@ from benchmarks.models import SCENARIOS
 MAX_SHARE = {"cold": 0.03, "warm": 0.10}
 ROUNDS = 3
 _RECURSION_LIMIT = sys.getrecursionlimit()
-_NAMES = ("model", "layers", "scenario", "sizes", "implementation")
 COLUMNS = (
     *("model", "layers", "scenario", "sizes", "caches", "implementation"),
     *("total_seconds", "passes_seconds", "passes_cpu_seconds", "share", "by_pass"),
@@ -80,7 +79,7 @@ LENGTHS = (64, 48)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compilation:
+class Compilation(harness.Named):
     """sizes: a key of SIZES."""
 
     model: str
@@ -88,10 +87,6 @@ class Compilation:
     scenario: str
     sizes: str
     implementation: str
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {name: str(getattr(self, name)) for name in _NAMES}
 
 
 def compiled(case: Compilation, *, alone: bool, cached: bool = True) -> dict[str, str]:

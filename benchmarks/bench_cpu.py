@@ -24,16 +24,12 @@ KEYS = ("model", "implementation", "scenario", "dtype", "inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnCpu:
+class OnCpu(harness.Named):
     """model: all-MiniLM-L6-v2 with its own weights, on 32 sentences padded to the longest; or the registry's small Llama."""
 
     model: str
     implementation: str
     scenario: str
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {"model": self.model, "implementation": self.implementation, "scenario": self.scenario}
 
     def case(self) -> Case:
         if self.model == "MiniLM-L6-v2":

@@ -25,7 +25,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -61,16 +61,8 @@ PINNED_KERNEL["cudnn"] = PINNED_KERNEL["sdpa_cudnn"]
 _BACKWARD_OF = {"hopper": {"sdpa_cudnn", "cudnn"}}
 
 
-class Asked(Protocol):
-    """What `prepare` takes: the columns that name it, options of our side, and how to make the case."""
-
-    @property
-    def names(self) -> dict[str, str]: ...
-
-    @property
-    def options(self) -> dict[str, Any] | None: ...
-
-    def case(self, size: models.Size, device: str) -> Case: ...
+#: what `prepare` takes: `names`, the columns that name it; `options` of our side; `case(size, device)`, which makes it
+Asked = Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,30 +95,24 @@ def measure(asked: Asked, given: Namespace) -> list[dict[str, str]]:
             if name != BACKEND and BACKEND in times:
                 rows[name]["ratio"] = f"{harness.ratio(values, times[BACKEND]):.3f}"
         if BACKEND in sides and given.ours[0] == "triton":
-            rows[BACKEND] |= {
-                "tiles": _tiles(problem, which),
-                "host_us": _host_column(case, which, given.device, dtype),
-            }
+            rows[BACKEND] |= of_ours(problem, which)
     except Exception as failure:  # noqa: BLE001 (one broken case must not cost the others, and its rows name it)
         return [{"failure": kernel_timing.reason(failure), **row} for row in rows.values()]
     return list(rows.values())
 
 
-def _host_column(case: Case, which: Pass, device: str, dtype: torch.dtype) -> str:
-    """Both is the sum of the two. There is nothing to learn from an interpreter."""
-    if which == "both" or device == "cpu":
-        return ""
-    problem = kernel_cases.build(case.tiny, device=device, dtype=dtype, training=which != "forward")
-    with torch.no_grad():
-        return f"{host_cost(problem, which):.1f}"
-
-
-def _tiles(problem: Problem, which: Pass) -> str:
-    """The tiles of the kernels that ran: "64x64 w4 s3"."""
+def of_ours(problem: Problem, which: Pass) -> dict[str, str]:
+    """The tiles of the kernels that ran, "64x64 w4 s3", and what a call takes the host: there is nothing to learn from an interpreter."""
     tiles = problem.tiles
     ran = {"forward": [tiles.forward], "backward": [tiles.grad_q, tiles.grad_kv]}
     ran["both"] = ran["forward"] + ran["backward"]
-    return ", ".join(tile.words for tile in ran[which])
+    columns = {"tiles": ", ".join(tile.words for tile in ran[which])}
+    # Both is the sum of the two.
+    if which == "both" or not problem.q.is_cuda:
+        return columns
+    how: dict[str, Any] = {"device": str(problem.q.device), "dtype": problem.q.dtype, "training": which != "forward"}
+    with torch.no_grad():
+        return columns | {"host_us": f"{host_cost(kernel_cases.build(problem.case.tiny, **how), which):.1f}"}
 
 
 def cases(given: Namespace) -> list[Asked]:

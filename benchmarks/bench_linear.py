@@ -39,7 +39,7 @@ _LAYERS = {"gated_delta": "qwen3_next", "state_space": "bamba", "channel_delta":
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearCase:
+class LinearCase(harness.Named):
     """scenario: "training", "inference" or "one token"."""
 
     function: str
@@ -48,10 +48,6 @@ class LinearCase:
     heads: int
     head_dim: int
     scenario: str
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {name: str(getattr(self, name)) for name in KEYS}
 
     def model(self) -> LinearLayer:
         sizes = {"groups": self.heads, "heads": self.heads, "dim_k": self.head_dim, "dim_v": self.head_dim}

@@ -11,7 +11,6 @@ largest difference from the recurrence in float64, of the largest number, up to 
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import itertools
 import os
@@ -48,7 +47,7 @@ _RECORDED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuCase:
+class GpuCase(harness.Named):
     """One side. scenario: "training", "prefill" or "decode"."""
 
     layer: str
@@ -57,10 +56,6 @@ class GpuCase:
     length: int
     dtype: str = "bfloat16"
     side: str
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {name: str(value) for name, value in dataclasses.asdict(self).items()}
 
     @property
     def heads(self) -> Heads:

@@ -41,7 +41,7 @@ _ROUNDS = 15
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(harness.Named):
     """A learned table: "buckets" or "table"."""
 
     mask: str
@@ -50,10 +50,6 @@ class Table:
     tokens: int
     head_dim: int
     dtype: str = "bfloat16"
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {name: str(getattr(self, name)) for name in NAMES[:-1]}
 
     @property
     def site(self) -> Site:

@@ -18,7 +18,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +54,14 @@ Measured = Iterator[Iterable[Row]]
 Option = tuple[tuple[str, ...], Mapping[str, Any]]
 Main = Callable[..., int]
 T = TypeVar("T")
+
+
+class Named:
+    """A case whose fields are what its rows call it."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
 
 
 def arg(*names: str, **settings: Any) -> Option:

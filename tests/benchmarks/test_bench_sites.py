@@ -13,7 +13,7 @@ from attn_compiler.compiling.comparing.comparison import Comparison
 from attn_compiler.compiling.comparing.sides import Side
 from attn_compiler.reporting import doctor
 from attn_compiler.reporting.report import Reports
-from benchmarks import bench_memory, bench_sites, harness, random_sites
+from benchmarks import bench_sites, harness, random_sites
 from benchmarks.bench_memory import COLUMNS as MEMORY_COLUMNS, row_of
 from benchmarks.bench_sites import COLUMNS
 from benchmarks.random_sites import LAYOUTS, Site
@@ -159,20 +159,3 @@ def test_a_row_has_memory_in_mib_and_nothing_for_what_is_not_known() -> None:
     assert (row["attn_compiler_held_mib"], row["attn_compiler_peak_mib"]) == ("1", "3")
     assert row["eager_p50_ms"] == row["inductor_peak_mib"] == row["attn_compiler_outputs_apart"] == ""
     assert row["failure"] == "inductor: ValueError: no"
-
-
-def test_what_is_there_is_kept_and_what_is_too_late_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def measured(case: bench_memory.Compared, given: object) -> Comparison:
-        asked.append(case.words)
-        return _comparison(Side(name="attn_compiler", ratio=1.0))
-
-    monkeypatch.setattr(bench_memory, "compared", measured)
-    file = tmp_path / "rows.csv"
-    common = ["--device", "cpu", "--output", str(file)]
-    assert bench_memory.main(["--cases", "bert/sdpa/train", *common]) == 0
-    assert bench_memory.main(["--cases", "bert/sdpa/train", "vit/sdpa/train", "--append", *common]) == 0
-    assert bench_memory.main(["--cases", "t5/sdpa/train", "--append", "--budget-seconds", "-1", *common]) == 0
-    assert asked == ["bert/sdpa/train", "vit/sdpa/train"]
-    assert [row["model"] for row in harness.read(file)] == ["bert", "vit"]
