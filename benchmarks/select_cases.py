@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -126,8 +125,3 @@ def spec_of(case: Case, *, training: bool) -> AttentionSpec:
             )
         )
     return kernel_cases.spec_of(case, q, k, v, training=training)
-
-
-def shortened(case: Case) -> Case:
-    """The same for a look at the script."""
-    return dataclasses.replace(case.small, peers=case.peers)

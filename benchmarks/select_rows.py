@@ -94,7 +94,7 @@ def read(path: Path = bench_select.RESULTS) -> list[dict[str, str]]:
     return harness.read(path, missing_ok=True)
 
 
-def evidence(rows: Iterable[Mapping[str, str]], later: Iterable[Mapping[str, str]] = ()) -> dict[Key, list[Evidence]]:
+def evidence(rows: Iterable[Mapping[str, str]]) -> dict[Key, list[Evidence]]:
     """The times of lowerings by class. A training step's are of the lowerings that have both."""
     names = {lowering.name for lowering in LOWERINGS}
     times: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
