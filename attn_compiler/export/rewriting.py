@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from attn_compiler.passes import Rewritten
 
 _NAME = "export"
-_PLAIN = {torch.ops.attn_compiler.held.default: torch.ops.aten.clone.default}
+_OWN = torch.ops.attn_compiler
+_PLAIN = {_OWN.held.default: torch.ops.aten.clone.default}
 #: Ops of lowerings that can be packaged. Defines their twins, which loaded programs need.
 _TWINS = {
-    op: lowerings.packaged_twin(op)
-    for op in (torch.ops.attn_compiler.triton.default, torch.ops.attn_compiler.tile_lists.default)
+    op.default: lowerings.packaged_twin(op.default) for op in (_OWN.triton, _OWN.tile_lists, _OWN.document_numbers)
 }
 
 

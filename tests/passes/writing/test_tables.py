@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import attn_compiler
 from tests.passes.compiling import compiled
 
 B, H, S, D, SIDE = 2, 3, 9, 8, 3
@@ -168,3 +169,22 @@ def test_inference_has_no_gradient_to_sum() -> None:
     with torch.no_grad():
         run(*given(), index())
     assert "gathered" not in run.calls
+
+
+def test_a_trained_table_compiles_as_inductor_joins_tensors_on_a_gpu() -> None:
+    """Its rewriting is kept for the next process, too."""
+
+    def attention(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
+        places = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] + 12
+        return sdpa(q, k, k, table[places].permute(2, 0, 1)[None])
+
+    shapes = ((2, 3, 6, 8), (2, 3, 9, 8), (31, 3))
+    q, k, table = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    attn_compiler.reset()
+    run = torch.compile(attention, backend="attn_compiler", options={"lowering": "triton", "strict": True})
+    with torch._inductor.config.patch(force_pointwise_cat=True):
+        found = torch.autograd.grad(run(q, k, table).sum(), (q, k, table))
+    wanted = torch.autograd.grad(attention(q, k, table).sum(), (q, k, table))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    (report,) = attn_compiler.reports()
+    assert "not kept" not in str(report)

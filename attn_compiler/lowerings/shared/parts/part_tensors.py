@@ -15,6 +15,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index, on_nodes
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands, Tiles
+from attn_compiler.lowerings.shared.ops import documents
 from attn_compiler.lowerings.shared.parts import mask_nodes, site_parts, tiles as tile_lists
 from attn_compiler.lowerings.shared.parts.intervals import Interval
 from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
@@ -150,29 +151,24 @@ class _Made:
     def _documents(self, of_key: Expr) -> tuple[fx.Node, fx.Node]:
         """Return int32 (B|1, Sq) and (B|1, Skv): equal where the documents are, whatever numbers the model gives them.
 
-        Numbers that fit into int32 stay. Others are replaced by their rank among all of the row's.
+        Numbers that fit into int32 stay. Others are numbered by an op (shared/ops/documents.py).
         """
         of_query = ix.substitute(of_key, Index("k"), Index("q"))
         if self._fits(of_key):
             queries = self._of_queries(of_query, torch.int32)
             return queries, self._of_keys("documents", of_key, torch.int32)
+        is_same = self.seqlen_q is self.seqlen_kv or self.seqlen_q == self.seqlen_kv
 
-        def ranks() -> fx.Node:
-            numbers = [self._of_queries(of_query, torch.int64), self._of_keys("document numbers", of_key, torch.int64)]
-            joined = self._call(torch.cat, numbers, 1)
-            ordered = self._call(operator.getitem, self._call(torch.sort, joined, dim=1), 0)
-            return self._call(torch.searchsorted, ordered, joined, out_int32=True)
+        def made() -> fx.Node:
+            keys = None if is_same else self._of_keys("document numbers", of_key, torch.int64)
+            return self._call(documents.OP, self._of_queries(of_query, torch.int64), keys)
 
-        ranked = self._once("document ranks", (of_key,), self.given.loads, ranks)
+        numbered = self._once("document numbers of both", (of_key,), self.given.loads, made)
 
-        def part(start: Size, end: Size | None) -> fx.Node:
-            sliced = self._call(aten.slice.Tensor, ranked, 1, start, end)
-            return self._call(torch.Tensor.contiguous, sliced)
+        def part(at: int) -> fx.Node:
+            return self._once(f"documents {at}", (numbered,), {}, lambda: self._call(operator.getitem, numbered, at))
 
-        return (
-            self._once("documents of queries", (ranked,), {}, lambda: part(0, self.seqlen_q)),
-            self._once("documents of keys", (ranked,), {}, lambda: part(self.seqlen_q, None)),
-        )
+        return part(0), part(0 if is_same else 1)
 
     def _of_queries(self, x: Expr, dtype: torch.dtype) -> fx.Node:
         """Evaluate an expression over (b, q): (B|1, Sq), contiguous."""

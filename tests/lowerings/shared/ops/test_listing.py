@@ -1,4 +1,4 @@
-"""Lists of tiles by PyTorch's ops, against a search through all pairs; the kernels' are kernels/test_tiles.py's."""
+"""Lists of tiles by PyTorch's ops, against a search through all pairs; the kernels' are kernels/test_tiles.py's. Numbers of documents."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from attn_compiler.lowerings.shared.ops import documents
 from attn_compiler.lowerings.shared.ops.listing import HEAD, HOLES, SOME, SURPLUS, TAIL, listed
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings.shared.listed_masks import TILES, arguments, asked, masks, units_of
 from tests.lowerings.shared.searched_tiles import Mask, read, searched, tensors
 
 launch = pytest.importorskip("attn_compiler.lowerings.shared.calls.listing_launch")
+document_launch = pytest.importorskip("attn_compiler.lowerings.shared.calls.document_launch")
 
 Tensor = torch.Tensor
 
@@ -135,3 +137,39 @@ def test_fake_is_as_the_real_one(by_key: bool) -> None:
             *[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given_]
         )
     assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+# Documents are numbered in 32 bits, whatever numbers the model gives them.
+def _row(kind: str, length: int) -> Tensor:
+    made = torch.randint(0, max(length // 7, 1), (2, length))
+    return {
+        "sorted": made.sort(1).values,
+        "again": made,
+        "beyond": made * 2**32 + 5,
+        "one beyond": torch.where(torch.arange(length) == length // 2, 2**31, made),
+        "negative": -made - 2**33,
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["sorted", "again", "beyond", "one beyond", "negative"])
+@pytest.mark.parametrize("sizes", [(0, 5), (1, 1), (37, 37), (700, 513), (3, 1500)], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("is_same", [False, True])
+def test_numbers_are_equal_where_documents_are(kind: str, sizes: tuple[int, int], device: str, is_same: bool) -> None:
+    """By the kernel and by PyTorch's ops; rows of the batch are unlike, and what lies between them is read by neither."""
+    whole = _row(kind, sum(sizes) + 3)
+    queries = whole[:, : sizes[0]].to(device)
+    keys = None if is_same else whole[:, sizes[0] : sum(sizes)].to(device)
+    of_keys = queries if keys is None else keys
+    wanted = queries[:, :, None] == of_keys[:, None]
+    for function in (documents.numbered, document_launch.numbers):
+        mine, others = function(queries, keys)
+        assert mine.dtype == others.dtype == torch.int32
+        others = mine if keys is None else others
+        assert torch.equal(mine[:, :, None] == others[:, None], wanted)
+
+
+def test_numbering_is_as_pytorch_wants_ops() -> None:
+    queries, keys = _row("beyond", 9), _row("again", 5)
+    for operands in ((queries, keys), (queries, None)):
+        torch.library.opcheck(documents.OP, operands)

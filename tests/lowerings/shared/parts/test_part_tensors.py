@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import fx
 
-import attn_compiler
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load, Size
 from attn_compiler.lowerings.base import Emitter, Operands, SizeOf, Tile, Tiles
@@ -417,24 +416,3 @@ def test_sinks_and_a_seed() -> None:
     assert not torch.equal(first, bench.run(nodes)[1])
     torch.manual_seed(7)
     assert torch.equal(first, bench.run(nodes)[1])
-
-
-def test_a_trained_table_compiles_as_inductor_joins_tensors_on_a_gpu() -> None:
-    """Its rewriting is kept for the next process, too."""
-    have = tensors(6, 9)
-    table = have["table"].requires_grad_()
-
-    def attention(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] + 12
-        bias = table[places].permute(2, 0, 1)[None]
-        return torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=bias)
-
-    q, k = (torch.randn(x.shape).requires_grad_() for x in (have["q"], have["k"]))
-    given = (q, k, table)
-    compiled = torch.compile(attention, backend="attn_compiler", options={"lowering": "triton", "strict": True})
-    with torch._inductor.config.patch(force_pointwise_cat=True):
-        found = torch.autograd.grad(compiled(*given).sum(), given)
-    wanted = torch.autograd.grad(attention(*given).sum(), given)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    (report,) = attn_compiler.reports()
-    assert "not kept" not in str(report)
