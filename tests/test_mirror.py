@@ -42,7 +42,6 @@ LONG = {
     "passes/writing/test_keyless_nodes.py": 422,
     "test_always_runs.py": 442,
     "test_fp8_training.py": 438,
-    "verifying/test_init.py": 414,
 }
 
 

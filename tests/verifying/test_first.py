@@ -18,20 +18,8 @@ from attn_compiler.verifying.watching import Arrived
 from attn_compiler.verifying.whole import Called, fingerprint
 from tests.passes.compiling import compiled
 from tests.verifying import training as models
-from tests.verifying.planning import planned
-from tests.verifying.training import (
-    LENGTH,
-    SHAPE,
-    Tensor,
-    assert_all_verified,
-    assert_verified,
-    causal,
-    checked,
-    found,
-    loss,
-    qkv,
-    trained,
-)
+from tests.verifying.planning import LENGTH, SHAPE, Tensor, causal, planned
+from tests.verifying.training import assert_all_verified, assert_verified, checked, found, loss, qkv, trained
 
 
 def _writes_out(q: Tensor, k: Tensor, v: Tensor, length: Tensor, total: Tensor) -> Tensor:

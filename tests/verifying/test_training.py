@@ -17,19 +17,8 @@ from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.reporting import verifications as results
 from tests.passes.compiling import compiled, mark
 from tests.verifying import training as models
-from tests.verifying.planning import Layers, Planned, planned
-from tests.verifying.training import (
-    LENGTH,
-    Tensor,
-    assert_all_verified,
-    assert_verified,
-    causal,
-    checked,
-    found,
-    loss,
-    qkv,
-    trained,
-)
+from tests.verifying.planning import LENGTH, Layers, Planned, Tensor, causal, planned
+from tests.verifying.training import assert_all_verified, assert_verified, checked, found, loss, qkv, trained
 
 BOTH = {"lowerings": ["sdpa_cpu_flash", "math"]}
 REFERENCE = {"lowering": "reference"}
