@@ -94,7 +94,7 @@ TEST_LINES = {
     "spec": 1446,
     "torch_private": 3132,
     "verifying": 3124,
-    "website": 665,
+    "website": 676,  # made tables are held row by row
 }
 
 

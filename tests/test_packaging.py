@@ -56,7 +56,8 @@ def test_the_torch_that_is_asked_for_is_the_torch_that_is_taken(pyproject: dict[
     lowest, last = (".".join(map(str, v)) for v in (tried.OLDEST["torch"], tried.NEWEST["torch"]))
     assert torch == f"torch>={lowest}"
     assert f"| torch | {lowest} to {last} " in (ROOT / "docs/policy.md").read_text()
-    assert f"torch from {lowest} to {last}," in (ROOT / "docs/start.md").read_text()
+    for page in ("docs/start.md", "docs/supported.md"):
+        assert f"torch from {lowest} to {last}," in (ROOT / page).read_text()
 
 
 def test_commands_are_functions_that_there_are(pyproject: dict[str, Any]) -> None:

@@ -1,23 +1,11 @@
-"""The pages of codes: docs/codes.md, which lists them, and a page for each, which only the site has.
-
-python -m website.codes > docs/codes.md
-"""
+"""The tables of codes of docs/codes.md, and a page for each code, which only the site has."""
 
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 
 from attn_compiler.reasons.pages import PAGES, SECTIONS, ExampleKind, Page
-
-HEAD = """# Codes
-
-Each reason in a report, each miss and each error ends with a code, such as AC201. Here is what they mean, by kind. The site that
-`nox -s docs` builds has a page for each, with an example, and `python -m attn_compiler code AC201` prints that page.
-
-This list is made by `python -m website.codes > docs/codes.md`.
-"""
 
 #: characters of a line of output
 _WIDTH = 88
@@ -30,12 +18,12 @@ _KINDS = {
 
 
 def listed() -> str:
-    """docs/codes.md."""
+    """Each kind with its table."""
     sections = []
     for heading, pages in SECTIONS:
         rows = "\n".join(f"| {page.code} | {page.title} | {_cell(page.remedy)} |" for page in pages)
-        sections.append(f"\n## {heading}\n\n| code | what | what to do |\n| --- | --- | --- |\n{rows}\n")
-    return HEAD + "".join(sections)
+        sections.append(f"## {heading}\n\n| code | what | what to do |\n| --- | --- | --- |\n{rows}")
+    return "\n\n".join(sections)
 
 
 def page(code: Page, line: str | None) -> str:
@@ -80,7 +68,3 @@ def linked(markdown: str, folder: str, own: str | None = None) -> str:
         return f"[{name}]({folder}{name}.md)" if is_known and name != own else name
 
     return "".join(piece if number % 2 else _CODE.sub(link, piece) for number, piece in enumerate(pieces))
-
-
-if __name__ == "__main__":
-    sys.stdout.write(listed())

@@ -1,7 +1,6 @@
 """What was gained, as tables of Markdown: README's, and those of docs/gain.md. All figures are rows of benchmarks/results.
 
-python -m website.gains          # prints README's table
-python -m website.gains --page   # prints docs/gain.md
+python -m website.gains prints README's table.
 """
 
 from __future__ import annotations
@@ -220,9 +219,4 @@ def _lowerings(cell: str) -> Iterator[tuple[str, int]]:
 
 
 if __name__ == "__main__":
-    if "--page" in sys.argv:
-        from website import gain_page
-
-        sys.stdout.write(gain_page.page())
-    else:
-        sys.stdout.write("\n".join(readme()) + "\n")
+    sys.stdout.write("\n".join(readme()) + "\n")

@@ -1,4 +1,4 @@
-"""What mkdocs calls: generated pages come in, links out of docs/ lead into the site, and codes lead to their pages."""
+"""What mkdocs calls: tables and generated pages come in, links out of docs/ lead into the site, and codes lead to their pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from attn_compiler.reasons.pages import PAGES
-from website import codes, links, options, plots
+from website import codes, links, plots, tables
 
 ROOT = Path(__file__).parents[1]
 #: (path, title, what it says) of each page, for llms.txt
@@ -21,6 +21,7 @@ _listed: list[tuple[str, str, str]] = []
 def on_files(files: Files, *, config: Any) -> Files:
     """Add what is no file of docs/."""
     _listed.clear()
+    tables.made.cache_clear()
     for path, text in generated().items():
         files.append(File.generated(config, path, content=text))
     for path in _copied(files):
@@ -34,7 +35,6 @@ def generated() -> dict[str, str]:
     from website import examples
 
     made = {inside: (ROOT / outside).read_text(encoding="utf-8") for outside, inside in links.OUTSIDE.items()}
-    made["reference/options.md"] = options.page()
     made |= plots.files()
     with warnings.catch_warnings():
         # Some examples do what PyTorch warns of.
@@ -47,7 +47,7 @@ def _copied(files: Files) -> list[str]:
     """The CSVs, scripts, sources and tests that pages link to, by their paths in the repository."""
     found: set[str] = set()
     for file in files.documentation_pages():
-        targets = (each[1] for each in links.LINK.finditer(file.content_string))
+        targets = (each[1] for each in links.LINK.finditer(tables.placed(file.content_string)))
         found |= {path for target in targets if (path := links.in_repository(target, file.src_uri)) is not None}
     return sorted(path for path in found if path.startswith(links.COPIED) and (ROOT / path).is_file())
 
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) ->
     """Mend links, and make codes links."""
     here = page.file.src_uri
     up = posixpath.relpath("codes", posixpath.dirname(here) or ".")
-    text = plots.placed(links.mended(markdown, here), here)
+    text = plots.placed(links.mended(tables.placed(markdown), here), here)
     text = codes.linked(text, f"{up}/", own=Path(here).stem)
     title = next((line[2:] for line in text.splitlines() if line.startswith("# ")), here)
     _listed.append((page.url or "index.html", title, links.first_sentence(text)))

@@ -8,16 +8,6 @@ import re
 
 from attn_compiler.options.options import Options
 
-HEAD = """# Options
-
-`torch.compile(model, backend="attn_compiler", options={...})`. A key may have the prefix `attn.`; keys that are not ours are Inductor's
-(`torch._inductor.list_options()`). A wrong key or value is an error at once (AC901, AC902).
-`attn_compiler.explain(model, x, options={...})` takes the same.
-
-| option | default | what it does |
-| --- | --- | --- |
-"""
-
 
 def described() -> dict[str, str]:
     """What the docstring says of each field, by name."""
@@ -27,11 +17,11 @@ def described() -> dict[str, str]:
     return {name: " ".join(words.split()) for name, words in zip(pieces[1::2], pieces[2::2], strict=True)}
 
 
-def page() -> str:
-    """The page of options."""
+def table() -> str:
+    """Every option with its default."""
     words = described()
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {words[field.name].replace('|', chr(92) + '|')} |"
         for field in dataclasses.fields(Options)
     ]
-    return HEAD + "\n".join(rows) + "\n"
+    return "\n".join(["| option | default | what it does |", "| --- | --- | --- |", *rows])

@@ -1,38 +1,13 @@
-"""docs/benchmarks.md: what was measured, a CSV a table. Whole models come first; the method has a page of its own.
-
-python -m website.results > docs/benchmarks.md
-"""
+"""Tables of docs/benchmarks.md: what was measured, a CSV a table."""
 
 from __future__ import annotations
 
 import csv
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from website import gains
 from website.gains import CALLS, MODELS, RESULTS, Row, has_gain, rows_of
-
-_HEAD = """# Benchmarks
-
-How many times as fast as `torch.compile(model, backend="inductor")`: medians, both sides in one process and in turns. Each table is of
-one CSV of `benchmarks/results/`, whose rows have the device, versions, date and commit. The commands are in
-[how it is measured](measuring.md).
-
-This page is made by `python -m website.results > docs/benchmarks.md`.
-
-## At a glance
-
-A gain is a geometric mean over cases; the smallest is that of the worst case.
-"""
-_HELD_OUT = """## Models that nothing was tuned for
-
-The cases above were tuned for. These were not: of the [models of today](models.md) at their real sizes, those whose architecture no
-benchmark timed, and of these the 24 whose names have the smallest SHA-256. Each has inference and training
-([the rule](../benchmarks/bench_held_out.py), which needs no counts of downloads). They are measured again for each release, and change no
-choice.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +74,8 @@ GROUPS = (
 )
 
 
-def _glance() -> Iterator[str]:
+def glance() -> Iterator[str]:
+    """Each group that was measured with its gain."""
     yield "| what | where | cases | gain | smallest |"
     yield "|---|---|---|---|---|"
     yield from (line for group in GROUPS if (line := group.line()) is not None)
@@ -114,7 +90,8 @@ def _table(rows: Sequence[Row], call: Callable[[Row], str]) -> Iterator[str]:
         yield f"| {MODELS.get(row['model'], row['model'])} | {call(row)} | {times} | {float(row['ratio']):.2f}x |"
 
 
-def _of_h200(implementation: str) -> Iterator[str]:
+def of_h200(implementation: str) -> Iterator[str]:
+    """Each model and call of one implementation of attention."""
     rows = [row for row in rows_of("h200") if row["implementation"] == implementation and has_gain(row)]
     order = list(MODELS)
     return _table(
@@ -123,14 +100,14 @@ def _of_h200(implementation: str) -> Iterator[str]:
     )
 
 
-def _held_out() -> Iterator[str]:
+def held_out() -> Iterator[str]:
+    """Each model that nothing was tuned for, and those without a gain."""
     path = RESULTS / "held_out_h200.csv"
     if not path.is_file():
         return
     with path.open(newline="", encoding="utf-8") as file:
         rows: list[Mapping[str, str]] = list(csv.DictReader(file))
     measured = sorted((row for row in rows if has_gain(row)), key=lambda row: -float(row["ratio"]))
-    yield _HELD_OUT
     yield f"[Rows](../benchmarks/results/{path.name}), {measured[0]['date']}:\n"
     yield from _table(measured, lambda row: row["call"].replace("prefill padded", "prefill, padded"))
     failed = [row for row in rows if not row["ratio"]]
@@ -139,66 +116,13 @@ def _held_out() -> Iterator[str]:
     wrong = [row for row in rows if row["ratio"] and not has_gain(row)]
     if wrong:
         yield f"\nWrong, so without a gain ([why](measuring.md#held-out-models-without-a-gain)): {', '.join(_case(row) for row in wrong)}."
-    yield ""
 
 
 def _case(row: Row) -> str:
     return f"{row['model']} ({row['call']})"
 
 
-def page() -> str:
-    """The whole page."""
-    cpu = [row for row in rows_of("cpu") if row["ratio"]]
-    return "\n".join(
-        [
-            _HEAD,
-            *_glance(),
-            "",
-            "## Models on an H200",
-            "",
-            f"{gains.summary()}. Every result is within the [numeric rule](measuring.md#how). All tables of this part are of",
-            "[h200.csv](../benchmarks/results/h200.csv), in bfloat16. Rows of a padded batch have from all to about half of the positions.",
-            "",
-            "<!-- plot: h200 -->",
-            "",
-            "### Attention as sdpa",
-            "",
-            *_of_h200("sdpa"),
-            "",
-            "### Attention as eager",
-            "",
-            *_of_h200("eager"),
-            "",
-            "### Against Inductor with FlexAttention",
-            "",
-            "Inductor has the model with `flex_attention`, and ours is the same model with `sdpa`, or `eager` where it has a softcap.",
-            "",
-            *_of_h200("flex_attention"),
-            "",
-            *_held_out(),
-            "## On a CPU",
-            "",
-            "One thread, float32 ([rows](../benchmarks/results/cpu.csv)). Eager attention and `sdpa` alike become PyTorch's fused kernel.",
-            "A causal mask is not read, and K and V are not repeated. Attention is a twelfth of MiniLM there.",
-            "",
-            "<!-- plot: cpu -->",
-            "",
-            *_table(cpu, lambda row: f"{row['scenario']}, {row['implementation']}"),
-            "",
-            "With [`unpad`](unpad.md) padding is never computed ([rows](../benchmarks/results/unpad_cpu.csv)):",
-            "",
-            "<!-- plot: unpad -->",
-            "",
-            "## The choice of kernels",
-            "",
-            "Each of 112 shapes was timed with every kernel that takes it, forward and backward",
-            "([rows](../benchmarks/results/select_h200.csv), [details](measuring.md#the-choice-of-kernels-on-an-h200)).",
-            "",
-            "<!-- plot: select -->",
-            "",
-        ]
-    )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())
+def cpu() -> Iterator[str]:
+    """Each model and call on a CPU."""
+    rows = [row for row in rows_of("cpu") if row["ratio"]]
+    return _table(rows, lambda row: f"{row['scenario']}, {row['implementation']}")

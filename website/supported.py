@@ -1,12 +1,8 @@
-"""docs/supported.md: which lowering runs where, on what, and which one an attention gets. Asked of the lowerings themselves.
-
-python -m website.supported > docs/supported.md
-"""
+"""Tables of docs/supported.md: which lowering runs where, on what, and which one an attention gets. Asked of the lowerings themselves."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from attn_compiler import index_expr as ix
@@ -14,22 +10,12 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings import LOWERINGS, by_name
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing.select import decide
-from attn_compiler.spec import masks, scores, tried
+from attn_compiler.spec import masks, scores
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.spec.target import Target
 from website import triton_table
 from website.examples import attention, causal
-
-HEAD = """# Supported
-
-Find your machine, and read which kernel its attentions get. A ✓ is a kernel; – means that the model's own computation stays. Names with
-`sdpa` are kernels of PyTorch; the others link to a page. The report names other refusals (a wrong version, sizes
-that do not go together), each with a [code](codes.md).
-
-Python 3.11 or newer, torch from {oldest} to {newest}, Linux. With a newer torch the report says that it was not tried. Only H100 and
-H200 were [measured](gain.md#by-card). This page is made of the lowerings' own rules, by `python -m website.supported > docs/supported.md`.
-"""
 
 #: what each machine is called, and its dtype in the table
 _CALLED: dict[str, tuple[str, str]] = {
@@ -148,7 +134,8 @@ def _always(lowering: str) -> dict[str, object]:
     return {"length": 1} if lowering == "decode" else {}
 
 
-def _of_lowerings() -> list[list[str]]:
+def of_lowerings() -> str:
+    """Say of each kernel its machines, dtypes and head dims, and what it does not take."""
     rows = []
     for lowering in _names():
         dtypes = {name: found for name, target in MACHINES.items() if (found := _dtype_of(lowering, target))}
@@ -164,7 +151,7 @@ def _of_lowerings() -> list[list[str]]:
         rows.append(
             [_linked(lowering), ", ".join(dtypes), f"{', '.join(taken)}; {most}", "; ".join(lacks) or "nothing"]
         )
-    return rows
+    return _table(["kernel", "machines", "dtypes; head dims up to", "does not take"], rows)
 
 
 def _names() -> Iterable[str]:
@@ -179,7 +166,7 @@ def _chosen(target: Target, dtype: str, changes: Mapping[str, object]) -> str:
     return decide(spec, target, Options()).lowering
 
 
-def _of_machines() -> str:
+def of_machines() -> str:
     """A heading and a table for each machine, and one for all that have the same."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, (_, dtype) in _CALLED.items():
@@ -220,36 +207,13 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def page() -> str:
-    """The whole page."""
-    oldest, newest = (".".join(map(str, bound)) for bound in (tried.OLDEST["torch"], tried.NEWEST["torch"]))
-    head = HEAD.replace("{oldest}", oldest).replace("{newest}", newest)
-    return f"""{head}
-{_of_machines()}
-
-## What each kernel takes
-
-Asked about 2 x 16 heads of 64 and {_site().seqlen_q} positions, on sm90 or the newest machine that the kernel runs on. Without gradients
-where nothing else is said, and `decode` about one query. sm75 is Turing, sm80 A100, sm89 Ada, sm90 Hopper, sm100 B200, sm120 RTX 50.
-`untouched` takes everything: it leaves the attention as the model has it. `decode_latent` and `absorbed` serve [latent attention](mla.md).
-
-{_table(["kernel", "machines", "dtypes; head dims up to", "does not take"], _of_lowerings())}
-
-Versions of libraries:
-
-{_versions()}
-
-## Our Triton kernels, by release
-
-Which torch was tried with which Triton. A GPU ran the kernels in some [benchmark](benchmarks.md). Without one they were compiled
-(`python -m benchmarks.triton_releases`), and tested against float64 in Triton's interpreter, which does not know Hopper's instructions.
-`decode_latent_sm90` is the kernel of `decode_latent` for Hopper.
-
-{_table(["torch", "Triton", "ran on a GPU", "compiled for one", "right in the interpreter"], triton_table.by_release())}
-"""
+def releases() -> str:
+    """Say of each torch and Triton which of our kernels were tried with them."""
+    heads = ["torch", "Triton", "ran on a GPU", "compiled for one", "right in the interpreter"]
+    return _table(heads, triton_table.by_release())
 
 
-def _versions() -> str:
+def versions() -> str:
     """What the rules of versions say, in their own words."""
     lacking = (
         ("triton", Target.fake(triton="")),
@@ -260,7 +224,3 @@ def _versions() -> str:
     )
     rules = {name: by_name(name).unavailable(target)[0].rule for name, target in lacking}
     return "\n".join(f"- `{name}`: {rule}" for name, rule in rules.items())
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

@@ -1,4 +1,4 @@
-"""For docs/supported.md: which of our Triton kernels were tried with which torch and Triton, of rows that benchmarks and tests wrote.
+"""For a table of docs/supported.md: which of our Triton kernels were tried with which torch and Triton, of rows of benchmarks and tests.
 
 Compiled and interpreted: benchmarks/results/triton_releases.csv and triton_interpreted.csv. On a GPU: every row of benchmarks/results that
 names a device.

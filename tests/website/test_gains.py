@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED
-from website import card, gain_page, gains, triton_table
+from website import card, gains, triton_table
 
 # README's table, its picture and the page "Will I gain?" are made from rows that were measured.
 ROOT = Path(__file__).parents[2]
@@ -20,10 +20,6 @@ def test_readmes_table_is_made_from_the_rows() -> None:
     assert gains.summary() in README
     assert gains.held_out() in README
     assert gains.beside_flex() in README
-
-
-def test_the_page_is_made_from_the_rows() -> None:
-    assert (ROOT / "docs" / "gain.md").read_text(encoding="utf-8") == gain_page.page()
 
 
 def test_a_row_that_is_not_one_is_told() -> None:

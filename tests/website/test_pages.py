@@ -15,7 +15,8 @@ from attn_compiler.lowerings import LOWERINGS
 from attn_compiler.options.options import Options
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.pages import PAGES, ExampleKind
-from website import codes, gains, links, options, plots, results, supported
+from website import codes, gains, links, options, plots, results, supported, tables, triton_table
+from website.__main__ import main
 from website.gains import rows_of
 
 # Generated pages.
@@ -23,19 +24,37 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def test_the_page_of_what_is_supported_is_current() -> None:
-    """python -m website.supported > docs/supported.md"""
-    assert (DOCS / "supported.md").read_text(encoding="utf-8") == supported.page()
+def test_every_table_stands_on_a_page_and_none_is_empty() -> None:
+    placed = [name for path in tables.pages().values() for name in tables.names_of(path.read_text(encoding="utf-8"))]
+    assert sorted(placed) == sorted(tables.TABLES)
+    assert [name for name in placed if not tables.made(name).strip()] == []
+    with pytest.raises(KeyError, match="nothing"):
+        tables.placed("# Page\n\n<!-- table: nothing -->\n")
 
 
-def test_every_lowering_is_on_that_page() -> None:
-    text = (DOCS / "supported.md").read_text(encoding="utf-8")
+def test_pages_say_the_command_that_prints_their_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, path in tables.pages().items():
+        places = [line for line in path.read_text(encoding="utf-8").splitlines() if "<!-- table:" in line]
+        assert [line for line in places if f"`python -m website {name}`" not in line] == []
+    main(["codes"])
+    assert capsys.readouterr().out == tables.shown(DOCS / "codes.md")
+
+
+def test_every_lowering_is_on_the_page_of_what_is_supported() -> None:
+    text = tables.shown(DOCS / "supported.md")
     assert [x.name for x in LOWERINGS if f"`{x.name}`" not in text and x.name != "reference_fp8"] == []
 
 
-def test_the_list_of_codes_is_current() -> None:
-    """python -m website.codes > docs/codes.md"""
-    assert (DOCS / "codes.md").read_text(encoding="utf-8") == codes.listed()
+def test_every_machine_attention_and_release_has_a_row() -> None:
+    machines, releases = tables.made("machines"), tables.made("releases")
+    assert [words for words, _ in supported._CALLED.values() if words not in machines] == []
+    assert {machines.count(f"| {feature} |") for feature in ("no mask", *supported.FEATURES)} == {machines.count("## ")}
+    assert [row for row in triton_table.by_release() if " | ".join(row) not in releases] == []
+
+
+def test_every_code_has_one_row() -> None:
+    rows = re.findall(r"^\| (AC\d+) \| (.+?) \| (.+) \|$", tables.shown(DOCS / "codes.md"), re.MULTILINE)
+    assert [code for code, _, _ in rows] == [page.code for page in PAGES.values()]
 
 
 def test_the_page_of_a_code_has_its_parts() -> None:
@@ -64,7 +83,7 @@ def test_every_option_is_described() -> None:
     words = options.described()
     assert set(words) == {field.name for field in dataclasses.fields(Options)}
     assert all(text.endswith((".", ").")) for text in words.values())
-    assert "| `unpad` | `False` |" in options.page()
+    assert "| `unpad` | `False` |" in tables.shown(DOCS / "reference/options.md")
 
 
 def test_readmes_numbers_are_those_of_the_rows_that_they_link_to() -> None:
@@ -164,9 +183,9 @@ def test_an_anchor_that_is_gone_is_seen(tmp_path: Path) -> None:
 
 def _lost(page: Path) -> Iterator[tuple[str, str]]:
     """Links of a page with anchors that no heading of their page has. A page that is not there is test_docs.py's."""
-    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", tables.shown(page)):
         led_to = page.parent / target if target else page
-        if led_to.suffix == ".md" and led_to.is_file() and anchor not in _anchors(led_to.read_text(encoding="utf-8")):
+        if led_to.suffix == ".md" and led_to.is_file() and anchor not in _anchors(tables.shown(led_to)):
             yield target, anchor
 
 
@@ -185,7 +204,7 @@ def _slug(heading: str) -> str:
 
 def _targets(here: str) -> list[tuple[str, str]]:
     """Of each link of a page to the repository: the file's path there, and the link in the site."""
-    text = (ROOT / links.source_of(here)).read_text(encoding="utf-8")
+    text = tables.shown(ROOT / links.source_of(here))
     before = [found[1] for found in links.LINK.finditer(text)]
     after = [found[1] for found in links.LINK.finditer(links.mended(text, here))]
     both = zip(before, after, strict=True)
@@ -234,11 +253,6 @@ def test_every_plot_stands_on_a_page() -> None:
 
 
 # The page of results.
-
-
-def test_the_page_is_current() -> None:
-    """python -m website.results > docs/benchmarks.md"""
-    assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == results.page()
 
 
 def test_what_nobody_measured_has_no_line() -> None:

@@ -1,0 +1,74 @@
+"""Tables that are made of data when the site is: a line of a page that ends with `<!-- table: NAME -->` gives its place to one."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from website import codes, gains, options, results, supported
+
+DOCS = Path(__file__).parents[1] / "docs"
+_PLACE = re.compile(r"^.*<!-- table: (\w+) -->$", re.MULTILINE)
+
+
+def _gain_summary() -> Iterator[str]:
+    yield f"Times against `torch.compile(model)` with the same attention. {gains.summary()}."
+    yield "[Rows](../benchmarks/results/h200.csv), [method](measuring.md)."
+
+
+def _gain_flex() -> Iterator[str]:
+    yield f"Beside FlexAttention on an H200, this backend is {gains.beside_flex()} ([rows](../benchmarks/results/flex_h200.csv))."
+
+
+#: by name, the text or the lines of what a page shows there
+TABLES: Mapping[str, Callable[[], str | Iterator[str]]] = {
+    "codes": codes.listed,
+    "cpu": results.cpu,
+    "gain_by_card": gains.chosen,
+    "gain_dense_mask": gains.dense_mask,
+    "gain_eager": lambda: gains.measured("eager"),
+    "gain_flex": _gain_flex,
+    "gain_sdpa": lambda: gains.measured("sdpa"),
+    "gain_summary": _gain_summary,
+    "gains": lambda: f"{gains.summary()}.",
+    "glance": results.glance,
+    "h200_eager": lambda: results.of_h200("eager"),
+    "h200_flex": lambda: results.of_h200("flex_attention"),
+    "h200_sdpa": lambda: results.of_h200("sdpa"),
+    "held_out": results.held_out,
+    "libraries": supported.versions,
+    "machines": supported.of_machines,
+    "options": options.table,
+    "releases": supported.releases,
+    "takes": supported.of_lowerings,
+}
+
+
+@functools.cache
+def made(name: str) -> str:
+    """The text of one table. Raises KeyError where there is none of that name."""
+    text = TABLES[name]()
+    return text if isinstance(text, str) else "\n".join(text)
+
+
+def placed(markdown: str) -> str:
+    """A page's text with its tables."""
+    return _PLACE.sub(lambda found: made(found[1]), markdown)
+
+
+def shown(page: Path) -> str:
+    """A file's text with its tables."""
+    return placed(page.read_text(encoding="utf-8"))
+
+
+def names_of(markdown: str) -> list[str]:
+    """The tables that a page shows."""
+    return _PLACE.findall(markdown)
+
+
+def pages() -> dict[str, Path]:
+    """By name, the pages that show a table."""
+    found = {path.relative_to(DOCS).with_suffix("").as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+    return {name: path for name, path in found.items() if names_of(path.read_text(encoding="utf-8"))}
