@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attn_compiler
 from attn_compiler.compiling import linear_attention
-from attn_compiler.passes.matching.linear import known_texts, source
+from attn_compiler.passes.matching.linear import proving, source
 from attn_compiler.reasons.codes import Code
 from tests.hf.linear_families import VOCAB, LinearFamily
 from tests.hf.packages import import_package
@@ -207,7 +207,7 @@ def generate(family: LinearFamily, model: Any) -> Shown:
 def lengths(family: LinearFamily, model: Any) -> Shown:
     """One graph for several lengths. With float64, the same text but for the word is among those that were read."""
     shown, run = Shown(), Run(model, dynamic=True, fullgraph=family.whole)
-    with mock.patch.dict(known_texts.READ, _as_read(model)), torch.no_grad():
+    with mock.patch.dict(proving.READ, _as_read(model)), torch.no_grad():
         for length in LENGTHS:
             ids = _ids(length)
             shown.outputs.append(_far(run(ids, use_cache=False).logits, model(ids, use_cache=False).logits))
@@ -218,7 +218,7 @@ def _as_read(model: Any) -> dict[str, str]:
     """Of a model in float64, the digests of texts that a person has read in float32."""
     wide = sys.modules[type(model).__module__]
     own = sys.modules[wide.__name__.removesuffix("_wide")]
-    read = [name for name, value in vars(own).items() if _digest(value) in known_texts.READ]
+    read = [name for name, value in vars(own).items() if _digest(value) in proving.READ]
     return {_digest(vars(wide)[name]): "in float64" for name in read}
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attn_compiler.reporting import render, wording
-from attn_compiler.reporting.page import diffs
-from attn_compiler.reporting.page.markup import Content, Markup, element, facts, folded, table
+from attn_compiler.reporting.page.markup import Content, Markup, code, element, facts, folded, joined, table
 from attn_compiler.reporting.page.sites import again_card, linear_card, miss_card, reason_rows, site_card
 
 if TYPE_CHECKING:
     from attn_compiler.reporting.facts import GraphReport, SiteReport, UnpadReport
+
+#: the most lines of one diff in the page; the file has all
+_MOST_LINES = 1500
+
+_DIFF_NAME = re.compile(r"(\d+)_(.+)\.diff\.txt")
+_TAGS = {"+": "ins", "-": "del", "@": "b"}
 
 
 def site_identities(report: GraphReport, identity: str) -> dict[str, SiteReport]:
@@ -45,7 +52,7 @@ def section(report: GraphReport, identity: str, first: Mapping[SiteReport, str])
     if report.unpad is not None:
         parts += [element("h3", "Padding"), _padding(report.unpad)]
     parts += [element("h3", "Compile time"), _seconds(report)]
-    parts += [element("h3", "What each pass did to the graph"), diffs.section(report.dumped)]
+    parts += [element("h3", "What each pass did to the graph"), diffs(report.dumped)]
     return element("section", *parts, aria_labelledby=identity)
 
 
@@ -114,3 +121,57 @@ def _seconds(report: GraphReport) -> Markup:
     )
     folds = folded(f"Passes {wording.duration(report.total_seconds)}{of_kernels}", times)
     return element("div", folds, *(element("p", note, class_="aside") for note in notes if note))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PassDiff:
+    """step: the pass, with its number. counts: changes of op counts. lines: the unified diff; none if the text is the same."""
+
+    step: str
+    counts: tuple[str, ...]
+    lines: tuple[str, ...]
+    path: Path
+
+
+def read_diffs(directory: Path) -> Iterator[PassDiff]:
+    """Yield the diffs in the order of the passes. Raises OSError."""
+    for path in sorted(directory.iterdir()):
+        named = _DIFF_NAME.fullmatch(path.name)
+        if named is None:
+            continue
+        counts, _, diff = path.read_text(encoding="utf-8", errors="backslashreplace").rstrip("\n").partition("\n\n")
+        lines = diff.split("\n") if diff.startswith("---") else []
+        yield PassDiff(step=f"{named[1]} {named[2]}", counts=tuple(counts.split("\n")), lines=tuple(lines), path=path)
+
+
+def diffs(directory: str | None) -> Markup:
+    """Return folded diffs. directory: of the graph's dump; None if there is none."""
+    if directory is None:
+        return element(
+            "p", "Not known: compile with ", code("options={'dump_dir': ...}"), " and the page has it.", class_="aside"
+        )
+    try:
+        found = list(read_diffs(Path(directory)))
+    except OSError as error:
+        return element("p", f"The dump in {directory} can't be read any more: {error.strerror}.", class_="aside")
+    changed = [one for one in found if one.lines]
+    same = [one.step for one in found if not one.lines]
+    parts = [folded(joined((code(one.step), f": {one.counts[0]}")), _diff(one)) for one in changed]
+    if same:
+        parts.append(element("p", f"Nothing changed in {', '.join(same)}.", class_="aside"))
+    return joined((*parts, element("p", "All graphs, before and after each pass: ", code(directory), class_="aside")))
+
+
+def _diff(one: PassDiff) -> Markup:
+    ops = element("ul", *(element("li", line.strip()) for line in one.counts[1:]), class_="ops")
+    # The first two lines name the files.
+    shown = one.lines[2 : _MOST_LINES + 2]
+    left_out = len(one.lines) - 2 - len(shown)
+    text = element("pre", joined(map(_line, shown)), tabindex="0", role="group", aria_label=f"Diff of pass {one.step}")
+    rest = element("p", f"{left_out} more lines are in ", code(str(one.path)), class_="aside") if left_out else None
+    return joined((ops if len(one.counts) > 1 else None, text, rest))
+
+
+def _line(line: str) -> Markup:
+    tag = _TAGS.get(line[:1])
+    return element(tag, f"{line}\n") if tag else joined((line, "\n"))

@@ -84,9 +84,9 @@ passes/graph/program.py _weighted; score steps: a bias in half precision overflo
 + False
 
 masks the other way round
-passes/matching/patterns/mask_conditions.py condition_of_mask; masks: where(c, -inf, 0) allows c
-- inverted=True, fill=yes * weight
-+ inverted=False, fill=yes * weight
+passes/matching/patterns/softmax_chain.py condition_of_mask; masks: where(c, -inf, 0) allows c
+- inverted=True, fill=yes * term.weight
++ inverted=False, fill=yes * term.weight
 
 scores may have another reader
 passes/matching/patterns/softmax_chain.py _check_readers; near misses: a write to the scores by a view is not seen

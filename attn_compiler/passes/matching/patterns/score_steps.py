@@ -6,6 +6,7 @@ paths upward. No result means that the op is not understood here.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -16,7 +17,6 @@ from attn_compiler.passes.graph import constants, mutation, views
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.views import argument, value
 from attn_compiler.passes.matching import operands
-from attn_compiler.passes.matching.patterns import blended
 from attn_compiler.passes.matching.patterns.steps import (
     Add,
     Cast,
@@ -104,23 +104,50 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 
 def _blended(mirror: Mirror, node: fx.Node, weight: float) -> list[Step]:
-    """Read left + weight · right."""
+    """Read left + weight · right as scores masked by arithmetic, as in GPT-1: w · b + fill · (1 - b), once for each choice of b.
+
+    This is a mask if every b is 0 or 1. The code that reads masks proves that b has no other value.
+    """
     left, right = node.args[:2]
-    found = blended.read(mirror, left, right, weight)
-    found += blended.read(mirror, right, left, 1.0) if weight == 1.0 else []
-    return [
-        Keep(
-            node=node,
-            source=blend.scores,
-            condition=blend.numbers,
-            inverted=False,
-            fill=fill,
-            by_numbers=True,
-            uses=(blend.product,),
-        )
-        for blend in found
-        if (fill := _masking(mirror, blend.fill, node)) is not None
-    ]
+    found = _blends(mirror, node, left, right, weight)
+    return [*found, *_blends(mirror, node, right, left, 1.0)] if weight == 1.0 else found
+
+
+def _blends(mirror: Mirror, node: fx.Node, product: object, rest: object, weight: float) -> list[Step]:
+    """Read product + weight · rest. Both uses of b must see one version."""
+    if not isinstance(product, fx.Node) or not isinstance(rest, fx.Node):
+        return []
+    if product.target not in (aten.mul.Tensor, aten.mul_.Tensor):
+        return []
+    inside, factor = operands.scale_of(mirror, rest) or (rest, 1.0)
+    found = _left_of_one(mirror, inside)
+    left, right = product.args[:2]
+    if found is None or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return []
+    numbers, sign = found
+    versions = {mutation.version(mirror, numbers, mirror.order(reader)) for reader in (inside, product)}
+    fill = _masking(mirror, weight * factor * sign, node)
+    if len(versions) > 1 or fill is None:
+        return []
+    ways = ((left, right), (right, left)) if not mutation.writes(product) else ((left, right),)
+    keep = functools.partial(Keep, node=node, inverted=False, fill=fill, by_numbers=True, uses=(product,))
+    return [keep(source=x, condition=b) for x, b in ways if b is numbers]
+
+
+def _left_of_one(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return (b, 1) for 1 - b, and (b, -1) for b - 1."""
+    if len(node.args) < 2 or constants.number(mirror, argument(node, "alpha", 1)) != 1.0:
+        return None
+    left, right = node.args[:2]
+    if node.target in (aten.rsub.Scalar, aten.rsub.Tensor):
+        left, right = right, left
+    elif node.target is not aten.sub.Tensor:
+        return None
+    if isinstance(right, fx.Node) and constants.everywhere(mirror, left) == 1.0:
+        return right, 1.0
+    if isinstance(left, fx.Node) and constants.everywhere(mirror, right) == 1.0:
+        return left, -1.0
+    return None
 
 
 def _offset(node: fx.Node, alpha: float | None) -> list[Step]:

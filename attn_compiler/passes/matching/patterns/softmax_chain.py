@@ -12,7 +12,7 @@ import contextlib
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import axes, gradients, mutation, views
+from attn_compiler.passes.graph import axes, constants, gradients, mutation, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteAxes, SiteScores, Term
@@ -21,7 +21,6 @@ from attn_compiler.passes.matching.contraction import Contraction
 from attn_compiler.passes.matching.patterns import (
     assembly,
     denominators,
-    mask_conditions,
     score_chain,
     score_steps,
     sinks,
@@ -29,6 +28,7 @@ from attn_compiler.passes.matching.patterns import (
     weights_chain,
 )
 from attn_compiler.passes.matching.patterns.score_chain import Joined, Scaled, Scores
+from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW, rounded
 from attn_compiler.passes.matching.patterns.sinks import Sunk
 from attn_compiler.passes.matching.patterns.softmaxes import Softmax
 from attn_compiler.passes.matching.patterns.steps import Step
@@ -37,6 +37,10 @@ from attn_compiler.reasons.codes import Code
 aten = torch.ops.aten
 NAME = "softmax chain"
 ANCHORS = softmaxes.CALLS | softmaxes.WRITTEN_OUT
+#: views that leave a tensor aligned with the scores from the right
+_KEEP_ALIGNMENT = frozenset(
+    (*views.EXPANDS, *views.COPIES, aten.slice.Tensor, aten.to.dtype, aten.to.device, aten.to.dtype_layout)
+)
 _LONGEST_PATH = 40
 _JOIN_KEYS = "join the keys, and the values, before the products, not the scores of each part"
 
@@ -275,20 +279,40 @@ def _split_masks(mirror: Mirror, scores: Scores) -> tuple[list[Joined], list[Joi
     added: list[Joined] = []
     masking: list[Joined] = []
     for term in scores.additive:
-        found = mask_conditions.condition_of_mask(mirror, term.node, term.weight)
-        if found is None:
+        condition = condition_of_mask(mirror, term)
+        if condition is None:
             added.append(term)
         else:
-            masking.append(
-                Joined(
-                    node=found.condition,
-                    dims=term.dims,
-                    used=found.node,
-                    inverted=found.inverted,
-                    fill=found.fill,
-                )
-            )
+            masking.append(condition)
     return added, masking
+
+
+def condition_of_mask(mirror: Mirror, term: Joined) -> Joined | None:
+    """Return the condition of an added tensor that is 0 where it holds (or, inverted, does not) and masks elsewhere.
+
+    None for any other tensor, and for one that is written to later.
+
+    Adding such a tensor and masking by its condition differ only in rows without any allowed key: 0 here, the mean of v there. Kernels are
+    slower with float32's lowest number than with -inf.
+    """
+    path = [term.node]
+    while views.is_view(path[-1]) and path[-1].target in _KEEP_ALIGNMENT:
+        path.append(views.source(path[-1]))
+    top = path[-1]
+    if any(mutation.is_written_later(mirror, node) for node in path):
+        return None
+    if top.target not in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
+        return None
+    condition = top.args[0]
+    yes, no = (constants.number(mirror, x) for x in top.args[1:3])
+    if not isinstance(condition, fx.Node) or yes is None or no is None:
+        return None
+    yes, no = (rounded(number, *reversed(path)) for number in (yes, no))
+    if yes == 0 and no <= MASKED_BELOW and no * term.weight <= STILL_MASKED_BELOW:
+        return Joined(node=condition, dims=term.dims, used=top, inverted=False, fill=no * term.weight)
+    if no == 0 and yes <= MASKED_BELOW and yes * term.weight <= STILL_MASKED_BELOW:
+        return Joined(node=condition, dims=term.dims, used=top, inverted=True, fill=yes * term.weight)
+    return None
 
 
 def _term(mirror: Mirror, joined: Joined, out: fx.Node) -> Term:

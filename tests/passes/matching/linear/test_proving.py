@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,16 +121,23 @@ def test_a_text_that_was_read_is_proved_once_for_all_lengths(monkeypatch: pytest
     made = len(calls)
     assert proving.why_not(counted, dataclasses.replace(spec, length="s0"), None) is None
     assert len(calls) == made
-    monkeypatch.setattr(proving.known_texts, "READ", {})
+    monkeypatch.setattr(proving, "READ", {})
     assert proving.why_not(counted, spec, None) is None
     assert len(calls) > made
     assert proving.why_not(counted, dataclasses.replace(spec, length="s0"), None) is not None
 
 
 def test_a_run_that_would_take_minutes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving.known_texts, "READ", {})
+    monkeypatch.setattr(proving, "READ", {})
     counted, calls = _counted(_call()[0])
     reason = proving.why_not(counted, dataclasses.replace(_call()[1], length=proving._LONGEST + 1), None)
     assert reason is not None
     assert "at most 8192 are run" in reason.observed
     assert calls == []
+
+
+def test_each_text_that_was_read_is_a_digest_and_says_what_it_is() -> None:
+    assert proving.READ
+    for digest, words in proving.READ.items():
+        assert re.fullmatch(r"[0-9a-f]{16}", digest)
+        assert "transformers" in words

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_compiler.passes.matching.linear import known_texts, source
+from attn_compiler.passes.matching.linear import proving, source
 from tests.near_miss import linear_variants
 from tests.passes.matching.linear import linear_functions
 
@@ -66,7 +66,7 @@ def test_functions_of_transformers_are_those_that_were_read(name: str) -> None:
     read = source.read(linear_variants.own(name))
     assert read.why_not is None
     is_one_token = name == "mamba2_selective_state_update"
-    assert (read.digest in known_texts.READ) is not is_one_token
+    assert (read.digest in proving.READ) is not is_one_token
 
 
 def test_numbers_and_what_names_stand_for_are_in_a_digest(tmp_path: Path) -> None:

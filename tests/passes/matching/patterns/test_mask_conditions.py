@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.matching.patterns import mask_conditions
+from attn_compiler.passes.matching.patterns import softmax_chain
+from attn_compiler.passes.matching.patterns.score_chain import Joined
 from tests.passes.compiling import mirror_of
 
 Tensor = torch.Tensor
@@ -17,13 +18,13 @@ LOWEST = torch.finfo(torch.float32).min
 CONDITION = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
 
 
-def _added(function: Callable[[Tensor], Tensor]) -> tuple[Mirror, fx.Node]:
-    """The mirror, and the node whose result is added to ones."""
+def _added(function: Callable[[Tensor], Tensor], weight: float = 1.0) -> tuple[Mirror, Joined]:
+    """The mirror, and the node whose result is added to ones, `weight` times."""
     mirror = mirror_of(lambda x: torch.ones(2, 3, 4, 4) + function(x), CONDITION)
     (add,) = (node for node in mirror.graph.nodes if node.target is torch.ops.aten.add.Tensor)
     node = add.args[1]
     assert isinstance(node, fx.Node)
-    return mirror, node
+    return mirror, Joined(node=node, dims=(), used=add, weight=weight)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +40,12 @@ def _added(function: Callable[[Tensor], Tensor]) -> tuple[Mirror, fx.Node]:
     ids=["0 where it holds", "0 elsewhere", "expanded", "broadcast", "expanded like another", "copied"],
 )
 def test_a_tensor_that_only_masks_is_its_condition(function: Callable[[Tensor], Tensor], inverted: bool) -> None:
-    mirror, node = _added(function)
-    found = mask_conditions.condition_of_mask(mirror, node, 1.0)
+    mirror, term = _added(function)
+    found = softmax_chain.condition_of_mask(mirror, term)
     assert found is not None
     assert found.inverted is inverted
     assert found.fill in (LOWEST, -torch.inf)
-    assert found.condition.op == "placeholder"
+    assert found.node.op == "placeholder"
 
 
 @pytest.mark.parametrize(
@@ -58,13 +59,12 @@ def test_a_tensor_that_only_masks_is_its_condition(function: Callable[[Tensor], 
     ids=["a bias", "more than a mask", "turned", "scaled"],
 )
 def test_any_other_tensor_is_none(function: Callable[[Tensor], Tensor]) -> None:
-    mirror, node = _added(function)
-    assert mask_conditions.condition_of_mask(mirror, node, 1.0) is None
+    mirror, term = _added(function)
+    assert softmax_chain.condition_of_mask(mirror, term) is None
 
 
 def test_the_weight_of_the_tensor_is_in_its_fill() -> None:
-    mirror, node = _added(lambda x: torch.where(x, 0.0, LOWEST))
-    found = mask_conditions.condition_of_mask(mirror, node, 0.5)
+    found = softmax_chain.condition_of_mask(*_added(lambda x: torch.where(x, 0.0, LOWEST), 0.5))
     assert found is not None
     assert found.fill == LOWEST * 0.5
-    assert mask_conditions.condition_of_mask(mirror, node, 1e-38) is None
+    assert softmax_chain.condition_of_mask(*_added(lambda x: torch.where(x, 0.0, LOWEST), 1e-38)) is None
