@@ -23,7 +23,7 @@ LONG = {
     "export/test_rewriting.py": 454,
     "fuzz/grammar/scores.py": 462,
     "lowerings/cudnn/test_fp8.py": 413,
-    "lowerings/decode/problems.py": 474,
+    "lowerings/decode/problems.py": 472,
     "lowerings/decode/test_gathered.py": 473,
     "lowerings/shared/kernels/gluon_in_torch.py": 414,
     "lowerings/shared/parts/test_part_tensors.py": 418,

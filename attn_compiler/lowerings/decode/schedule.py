@@ -13,7 +13,7 @@ sm90, half precision: an H200, torch 2.11, Triton 3.6, 2026-11-22, CUDA graphs, 
     20, 32/8, 4096, 128       64 w4 s4, 3       85.4       79.4
     64, 32/8, 8192, 128       64 w4 s4, 1       481        479
     1, 32/8, 32768, 128       64 w4 s4, 16      36.3       35.9
-    16, …, 16 queries         64 w4 s4, 1       71.1       65.7
+    16, …, 16 queries         64 w4 s4, 1       71.1       65.7 (see below)
     1, 64/8, 4096, 64         128 w4 s4, 16     6.2        4.4
     16, 64/8, 4096, 64, sinks 128 w4 s4, 1      35.6       35.7
     1, 16/8, 4096, 256        64 w8 s3, 16      14.1       11.3
@@ -29,8 +29,12 @@ dim 256 with one sequence (5.4%). With the present one, for one sequence and hea
 are slower from 4096 keys on, and no faster at 1024. For FP8 seven tiles were tried. At head dim 128, 64 w4 s6 takes 8.3, 26.5, 42.1 and
 249 us for the four sizes above, 128 w8 s4 9.3, 25.0, 37.9 and 281, 128 w4 s4 8.6, 27.6, 44.8 and 249.
 
-Each warp has its own keys (slices) where there are no more than 16 rows, up to head dim 128. FP8 caches of more rows or wider heads, other
-machines, float32, and more than 16 rows at other head dims than 128, were compiled, not measured.
+Of 17 to 32 rows (docs/decode.md, decode_rows_h200.csv, 2026-11-29), the best of 18 others was 1.5 to 3% faster in two of four cases, and
+slower in two. With 64 rows, 3 stages and two programs on a multiprocessor gain 15% with 16 sequences and lose 10% with one.
+
+Each warp has its own keys (slices) where there are no more than 16 rows, up to head dim 128, or since sm90 32 in half precision without a
+tensor of pairs. FP8 caches of more rows or wider heads, other machines, float32, and more than 16 rows at other head dims than 64 and 128,
+were compiled, not measured.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ from attn_compiler.spec.target import Target
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRow:
     """A row for specs whose k and v have elements of at most `bytes`, head dims up to `head_dim` and tiles of up to `rows` rows, on GPUs
-    from `first_sm` on.
+    from `first_sm` on. pairs: also for those with a mask or a bias that is a tensor, which is loaded for each pair.
 
     keys, warps, stages, slices, least_keys: as in Schedule. programs: of one multiprocessor.
     """
@@ -58,6 +62,7 @@ class ScheduleRow:
     head_dim: int
     rows: int
     first_sm: int = 0
+    pairs: bool = True
     keys: int
     warps: int
     stages: int
@@ -71,9 +76,13 @@ ROWS: tuple[ScheduleRow, ...] = (
     ScheduleRow(bytes=1, head_dim=128, rows=16, first_sm=90, keys=256, warps=8, stages=3, slices=8, least_keys=256),
     ScheduleRow(bytes=2, head_dim=64, rows=16, first_sm=90, keys=128, warps=4, stages=4, slices=4),
     ScheduleRow(bytes=2, head_dim=64, rows=16, keys=64, warps=4, stages=4, slices=4),
+    ScheduleRow(bytes=1, head_dim=64, rows=64, keys=64, warps=4, stages=3),
+    ScheduleRow(bytes=2, head_dim=64, rows=32, first_sm=90, pairs=False, keys=128, warps=8, stages=4, slices=8),
     ScheduleRow(bytes=2, head_dim=64, rows=64, keys=64, warps=4, stages=3),
     ScheduleRow(bytes=2, head_dim=128, rows=16, first_sm=90, keys=64, warps=4, stages=4, slices=4, least_keys=64),
     ScheduleRow(bytes=2, head_dim=128, rows=16, keys=64, warps=4, stages=3, slices=4),
+    ScheduleRow(bytes=1, head_dim=128, rows=64, first_sm=90, keys=64, warps=4, stages=4),
+    ScheduleRow(bytes=2, head_dim=128, rows=32, first_sm=90, pairs=False, keys=128, warps=8, stages=3, slices=8),
     ScheduleRow(bytes=2, head_dim=128, rows=64, first_sm=90, keys=64, warps=4, stages=4),
     ScheduleRow(bytes=2, head_dim=128, rows=64, keys=64, warps=8, stages=2),
     ScheduleRow(bytes=2, head_dim=256, rows=32, first_sm=90, keys=64, warps=8, stages=3, least_keys=256),
@@ -104,8 +113,10 @@ def table(spec: AttentionSpec, target: Target) -> Schedule:
     rows, _ = plan.rows_of(spec)
     head_dim = max(plan.known(spec.head_dim_qk), plan.known(spec.head_dim_v))
     size = BYTES.get(spec.dtype, 8) if spec.stored is None else 1
+    parts = plan.parts(spec)
     for row in ROWS:
         fits = size <= row.bytes and head_dim <= row.head_dim and rows <= row.rows
+        fits = fits and (row.pairs or not (parts.mask or parts.bias))
         if fits and generation(target) >= row.first_sm:
             return Schedule(
                 keys=row.keys,

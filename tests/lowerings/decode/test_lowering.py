@@ -20,6 +20,7 @@ from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.schedule import ScheduleRow
 from attn_compiler.spec import target
 from attn_compiler.spec.attention import StoredSpec, TensorSpec
+from attn_compiler.spec.masks import Dense, MaskSpec
 from attn_compiler.spec.target import Target
 from tests import cases, numerics
 from tests.lowerings import emitting
@@ -70,6 +71,40 @@ def test_the_call_says_all_that_was_decided() -> None:
     call = DecodeCall.from_text(leaf.args[4])
     assert call.spec == inputs.spec
     assert call.schedule == schedule.schedule(inputs.spec, H200)
+
+
+_BIAS = MaskSpec(dense=Dense(shape=(2, 1, 8, 128), dtype="float32"), reason="an input")
+
+
+@pytest.mark.parametrize(
+    ("spec", "sm", "found"),
+    [
+        ({}, 90, (128, 8, 3, 8)),
+        ({"seqlen_q": 5, "head_dim_v": 72}, 90, (128, 8, 3, 8)),
+        ({"head_dim": 64}, 90, (128, 8, 4, 8)),
+        # Fewer rows, more rows, another machine.
+        ({"seqlen_q": 4}, 90, (64, 4, 4, 4)),
+        ({"seqlen_q": 9}, 90, (64, 4, 4, 1)),
+        ({}, 80, (64, 8, 2, 1)),
+        # A tensor of pairs spills 190 to 370 bytes of registers there.
+        ({"mask": _BIAS}, 90, (64, 4, 4, 1)),
+        # A cache in FP8.
+        ({"stored": True}, 90, (64, 4, 4, 1)),
+        ({"stored": True, "head_dim": 64}, 90, (64, 4, 3, 1)),
+        ({"dtype": "float32"}, 90, (32, 4, 1, 1)),
+    ],
+    ids=str,
+)
+def test_warps_go_on_alone_with_32_rows_where_that_was_measured(
+    spec: dict[str, Any], sm: int, found: tuple[int, ...]
+) -> None:
+    given = {"heads": 32, "heads_kv": 8, "head_dim": 128, "seqlen_q": 8, "seqlen_kv": 4096, **spec}
+    stored = given.pop("stored", False)
+    made = make_spec(**given)
+    if stored:
+        made = dataclasses.replace(made, stored=StoredSpec(k=made.k, v=made.v, k_scaled=True, v_scaled=True))
+    chosen = schedule.schedule(made, Target.fake(sm=sm))
+    assert (chosen.keys, chosen.warps, chosen.stages, chosen.slices) == found
 
 
 # ---- from a model's code ------------------------------------------------------------------------------------------

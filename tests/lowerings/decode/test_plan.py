@@ -75,6 +75,22 @@ def test_places_of_operands() -> None:
     assert [plan.place(*names) for names in (("count",), ("mask", "bias"), ("bounds",))] == [0, 2, None]
 
 
+@pytest.mark.parametrize(
+    ("mask", "begin_alike"),
+    [
+        (MaskSpec(), "yes"),
+        (BOTTOM_RIGHT, "yes"),
+        (proved(LENGTH, PADDING), "yes"),
+        (proved(masks.CausalFrom(offset=LENGTH.bound), masks.KeyBound(side="first", bound=LENGTH.bound)), "yes"),
+        (proved(SlidingWindow(left=7, right=None), Causal(alignment=Alignment.BOTTOM_RIGHT)), "unknown"),
+        (proved(SlidingWindow(left=7, right=0), LENGTH), "unknown"),
+    ],
+)
+def test_rows_of_a_window_alone_may_leave_keys_between_theirs(mask: MaskSpec, begin_alike: str) -> None:
+    plan = decode_plan.plan_of(DecodeCall(spec=spec_of(mask, 4), schedule=SCHEDULE))
+    assert plan.begin_alike == begin_alike
+
+
 def test_a_band_is_an_interval_of_each_query() -> None:
     spec = spec_of(proved(SlidingWindow(left=7, right=None), Causal()), 4)
     assert parts.parts(spec).rows is None
@@ -262,6 +278,12 @@ _GAPS: Any = {
     "bounds": ([(0, 9), (30, 41), (50, 50), (90, 120)], [(5, 5), (7, 3), (150, 150), (20, 64)]),
 }
 
+#: intervals that begin alike, among them an empty one
+_PREFIXES: Any = {
+    "seqlen_q": 4,
+    "bounds": ([(3, 9), (3, 41), (50, 50), (3, 120)], [(5, 5), (7, 3), (0, 150), (0, 64)]),
+}
+
 CASES = (
     Case(name="unused_lengths", bounds=((0, 37), (0, 0))),
     Case(name="unused_window", bounds=((100, 133), (149, 150))),
@@ -269,6 +291,8 @@ CASES = (
     Case(name="unused_keys_queries", keys="left", seqlen_q=3),
     Case(name="unused_gaps", **_GAPS),
     Case(name="unused_gaps_keys", keys="holes", **_GAPS),
+    Case(name="unused_prefixes", **_PREFIXES),
+    Case(name="unused_prefixes_keys", keys="holes", softcap=2.0, **_PREFIXES),
     Case(name="unused_mask", mask="bk"),
     Case(name="unused_mask_heads", mask="hk", bounds=((5, 130), (0, 80)), heads_kv=4),
     Case(name="unused_mask_queries", mask="bqk", **_GAPS),
@@ -331,7 +355,9 @@ def test_nothing_leaks(case: Case) -> None:
     check(made(case))
 
 
-@pytest.mark.parametrize("name", ["unused_gaps", "unused_mask", "unused_bias_rows", "unused_two_parts"])
+@pytest.mark.parametrize(
+    "name", ["unused_gaps", "unused_prefixes_keys", "unused_mask", "unused_bias_rows", "unused_two_parts"]
+)
 def test_nothing_leaks_where_warps_go_on_alone(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     check(made(dataclasses.replace(case, name=f"{name}_sliced"), schedule=_SLICED))
