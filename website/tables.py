@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from tests.hf import table as survey
+from tests.hf.today import table as today
 from website import codes, gains, options, results, supported
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -22,8 +24,12 @@ def _gain_flex() -> Iterator[str]:
     yield f"Beside FlexAttention on an H200, this backend is {gains.beside_flex()} ([rows](../benchmarks/results/flex_h200.csv))."
 
 
+def _surveyed(release: str = "") -> list[survey.Result]:
+    return survey.read_csv(DOCS / f"survey{release}.csv")
+
+
 #: by name, the text or the lines of what a page shows there
-TABLES: Mapping[str, Callable[[], str | Iterator[str]]] = {
+TABLES: Mapping[str, Callable[[], str | Iterable[str]]] = {
     "codes": codes.listed,
     "cpu": results.cpu,
     "gain_by_card": gains.chosen,
@@ -40,8 +46,12 @@ TABLES: Mapping[str, Callable[[], str | Iterator[str]]] = {
     "held_out": results.held_out,
     "libraries": supported.versions,
     "machines": supported.of_machines,
+    "models": lambda: today.lines(today.read_csv(DOCS / "models.csv")),
     "options": options.table,
     "releases": supported.releases,
+    "survey": lambda: survey.found(_surveyed()),
+    "survey_other_release": lambda: survey.of_other_release(_surveyed("_transformers_4_57")),
+    "survey_others": lambda: survey.others(_surveyed()),
     "takes": supported.of_lowerings,
 }
 
@@ -50,7 +60,7 @@ TABLES: Mapping[str, Callable[[], str | Iterator[str]]] = {
 def made(name: str) -> str:
     """The text of one table. Raises KeyError where there is none of that name."""
     text = TABLES[name]()
-    return text if isinstance(text, str) else "\n".join(text)
+    return (text if isinstance(text, str) else "\n".join(text)).rstrip()
 
 
 def placed(markdown: str) -> str:

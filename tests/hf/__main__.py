@@ -1,4 +1,4 @@
-"""The whole survey in one command: `python -m tests.hf --out survey` writes survey.csv and survey.md, and exits 1 on a failure."""
+"""The whole survey in one command: `python -m tests.hf --out survey` writes survey.csv, and exits 1 on a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests.hf.survey import Case, Result, cases, run_or_tell, why_absent
-from tests.hf.table import write_csv, write_markdown
+from tests.hf.table import write_csv
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ordered = [results[case] for case in chosen]
     if options.out is not None:
         write_csv(ordered, options.out.with_suffix(".csv"))
-        write_markdown(ordered, options.out.with_suffix(".md"), versions())
+        console.print(versions())
     console.print(_totals(ordered))
     return int(any(result.failed for result in ordered))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.hf", description=__doc__)
-    parser.add_argument("--out", type=Path, help="path of the tables, without a suffix")
+    parser.add_argument("--out", type=Path, help="path of the table, without a suffix")
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1), help="processes (default: one a core)")
     parser.add_argument(
         "--packages",

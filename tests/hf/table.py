@@ -1,41 +1,21 @@
-"""The survey's results as a CSV (a row a case) and as a Markdown page (a row a family, then what failed and what is absent)."""
+"""The survey's results as a CSV (a row a case), and the tables of docs/survey.md (a row a family, then what failed and what is absent)."""
 
 from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.hf import mask_kinds
 from tests.hf.scenarios import SCENARIOS
-from tests.hf.survey import FAMILY, Result
+from tests.hf.survey import FAMILY, Case, Result
 
 COLUMNS = (
-    "family",
-    "scenario",
-    "impl",
-    "dtype",
-    "status",
-    "found",
-    "expected",
-    "uncaptured",
-    "graphs",
-    "lowerings",
-    "patterns",
-    "masks",
-    "kinds",
-    "unproved",
-    "verified",
-    "biases",
-    "unverified",
-    "scores",
-    "misses",
-    "max_error",
-    "limit",
-    "seconds",
-    "detail",
-)
+    "family", "scenario", "impl", "dtype", "status", "found", "expected", "uncaptured", "graphs", "lowerings",
+    "patterns", "masks", "kinds", "unproved", "verified", "biases", "unverified", "scores", "misses", "max_error",
+    "limit", "seconds", "detail",
+)  # fmt: skip
 
 
 def write_csv(results: Sequence[Result], path: Path) -> None:
@@ -58,34 +38,78 @@ def _row(result: Result) -> list[str]:
     return row
 
 
-def write_markdown(results: Sequence[Result], path: Path, versions: str) -> None:
-    """The same as one page: totals, a table of found/expected per family and scenario, failures, absences."""
-    ran = [result for result in results if result.status not in ("absent", "unavailable")]
-    lines = [
-        "# Survey of model families",
-        "",
-        f"{versions}.",
-        "",
-        f"{len(ran)} cases ran: {sum(r.found for r in ran)} of {sum(r.expected for r in ran)} attention sites found,"
-        f" {sum(r.failed for r in ran)} cases failed.",
+def read_csv(path: Path) -> list[Result]:
+    """Results of what the pages say: patterns, masks, scores and misses stay in the file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [_read(row) for row in csv.DictReader(file)]
+
+
+def _read(row: Mapping[str, str]) -> Result:
+    counted = (part.partition(" × ") for part in _parts(row["kinds"]))
+    return Result(
+        case=Case(**{name: row[name] for name in ("family", "scenario", "impl", "dtype")}),
+        status=row["status"],
+        detail=row["detail"],
+        **{name: int(row[name] or 0) for name in ("found", "expected", "uncaptured", "graphs", "verified", "biases")},  # type: ignore[arg-type]
+        **{name: _parts(row[name]) for name in ("lowerings", "unproved", "unverified")},  # type: ignore[arg-type]
+        **{name: float(row[name]) if row[name] else None for name in ("max_error", "limit")},  # type: ignore[arg-type]
+        kinds=tuple((kind, int(count)) for count, _, kind in counted),
+    )
+
+
+def _parts(cell: str) -> tuple[str, ...]:
+    return tuple(filter(None, cell.split("; ")))
+
+
+def found(results: Sequence[Result]) -> list[str]:
+    """Totals, what was found in each family and scenario, masks, and failures."""
+    ran = _ran(results)
+    return [
+        _totals(ran),
         "",
         *_grid(ran),
         "",
         "## Masks",
         "",
-        *mask_kinds.table([(r.case.family, r.kinds) for r in ran]),
-        "",
-        f"{sum(r.verified for r in ran)} masks and {sum(r.biases for r in ran)} biases were held against the model's own at"
-        " every index.",
+        *masks(results),
         "",
         *_section("Masks made in the graph and not proved", _reasons(ran, "unproved")),
         *_section("Masks and biases not held against the model's own", _reasons(ran, "unverified")),
         *_section("Failures", [(r.case.id, f"{r.status}: {r.detail}") for r in ran if r.failed]),
+    ]
+
+
+def masks(results: Sequence[Result]) -> list[str]:
+    ran = _ran(results)
+    return [
+        *mask_kinds.table([(r.case.family, r.kinds) for r in ran]),
+        "",
+        f"{sum(r.verified for r in ran)} masks and {sum(r.biases for r in ran)} biases were held against the model's own at"
+        " every index.",
+    ]
+
+
+def of_other_release(results: Sequence[Result]) -> list[str]:
+    return [_totals(_ran(results)), "", *masks(results)]
+
+
+def others(results: Sequence[Result]) -> list[str]:
+    """Lowerings, and what is not in the totals."""
+    ran = _ran(results)
+    return [
         *_lowerings([(r.case.family, r.case.impl, r.lowerings) for r in ran]),
         *_section("Left to Python by Dynamo", _uncaptured(ran)),
         *_section("Absent", _absences(results)),
     ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _ran(results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if result.status not in ("absent", "unavailable")]
+
+
+def _totals(ran: Sequence[Result]) -> str:
+    sites = f"{sum(r.found for r in ran)} of {sum(r.expected for r in ran)} attention sites found"
+    return f"{len(ran)} cases ran: {sites}, {sum(r.failed for r in ran)} cases failed."
 
 
 def _grid(ran: Sequence[Result]) -> list[str]:

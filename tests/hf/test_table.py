@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from tests.hf.survey import Case, Result
-from tests.hf.table import COLUMNS, write_csv, write_markdown
+from tests.hf.table import COLUMNS, found, others, read_csv, write_csv
 
 
 def _results() -> list[Result]:
@@ -40,10 +40,11 @@ def test_csv_has_a_row_a_case(tmp_path: Path) -> None:
     assert rows[1]["max_error"] == ""
 
 
-def test_markdown_totals_failures_and_absences(tmp_path: Path) -> None:
-    path = tmp_path / "survey.md"
-    write_markdown(_results(), path, "torch 2.13.0")
-    text = path.read_text(encoding="utf-8")
+def test_tables_of_what_was_written_have_totals_failures_and_absences(tmp_path: Path) -> None:
+    write_csv(_results(), tmp_path / "survey.csv")
+    read = read_csv(tmp_path / "survey.csv")
+    assert read == _results()
+    text = "\n".join((*found(read), *others(read)))
     assert "2 cases ran: 3 of 4 attention sites found, 1 cases failed." in text
     assert "| llama | sdpa | 2/2 (0.013) | **1/2** |" in text
     assert "- llama-padded-sdpa-fp32: sites: found 1 of 2" in text

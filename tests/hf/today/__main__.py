@@ -1,4 +1,4 @@
-"""`python -m tests.hf.today --out docs/models`: the table of models that people download now, as models.csv and models.md."""
+"""`python -m tests.hf.today --out docs/models` writes a table of models that people download now, for the site."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.hf.__main__ import versions
 from tests.hf.today.every import MODELS, is_failed, rows_of
 from tests.hf.today.running import Row
-from tests.hf.today.table import write_csv, write_markdown
+from tests.hf.today.table import write_csv
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(said, markup=False, soft_wrap=True)
     if options.out is not None:
         write_csv(found, options.out.with_suffix(".csv"))
-        write_markdown(found, options.out.with_suffix(".md"), versions())
+        console.print(versions())
     return int(any(is_failed(row) for row in found))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.hf.today", description=__doc__)
-    parser.add_argument("--out", type=Path, help="path of the tables, without a suffix")
+    parser.add_argument("--out", type=Path, help="path of the table, without a suffix")
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1), help="processes (default: one a core)")
     parser.add_argument(
         "--only", action="append", default=[], metavar="WORD", help="run models with WORD in their name"

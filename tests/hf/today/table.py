@@ -11,36 +11,12 @@ from pathlib import Path
 from tests.hf.today.running import DATA, NONE, PARTLY, PROVED, TARGETS, Row
 
 COLUMNS = (
-    "model",
-    "call",
-    "device",
-    "status",
-    "found",
-    "total",
-    *(f"masks_{state}" for state in (NONE, PROVED, PARTLY, DATA)),
-    *TARGETS,
-    "misses",
-    "unproved",
-    "why",
-    "graphs",
-    "seconds",
-    "detail",
-)
+    "model", "call", "device", "status", "found", "total",
+    *(f"masks_{state}" for state in (NONE, PROVED, PARTLY, DATA)), *TARGETS, "misses", "unproved", "why", "graphs",
+    "seconds", "detail",
+)  # fmt: skip
 #: characters of a reason on the page; the CSV has all of it
 _MOST = 240
-_HEAD = f"""# Models of today
-
-For each model that people download now: how many of its attentions are found, what becomes of their masks, and which kernel four
-machines would get. A model has its real widths, few layers, and no numbers: what is chosen rests on shapes alone. Models that read
-their inputs are tiny (marked †). The [survey](survey.md) compares numbers, and [benchmarks](benchmarks.md) compare times.
-
-`python -m tests.hf.today --out docs/models` makes this page and [models.csv](models.csv), on a machine without a GPU.
-
-- **found**: attentions found, and those in the graphs by a counter that knows nothing of ours.
-- **misses**: what else attends and stays as it is, by its [code](codes.md): AC522 is linear attention, AC523 what Dynamo leaves to Python.
-- **masks**: proved as a whole, keys that have indices included; proved in part; data, of which nothing is known; none.
-- **{", ".join(TARGETS)}**: A100, L4 and 4090, H100 and H200, B200. A star means PyTorch's kernel with a number for each query and key.
-"""
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -58,11 +34,34 @@ def _csv_row(row: Row) -> list[str]:
     return [*head, *masks, *kernels, *texts, str(row.graphs), f"{row.seconds:.1f}", row.detail]
 
 
-def write_markdown(rows: Sequence[Row], path: Path, versions: str) -> None:
-    lines = [
-        _HEAD,
-        f"{versions}.",
-        "",
+def read_csv(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return [_read(row) for row in csv.DictReader(file)]
+
+
+def _read(row: Mapping[str, str]) -> Row:
+    texts = {name: row[name] for name in ("model", "call", "device", "status", "detail")}
+    numbers = {name: int(row[name]) for name in ("found", "total", "graphs")}
+    return Row(
+        **texts,
+        **numbers,  # type: ignore[arg-type]
+        seconds=float(row["seconds"]),
+        misses=_counts(row["misses"]),
+        masks={state: count for state in (NONE, PROVED, PARTLY, DATA) if (count := int(row[f"masks_{state}"]))},
+        unproved=tuple(filter(None, row["unproved"].split("; "))),
+        kernels={machine: _counts(row[machine]) for machine in TARGETS},
+        # A reason has semicolons of its own.
+        why=tuple(filter(None, re.split(r"; (?=sm\d+: )", row["why"]))),
+    )
+
+
+def _counts(cell: str) -> dict[str, int]:
+    return {name: int(count) for name, count in re.findall(r"(.+?) x (\d+)(?:; |$)", cell)}
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """The tables of docs/models.md."""
+    return [
         *_summary(rows),
         "",
         "## The table",
@@ -76,7 +75,6 @@ def write_markdown(rows: Sequence[Row], path: Path, versions: str) -> None:
         *_section("Why a machine gets PyTorch's kernel with a dense mask, or none", _by_reason(rows)),
         *_section("Not run", ((row.detail, row) for row in rows if row.status != "ok")),
     ]
-    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:

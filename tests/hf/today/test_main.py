@@ -10,7 +10,7 @@ import pytest
 from tests.hf.today import __main__ as today
 from tests.hf.today.every import MODEL, MODELS, rows_of
 from tests.hf.today.running import PROVED, TARGETS
-from tests.hf.today.table import COLUMNS, write_csv, write_markdown
+from tests.hf.today.table import COLUMNS, lines, read_csv, write_csv
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,11 +30,10 @@ def test_the_tables_have_a_row_a_call(tmp_path: Path) -> None:
         ("ok", call.name, {PROVED: 2}) for call in MODEL["BGE M3 (XLM-R)"].calls
     ]
     write_csv(found, tmp_path / "models.csv")
-    write_markdown(found, tmp_path / "models.md", "torch 0")
     with (tmp_path / "models.csv").open(newline="", encoding="utf-8") as file:
         read = list(csv.DictReader(file))
     assert [row["found"] for row in read] == ["2"] * len(found)
-    page = (tmp_path / "models.md").read_text(encoding="utf-8")
+    page = "\n".join(lines(read_csv(tmp_path / "models.csv")))
     assert "1 models, 2 calls. 4 of 4 attentions are found." in page
     assert page.count("| BGE M3 (XLM-R) |") == 2
 
