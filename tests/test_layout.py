@@ -71,7 +71,7 @@ LINES = {
 
 #: Lines of tests by folder, and of benchmarks. They may only shrink, too: a new test takes its lines from others of its folder.
 TEST_LINES = {
-    ".": 7035,
+    ".": 7030,
     "/benchmarks": 11227,
     "benchmarks": 2831,
     "compiling": 2051,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,14 @@ def _gain_summary() -> Iterator[str]:
 
 def _gain_flex() -> Iterator[str]:
     yield f"Beside FlexAttention on an H200, this backend is {gains.beside_flex()} ([rows](../benchmarks/results/flex_h200.csv))."
+
+
+def _ways() -> Iterator[str]:
+    yield "| way | sites / in the model | masks known | what equals eager's | tested by |"
+    yield "|---|---|---|---|---|"
+    with (DOCS.parent / "tests" / "ways.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            yield f"| {row['way']} | {row['found']} / {row['there']} | {row['known']} | {row['equal']} | `{row['test']}` |"
 
 
 def _surveyed(release: str = "") -> list[survey.Result]:
@@ -53,6 +62,7 @@ TABLES: Mapping[str, Callable[[], str | Iterable[str]]] = {
     "survey_other_release": lambda: survey.of_other_release(_surveyed("_transformers_4_57")),
     "survey_others": lambda: survey.others(_surveyed()),
     "takes": supported.of_lowerings,
+    "ways": _ways,
 }
 
 
