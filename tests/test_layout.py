@@ -30,7 +30,7 @@ AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._p
 #: Lines of each room. They may only shrink: who needs more takes it from another room in the same commit.
 LINES = {
     ".": 397,
-    "compiling": 2019,
+    "compiling": 2013,
     "context_parallel": 1222,
     "export": 303,
     "index_expr": 2224,
@@ -47,23 +47,23 @@ LINES = {
     "lowerings/plain": 701,
     "lowerings/rows": 590,
     "lowerings/sdpa": 359,
-    "lowerings/shared": 10385,  # documents of 64 bits are numbered by a kernel of their own
+    "lowerings/shared": 10382,  # documents of 64 bits are numbered by a kernel of their own
     "lowerings/triton": 1401,
     "options": 284,
     "passes": 21,
     "passes/context_parallel": 3365,
-    "passes/graph": 6140,
+    "passes/graph": 6137,
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
-    "passes/matching": 5819,
+    "passes/matching": 5776,
     "passes/pipeline": 855,
     "passes/recovering": 6086,  # reads computed places, alternatives, learned biases
     "passes/rewrites": 1220,
     "passes/spelling": 2712,
     "passes/unpad": 2318,
-    "passes/writing": 1932,
+    "passes/writing": 1921,
     "reasons": 806,
-    "reporting": 2609,
-    "spec": 2058,
+    "reporting": 2604,
+    "spec": 2055,
     "torch_private": 4096,
     "verifying": 2676,
 }

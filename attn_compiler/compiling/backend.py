@@ -125,7 +125,8 @@ def _compile_with(
             if rewritten.packed is not None:
                 compiled = compile_unpadded(gm, rewritten.packed, rewritten.padded, inner, example_inputs, key)
             else:
-                with _paused_where_cached(report):
+                # If the rewrite was on disk, loading its code is cheap, and a garbage collection may take as long.
+                with collector.paused() if report.from_cache else contextlib.nullcontext():
                     compiled = inner.compile_rewritten(gm, example_inputs, key)
     except StepFailed as error:
         failed = error
@@ -163,11 +164,6 @@ def _compile_with(
     meetings = rewritten.meetings
     known = () if is_recorded else rewritten.known
     return lockstep.in_step(known_masks.wrap(checked(compiled, plan), known, rewritten.read), meetings)
-
-
-def _paused_where_cached(report: Report) -> contextlib.AbstractContextManager[None]:
-    """Pause the garbage collector if the rewrite was on disk: loading its code is then cheap, and a collection may take as long."""
-    return collector.paused() if report.from_cache else contextlib.nullcontext()
 
 
 def _tell_of(failed: Sequence[NotCompiled]) -> bool:

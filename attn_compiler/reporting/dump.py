@@ -77,12 +77,10 @@ class Dumper:
         finally:
             with self._never_in_the_way():
                 if self.enabled:
-                    self._write_after(pass_name, gm, before, ops_before)
-
-    def _write_after(self, pass_name: str, gm: fx.GraphModule, before: str, ops_before: Counter[str]) -> None:
-        after = graph_text(gm)
-        self._write(f"{pass_name}.after", after)
-        self._write(f"{pass_name}.diff", f"{op_diff(ops_before, op_counts(gm))}\n\n{_text_diff(before, after)}")
+                    after = graph_text(gm)
+                    self._write(f"{pass_name}.after", after)
+                    diff = f"{op_diff(ops_before, op_counts(gm))}\n\n{_text_diff(before, after)}"
+                    self._write(f"{pass_name}.diff", diff)
 
     def graph(self, name: str, graph: fx.Graph) -> None:
         """Dump another graph than the one being rewritten, such as the ATen mirror."""

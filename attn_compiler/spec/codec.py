@@ -62,15 +62,12 @@ class Codec:
         if type(value).__name__ in _EXPRESSIONS:
             return {"expr": type(value).__name__, "of": [self.data(x) for x in _fields(value).values()]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            said = self._written_fields(value)
+            usual = {f.name: f.default for f in dataclasses.fields(value) if self._brief or "unsaid" in f.metadata}
+            said = {k: x for k, x in _fields(value).items() if k not in usual or not _is_same(x, usual[k])}
             return {"kind": type(value).__name__, **{name: self.data(x) for name, x in said.items()}}
         if isinstance(value, tuple):
             return [self.data(x) for x in value]
         return value
-
-    def _written_fields(self, value: Any) -> dict[str, Any]:
-        usual = {f.name: f.default for f in dataclasses.fields(value) if self._brief or "unsaid" in f.metadata}
-        return {name: x for name, x in _fields(value).items() if name not in usual or not _is_same(x, usual[name])}
 
     def from_data(self, data: Any) -> Any:
         """Build a value from parsed JSON, the inverse of `data`. Raises ValueError for an unknown class."""

@@ -201,7 +201,7 @@ class SharedCheck(OutputCheck):
     def _on_part(self, values: Values) -> AsRead:
         """Return the attention on this rank's part alone, as the model's own graph computes it."""
         mirror, match = self.body.mirror, self.site.match
-        x = program.build(mirror, match, RealBuilder(values), recover.compute_dtype(mirror, match))
+        x = program.build(mirror, match, RealBuilder(values), recover.compute_dtype(match))
         loads, score_loads = ({x: values.at(y) for x, y in known.items()} for known in self._loads())
         given = {"q": x.q, "k": x.k, "v": x.v, "sinks": x.sinks, "loads": loads, "score_loads": score_loads}
         positions = torch.arange(x.q.shape[2], device=x.q.device)

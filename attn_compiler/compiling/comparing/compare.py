@@ -85,9 +85,7 @@ def comparer(
                 kept=kept,
                 names=_names(original, kept.tensors),
                 training=training,
-                devices=list(
-                    dict.fromkeys([*(x.device for x in (*kept.tensors, *inputs.tensors)), torch.device("cpu")])
-                ),
+                devices=_devices([*kept.tensors, *inputs.tensors]),
             )
             _warm_up(task, folder)
             models = {

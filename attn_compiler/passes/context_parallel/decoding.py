@@ -182,7 +182,7 @@ def _emitted(mirror: Mirror, site: Site, spec: AttentionSpec, builder: GraphBuil
     """Emit the replacement of the site's output, (B, H, Q, D)."""
     match, call = site.match, builder.call
     with builder.without_autocast():
-        tensors = program.build(mirror, match, builder, recover.compute_dtype(mirror, match))
+        tensors = program.build(mirror, match, builder, recover.compute_dtype(match))
         k, v = (
             program.cast(builder, _slots(builder, operand), builder.value(x).dtype)
             for operand, x in ((match.k, tensors.k), (match.v, tensors.v))

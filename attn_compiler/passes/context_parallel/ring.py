@@ -39,7 +39,7 @@ def rewrite(
     spec = site.spec
     if spec is None:
         raise ValueError(f"the site at {site.module} has no spec")
-    tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
+    tensors = program.build(mirror, site.match, builder, recover.compute_dtype(site.match))
     slices = _Slices.exchanged(builder, layout, tensors.k, tensors.v)
     merge = _Merge(builder=builder)
     parts = 0

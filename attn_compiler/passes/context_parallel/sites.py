@@ -111,7 +111,7 @@ def rewrite(
     spec = site.spec
     if spec is None:
         raise ValueError(f"the site at {site.module} has no spec")
-    tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
+    tensors = program.build(mirror, site.match, builder, recover.compute_dtype(site.match))
     near = halo_of(site, spec, layout, method)
     operands = (tensors.q, tensors.k, tensors.v)
     if near is not None:
@@ -120,7 +120,7 @@ def rewrite(
         meet = exchanging.exchange if method == "all_to_all" else exchanging.gather
         met = meet(builder, layout, *operands)
     scores = PlacedScores(site=site, spec=spec, builder=builder, met=met, wholes=wholes, size=layout.size)
-    out = _attention(builder, site, spec, met, scores, tensors.sinks)
+    out = _attention(builder, spec, met, scores, tensors.sinks)
     if method == "all_to_all":
         out = layout.to_positions(builder, out)
     if near is not None:
@@ -279,7 +279,7 @@ def joined(builder: GraphBuilder, scores: PlacedScores, dtype: torch.dtype) -> f
 
 
 def _attention(
-    builder: GraphBuilder, site: Site, spec: AttentionSpec, met: Met, scores: PlacedScores, sinks: fx.Node | None
+    builder: GraphBuilder, spec: AttentionSpec, met: Met, scores: PlacedScores, sinks: fx.Node | None
 ) -> fx.Node:
     dtype = builder.value(met.q).dtype
     mask = joined(builder, scores, dtype)

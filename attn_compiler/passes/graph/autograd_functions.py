@@ -17,7 +17,6 @@ from torch import fx
 from attn_compiler.passes.graph import bodies, opaque_calls
 from attn_compiler.passes.graph.calls import target_name
 
-_NAME = "autograd_function_apply"
 _BODIES = 2
 
 #: calls that are allowed around a kernel; the function's gradient passes its own `detach`
@@ -27,7 +26,7 @@ _AROUND_BACKWARD = _AROUND | {"empty_like", "empty"}
 
 def kernel_of(node: fx.Node) -> fx.Node | None:
     """Return the call of a library's attention in the forward of an autograd.Function; None for any other node."""
-    if not bodies.is_higher_order(node) or target_name(node) != _NAME:
+    if not bodies.is_higher_order(node) or target_name(node) != "autograd_function_apply":
         return None
     found = bodies.bodies(node)
     calls = [n for n in found[0].graph.nodes if opaque_calls.name_of(n) is not None] if found else []

@@ -120,7 +120,9 @@ class Mirror:
 
     def computes_only(self, dynamo_node: fx.Node) -> bool:
         """Return whether a Dynamo node does nothing but compute its value: ATen ops that write nothing in place."""
-        return all(_is_plain(n) and not mutation.writes(n) for n in self.owned(dynamo_node))
+        nodes = self.owned(dynamo_node)
+        known = all(isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem for n in nodes)
+        return known and not any(map(mutation.writes, nodes))
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Return the users of a node that are live: the graph's results, writes or opaque calls depend on them."""
@@ -166,10 +168,6 @@ def _live(graph: fx.Graph, writers: mutation.Writers) -> set[fx.Node]:
             live.add(node)
             roots.extend(node.all_input_nodes)
     return live
-
-
-def _is_plain(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
 
 
 def is_opaque(node: fx.Node) -> bool:

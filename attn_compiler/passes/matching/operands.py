@@ -70,10 +70,6 @@ def _keeps_shape(node: fx.Node, source: fx.Node) -> bool:
     return axes.shape_exprs(before) == axes.shape_exprs(after) and before.dtype == after.dtype
 
 
-def _forward(node: fx.Node, dims: Dims) -> Dims:
-    return views.forward(node, dims) if views.is_view(node) else dims
-
-
 def read(
     mirror: Mirror,
     node: fx.Node,
@@ -135,7 +131,7 @@ def _describe(chain: list[tuple[fx.Node, float]], position: int, site_dims: Dims
     root_dims = axes.fresh(axes.shape_exprs(views.value(root)))
     dims = root_dims
     for node, _ in reversed(chain[:position]):
-        dims = _forward(node, dims)
+        dims = views.forward(node, dims) if views.is_view(node) else dims
     return Operand(
         node=chain[0][0],
         used=used,
@@ -158,14 +154,10 @@ def pairs(dims: Dims, site_dims: Dims) -> dict[Atom, Atom]:
 def settle(operands: list[Operand]) -> None:
     """Pair all operands again until no atom of the site splits any more. Each operand then has the finest axes of all."""
     before = -1
-    while before != (now := sum(len(_resolved(o)) for o in operands)):
+    while before != (now := sum(len(axes.resolve(dim)) for operand in operands for dim in operand.dims)):
         before = now
         for operand in operands:
             operand.reads = _repaired(operand)
-
-
-def _resolved(operand: Operand) -> list[Atom]:
-    return [a for dim in operand.dims for a in axes.resolve(dim)]
 
 
 def _repaired(operand: Operand) -> dict[Atom, Atom]:

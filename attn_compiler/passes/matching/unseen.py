@@ -35,7 +35,9 @@ class Unseen:
 def find(gm: fx.GraphModule) -> Unseen:
     """Search a graph before it is rewritten."""
     graphs = [module.graph for module in torch_compat.graph_modules(gm)]
-    others = _linear(graphs)
+    refused = deciding.refused()
+    layers = [one for graph in graphs for one in linear_calls.find(graph, refused)]
+    others = [_row(one.firsts, one.called, "none tried", one.reason, source_line(one.firsts[0])) for one in layers]
     broken_off = nested_calls.find(gm)
     if broken_off is not None:
         given = broken_off.given
@@ -51,12 +53,6 @@ def _written_out(found: Iterable[WrittenOut]) -> list[MissReport]:
         _row(nodes, target_name(nodes[0]), "softmax chain", reason, source_line(nodes[0]))
         for reason, nodes in groups.items()
     ]
-
-
-def _linear(graphs: Iterable[fx.Graph]) -> list[MissReport]:
-    refused = deciding.refused()
-    layers = [one for graph in graphs for one in linear_calls.find(graph, refused)]
-    return [_row(one.firsts, one.called, "none tried", one.reason, source_line(one.firsts[0])) for one in layers]
 
 
 def _row(nodes: Iterable[fx.Node], anchor: str, nearest: str, reason: Reason, source: str | None) -> MissReport:

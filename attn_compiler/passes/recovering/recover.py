@@ -109,7 +109,7 @@ def _miss(site: Site, reason: Reason) -> Miss:
     return Miss(anchor=site.match.anchor, nearest=site.match.pattern, stopped_at=site.match.out, reason=reason)
 
 
-def compute_dtype(mirror: Mirror, match: Match) -> torch.dtype:
+def compute_dtype(match: Match) -> torch.dtype:
     """Return the kernel's dtype of q and k: `SiteReads.narrow`, or that of the model's product (autocast included)."""
     if match.reads.narrow is not None:
         return match.reads.narrow
@@ -145,7 +145,7 @@ def _describe(
     if not needs_grad:
         match.reads = SiteReads(narrow=upcasts.read_through(mirror, match), stored=stored.find(mirror, match))
     match.reads = dataclasses.replace(match.reads, latent=latents.find(match))
-    tensors = program.build(mirror, match, builder, compute_dtype(mirror, match))
+    tensors = program.build(mirror, match, builder, compute_dtype(match))
     mask, score = _mask_spec(match, tensors, proved, bias), _score_spec(mirror, match, tensors, proved, bias)
     if (mask.reason or mask.added) and score.bias is None:
         by_zero = not needs_grad and highest.leaves_zeros(mirror, match, reader)

@@ -145,7 +145,7 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     graph = maker.graph
     roots, replaced = _roots(unit, found, maker)
     maker.make(roots)
-    zeroed = _put_in(unit, maker, replaced)
+    zeroed = _put_in(maker, replaced)
     asked_sizes.insert_sizes(unit.graph, maker)
     _erase_unread(unit, maker)
     _check_gone(unit, maker)
@@ -235,7 +235,7 @@ def _check_no_cache(found: FoundSites, node: fx.Node) -> None:
         )
 
 
-def _put_in(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> tuple[str, ...]:
+def _put_in(maker: Maker, replaced: Mapping[fx.Node, Need]) -> tuple[str, ...]:
     """Replace the model's own nodes by those that were made. Returns the outputs that are 0 at padding."""
     output = maker.graph.output_node()
     zeroed = []

@@ -164,7 +164,7 @@ def _lower(
     with builder.at(
         site.match.out, with_grad=with_grad, target=target, note=note, buffers=make, carry=carry, keep=keep
     ) as old:
-        tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
+        tensors = program.build(mirror, site.match, builder, recover.compute_dtype(site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
         spec = keyless_nodes.asked_for(site.spec, site.keyless, site.decision.lowering, target)
         with builder.without_autocast():

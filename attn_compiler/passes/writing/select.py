@@ -38,7 +38,7 @@ def select_lowerings(
             if (spec, of_flex) not in decided:
                 decided[spec, of_flex] = decide(spec, targets[spec.device], options, of_flex)
             site.decision = decided[spec, of_flex]
-            if not _is_named(options):
+            if _asked(options) is None:
                 site.evidence = lowerings.evidence(spec, targets[spec.device])
                 if (spec, of_flex) not in with_packages:
                     with_packages[spec, of_flex] = faster(spec, targets[spec.device], site.decision)
@@ -86,10 +86,6 @@ class Question:
         return decide(dataclasses.replace(self.spec, fp8=None), self.target, self.options, self.of_flex).lowering
 
 
-def _unpackaged(of: Question, name: str) -> list[Reason]:
-    return by_name(name).cannot_package() if of.target.packaged else []
-
-
 def _slow_in_fp8(of: Question, name: str) -> list[Reason]:
     """Object to a lowering in FP8 that has to be faster, since the user did not ask for it by name, and is not."""
     recipe = of.spec.fp8
@@ -100,7 +96,7 @@ def _slow_in_fp8(of: Question, name: str) -> list[Reason]:
 
 #: checks that may object to a lowering, in their order
 OBJECTIONS: tuple[Callable[[Question, str], list[Reason]], ...] = (
-    _unpackaged,
+    lambda of, name: by_name(name).cannot_package() if of.target.packaged else [],
     lambda of, name: by_name(name).why_not(of.spec, of.target),
     lambda of, name: lowerings.check_own_rows(of.spec, name),
     lambda of, name: lowerings.check_scope(of.spec, name),
@@ -137,10 +133,6 @@ def faster(spec: AttentionSpec, target: Target, decision: Decision) -> Faster | 
         if found.lowering in refused and machine != target and not by_name(found.lowering).why_not(spec, machine):
             return found
     return None
-
-
-def _is_named(options: Options) -> bool:
-    return _asked(options) is not None
 
 
 def _asked(options: Options) -> tuple[str, ...] | None:

@@ -164,8 +164,9 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
     rows: list[MissReport] = []
     inside = _inside(units)
     for unit in units:
-        if unit.log.left_alone is not None:
-            rows.extend(_left_alone(unit, unit.log.left_alone))
+        reason = unit.log.left_alone
+        if reason is not None:
+            rows.extend(_untried([node], node.name, reason) for node in unit.graph.nodes if is_anchor_like(node))
         rows.extend(_untried_rows(unit, inside))
         grouped: dict[tuple[str, ...], list[Miss]] = {}
         for miss in unit.found.misses:
@@ -249,7 +250,3 @@ def _untried_rows(unit: Unit, inside: Collection[fx.Node | None]) -> list[MissRe
 def _called(node: fx.Node) -> str:
     kernel = autograd_functions.kernel_of(node)
     return opaque_calls.name_of(node if kernel is None else kernel) or target_name(node)
-
-
-def _left_alone(unit: Unit, reason: Reason) -> list[MissReport]:
-    return [_untried([node], node.name, reason) for node in unit.graph.nodes if is_anchor_like(node)]

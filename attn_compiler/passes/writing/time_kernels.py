@@ -140,7 +140,7 @@ def _read(store: Store | None, key: str) -> Measured | None:
 def _fakes(unit: Unit, mirror: Mirror, site: Site, spec: AttentionSpec) -> timed.SiteTensors:
     """Return Dynamo's values of the tensors that lowerings read besides q, k and v. Raises timed.NoValues."""
     builder: FakeBuilder[torch.Tensor] = FakeBuilder(mirror, unit.mode)
-    tensors = program.build(mirror, site.match, builder, recover.compute_dtype(mirror, site.match))
+    tensors = program.build(mirror, site.match, builder, recover.compute_dtype(site.match))
     loads = {name for kind in spec.mask.conditions for name in reads.tensors(kind)}
     score_loads = {name for kind in spec.score.proved for name in reads.tensors(kind)}
     fakes = timed.SiteTensors(

@@ -34,10 +34,11 @@ def page(reports: Sequence[GraphReport]) -> str:
     for identity, report in shown.items():
         for own, site in graphs.site_identities(report, identity).items():
             first.setdefault(graphs.likeness(site), own)
+    lead = f"{wording.totals(reports)}." if reports else _NO_GRAPH
     body = (
         element("a", "Skip to the attentions", href="#attentions", class_="skip"),
         hatching(),
-        element("header", element("h1", _TITLE), _lead(reports), _totals(reports)),
+        element("header", element("h1", _TITLE), element("p", lead, class_="lead"), _totals(reports)),
         _contents(shown),
         element(
             "main",
@@ -66,10 +67,6 @@ def _version() -> str:
     except metadata.PackageNotFoundError:
         # The package runs from its sources.
         return "of unknown version"
-
-
-def _lead(reports: Sequence[GraphReport]) -> Markup:
-    return element("p", f"{wording.totals(reports)}." if reports else _NO_GRAPH, class_="lead")
 
 
 def _totals(reports: Sequence[GraphReport]) -> Markup | None:

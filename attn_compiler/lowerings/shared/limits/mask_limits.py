@@ -93,7 +93,8 @@ def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
         reasons.append(
             Reason(code=Code.MASK_SHAPE, rule=f"the mask broadcasts to {_list(pairs)}", observed=_list(tensor.shape))
         )
-    if tensor.dtype not in ("bool", *dtypes) and not _widens(tensor.dtype, spec.dtype):
+    widens = BYTES.get(tensor.dtype, 8) < BYTES.get(spec.dtype, 0)
+    if tensor.dtype not in ("bool", *dtypes) and not widens:
         remedy = f"cast it to {spec.dtype} if rounding does it no harm (it does, to distances above 256)"
         rule = f"the mask is bool or {' or '.join(dict.fromkeys(dtypes))}"
         reasons.append(Reason(code=Code.MASK_DTYPE, rule=rule, observed=tensor.dtype, remedy=remedy))
@@ -200,10 +201,6 @@ def lengths_reason(spec: AttentionSpec, rule: str) -> Reason:
 def _is_bottom_right_of_one_row(spec: AttentionSpec) -> bool:
     """Return whether a single query is on the last row, and so sees every key."""
     return bottom_right(spec) and spec.seqlen_q == 1
-
-
-def _widens(dtype: str, to: str) -> bool:
-    return BYTES.get(dtype, 8) < BYTES.get(to, 0)
 
 
 def _lengths(spec: AttentionSpec) -> str:

@@ -74,7 +74,10 @@ class _Names:
                 given.setdefault(node.id, []).append(values.get(id(node)))
         self.heads = {name for name in heads if len(given.get(name, ())) == 1}
         self.written = given.keys()
-        self.remainders = {name for name, values in given.items() if len(values) == 1 and _is_remainder(values[0])}
+        alone = {name: values[0] for name, values in given.items() if len(values) == 1}
+        self.remainders = {
+            name for name, value in alone.items() if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mod)
+        }
 
     def may_test(self, test: ast.expr) -> bool:
         match test:
@@ -109,10 +112,6 @@ def _heads_in(target: ast.expr, value: ast.expr) -> set[str]:
             return set()
     name = target.elts[place]
     return {name.id} if isinstance(name, ast.Name) else set()
-
-
-def _is_remainder(value: ast.expr | None) -> bool:
-    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mod)
 
 
 def _is_rank(value: ast.expr) -> bool:

@@ -42,7 +42,7 @@ def why_not(run: Callable[..., tuple[Tensor, Tensor]], operands: Sequence[Tensor
             continue
         name = _name(node)
         of_data = any(x in data for x in node.all_input_nodes)
-        why = _refused(node, name, data, of_data, form)
+        why = _refused(node, name, of_data, form)
         if why is not None:
             return why
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -61,7 +61,7 @@ def why_not(run: Callable[..., tuple[Tensor, Tensor]], operands: Sequence[Tensor
     return None
 
 
-def _refused(node: fx.Node, name: str, data: set[fx.Node], of_data: bool, form: LinearForm) -> str | None:
+def _refused(node: fx.Node, name: str, of_data: bool, form: LinearForm) -> str | None:
     if name not in ALLOWED:
         return f"{name} is none of the ops that the recurrence is made of"
     made = node.meta.get("val")

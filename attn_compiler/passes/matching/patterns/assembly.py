@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_compiler.passes.graph import axes
-from attn_compiler.passes.graph.axes import Atom, Dim, Dims
+from attn_compiler.passes.graph.axes import Dim, Dims
 from attn_compiler.passes.graph.site import Match, Operand, SiteAxes, SiteScores
 from attn_compiler.passes.matching import operands
 
@@ -81,8 +81,5 @@ def _notes(match: Match) -> list[str]:
 
 
 def _repeated(operand: Operand) -> bool:
-    return any(_is_broadcast(operand.reads.get(atom)) for dim in operand.dims for atom in axes.resolve(dim))
-
-
-def _is_broadcast(atom: Atom | None) -> bool:
-    return atom is not None and atom.broadcast
+    read = (operand.reads.get(atom) for dim in operand.dims for atom in axes.resolve(dim))
+    return any(atom is not None and atom.broadcast for atom in read)

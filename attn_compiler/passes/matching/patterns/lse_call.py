@@ -29,7 +29,10 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
     if isinstance(cap, (int, float)):
         found.scores = replace(found.scores, changes=(Softcap(cap=float(cap)),))
     if mirror.readers(lse):
-        _check_order(mirror, anchor, out, lse)
+        # A kernel stands at the output, and its logsumexp is read below it.
+        of_out, of_lse = mirror.dynamo_node(out), mirror.dynamo_node(lse)
+        if of_out is None or of_lse is None or not of_out < of_lse:
+            _refuse(anchor, "the logsumexp is taken out of it first, or alone")
         is_part = bool(views.argument(anchor, "is_part"))
         found.lse = ReadLse(node=lse, dims=found.out_dims[:-1], is_part=is_part)
         found.covered |= {lse}
@@ -41,13 +44,6 @@ def _output(anchor: fx.Node, index: int) -> fx.Node:
     if len(nodes) != 1:
         _refuse(anchor, f"output {index} is taken out of it {len(nodes)} times")
     return nodes[0]
-
-
-def _check_order(mirror: Mirror, anchor: fx.Node, out: fx.Node, lse: fx.Node) -> None:
-    """Require the output before the logsumexp: a kernel stands at the output, and its logsumexp is read below it."""
-    of_out, of_lse = mirror.dynamo_node(out), mirror.dynamo_node(lse)
-    if of_out is None or of_lse is None or not of_out < of_lse:
-        _refuse(anchor, "the logsumexp is taken out of it first, or alone")
 
 
 def _refuse(anchor: fx.Node, observed: str) -> NoReturn:

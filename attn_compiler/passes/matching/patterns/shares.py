@@ -307,10 +307,6 @@ _OVER_PARTS = (
 )
 
 
-def _of_numbers(change: Callable[[Number], Number]) -> Reader:
-    return lambda node, value: None if value.power is not None else replace(value, of=tuple(map(change, value.of)))
-
-
 def _of_logarithms(change: Callable[[Number], Number], *, gives_number: bool) -> Reader:
     def read(node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
         if value.power is None or (not gives_number and value.power != 1.0):
@@ -365,5 +361,5 @@ _POINTWISE: dict[str, Reader] = {
     "log1p": _to_logarithm(lambda x: 1 + x, 1.0),
     "neg": _negated,
     "negative": _negated,
-    "reciprocal": _of_numbers(lambda x: 1 / x),
+    "reciprocal": lambda _, x: None if x.power is not None else replace(x, of=tuple(1 / number for number in x.of)),
 }

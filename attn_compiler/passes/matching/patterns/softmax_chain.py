@@ -15,7 +15,7 @@ from torch import fx
 from attn_compiler.passes.graph import axes, constants, gradients, mutation, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteAxes, SiteScores, Term
+from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteScores, Term
 from attn_compiler.passes.matching import contraction, operands
 from attn_compiler.passes.matching.contraction import Contraction
 from attn_compiler.passes.matching.patterns import (
@@ -56,7 +56,9 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
         with contextlib.suppress(AxisError):
             found = _match(mirror, softmax, product, steps)
             logits = found.scores.sinks
-            if not isinstance(logits, Operand) or _is_one_a_head(logits, found.axes):
+            rows = (found.axes.batch, found.axes.query)
+            # Kernels require sinks that are equal for the whole batch and all queries.
+            if not isinstance(logits, Operand) or not any(map(logits.varies_along, axes.flat(rows))):
                 return found
         return _match(mirror, softmax, product, steps, with_sinks=False)
     except AxisError as error:
@@ -337,8 +339,3 @@ def _sinks(mirror: Mirror, scores: Scores, sunk: Sunk | None, out: fx.Node) -> O
     dims = (*logits.dims[:-1], ()) if sunk is None else operands.broadcast_dims(logits.node, logits.dims)
     operand, _ = operands.read(mirror, logits.node, dims, used=logits.used, until=out)
     return operand
-
-
-def _is_one_a_head(sinks: Operand, site: SiteAxes) -> bool:
-    """Return whether sinks are equal for the whole batch and all queries, which kernels require."""
-    return not any(sinks.varies_along(atom) for atom in axes.flat((site.batch, site.query)))

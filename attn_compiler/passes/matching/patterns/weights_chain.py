@@ -62,11 +62,7 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
         for user in mirror.readers(path[-1]):
             product = contraction.parse(user)
             if product is not None and path[-1] in (product.lhs, product.rhs) and _is_plain(product):
-                return Way(
-                    nodes=tuple(path[1:]),
-                    product=product,
-                    is_read=_has_other_readers(mirror, path, user),
-                )
+                return Way(nodes=tuple(path[1:]), product=product, is_read=_has_other_readers(mirror, path, user))
             if _carried(mirror, user) is path[-1]:
                 paths.append([*path, user])
     raise Refused(
@@ -169,14 +165,21 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) 
         elif normalised is not None:
             _check_sum(node, axes.resolve(dims[normalised.dim]), key, way.nodes[:i], scores)
             if normalised.floored:
-                _check_sums_to_one(mirror, node, pending, scores)
+                # Weights have to sum to 1 in each row with a key left. The floor has no effect then.
+                if not all(_is_masked_before(mirror, *one, scores) for one in pending):
+                    what = (
+                        "divides by a sum that is kept from 0, of weights that are masked and sum to any number below 1"
+                    )
+                    raise _other_mask(node, what)
                 continue
             scores.keeps += [_kept(*one) for one in pending]
             pending = []
     rows = [one for one in pending if not way.is_read and _is_of_rows(one[1], one[2], key)]
     for one in pending:
         if one not in rows:
-            _check_masked_before(mirror, *one, scores)
+            # A row in which every key is masked is then zero in the model, as from every kernel.
+            if not _is_masked_before(mirror, *one, scores):
+                raise _other_mask(one[0], "sets weights to zero by another mask than that of the scores")
             scores.masks_weights = True
     scores.keeps += [_kept(*one) for one in rows]
     if column:
@@ -201,15 +204,6 @@ def _check_sum(node: fx.Node, along: Dim, key: Dim, before: Iterable[fx.Node], s
         raise AxisError(f"{node.name} divides the weights beside a sink by their sum")
     if any(n.target is aten.dropout.default and views.dropout_probability(n) for n in before):
         raise AxisError(f"{node.name} divides the weights that dropout left by their sum")
-
-
-def _check_sums_to_one(
-    mirror: Mirror, node: fx.Node, pending: list[tuple[fx.Node, Zeroed, Dims]], scores: Scores
-) -> None:
-    """Require weights that sum to 1 in each row with a key left, so a floor on the sum has no effect. Raises Refused."""
-    if not all(_is_masked_before(mirror, *one, scores) for one in pending):
-        what = "divides by a sum that is kept from 0, of weights that are masked and sum to any number below 1"
-        raise _other_mask(node, what)
 
 
 def _kept(node: fx.Node, zeroed: Zeroed, dims: Dims) -> Joined:
@@ -328,16 +322,6 @@ _MASKS: dict[object, Callable[[Mirror, fx.Node], Zeroed | None]] = {
     aten.mul.Tensor: _times,
     aten.mul_.Tensor: _times,
 }
-
-
-def _check_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores) -> None:
-    """Require that the same elements were masked in the scores, so their weights were zero. Raises Refused if that is unknown.
-
-    A row in which every key is masked is then zero in the model, as from every kernel.
-    """
-    if _is_masked_before(mirror, node, zeroed, dims, scores):
-        return
-    raise _other_mask(node, "sets weights to zero by another mask than that of the scores")
 
 
 def _other_mask(node: fx.Node, what: str) -> Refused:
