@@ -64,7 +64,7 @@ LINES = {
     "reasons": 806,
     "reporting": 2604,
     "spec": 2055,
-    "torch_private": 4096,
+    "torch_private": 4106,  # a switch of Dynamo is set anew for each call
     "verifying": 2676,
 }
 
@@ -94,7 +94,7 @@ TEST_LINES = {
     "spec": 1446,
     "torch_private": 3132,
     "verifying": 3124,
-    "website": 676,  # made tables are held row by row
+    "website": 679,  # made tables are held row by row
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 import warnings
 import weakref
@@ -332,7 +333,16 @@ STORING_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 def storing_once(call: Callable[..., T]) -> Callable[..., T]:
     """Set that switch while the function is called, where this PyTorch has it."""
-    return config.patch({STORING_ONCE: True})(call) if hasattr(config, STORING_ONCE) else call
+    if not hasattr(config, STORING_ONCE):
+        return call
+
+    @functools.wraps(call)
+    def storing(*args: Any, **kwargs: Any) -> T:
+        # A patch of its own for each call: PyTorch 2.11 refuses one that is entered again before it was left.
+        with config.patch({STORING_ONCE: True}):
+            return call(*args, **kwargs)
+
+    return storing
 
 
 def recompilation_reason() -> str | None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import attn_compiler
+from attn_compiler.torch_private.frames import STORING_ONCE
 from tests.integrations import launching
 from website import tables
 
@@ -82,11 +83,13 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
 
     monkeypatch.setattr(torch, "compile", quickly)
     names = _what_readers_have()
-    for block in blocks(page):
-        if block.why is None:
-            # A page may show several ways to compile one model.
-            names["model"] = Model()
-            exec(compile(block.code, page.name, "exec"), names)
+    # A page sets a switch of Dynamo, which the tests after it are to find as it was.
+    with torch._dynamo.config.patch({STORING_ONCE: False}):
+        for block in blocks(page):
+            if block.why is None:
+                # A page may show several ways to compile one model.
+                names["model"] = Model()
+                exec(compile(block.code, page.name, "exec"), names)
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
