@@ -47,7 +47,7 @@ LINES = {
     "lowerings/plain": 701,
     "lowerings/rows": 590,
     "lowerings/sdpa": 359,
-    "lowerings/shared": 10382,  # documents of 64 bits are numbered by a kernel of their own
+    "lowerings/shared": 10384,  # documents of 64 bits are numbered by a kernel of their own
     "lowerings/triton": 1401,
     "options": 284,
     "passes": 21,
@@ -88,7 +88,7 @@ TEST_LINES = {
     "near_miss": 6513,
     "options": 319,
     # The spellings of sinks are a table of their own.
-    "passes": 33164,
+    "passes": 33170,
     "reasons": 393,
     "reporting": 2508,
     "spec": 1446,

@@ -188,3 +188,9 @@ def test_a_trained_table_compiles_as_inductor_joins_tensors_on_a_gpu() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     (report,) = attn_compiler.reports()
     assert "not kept" not in str(report)
+
+
+def test_an_index_may_have_no_axes() -> None:
+    """Such as the head of a slope that all heads share."""
+    table = torch.randn(1, 2, requires_grad=True)
+    torch.library.opcheck(torch.ops.attn_compiler.gathered.default, (table, [torch.tensor(0)]))

@@ -21,7 +21,9 @@ aten = torch.ops.aten
 
 def _gathered(table: Tensor, at: Sequence[Tensor]) -> Tensor:
     """Return elements of the table at indices of its first axes, which broadcast: (…, trailing sizes of the table)."""
-    return table[tuple(at)]
+    # Indexing by Python reads an index of no axes as a number, which a trace does not have.
+    found: Tensor = aten.index.Tensor(table, list(at))
+    return found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
