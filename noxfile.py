@@ -38,6 +38,7 @@ PUBLIC_API = (
     "tests/test_init.py",
     "tests/options/test_options.py",
     "tests/compiling/test_registration.py",
+    "tests/reporting/test_columns.py",
     "tests/reporting/test_report.py",
     "tests/torch_private/test_compat.py",
     "tests/torch_private/test_op_library.py",

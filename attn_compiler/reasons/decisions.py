@@ -94,7 +94,7 @@ class Faster:
     @property
     def words(self) -> str:
         """For people, in one line."""
-        return f"{self.lowering} was {self.speed:.2f} times as fast on such sites ({self.since}): {self.install}"
+        return f"{self.lowering} was {self.speed:.2f} times as fast on such sites ({self.since}; {self.why}): {self.install}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,6 +89,5 @@ def counts(report: Report) -> Counter[str]:
         counted["faults"] = len(report.faults)
     if report.from_cache:
         counted["from_cache"] = 1
-    for site in report.sites:
-        counted[f"lowering:{site.decision.lowering}"] += len(site.modules)
+    counted.update({f"lowering:{name}": count for name, count in wording.lowerings(report.sites).items()})
     return counted

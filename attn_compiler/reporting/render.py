@@ -6,21 +6,20 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
-from rich.filesize import decimal
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from attn_compiler.reasons.decisions import Reason, Refusal
 from attn_compiler.reporting import wording
+from attn_compiler.reporting.columns import LINEAR, MISS, SITE, UNPAD, Column, by_reasons, operands
+from attn_compiler.spec.attention import AttentionSpec
 
 if TYPE_CHECKING:
-    from attn_compiler.reasons.decisions import Copy, Reason, Refusal
     from attn_compiler.reporting.facts import GraphReport, LinearReport, MissReport, SiteReport, UnpadReport
-    from attn_compiler.spec.attention import AttentionSpec, TensorSpec
-    from attn_compiler.spec.masks import MaskSpec
 
 WIDTH = 88
 
@@ -65,9 +64,9 @@ def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
 
 def report_view(report: GraphReport) -> RenderableType:
     """Return one graph's report: a line of totals, a block for each distinct site, then the misses."""
-    blocks = [_site_block(number, site) for number, site in enumerate(report.sites, start=1)]
-    blocks += [_linear_block(number, one) for number, one in enumerate(report.linear, start=1)]
-    blocks += [_miss_block(miss) for miss in report.misses]
+    blocks = [_block(f"[{number}]", SITE, site) for number, site in enumerate(report.sites, start=1)]
+    blocks += [_block(f"[linear {number}]", LINEAR, one) for number, one in enumerate(report.linear, start=1)]
+    blocks += [_block("[miss]", MISS, miss) for miss in report.misses]
     head: list[RenderableType] = [
         _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
         _text(what_was_found(report)),
@@ -97,26 +96,12 @@ def _unpad_block(unpad: UnpadReport) -> RenderableType:
     if unpad.kept is not None:
         place = f" at {unpad.module}" if unpad.module else ""
         line = f" ({unpad.source})" if unpad.source else ""
-        return _text(
-            f"padding: computed, since not: {unpad.kept.rule}{place}{line}: {unpad.kept.observed}{_remedy(unpad)} ({unpad.kept.code})"
-        )
-    lines = [_text("padding: left out")]
-    if unpad.zeroed:
-        lines.append(_text(f"  0 at padding: {', '.join(unpad.zeroed)}"))
-    lines += [_text(f"  asked at each call: {fact}") for fact in unpad.facts]
-    lines += [_text(f"  {note}") for note in unpad.notes]
-    if unpad.last:
-        fills = ", ".join(f"{step.fill:.0%}" for step in unpad.last)
-        lines.append(_text(f"  real tokens of the last batches: {fills}"))
-    failed = Counter(reason for step in unpad.last for reason in step.failed)
-    lines += [
-        _text(f"  padding was computed {wording.counted(n, 'time')}, since not: {why}") for why, n in failed.items()
-    ]
-    return Group(*lines)
-
-
-def _remedy(unpad: UnpadReport) -> str:
-    return f"; {unpad.kept.remedy}" if unpad.kept is not None and unpad.kept.remedy else ""
+        remedy = f"; {unpad.kept.remedy}" if unpad.kept.remedy else ""
+        why = f"{unpad.kept.rule}{place}{line}: {unpad.kept.observed}{remedy} ({unpad.kept.code})"
+        return _text(f"padding: computed, since not: {why}")
+    titled = [(column.title, line) for column in UNPAD if column.title for line in column.lines(unpad)]
+    lines = [f"  {title[0].lower()}{title[1:]}: {line}" for title, line in titled]
+    return Group(*map(_text, ["padding: left out", *lines]))
 
 
 def abbreviate(modules: Iterable[str]) -> list[str]:
@@ -168,46 +153,6 @@ def _numbers(values: tuple[int, ...]) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def _site_block(number: int, site: SiteReport) -> RenderableType:
-    rows: list[tuple[str, RenderableType]] = [
-        ("lowering", _text(site.decision.lowering, "green")),
-        ("pattern", _text(site.pattern)),
-        *_mask_rows(site.spec.mask),
-        ("score", _text(site.spec.score.words)),
-        *([("added", _text(site.spec.score.added))] if site.spec.score.added else []),
-        ("dtype", _text(dtype_words(site.spec))),
-        ("q, k, v", _operands(site.spec)),
-    ]
-    rows += [("length", _text(site.evidence.length))] if site.evidence is not None and site.evidence.length else []
-    rows += [("source", _text(site.source))] if site.source else []
-    rows += [("copies" if i == 0 else "", _copy(copy)) for i, copy in enumerate(site.copies)]
-    rows += [("notes" if i == 0 else "", _text(note)) for i, note in enumerate(site.notes)]
-    rows += [("faster", _text(site.faster.words))] if site.faster is not None else []
-    rows += [("refused" if i == 0 else "", row) for i, row in enumerate(_refusals(site.decision.refusals))]
-    return _block(f"[{number}]", site.modules, rows)
-
-
-def _linear_block(number: int, one: LinearReport) -> RenderableType:
-    rows: list[tuple[str, RenderableType]] = [
-        ("lowering", _text(one.decision.lowering, "green")),
-        ("computes", _text(one.spec.words)),
-        ("function", _text(f"{one.function}, proved")),
-        ("dtype", _text(f"{one.spec.dtype}, {'needs grad' if one.spec.needs_grad else 'no grad'}")),
-        ("length", _text(str(one.spec.length))),
-    ]
-    rows += [("refused" if i == 0 else "", row) for i, row in enumerate(_refusals(one.decision.refusals))]
-    return _block(f"[linear {number}]", one.modules, rows)
-
-
-def _mask_rows(mask: MaskSpec) -> list[tuple[str, RenderableType]]:
-    """Return the mask in words, its formula if one was proved, or why none was. Words and formula take a few lines at most."""
-    rows: list[tuple[str, RenderableType]] = [("mask", _text(middle_left_out(mask.words)))]
-    rows += [("formula", _text(middle_left_out(mask.formula)))] if mask.formula else []
-    why = wording.unproved(mask)
-    rows += [("unproved", _text(why))] if why else []
-    return rows
-
-
 def middle_left_out(words: str) -> str:
     """Shorten words to a few lines: the end tells how a mask is applied, and the JSON has it all."""
     if len(words) <= _LONGEST:
@@ -216,31 +161,28 @@ def middle_left_out(words: str) -> str:
     return f"{words[: _LONGEST - _END]} … ({left_out} characters left out, which the JSON has) … {words[-_END:]}"
 
 
-def _miss_block(miss: MissReport) -> RenderableType:
-    rows: list[tuple[str, RenderableType]] = [
-        ("anchor", _text(miss.anchor)),
-        ("nearest", _text(f"{miss.nearest}, stopped at {miss.stopped_at}")),
-    ]
-    rows += [("source", _text(miss.source))] if miss.source else []
-    return _block("[miss]", miss.modules, [*rows, ("why", _reason(miss.reason))])
-
-
-def _block(mark: str, modules: Iterable[str], rows: Sequence[tuple[str, RenderableType]]) -> RenderableType:
+def _block(mark: str, columns: Iterable[Column[Any]], record: SiteReport | LinearReport | MissReport) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
-    for label, value in rows:
-        grid.add_row(label, value)
-    return Group(_text(f"{mark} {', '.join(abbreviate(modules))}", "bold"), Padding(grid, (0, 0, 0, 4)))
+    for column in columns:
+        for place, row in enumerate(_rows(column, record) if column.label else ()):
+            grid.add_row("" if place else column.label, row)
+    return Group(_text(f"{mark} {', '.join(abbreviate(record.modules))}", "bold"), Padding(grid, (0, 0, 0, 4)))
 
 
-def operands(spec: AttentionSpec) -> list[tuple[list[str], TensorSpec]]:
-    """Return the operands of a site. Equal operands are one, with the names of all."""
-    same: dict[TensorSpec, list[str]] = {}
-    kept = () if spec.stored is None else (("k in the cache", spec.stored.k), ("v in the cache", spec.stored.v))
-    for name, operand in (("q", spec.q), ("k", spec.k), ("v", spec.v), *kept):
-        same.setdefault(operand, []).append(name)
-    return [(names, operand) for operand, names in same.items()]
+def _rows(column: Column[Any], record: SiteReport | LinearReport | MissReport) -> list[RenderableType]:
+    match column.value(record):
+        case AttentionSpec() as spec:
+            return [_operands(spec)]
+        case Reason() as reason:
+            return [_reason(reason)]
+        case (Refusal(), *_) as refusals:
+            return _refusals(refusals)
+    lines = column.lines(record)
+    if column.style == "formula":
+        lines = tuple(map(middle_left_out, lines))
+    return [_text(line, "green" if column.style == "lowering" else "") for line in lines]
 
 
 def _operands(spec: AttentionSpec) -> RenderableType:
@@ -257,14 +199,6 @@ def _operands(spec: AttentionSpec) -> RenderableType:
     return grid
 
 
-def by_reasons(refusals: Iterable[Refusal]) -> list[tuple[list[str], tuple[Reason, ...]]]:
-    """Group lowerings with the same reasons, in the order in which they were asked."""
-    names: dict[tuple[Reason, ...], list[str]] = {}
-    for refusal in refusals:
-        names.setdefault(refusal.reasons, []).append(refusal.lowering)
-    return [(lowerings, reasons) for reasons, lowerings in names.items()]
-
-
 def _refusals(refusals: Iterable[Refusal]) -> list[RenderableType]:
     rows: list[RenderableType] = []
     for lowerings, reasons in by_reasons(refusals):
@@ -278,21 +212,6 @@ def _reason(reason: Reason) -> RenderableType:
     if reason.remedy:
         lines.append(_text(f"remedy: {reason.remedy}"))
     return Group(*lines)
-
-
-def _copy(copy: Copy) -> Text:
-    size = "size known at run time" if copy.bytes is None else decimal(copy.bytes)
-    return _text(f"{copy.operand}, {size}: {copy.why}")
-
-
-def dtype_words(spec: AttentionSpec) -> str:
-    parts = [spec.dtype if spec.out_dtype == spec.dtype else f"{spec.dtype}, goes on as {spec.out_dtype}"]
-    parts.append("needs grad" if spec.needs_grad else "no grad")
-    if spec.returns_weights:
-        parts.append("returns the weights")
-    if spec.lse != "unread":
-        parts.append(f"its logsumexp is {spec.lse}")
-    return ", ".join(parts)
 
 
 def what_was_found(report: GraphReport) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attn_compiler.reporting.facts import GraphReport
+    from attn_compiler.reporting.facts import GraphReport, LinearReport, SiteReport
     from attn_compiler.spec.masks import MaskSpec
 
 #: the most kinds of sites in a line of the log, and characters of the mask of each
@@ -35,17 +35,13 @@ def _shown(words: str) -> str:
 
 def totals(reports: Sequence[GraphReport]) -> str:
     """Return counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
-    chosen: Counter[str] = Counter()
-    for report in reports:
-        for site in report.sites:
-            chosen[site.decision.lowering] += len(site.modules)
+    chosen = lowerings(site for report in reports for site in report.sites)
     misses = sum(report.num_misses for report in reports)
     failures = sum(report.failure is not None for report in reports)
     faults = sum(len(report.faults) for report in reports)
     seconds = sum(report.total_seconds for report in reports)
     parts = [counted(len(reports), "graph")] if len(reports) > 1 else []
-    lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
-    parts.append(counted(chosen.total(), "attention site") + (f" ({lowerings})" if lowerings else ""))
+    parts.append(counted(chosen.total(), "attention site") + (f" ({_each(chosen)})" if chosen else ""))
     parts += linear_totals(reports)
     parts += [counted(misses, "miss", "misses")] if misses else []
     parts += [f"{failures} FAILED"] if failures else []
@@ -55,13 +51,21 @@ def totals(reports: Sequence[GraphReport]) -> str:
 
 def linear_totals(reports: Sequence[GraphReport]) -> list[str]:
     """Return "36 layers of linear attention (linear_reference 36)", as a list that is empty without any."""
-    chosen: Counter[str] = Counter()
-    for report in reports:
-        for one in report.linear:
-            chosen[one.decision.lowering] += len(one.modules)
-    lowerings = ", ".join(f"{name} {count}" for name, count in chosen.items())
+    chosen = lowerings(one for report in reports for one in report.linear)
     layers = counted(chosen.total(), "layer of linear attention", "layers of linear attention")
-    return [f"{layers} ({lowerings})"] if chosen else []
+    return [f"{layers} ({_each(chosen)})"] if chosen else []
+
+
+def lowerings(records: Iterable[SiteReport | LinearReport]) -> Counter[str]:
+    """Return the number of places of each lowering."""
+    chosen: Counter[str] = Counter()
+    for record in records:
+        chosen[record.decision.lowering] += len(record.modules)
+    return chosen
+
+
+def _each(chosen: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in chosen.items())
 
 
 def unproved(mask: MaskSpec) -> str | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attn_compiler.reporting import render, wording
+from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport
 from attn_compiler.reporting.page import graphs
 from attn_compiler.reporting.page.drawing import hatching
 from attn_compiler.reporting.page.markup import Content, Markup, code, element, facts, joined, table
+from attn_compiler.reporting.page.sites import names
 
 if TYPE_CHECKING:
-    from attn_compiler.reporting.facts import GraphReport, SiteReport
+    from attn_compiler.reporting.facts import GraphReport
 
 _STYLE = Path(__file__).with_name("page.css")
 #: Browsers load nothing and run nothing, even if a model's name holds markup.
@@ -32,8 +33,9 @@ def page(reports: Sequence[GraphReport]) -> str:
     empty = [report for report in reports if not wording.has_content(report)]
     first: dict[SiteReport, str] = {}
     for identity, report in shown.items():
-        for own, site in graphs.site_identities(report, identity).items():
-            first.setdefault(graphs.likeness(site), own)
+        for own, record in graphs.records(report, identity):
+            if isinstance(record, SiteReport):
+                first.setdefault(graphs.likeness(record), own)
     lead = f"{wording.totals(reports)}." if reports else _NO_GRAPH
     body = (
         element("a", "Skip to the attentions", href="#attentions", class_="skip"),
@@ -72,20 +74,15 @@ def _version() -> str:
 def _totals(reports: Sequence[GraphReport]) -> Markup | None:
     if not reports:
         return None
-    chosen: Counter[str] = Counter()
-    copied = 0
-    gains = []
-    for site in (site for report in reports for site in report.sites):
-        chosen[site.decision.lowering] += len(site.modules)
-        copied += len(site.copies) * len(site.modules)
-        if site.estimate is not None and site.estimate.gained is not None:
-            gains.append((site.estimate.gained * len(site.modules), len(site.modules)))
+    found = [site for report in reports for site in report.sites]
+    gains = [(gain, len(site.modules)) for site in found if (gain := _gained(site)) is not None]
     sites = sum(report.num_sites for report in reports)
+    chosen = [joined((code(name), f" ×{count}")) for name, count in wording.lowerings(found).items()]
     rows: list[tuple[str, Content]] = [
         ("Attentions found", str(sites)),
         ("Missed", str(sum(report.num_misses for report in reports))),
-        ("Chosen", joined([joined((code(name), f" ×{count}")) for name, count in chosen.items()], ", ")),
-        ("Copies put in", str(copied)),
+        ("Chosen", joined(chosen, ", ")),
+        ("Copies put in", str(sum(len(site.copies) * len(site.modules) for site in found))),
     ]
     if gains:
         total, known = sum(gain for gain, _ in gains), sum(count for _, count in gains)
@@ -104,62 +101,30 @@ def _contents(shown: dict[str, GraphReport]) -> Markup | None:
 
 
 def _overview(shown: dict[str, GraphReport]) -> Markup | None:
-    rows: list[tuple[Content, ...]] = [
-        (
-            element(
-                "a",
-                joined([code(name) for name in render.abbreviate(site.modules)], ", "),
-                href=f"#{own}",
-            ),
-            code(site.decision.lowering),
-            render.middle_left_out(site.spec.mask.words),
-            str(len(site.copies)),
-            _gain(
-                site.estimate.gained * len(site.modules) if site.estimate and site.estimate.gained is not None else None
-            ),
-            report.graph,
-        )
+    rows = [
+        _row(record, own, report.graph)
         for identity, report in shown.items()
-        for own, site in graphs.site_identities(report, identity).items()
+        for own, record in graphs.records(report, identity)
     ]
-    rows += [
-        (
-            element(
-                "a",
-                joined([code(name) for name in render.abbreviate(one.modules)], ", "),
-                href=f"#{identity}-linear-{number}",
-            ),
-            code(one.decision.lowering),
-            one.spec.words,
-            "0",
-            _gain(None),
-            report.graph,
-        )
-        for identity, report in shown.items()
-        for number, one in enumerate(report.linear, 1)
-    ]
-    missed: list[tuple[Content, ...]] = [
-        (
-            element(
-                "a",
-                joined([code(name) for name in render.abbreviate(miss.modules)], ", "),
-                href=f"#{identity}-miss-{number}",
-            ),
-            "miss",
-            miss.reason.rule,
-            "",
-            "",
-            report.graph,
-        )
-        for identity, report in shown.items()
-        for number, miss in enumerate(report.misses, 1)
-    ]
-    rows += missed
     if not rows:
         return None
     columns = ("Attention", "Chosen", "Mask, or why it was missed", "Copies", "Estimated gain", "Graph")
     return table("All attentions", columns, rows, numbers=frozenset({3, 4}))
 
 
-def _gain(milliseconds: float | None) -> str:
-    return "not known" if milliseconds is None else f"{milliseconds:+.3g} ms"
+def _row(record: SiteReport | LinearReport | MissReport, identity: str, graph: str) -> tuple[Content, ...]:
+    link = element("a", names(record.modules), href=f"#{identity}")
+    match record:
+        case MissReport():
+            return link, "miss", record.reason.rule, "", "", graph
+        case LinearReport():
+            return link, code(record.decision.lowering), record.spec.words, "0", "not known", graph
+    gain = "not known" if (gained := _gained(record)) is None else f"{gained:+.3g} ms"
+    words, copies = render.middle_left_out(record.spec.mask.words), str(len(record.copies))
+    return link, code(record.decision.lowering), words, copies, gain, graph
+
+
+def _gained(site: SiteReport) -> float | None:
+    """Return the milliseconds gained by all layers of a site; None if that is not known."""
+    estimate = site.estimate
+    return None if estimate is None or estimate.gained is None else estimate.gained * len(site.modules)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attn_compiler.reporting import render, wording
+from attn_compiler.reporting.columns import REASON, UNPAD
+from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.page.markup import Content, Markup, code, element, facts, folded, joined, table
-from attn_compiler.reporting.page.sites import again_card, linear_card, miss_card, reason_rows, site_card
+from attn_compiler.reporting.page.sites import card, listed
 
 if TYPE_CHECKING:
-    from attn_compiler.reporting.facts import GraphReport, SiteReport, UnpadReport
+    from attn_compiler.reporting.facts import GraphReport, LinearReport, MissReport, UnpadReport
 
 #: the most lines of one diff in the page; the file has all
 _MOST_LINES = 1500
@@ -23,9 +24,14 @@ _DIFF_NAME = re.compile(r"(\d+)_(.+)\.diff\.txt")
 _TAGS = {"+": "ins", "-": "del", "@": "b"}
 
 
-def site_identities(report: GraphReport, identity: str) -> dict[str, SiteReport]:
-    """Return the identities of a graph's site cards in the page."""
-    return {f"{identity}-site-{number}": site for number, site in enumerate(report.sites, 1)}
+def records(report: GraphReport, identity: str) -> list[tuple[str, SiteReport | LinearReport | MissReport]]:
+    """Return a graph's attentions and misses, with the identity of each one's card in the page. identity: of the graph."""
+    kinds: dict[str, Sequence[SiteReport | LinearReport | MissReport]] = {
+        "site": report.sites,
+        "linear": report.linear,
+        "miss": report.misses,
+    }
+    return [(f"{identity}-{kind}-{n}", each) for kind, found in kinds.items() for n, each in enumerate(found, 1)]
 
 
 def likeness(site: SiteReport) -> SiteReport:
@@ -35,20 +41,15 @@ def likeness(site: SiteReport) -> SiteReport:
 
 def section(report: GraphReport, identity: str, first: Mapping[SiteReport, str]) -> Markup:
     """Return the section. identity: of this graph in its page, a prefix of identities inside. first: the full card of each likeness."""
-    cards = [
-        site_card(site, own) if first[likeness(site)] == own else again_card(site, own, first[likeness(site)])
-        for own, site in site_identities(report, identity).items()
-    ]
     parts: list[Content] = [
         element("h2", f"Graph {report.graph}", id=identity),
         element("p", f"{render.what_was_found(report)}. Decided for {report.target}.", class_="lead"),
         *_failures(report),
-        *cards,
     ]
-    parts += [linear_card(one, f"{identity}-linear-{number}") for number, one in enumerate(report.linear, 1)]
-    if report.misses:
-        parts.append(element("p", _MISSES, class_="aside"))
-        parts += [miss_card(miss, f"{identity}-miss-{number}") for number, miss in enumerate(report.misses, 1)]
+    for own, record in records(report, identity):
+        if record is next(iter(report.misses), None):
+            parts.append(element("p", _MISSES, class_="aside"))
+        parts.append(card(record, own, first.get(likeness(record), own) if isinstance(record, SiteReport) else own))
     if report.unpad is not None:
         parts += [element("h3", "Padding"), _padding(report.unpad)]
     parts += [element("h3", "Compile time"), _seconds(report)]
@@ -71,27 +72,10 @@ def _failures(report: GraphReport) -> list[Markup]:
 
 
 def _padding(unpad: UnpadReport) -> Markup:
-    if unpad.kept is not None:
-        place = ("Place", " ".join(part for part in (unpad.module, unpad.source and f"({unpad.source})") if part))
-        return facts((("Padding", "computed, as the model has it"), place, *reason_rows(unpad.kept)))
-    failed = Counter(reason for step in unpad.last for reason in step.failed)
-    return facts(
-        (
-            ("Padding", "left out"),
-            ("0 at padding", ", ".join(unpad.zeroed)),
-            ("Asked at each call", _list(unpad.facts)),
-            ("Notes", _list(unpad.notes)),
-            ("Real tokens of the last batches", ", ".join(f"{step.fill:.0%}" for step in unpad.last)),
-            (
-                "Padding was computed",
-                _list([f"{wording.counted(n, 'time')}, since not: {why}" for why, n in failed.items()]),
-            ),
-        )
-    )
-
-
-def _list(lines: Sequence[str]) -> Markup | None:
-    return element("ul", *(element("li", line) for line in lines)) if lines else None
+    if unpad.kept is None:
+        return facts((("Padding", "left out"), *listed(UNPAD, unpad)))
+    place = ("Place", " ".join(part for part in (unpad.module, unpad.source and f"({unpad.source})") if part))
+    return facts((("Padding", "computed, as the model has it"), place, *listed(REASON, unpad.kept)))
 
 
 def _seconds(report: GraphReport) -> Markup:
@@ -103,23 +87,19 @@ def _seconds(report: GraphReport) -> Markup:
         if report.kernels
         else "No kernel was compiled beside Inductor, as far as is known. Inductor's own time is not in here.",
     ]
-    passes = table(
-        "Passes",
-        ("Pass", "Time"),
-        [(name, wording.duration(seconds)) for name, seconds in report.seconds],
-        numbers=frozenset({1}),
+    times = [
+        table(caption, (of, "Time"), [(name, wording.duration(took)) for name, took in rows], numbers=frozenset({1}))
+        for caption, of, rows in (
+            ("Passes", "Pass", report.seconds),
+            ("Kernels, beside Inductor", "Kernel", report.kernels),
+        )
+        if rows
+    ]
+    kernels = wording.duration(sum(seconds for _, seconds in report.kernels))
+    of_kernels = f", kernels {kernels}" if report.kernels else ""
+    folds = folded(
+        f"Passes {wording.duration(report.total_seconds)}{of_kernels}", element("div", *times, class_="times")
     )
-    kernels = table(
-        "Kernels, beside Inductor",
-        ("Kernel", "Time"),
-        [(name, wording.duration(seconds)) for name, seconds in report.kernels],
-        numbers=frozenset({1}),
-    )
-    times = element("div", passes if report.seconds else None, kernels if report.kernels else None, class_="times")
-    of_kernels = (
-        f", kernels {wording.duration(sum(seconds for _, seconds in report.kernels))}" if report.kernels else ""
-    )
-    folds = folded(f"Passes {wording.duration(report.total_seconds)}{of_kernels}", times)
     return element("div", folds, *(element("p", note, class_="aside") for note in notes if note))
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from rich.filesize import decimal
 
 from attn_compiler.reasons.errors import described
 from attn_compiler.reporting import render, wording
+from attn_compiler.reporting.columns import LINEAR, MISS, REASON, SITE, Column, Record, by_reasons, operands, size
+from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport
 from attn_compiler.reporting.page import drawing
 from attn_compiler.reporting.page.examples import Drawable, NotDrawn, drawable
 from attn_compiler.reporting.page.grid import Grid, grid_of
-from attn_compiler.reporting.page.markup import Markup, code, element, facts, folded, joined, table
+from attn_compiler.reporting.page.markup import Content, Markup, code, element, facts, folded, joined, table
 from attn_compiler.spec.masks import Causal
 
 if TYPE_CHECKING:
-    from attn_compiler.reasons.decisions import Copy, Estimate, Faster, Reason
-    from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport
+    from attn_compiler.reasons.decisions import Copy, Estimate, Refusal
     from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
     from attn_compiler.spec.masks import MaskSpec
 
@@ -30,71 +30,39 @@ _UNTOUCHED = "untouched"
 _LONGEST = 400
 
 
-def site_card(site: SiteReport, identity: str) -> Markup:
-    """Return a site's card. identity: of this site in its page."""
-    head = element("h3", _names(site.modules), " ", _badge(site), id=identity)
-    rows = element("div", _facts(site), _operands(site.spec), _copies(site.copies), class_="facts")
-    body = element("div", rows, _mask(site, identity), class_="columns")
-    return element(
-        "article", head, body, _refusals(site), _places(site.modules), aria_labelledby=identity, class_="card"
-    )
+def card(record: SiteReport | LinearReport | MissReport, identity: str, first: str) -> Markup:
+    """Return the card of an attention or a miss. identity: of this card in its page. first: of the full card of the same attention."""
+    lowering = "miss" if isinstance(record, MissReport) else record.decision.lowering
+    badge = element("span", lowering, class_=f"badge{ {'miss': ' miss', _UNTOUCHED: ' kept'}.get(lowering, '') }")
+    head = element("h3", names(record.modules), " ", badge, id=identity)
+    again = "All is as for ", element("a", "the same attention of another graph", href=f"#{first}"), "."
+    content = _content(record, identity) if first == identity else [element("p", *again)]
+    return element("article", head, *content, _places(record.modules), aria_labelledby=identity, class_="card")
 
 
-def again_card(site: SiteReport, identity: str, first: str) -> Markup:
-    """Return a short card of a site that has a full one elsewhere. first: the identity of the full card."""
-    head = element("h3", _names(site.modules), " ", _badge(site), id=identity)
-    link = element("p", "All is as for ", element("a", "the same attention of another graph", href=f"#{first}"), ".")
-    return element("article", head, link, _places(site.modules), aria_labelledby=identity, class_="card")
+def _content(record: SiteReport | LinearReport | MissReport, identity: str) -> Sequence[Content]:
+    match record:
+        case MissReport():
+            return [facts((*listed(MISS, record), *listed(REASON, record.reason)))]
+        case LinearReport():
+            return [facts(listed(LINEAR, record)), _refusals(record.decision.refusals)]
+    own = (("Chosen", _chosen(record)), ("Why", _why(record)), ("Time", _time(record)))
+    rows = (facts((*own, *listed(SITE, record))), _operands(record.spec), _copies(record.copies))
+    body = element("div", element("div", *rows, class_="facts"), _mask(record, identity), class_="columns")
+    return [body, _refusals(record.decision.refusals)]
 
 
-def _badge(site: SiteReport) -> Markup:
-    lowering = site.decision.lowering
-    return element("span", lowering, class_="badge kept" if lowering == _UNTOUCHED else "badge")
+def listed(columns: Iterable[Column[Record]], record: Record) -> Iterator[tuple[str, Content]]:
+    """Yield the facts of a record that have a title, with their values."""
+    for column in columns:
+        lines = tuple(_STYLES[column.style](line) for line in column.lines(record)) if column.title else ()
+        if lines:
+            several = element("ul", *(element("li", line) for line in lines))
+            yield column.title, lines[0] if len(lines) == 1 else several
 
 
-def linear_card(one: LinearReport, identity: str) -> Markup:
-    """Return the card of a layer of linear attention."""
-    badge = element("span", one.decision.lowering, class_="badge")
-    rows = facts(
-        (
-            ("Computes", one.spec.words),
-            ("Function", joined([code(one.function), "proved"], ", ")),
-            ("Computed in", f"{one.spec.dtype}, {'needs grad' if one.spec.needs_grad else 'no grad'}"),
-            ("Length", str(one.spec.length)),
-            ("Why", one.evidence),
-        )
-    )
-    head = element("h3", _names(one.modules), " ", badge, id=identity)
-    return element("article", head, rows, _places(one.modules), aria_labelledby=identity, class_="card")
-
-
-def miss_card(miss: MissReport, identity: str) -> Markup:
-    """Return the card of a miss: the place where matching stopped, the reason, and the remedy."""
-    head = element("h3", _names(miss.modules), " ", element("span", "miss", class_="badge miss"), id=identity)
-    rows = facts(
-        (
-            ("Found", code(miss.anchor)),
-            ("Stopped at", code(miss.stopped_at)),
-            ("Nearest pattern", miss.nearest),
-            ("Line of the model", code(miss.source) if miss.source else None),
-            *reason_rows(miss.reason),
-        )
-    )
-    return element("article", head, rows, _places(miss.modules), aria_labelledby=identity, class_="card")
-
-
-def reason_rows(reason: Reason) -> tuple[tuple[str, Markup | str | None], ...]:
-    """Return a refusal, a line for each of its parts."""
-    remedy = element("strong", reason.remedy) if reason.remedy else None
-    return (
-        ("What has to hold", reason.rule),
-        ("What was seen", reason.observed),
-        ("Remedy", remedy),
-        ("Code", code(reason.code)),
-    )
-
-
-def _names(modules: Iterable[str]) -> Markup:
+def names(modules: Iterable[str]) -> Markup:
+    """Return the abbreviated paths of modules."""
     return joined([code(name) for name in render.abbreviate(modules)], ", ")
 
 
@@ -103,26 +71,6 @@ def _places(modules: tuple[str, ...]) -> Markup | None:
         return None
     paths = [element("li", code(module or "(the model itself)")) for module in modules]
     return folded(f"All {len(modules)} places", element("ul", *paths, class_="paths"))
-
-
-def _facts(site: SiteReport) -> Markup:
-    spec = site.spec
-    return facts(
-        (
-            ("Chosen", _chosen(site)),
-            ("Why", _why(site)),
-            ("Time", _time(site)),
-            ("Line of the model", code(site.source) if site.source else None),
-            ("Written as", site.pattern),
-            *_mask_words(spec.mask),
-            ("Scores", spec.score.words),
-            ("Added to scores", _long(spec.score.added) if spec.score.added else None),
-            ("Computed in", render.dtype_words(spec)),
-            ("Length", None if site.evidence is None else site.evidence.length),
-            ("Faster, if installed", None if site.faster is None else _faster(site.faster)),
-            ("Notes", element("ul", *(element("li", note) for note in site.notes)) if site.notes else None),
-        )
-    )
 
 
 def _chosen(site: SiteReport) -> Markup:
@@ -149,11 +97,6 @@ def _why(site: SiteReport) -> Markup | str:
     if lowering == _UNTOUCHED:
         return joined(("No kernel was asked.", element("p", measured)))
     return "It is asked before all others for such a site, and does not refuse."
-
-
-def _faster(faster: Faster) -> Markup:
-    words = f" was {faster.speed:.2f} times as fast on sites like this one ({faster.since}; {faster.why}). "
-    return joined((code(faster.lowering), words, code(faster.install)))
 
 
 def _time(site: SiteReport) -> Markup | str:
@@ -201,72 +144,55 @@ def _milliseconds(value: float) -> str:
     return f"{value:.3g} ms" if value < 1000 else f"{value:,.0f} ms"
 
 
-def _mask_words(mask: MaskSpec) -> list[tuple[str, Markup | None]]:
-    return [
-        ("Mask", _long(mask.words)),
-        ("Formula", _long(mask.formula) if mask.formula else None),
-        ("Not proved, since", _long(unproved) if (unproved := wording.unproved(mask)) else None),
-    ]
-
-
 def _long(words: str) -> Markup:
     if len(words) <= _LONGEST:
         return element("span", words, class_="formula")
     return folded(words[:_LONGEST] + "…", element("span", words, class_="formula"))
 
 
+_STYLES: Mapping[str, Callable[[str], Content]] = {
+    "": str,
+    "lowering": code,
+    "name": code,
+    "formula": _long,
+    "remedy": functools.partial(element, "strong"),
+}
+
+
 def _operands(spec: AttentionSpec) -> Markup:
     rows = [
-        (
-            ", ".join(names),
-            operand.dtype,
-            render.in_a_row(operand.shape),
-            render.in_a_row(operand.strides),
-            _size(operand),
-        )
-        for names, operand in render.operands(spec)
+        (", ".join(names), each.dtype, render.in_a_row(each.shape), render.in_a_row(each.strides), size(_bytes(each)))
+        for names, each in operands(spec)
     ]
     columns = ("Operand", "Type", "Shape (B, H, S, D)", "Strides", "Bytes each")
     return table("What it reads", columns, rows, numbers=frozenset({2, 3, 4}))
 
 
-def _size(tensor: TensorSpec) -> str:
-    sizes = [size for size in tensor.shape if isinstance(size, int)]
-    if len(sizes) < len(tensor.shape):
-        return "known at run time"
-    return decimal(math.prod(sizes) * getattr(torch, tensor.dtype).itemsize)
+def _bytes(tensor: TensorSpec) -> int | None:
+    sizes = [each for each in tensor.shape if isinstance(each, int)]
+    return math.prod(sizes) * getattr(torch, tensor.dtype).itemsize if len(sizes) == len(tensor.shape) else None
 
 
 def _copies(copies: tuple[Copy, ...]) -> Markup:
     if not copies:
         return element("p", "No operand is copied.", class_="aside")
-    rows = [
-        (copy.operand, "known at run time" if copy.bytes is None else decimal(copy.bytes), copy.why) for copy in copies
-    ]
-    known = sum(copy.bytes or 0 for copy in copies)
-    caption = "Copies" + (f", {decimal(known)} a call" if all(copy.bytes is not None for copy in copies) else "")
+    known = [copy.bytes for copy in copies if copy.bytes is not None]
+    caption = "Copies" + (f", {size(sum(known))} a call" if len(known) == len(copies) else "")
+    rows = [(copy.operand, size(copy.bytes), copy.why) for copy in copies]
     return table(caption, ("Operand", "Bytes", "Why"), rows, numbers=frozenset({1}))
 
 
-def _refusals(site: SiteReport) -> Markup | None:
-    refusals = site.decision.refusals
+def _refusals(refusals: tuple[Refusal, ...]) -> Markup | None:
     if not refusals:
         return None
     rows = [
-        (
-            ", ".join(lowerings),
-            reason.rule,
-            reason.observed,
-            element("strong", reason.remedy) if reason.remedy else "none",
-            code(reason.code),
-        )
-        for lowerings, reasons in render.by_reasons(refusals)
+        (", ".join(lowerings), *(dict(listed(REASON, reason)).get(column.title, "none") for column in REASON))
+        for lowerings, reasons in by_reasons(refusals)
         for reason in reasons
     ]
-    columns = ("Lowering", "What has to hold", "What was seen", "Remedy", "Code")
-    return folded(
-        f"Refused: {wording.counted(len(refusals), 'lowering')}", table("Why each was not taken", columns, rows)
-    )
+    titles = ("Lowering", *(column.title for column in REASON))
+    count = wording.counted(len(refusals), "lowering")
+    return folded(f"Refused: {count}", table("Why each was not taken", titles, rows))
 
 
 def _mask(site: SiteReport, identity: str) -> Markup:

@@ -13,7 +13,7 @@ import pytest
 
 from attn_compiler.reporting.page import page
 from attn_compiler.reporting.report import Reports
-from tests.reporting.page.making import REPORT, hostile
+from tests.reporting.making import REPORT, hostile
 from tests.reporting.page.reading import read
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

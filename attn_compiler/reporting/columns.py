@@ -1,0 +1,189 @@
+"""Facts of a report, each read and worded once. Table, JSON and page iterate these lists, and name no fact themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from rich.filesize import decimal
+
+from attn_compiler.reasons.decisions import Reason, Refusal
+from attn_compiler.reporting import wording
+from attn_compiler.reporting.facts import GraphReport, LinearReport, MissReport, SiteReport, UnpadReport
+from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column(Generic[Record]):
+    """One fact of a record.
+
+    key: its key in the JSON; "": it has none.
+    label: of its row in the table; "": it has none.
+    title: its name on the page; "": it has none, or another place there.
+    read: its value; by default the field `key`.
+    words: the value for people; by default a tuple as lines, and anything else as `str` has it.
+    style: "name" is written as code, "formula" may be long, "lowering" and "remedy" stand out.
+    """
+
+    key: str = ""
+    label: str = ""
+    title: str = ""
+    read: Callable[[Record], Any] | None = None
+    words: Callable[[Record], str | tuple[str, ...] | None] | None = None
+    style: Literal["", "name", "formula", "lowering", "remedy"] = ""
+
+    def value(self, record: Record) -> Any:
+        return getattr(record, self.key) if self.read is None else self.read(record)
+
+    def lines(self, record: Record) -> tuple[str, ...]:
+        """Return the fact for people; nothing if there is none."""
+        found = self.value(record) if self.words is None else self.words(record)
+        return found if isinstance(found, tuple) else () if found in (None, "") else (str(found),)
+
+
+REASON: tuple[Column[Reason], ...] = (
+    Column(key="rule", title="What has to hold"),
+    Column(key="observed", title="What was seen"),
+    Column(key="remedy", title="Remedy", style="remedy"),
+    Column(key="code", title="Code", style="name"),
+)
+SITE: tuple[Column[SiteReport], ...] = (
+    Column(key="modules"),
+    Column(key="lowering", label="lowering", read=lambda x: x.decision.lowering, style="lowering"),
+    Column(key="pattern", label="pattern", title="Written as"),
+    Column(key="spec", read=lambda x: json.loads(x.spec.to_text())),
+    Column(key="mask", label="mask", title="Mask", read=lambda x: x.spec.mask.words, style="formula"),
+    Column(key="mask_formula", label="formula", title="Formula", read=lambda x: x.spec.mask.formula, style="formula"),
+    Column(
+        key="mask_unproved",
+        label="unproved",
+        title="Not proved, since",
+        read=lambda x: wording.unproved(x.spec.mask),
+        style="formula",
+    ),
+    Column(key="score", label="score", title="Scores", read=lambda x: x.spec.score.words),
+    Column(
+        key="score_added", label="added", title="Added to scores", read=lambda x: x.spec.score.added, style="formula"
+    ),
+    Column(label="dtype", title="Computed in", read=lambda x: _dtypes(x.spec)),
+    Column(label="q, k, v", read=lambda x: x.spec),
+    Column(label="length", title="Length", read=lambda x: x.evidence and x.evidence.length),
+    Column(key="source", label="source", title="Line of the model", style="name"),
+    Column(
+        key="copies",
+        label="copies",
+        words=lambda x: tuple(f"{each.operand}, {size(each.bytes)}: {each.why}" for each in x.copies),
+    ),
+    Column(key="notes", label="notes", title="Notes"),
+    *(Column(key=key) for key in ("evidence", "estimate")),
+    Column(
+        key="faster", label="faster", title="Faster, if installed", words=lambda x: x.faster.words if x.faster else None
+    ),
+    Column(key="refusals", label="refused", read=lambda x: x.decision.refusals),
+)
+LINEAR: tuple[Column[LinearReport], ...] = (
+    Column(key="modules"),
+    Column(key="lowering", label="lowering", read=lambda x: x.decision.lowering, style="lowering"),
+    Column(key="computes", label="computes", title="Computes", read=lambda x: x.spec.words),
+    Column(key="function", label="function", title="Function", words=lambda x: f"{x.function}, proved"),
+    Column(key="spec"),
+    Column(label="dtype", title="Computed in", read=lambda x: f"{x.spec.dtype}, {_gradient(x.spec.needs_grad)}"),
+    Column(label="length", title="Length", read=lambda x: x.spec.length),
+    Column(key="evidence", title="Why"),
+    Column(key="refusals", label="refused", read=lambda x: x.decision.refusals),
+)
+MISS: tuple[Column[MissReport], ...] = (
+    Column(key="modules"),
+    Column(key="anchor", label="anchor", title="Found", style="name"),
+    Column(
+        key="nearest",
+        label="nearest",
+        title="Nearest pattern",
+        words=lambda x: f"{x.nearest}, stopped at {x.stopped_at}",
+    ),
+    Column(key="stopped_at"),
+    Column(key="source", label="source", title="Line of the model", style="name"),
+    Column(key="reason", label="why"),
+)
+UNPAD: tuple[Column[UnpadReport], ...] = (
+    Column(key="kept"),
+    Column(key="module"),
+    Column(key="source"),
+    Column(key="zeroed", title="0 at padding", words=lambda x: ", ".join(x.zeroed)),
+    Column(key="facts", title="Asked at each call"),
+    Column(key="notes", title="Notes"),
+    Column(
+        key="last",
+        title="Real tokens of the last batches",
+        words=lambda x: ", ".join(f"{step.fill:.0%}" for step in x.last),
+    ),
+    Column(title="Padding was computed", read=lambda x: _computed(x)),
+)
+GRAPH: tuple[Column[GraphReport], ...] = (
+    *(Column(key=key) for key in ("graph", "target", "num_sites", "num_misses", "sites", "misses")),
+    *(Column(key=key) for key in ("num_linear", "linear")),
+    Column(key="seconds", read=lambda x: [{"pass": name, "seconds": took} for name, took in x.seconds]),
+    Column(key="kernels", read=lambda x: [{"kernel": name, "seconds": took} for name, took in x.kernels]),
+    *(Column(key=key) for key in ("failure", "faults", "from_cache", "not_kept", "untried", "unpad", "dumped")),
+)
+_RECORDS: Mapping[type, tuple[Column[Any], ...]] = {
+    GraphReport: GRAPH,
+    SiteReport: SITE,
+    LinearReport: LINEAR,
+    MissReport: MISS,
+    UnpadReport: UNPAD,
+}
+
+
+def as_data(value: Any) -> Any:
+    """Return a value of the JSON: a record by its list of columns, other data by its fields, a tuple as a list."""
+    if dataclasses.is_dataclass(value):
+        columns = next((columns for kind, columns in _RECORDS.items() if isinstance(value, kind)), None)
+        if columns is not None:
+            return {column.key: as_data(column.value(value)) for column in columns if column.key}
+        return {field.name: as_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [as_data(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _dtypes(spec: AttentionSpec) -> str:
+    goes_on = "" if spec.out_dtype == spec.dtype else f", goes on as {spec.out_dtype}"
+    weights = ", returns the weights" if spec.returns_weights else ""
+    lse = "" if spec.lse == "unread" else f", its logsumexp is {spec.lse}"
+    return f"{spec.dtype}{goes_on}, {_gradient(spec.needs_grad)}{weights}{lse}"
+
+
+def _gradient(needed: bool) -> str:
+    return "needs grad" if needed else "no grad"
+
+
+def size(number: int | None) -> str:
+    """Return a number of bytes in words."""
+    return "size known at run time" if number is None else decimal(number)
+
+
+def _computed(unpad: UnpadReport) -> tuple[str, ...]:
+    failed = Counter(reason for step in unpad.last for reason in step.failed)
+    return tuple(f"{wording.counted(number, 'time')}, since not: {why}" for why, number in failed.items())
+
+
+def operands(spec: AttentionSpec) -> list[tuple[list[str], TensorSpec]]:
+    """Return the operands of a site. Equal operands are one, with the names of all."""
+    same: dict[TensorSpec, list[str]] = {}
+    kept = () if spec.stored is None else (("k in the cache", spec.stored.k), ("v in the cache", spec.stored.v))
+    for name, operand in (("q", spec.q), ("k", spec.k), ("v", spec.v), *kept):
+        same.setdefault(operand, []).append(name)
+    return [(names, operand) for operand, names in same.items()]
+
+
+def by_reasons(refusals: Iterable[Refusal]) -> list[tuple[list[str], tuple[Reason, ...]]]:
+    """Group lowerings with the same reasons, in the order in which they were asked."""
+    names: dict[tuple[Reason, ...], list[str]] = {}
+    for refusal in refusals:
+        names.setdefault(refusal.reasons, []).append(refusal.lowering)
+    return [(lowerings, reasons) for reasons, lowerings in names.items()]
