@@ -112,6 +112,7 @@ def prepare(text: str) -> PreparedDecode:
         "GROUP": group,
         "SEQLEN_Q": seqlen_q,
         "BOUNDS": plan.bounds_of,
+        "BY_ROWS": plan.mask or plan.bias or not (plan.bounds_of == "batch" or plan.begin_alike == "yes"),
         "MEANS": plan.means,
         "PAIRS_MASK": plan.mask,
         "ONE_KV": call.one_kv,

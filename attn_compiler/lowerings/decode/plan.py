@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attn_compiler.lowerings.shared.parts import site_parts
+from attn_compiler.lowerings.shared.parts.intervals import Q, mentions_any
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec.attention import CODEC, AttentionSpec
 
@@ -62,6 +63,7 @@ class DecodePlan:
     rope: (B, 1, Skv, p): the part of keys beside a latent.
 
     bounds_of: the unit with its own bounds: a batch row, a query of it, or a query of a head.
+    begin_alike: the intervals of a batch row's queries begin with the same key, so every key between their ends is in one of them.
     means: keys that count in a row without keys, whose bounds are empty: "all", or "finite", those that only very low numbers
         leave out. None: such a row is 0.
     """
@@ -78,6 +80,7 @@ class DecodePlan:
     v_scale: bool = False
     rope: bool = False
     bounds_of: Literal["batch", "query", "row"] = "batch"
+    begin_alike: Literal["yes", "unknown"] = "unknown"
     means: Literal["all", "finite"] | None = None
 
     @property
@@ -131,6 +134,7 @@ def plan_of(call: DecodeCall) -> DecodePlan:
     found = parts(call.spec)
     keys = found.keys is not None or found.keys_given
     means = call.spec.mask.means
+    lower = None if found.rows is None else found.rows.lower
     bounds = found.rows is not None or keys or found.mask or masks_by_bias(call.spec, found) or means
     return DecodePlan(
         # Over a latent a second kernel adds up the partial results of splits.
@@ -146,6 +150,7 @@ def plan_of(call: DecodeCall) -> DecodePlan:
         v_scale=call.spec.stored is not None and call.spec.stored.v_scaled,
         rope=call.of_latent and call.spec.latent is not None and call.spec.latent.rope is not None,
         bounds_of="batch" if not bounds else "row" if call.by_head else "batch" if call.spec.seqlen_q == 1 else "query",
+        begin_alike="unknown" if lower is not None and mentions_any(lower, Q) else "yes",
         means=None if not means else "finite" if call.spec.adds_unread else "all",
     )
 

@@ -77,6 +77,7 @@ class Case:
             k_scale=self.k_scale is not None,
             v_scale=self.v_scale is not None,
             bounds_of=self.bounds_of,
+            begin_alike="yes" if all(map(_begin_alike, self.bounds or ())) else "unknown",
             means=self.means,
         )
 
@@ -89,6 +90,10 @@ class Case:
     @property
     def scale_used(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+def _begin_alike(of_row: Any) -> bool:
+    return isinstance(of_row, tuple) or len({first for first, end in of_row if first < end}) < 2
 
 
 MASKS = (

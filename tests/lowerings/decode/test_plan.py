@@ -75,6 +75,22 @@ def test_places_of_operands() -> None:
     assert [plan.place(*names) for names in (("count",), ("mask", "bias"), ("bounds",))] == [0, 2, None]
 
 
+@pytest.mark.parametrize(
+    ("mask", "begin_alike"),
+    [
+        (MaskSpec(), "yes"),
+        (BOTTOM_RIGHT, "yes"),
+        (proved(LENGTH, PADDING), "yes"),
+        (proved(masks.CausalFrom(offset=LENGTH.bound), masks.KeyBound(side="first", bound=LENGTH.bound)), "yes"),
+        (proved(SlidingWindow(left=7, right=None), Causal(alignment=Alignment.BOTTOM_RIGHT)), "unknown"),
+        (proved(SlidingWindow(left=7, right=0), LENGTH), "unknown"),
+    ],
+)
+def test_rows_of_a_window_alone_may_leave_keys_between_theirs(mask: MaskSpec, begin_alike: str) -> None:
+    plan = decode_plan.plan_of(DecodeCall(spec=spec_of(mask, 4), schedule=SCHEDULE))
+    assert plan.begin_alike == begin_alike
+
+
 def test_a_band_is_an_interval_of_each_query() -> None:
     spec = spec_of(proved(SlidingWindow(left=7, right=None), Causal()), 4)
     assert parts.parts(spec).rows is None

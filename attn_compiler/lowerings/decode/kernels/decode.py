@@ -161,7 +161,7 @@ def _step(
         allowed = allowed & (keys >= lower) & (keys < upper)
     if Keys is not None:
         allowed = allowed & (tl.load(Keys + keys, mask=keys < end, other=0) != 0)
-        if not tile.BY_ROWS:
+        if not how.BY_ROWS:
             values_used = tl.load(Keys + rows, mask=rows < end, other=0) != 0
     bias, distances, truth = None, None, allowed
     if of.Pairs is not None:
@@ -174,8 +174,8 @@ def _step(
     if of.Distances is not None:
         distances = tl.load(of.Distances + (how.SEQLEN_Q - 1 - queries) + keys, mask=keys < end, other=0)
     # With many rows, evaluating the pairs' mask twice is too slow.
-    AFTERWARDS: tl.constexpr = tile.BY_ROWS and of.Pairs is not None and q_0.shape[-2] > 32
-    if tile.BY_ROWS and not AFTERWARDS:
+    AFTERWARDS: tl.constexpr = how.BY_ROWS and of.Pairs is not None and q_0.shape[-2] > 32
+    if how.BY_ROWS and not AFTERWARDS:
         values_used = _of_some_row(
             rows, queries, lower, upper, end, Keys, of.Pairs, of.pairs_q, of.pairs_k, how.SLICES, how
         )
@@ -366,7 +366,7 @@ def attention_decode(
     constants: tl.constexpr = KeyTile(
         HEAD_DIM_QK=how.HEAD_DIM_QK // both, HEAD_DIM_V=how.HEAD_DIM_V // both,
         QK_0=how.QK_0 // both, QK_1=how.QK_1, V_0=how.V_0 // both, V_1=how.V_1,
-        TWOS=twos, LIFT=lift, ALIGN=align // both, BY_ROWS=Pairs is not None or how.BOUNDS != "batch",
+        TWOS=twos, LIFT=lift, ALIGN=align // both,
     )  # fmt: skip
     for tile in tl.range(split, tiles, splits):
         start = first + tile * how.BLOCK_N

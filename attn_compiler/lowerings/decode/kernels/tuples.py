@@ -29,6 +29,7 @@ class DecodeSwitches(NamedTuple):
     V_0: Any  # and of v
     V_1: Any
     BOUNDS: Any  # the unit with its own bounds: "batch", a row of it; "query", or "row", a query of a head
+    BY_ROWS: Any  # rows may leave keys between theirs to none: the values there, which may be NaN, are not read
     MEANS: Any  # which keys a row without keys is the mean of; see plan.DecodePlan
     PAIRS_MASK: Any  # pairs are a mask, and not added
     ONE_KV: Any  # keys are the values, too
@@ -93,7 +94,6 @@ class KeyTile(NamedTuple):
     TWOS: Any  # the FP8 dtype of K and V if they come as pairs: q_0 and out_0 are even dims then, q_1 and out_1 odd ones; else None
     LIFT: Any  # log2 of what weights are made larger by
     ALIGN: Any
-    BY_ROWS: Any  # rows use different keys, so some may be used by none: their values, which may be NaN, are not read
 
 
 class Queries(NamedTuple):
