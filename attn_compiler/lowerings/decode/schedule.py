@@ -30,7 +30,8 @@ are slower from 4096 keys on, and no faster at 1024. For FP8 seven tiles were tr
 249 us for the four sizes above, 128 w8 s4 9.3, 25.0, 37.9 and 281, 128 w4 s4 8.6, 27.6, 44.8 and 249.
 
 Of 17 to 32 rows (docs/decode.md, decode_rows_h200.csv, 2026-11-29), the best of 18 others was 1.5 to 3% faster in two of four cases, and
-slower in two. With 64 rows, 3 stages and two programs on a multiprocessor gain 15% with 16 sequences and lose 10% with one.
+slower in two. With 33 to 64 rows, 3 stages and two programs on a multiprocessor gain 11% with 64 sequences of head dim 128 and 19% with 16
+of head dim 64, and lose 10 to 37% with one or four: hence the rows that are busy (decode_unused_keys_h200.csv).
 
 Each warp has its own keys (slices) where there are no more than 16 rows, up to head dim 128, or since sm90 32 in half precision without a
 tensor of pairs. FP8 caches of more rows or wider heads, other machines, float32, and more than 16 rows at other head dims than 64 and 128,
@@ -53,7 +54,8 @@ from attn_compiler.spec.target import Target
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRow:
     """A row for specs whose k and v have elements of at most `bytes`, head dims up to `head_dim` and tiles of up to `rows` rows, on GPUs
-    from `first_sm` on. pairs: also for those with a mask or a bias that is a tensor, which is loaded for each pair.
+    from `first_sm` on. pairs: also for those with a mask or a bias that is a tensor, which is loaded for each pair. busy: for those alone
+    whose tiles are known to fill nine tenths of the multiprocessors without splits.
 
     keys, warps, stages, slices, least_keys: as in Schedule. programs: of one multiprocessor.
     """
@@ -63,6 +65,7 @@ class ScheduleRow:
     rows: int
     first_sm: int = 0
     pairs: bool = True
+    busy: bool = False
     keys: int
     warps: int
     stages: int
@@ -78,11 +81,17 @@ ROWS: tuple[ScheduleRow, ...] = (
     ScheduleRow(bytes=2, head_dim=64, rows=16, keys=64, warps=4, stages=4, slices=4),
     ScheduleRow(bytes=1, head_dim=64, rows=64, keys=64, warps=4, stages=3),
     ScheduleRow(bytes=2, head_dim=64, rows=32, first_sm=90, pairs=False, keys=128, warps=8, stages=4, slices=8),
+    ScheduleRow(
+        bytes=2, head_dim=64, rows=64, first_sm=90, pairs=False, busy=True, keys=64, warps=4, stages=3, programs=2
+    ),
     ScheduleRow(bytes=2, head_dim=64, rows=64, keys=64, warps=4, stages=3),
     ScheduleRow(bytes=2, head_dim=128, rows=16, first_sm=90, keys=64, warps=4, stages=4, slices=4, least_keys=64),
     ScheduleRow(bytes=2, head_dim=128, rows=16, keys=64, warps=4, stages=3, slices=4),
     ScheduleRow(bytes=1, head_dim=128, rows=64, first_sm=90, keys=64, warps=4, stages=4),
     ScheduleRow(bytes=2, head_dim=128, rows=32, first_sm=90, pairs=False, keys=128, warps=8, stages=3, slices=8),
+    ScheduleRow(
+        bytes=2, head_dim=128, rows=64, first_sm=90, pairs=False, busy=True, keys=64, warps=4, stages=3, programs=2
+    ),
     ScheduleRow(bytes=2, head_dim=128, rows=64, first_sm=90, keys=64, warps=4, stages=4),
     ScheduleRow(bytes=2, head_dim=128, rows=64, keys=64, warps=8, stages=2),
     ScheduleRow(bytes=2, head_dim=256, rows=32, first_sm=90, keys=64, warps=8, stages=3, least_keys=256),
@@ -100,12 +109,15 @@ _PROCESSORS = 1
 
 def schedule(spec: AttentionSpec, target: Target) -> Schedule:
     """Return the schedule of a spec that the decode lowering takes, with its number of splits where sizes are known."""
-    found = table(spec, target)
-    if not isinstance(spec.batch, int) or not isinstance(spec.seqlen_kv, int):
+    found, tiles = table(spec, target), _tiles(spec)
+    if tiles is None or not isinstance(spec.seqlen_kv, int):
         return found
-    _, blocks = plan.rows_of(spec)
-    tiles = spec.batch * plan.known(spec.num_heads_kv) * blocks
     return dataclasses.replace(found, splits=plan.splits(found, tiles=tiles, seqlen_kv=spec.seqlen_kv))
+
+
+def _tiles(spec: AttentionSpec) -> int | None:
+    """Count the programs of one split, where the batch is known."""
+    return spec.batch * plan.known(spec.num_heads_kv) * plan.rows_of(spec)[1] if isinstance(spec.batch, int) else None
 
 
 def table(spec: AttentionSpec, target: Target) -> Schedule:
@@ -114,9 +126,10 @@ def table(spec: AttentionSpec, target: Target) -> Schedule:
     head_dim = max(plan.known(spec.head_dim_qk), plan.known(spec.head_dim_v))
     size = BYTES.get(spec.dtype, 8) if spec.stored is None else 1
     parts = plan.parts(spec)
+    is_busy = 10 * (_tiles(spec) or 0) >= 9 * max(target.processors, _PROCESSORS)
     for row in ROWS:
         fits = size <= row.bytes and head_dim <= row.head_dim and rows <= row.rows
-        fits = fits and (row.pairs or not (parts.mask or parts.bias))
+        fits = fits and (row.pairs or not (parts.mask or parts.bias)) and (is_busy or not row.busy)
         if fits and generation(target) >= row.first_sm:
             return Schedule(
                 keys=row.keys,

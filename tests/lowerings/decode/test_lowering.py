@@ -85,6 +85,11 @@ _BIAS = MaskSpec(dense=Dense(shape=(2, 1, 8, 128), dtype="float32"), reason="an 
         # Fewer rows, more rows, another machine.
         ({"seqlen_q": 4}, 90, (64, 4, 4, 4)),
         ({"seqlen_q": 9}, 90, (64, 4, 4, 1)),
+        ({"seqlen_q": 9, "batch": "s0"}, 90, (64, 4, 4, 1)),
+        # Two programs on a multiprocessor, where each has a tile without splits: 15 x 8 of 132.
+        ({"seqlen_q": 9, "batch": 15}, 90, (64, 4, 3, 1)),
+        ({"seqlen_q": 9, "batch": 14}, 90, (64, 4, 4, 1)),
+        ({"seqlen_q": 9, "batch": 15, "mask": _BIAS}, 90, (64, 4, 4, 1)),
         ({}, 80, (64, 8, 2, 1)),
         # A tensor of pairs spills 190 to 370 bytes of registers there.
         ({"mask": _BIAS}, 90, (64, 4, 4, 1)),
