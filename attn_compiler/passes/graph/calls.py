@@ -48,14 +48,3 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
     if position < len(node.args):
         return node.args[position]
     return next((node.kwargs[n] for n in _NAMES.get(name, (name,)) if n in node.kwargs), None)
-
-
-def with_arguments(node: fx.Node, **values: tuple[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a node's arguments with other values for some that are given. values: name -> (position, value)."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    for name, (position, value) in values.items():
-        if position < len(args):
-            args[position] = value
-        else:
-            kwargs.update({n: value for n in _NAMES.get(name, (name,)) if n in kwargs})
-    return tuple(args), kwargs

@@ -7,7 +7,7 @@ PyTorch's inference fast paths (`_transformer_encoder_layer_fwd`) are opaque to 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from attn_compiler.passes.graph import closed, regions
+from attn_compiler.passes.graph import closed, regions, strides
 from attn_compiler.passes.graph.calls import Trying, untried
 from attn_compiler.torch_private import snapshots as torch_snapshots, tracing as torch_tracing
 
@@ -124,22 +124,57 @@ EXPANSIONS: dict[object, Callable[..., Any]] = {
 }
 
 
+def each(
+    graph_module: fx.GraphModule,
+    is_wanted: Callable[[fx.Node], bool],
+    spell: Callable[[fx.Node, Mapping[fx.Node, regions.Region]], object],
+    trying: Trying = untried,
+) -> None:
+    """Run `spell` on each such node of one graph module that a mirror can look into, in its autocast region. where: of all nodes."""
+    graph = graph_module.graph
+    found = [node for node in graph.nodes if is_wanted(node) and not closed.is_closed(node)]
+    where = regions.by_node(graph) if found else {}
+    for node in found:
+        with trying(node), where[node].active():
+            spell(node, where)
+    if found:
+        graph_module.recompile()
+
+
 def expand_calls(graph_module: fx.GraphModule, trying: Trying = untried) -> list[str]:
     """Expand all such calls of one graph module in place. Return the names of the expanded calls."""
-    graph = graph_module.graph
-    calls = [n for n in graph.nodes if n.op == "call_function" and n.target in EXPANSIONS and not closed.is_closed(n)]
-    if not calls:
-        return []
-    where = regions.by_node(graph)
-    # Inside vmap a value has fewer axes than its tensor. No attention is rewritten there.
-    calls = [call for call in calls if not where[call].transforms]
     expanded = []
-    for call in calls:
-        with trying(call), where[call].active():
+
+    def spell(call: fx.Node, where: Mapping[fx.Node, regions.Region]) -> None:
+        # Inside vmap a value has fewer axes than its tensor. No attention is rewritten there.
+        if not where[call].transforms:
             spell_out(graph_module, call, EXPANSIONS[call.target])
             expanded.append(call.name)
-    graph_module.recompile()
+
+    each(graph_module, lambda node: node.op == "call_function" and node.target in EXPANSIONS, spell, trying)
     return expanded
+
+
+def beside(
+    graph_module: fx.GraphModule,
+    place: fx.Node,
+    function: Callable[..., Any],
+    inputs: list[fx.Node],
+    check: Callable[[Any], object] = lambda result: None,
+) -> tuple[Any, tuple[fx.Node, ...]]:
+    """Write a function of nodes as ATen ops before `place`. Return its result, and the new nodes. An error of `check` takes them back."""
+    traced = torch_tracing.trace_pre_dispatch(function, [node.meta["example_value"] for node in inputs])
+    before = set(graph_module.graph.nodes)
+    with torch_snapshots.taken_back_on_error(graph_module):
+        result = inline(graph_module.graph, place, traced.graph, inputs)
+        check(result)
+    return result, tuple(node for node in graph_module.graph.nodes if node not in before)
+
+
+def lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Order the axes in memory as those of `like`. Models take views that depend on it."""
+    order = strides.order(like)
+    return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.dim())])
 
 
 def spell_out(

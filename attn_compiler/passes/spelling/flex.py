@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import bodies, closed, regions, relevance
+from attn_compiler.passes.graph import bodies, regions, relevance
 from attn_compiler.passes.graph.calls import Trying, target_name, untried
 from attn_compiler.passes.graph.spelling import FLEX, Blocks, Spelled
 from attn_compiler.passes.spelling import expand, flex_blocks
@@ -54,21 +54,17 @@ def is_call(node: fx.Node) -> bool:
 
 def spell_flex(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
     """Write out every call of one graph module."""
-    graph = graph_module.graph
-    calls = [node for node in graph.nodes if is_call(node) and not closed.is_closed(node)]
     spelled: list[Spelled] = []
     left: dict[fx.Node, Reason] = {}
-    if not calls:
-        return Found(left=left)
-    where = regions.by_node(graph)
-    for call in calls:
+
+    def spell(call: fx.Node, where: Mapping[fx.Node, regions.Region]) -> None:
         found = _read(call, where[call])
         if isinstance(found, Reason):
             left[call] = found
-            continue
-        with trying(call), where[call].active():
+        else:
             spelled.append(_spell_out(graph_module, found))
-    graph_module.recompile()
+
+    expand.each(graph_module, is_call, spell, trying)
     return Found(spelled=tuple(spelled), left=left)
 
 
@@ -259,15 +255,11 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
         masked = torch.where(allowed, mods[0](scores, *score_others), -math.inf)
         product = masked.softmax(-1).to(q.dtype) @ v
         lse = () if call.lse is None else (masked.logsumexp(-1) / math.log(2),)
-        return product, _lying_as(product, call.own.meta["example_value"]), allowed, *lse
+        return product, expand.lying_as(product, call.own.meta["example_value"]), allowed, *lse
 
-    traced = torch_tracing.trace_pre_dispatch(function, list(values.values()))
-    before = set(graph_module.graph.nodes)
-    with torch_snapshots.taken_back_on_error(graph_module):
-        # Insert after the first output taken out of the call: both are read below it.
-        taken = min(x for x in (call.own, call.lse) if x is not None)
-        product, out, allowed, *lse = expand.inline(graph_module.graph, taken, traced.graph, inputs)
-    made = tuple(node for node in graph_module.graph.nodes if node not in before)
+    # Insert after the first output taken out of the call: both are read below it.
+    taken = min(x for x in (call.own, call.lse) if x is not None)
+    (product, out, allowed, *lse), made = expand.beside(graph_module, taken, function, inputs)
     call.own.replace_all_uses_with(out)
     if call.lse is not None:
         call.lse.replace_all_uses_with(lse[0])
@@ -281,15 +273,6 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
         nodes=made,
         blocks=call.blocks,
     )
-
-
-def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Order the axes in memory as FlexAttention does, which is q's order. Models take views that depend on it."""
-    strides = like.stride()
-    order = sorted(range(x.dim()), key=lambda dim: strides[dim], reverse=True)
-    if order == list(range(x.dim())):
-        return x
-    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
 
 def _empty_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ each query and key. So the model keeps a site with fewer queries than the head d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import bodies, closed, regions, strides
+from attn_compiler.passes.graph import bodies, regions, strides
 from attn_compiler.passes.graph.calls import Trying, argument, is_pytorchs, target_name, untried
 from attn_compiler.passes.graph.spelling import JOINED, Spelled
 from attn_compiler.passes.spelling import expand, products
 from attn_compiler.passes.spelling.products import Product
-from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing
+from attn_compiler.torch_private import symbols as torch_symbols
 
 _JOINS = frozenset({"cat", "concat", "concatenate"})
 _SCALES = frozenset({"mul", "truediv", "div"})
@@ -77,24 +78,17 @@ class _Joined:
 
 def spell_joined(graph_module: fx.GraphModule, trying: Trying = untried) -> tuple[Spelled, ...]:
     """Write out every attention of one graph module whose scores are joined."""
-    graph = graph_module.graph
-    cats = [node for node in graph.nodes if _calls(node, _JOINS) and not closed.is_closed(node)]
-    where: dict[fx.Node, regions.Region] = {}
     spelled: list[Spelled] = []
-    for cat in cats:
+
+    def spell(cat: fx.Node, where: Mapping[fx.Node, regions.Region]) -> None:
         # Sites are read one by one, because writing out a layer changes the nodes that the next one reads.
         joined = _find(cat)
-        if joined is None:
-            continue
-        where = where or regions.by_node(graph)
-        region = where[joined.own]
-        if region.transforms or any(where[node] != region for node in joined.nodes):
-            continue
-        with trying(joined.cat), region.active():
-            one = _spell_out(graph_module, joined)
-            spelled += [] if one is None else [one]
-    if spelled:
-        graph_module.recompile()
+        if joined is None or where[cat].transforms or any(where[node] != where[cat] for node in joined.nodes):
+            return
+        with contextlib.suppress(_NotJoined):
+            spelled.append(_spell_out(graph_module, joined))
+
+    expand.each(graph_module, lambda node: _calls(node, _JOINS) and _find(node) is not None, spell, trying)
     return tuple(spelled)
 
 
@@ -288,7 +282,7 @@ def _gives(node: fx.Node) -> bool:
 # ---- spelling it out ------------------------------------------------------------------------------------------------
 
 
-def _spell_out(graph_module: fx.GraphModule, joined: _Joined) -> Spelled | None:
+def _spell_out(graph_module: fx.GraphModule, joined: _Joined) -> Spelled:
     outside = [x for node in joined.way for x in node.all_input_nodes if x not in joined.nodes]
     masks = [mask.node for one in joined.sets for mask in one.masks]
     scales = [number for _, number in joined.sets[0].scales if isinstance(number, fx.Node)]
@@ -303,17 +297,13 @@ def _spell_out(graph_module: fx.GraphModule, joined: _Joined) -> Spelled | None:
             values[node] = _run(node, values)
         return weighted[0].of(values[joined.way[-1]], _joined([values[x.right] for x in weighted], weighted[0].summed))
 
-    traced = torch_tracing.trace_pre_dispatch(function, [node.meta["example_value"] for node in inputs])
-    own = joined.own
-    before = set(graph_module.graph.nodes)
-    with torch_snapshots.taken_back_on_error(graph_module):
-        product = expand.inline(graph_module.graph, own, traced.graph, inputs)
-    made = tuple(node for node in graph_module.graph.nodes if node not in before)
-    value, wanted = product.meta["example_value"], own.meta["example_value"]
-    if value.dtype != wanted.dtype or not strides.same(value, wanted):
-        for node in reversed(made):
-            graph_module.graph.erase_node(node)
-        return None
+    own, wanted = joined.own, _value(joined.own)
+
+    def check(product: fx.Node) -> None:
+        if _value(product).dtype != wanted.dtype or not strides.same(_value(product), wanted):
+            raise _NotJoined
+
+    product, made = expand.beside(graph_module, own, function, inputs, check)
     own.replace_all_uses_with(product)
     return Spelled(
         call=joined.cat,

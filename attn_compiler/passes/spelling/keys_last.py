@@ -7,32 +7,49 @@ This package's matching follows axes through the views.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.passes.graph import closed, regions
-from attn_compiler.passes.graph.calls import Trying, argument, target_name, untried, with_arguments
-from attn_compiler.torch_private import tracing as torch_tracing
+from attn_compiler.passes.graph import regions
+from attn_compiler.passes.graph.calls import Trying, argument, target_name, untried
+from attn_compiler.passes.spelling import expand
 
 _MOST_STEPS = 8
 
 
-def put_keys_last(graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried) -> list[str]:
-    """Rewrite in place every such softmax before a product. Return the names of the softmaxes."""
-    graph = graph_module.graph
-    found = [n for n in graph.nodes if _is_over_another_axis(n) and _reaches_product(n) and not closed.is_closed(n)]
-    where = regions.by_node(graph) if found else {}
-    # Inside vmap a value has fewer axes than its tensor. No attention is rewritten there.
-    found = [n for n in found if not where[n].transforms]
-    moved = []
-    for node in found:
-        with trying(node), where[node].active():
-            _move_axis(graph, node, mode)
-            moved.append(node.name)
+def put_keys_last(
+    graph_module: fx.GraphModule, mode: FakeTensorMode, trying: Trying = untried
+) -> dict[fx.Node, fx.Node]:
+    """Rewrite every such softmax before a product. Return each with the softmax that replaced it."""
+    moved: dict[fx.Node, fx.Node] = {}
+
+    def spell(node: fx.Node, where: Mapping[fx.Node, regions.Region]) -> None:
+        # Inside vmap a value has fewer axes than its tensor. No attention is rewritten there.
+        if not where[node].transforms:
+            made = expand.spell_out(graph_module, node, _with_keys_last(node), mode)[node]
+            while target_name(made) != "softmax":
+                (made,) = made.all_input_nodes
+            moved[node] = made
+
+    expand.each(graph_module, lambda node: _is_over_another_axis(node) and _reaches_product(node), spell, trying)
     return moved
+
+
+def _with_keys_last(node: fx.Node) -> Callable[..., torch.Tensor]:
+    dim = _dim(node)
+    dtype = next((x for x in (*node.args, *node.kwargs.values()) if isinstance(x, torch.dtype)), None)
+
+    def called(*args: Any, **kwargs: Any) -> torch.Tensor:
+        (scores,) = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        # A softmax gives a contiguous tensor, and a view of it may rely on that.
+        return F.softmax(scores.transpose(dim, -1), -1, dtype=dtype).transpose(dim, -1).contiguous()
+
+    return called
 
 
 def _is_over_another_axis(node: fx.Node) -> bool:
@@ -46,7 +63,7 @@ def _is_over_another_axis(node: fx.Node) -> bool:
     )
 
 
-def _dim(node: fx.Node) -> object:
+def _dim(node: fx.Node) -> Any:
     return argument(node, 1, "dim")
 
 
@@ -57,40 +74,3 @@ def _reaches_product(node: fx.Node) -> bool:
         if any("matmul" in name or "bmm" in name or "einsum" in name for name in map(target_name, level)):
             return True
     return False
-
-
-def _move_axis(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
-    dim, scores, with_grad = _dim(node), argument(node, 0, "input"), node.meta["example_value"].requires_grad
-
-    def value(function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch_tracing.running_in(mode), torch.set_grad_enabled(with_grad):
-            result: torch.Tensor = function(*args, **kwargs)
-        return result
-
-    # Compute all values first, so that a failure leaves the graph unchanged.
-    moved_value = value(torch.transpose, scores.meta["example_value"], dim, -1)
-    args, kwargs = with_arguments(node, input=(0, moved_value), dim=(1, -1))
-    args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
-    softmax = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
-    softmax_value = value(softmax, *args, **kwargs)
-    back_value = value(torch.transpose, softmax_value, dim, -1)
-    contiguous_value = value(torch.Tensor.contiguous, back_value)
-
-    users = list(node.users)
-    with graph.inserting_before(node):
-        moved = _call(graph, node, moved_value, torch.transpose, scores, dim, -1)
-    node.args, node.kwargs = with_arguments(node, input=(0, moved), dim=(1, -1))
-    node.meta["example_value"] = softmax_value
-    with graph.inserting_after(node):
-        back = _call(graph, node, back_value, torch.transpose, node, dim, -1)
-    # A softmax gives a contiguous tensor, and a view of it may rely on that.
-    with graph.inserting_after(back):
-        contiguous = _call(graph, node, contiguous_value, torch.Tensor.contiguous, back)
-    for user in users:
-        user.replace_input_with(node, contiguous)
-
-
-def _call(graph: fx.Graph, origin: fx.Node, value: torch.Tensor, function: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(function, args)
-    node.meta = {**origin.meta, "example_value": value}
-    return node

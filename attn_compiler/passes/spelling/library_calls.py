@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import fx
 
 from attn_compiler.passes.graph import (
     autograd_functions,
-    closed,
     library_ops,
     opaque_calls,
     regions,
@@ -35,28 +34,25 @@ from attn_compiler.passes.spelling import expand, library_gradients
 from attn_compiler.passes.spelling.flex import Found
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
-from attn_compiler.torch_private import snapshots as torch_snapshots, symbols as torch_symbols, tracing as torch_tracing
+from attn_compiler.torch_private import symbols as torch_symbols
 
 NAME = "library call"
 
 
 def spell_library_calls(graph_module: fx.GraphModule, trying: Trying = untried) -> Found:
     """Write out all such calls of one graph module that can be."""
-    graph = graph_module.graph
-    calls = {node: call for node in graph.nodes if (call := library_ops.kernel_in(node)) and not closed.is_closed(node)}
     spelled: list[Spelled] = []
     left: dict[fx.Node, Reason] = {}
-    if not calls:
-        return Found(left=left)
-    where = regions.by_node(graph)
-    for call, kernel in calls.items():
-        with trying(call), where[call].active():
-            found = _taken(graph_module, call, kernel, where[call])
-            if isinstance(found, Reason):
-                left[call] = found
-            else:
-                spelled.append(found)
-    graph_module.recompile()
+
+    def spell(call: fx.Node, where: Mapping[fx.Node, regions.Region]) -> None:
+        kernel = library_ops.kernel_in(call)
+        found = None if kernel is None else _taken(graph_module, call, kernel, where[call])
+        if isinstance(found, Reason):
+            left[call] = found
+        elif found is not None:
+            spelled.append(found)
+
+    expand.each(graph_module, lambda node: library_ops.kernel_in(node) is not None, spell, trying)
     return Found(spelled=tuple(spelled), left=left)
 
 
@@ -263,12 +259,10 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
         product, own = _attention(call, inside.values(given, of_node), is_square=is_square)
         return product, inside.result(own, of_node)
 
-    traced = torch_tracing.trace_pre_dispatch(function, [node.meta["example_value"] for node in inputs])
-    before = set(graph_module.graph.nodes)
-    with torch_snapshots.taken_back_on_error(graph_module):
-        product, out = expand.inline(graph_module.graph, call.own, traced.graph, inputs)
-        _require_same(out.meta["example_value"], call.own.meta["example_value"])
-    made = tuple(node for node in graph_module.graph.nodes if node not in before)
+    def check(result: Any) -> None:
+        _require_same(result[1].meta["example_value"], call.own.meta["example_value"])
+
+    (product, out), made = expand.beside(graph_module, call.own, function, inputs, check)
     call.own.replace_all_uses_with(out)
     return Spelled(call=call.node, own=call.own, product=product, out=out, nodes=made, pattern=NAME, kernel=call.kernel)
 
@@ -293,13 +287,7 @@ def _attention(call: _Call, given: Sequence[torch.Tensor], *, is_square: bool) -
         )
     out = product.transpose(1, 2)
     own = opaque_calls.attention_of(call.kernel).meta["example_value"]
-    return product, _lying_as(out.squeeze(0) if documents is not None else out, own)
-
-
-def _lying_as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Order the axes in memory as the library's kernel does, which may be q's order. Models take views that depend on it."""
-    order = strides.order(like)
-    return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.dim())])
+    return product, expand.lying_as(out.squeeze(0) if documents is not None else out, own)
 
 
 def _require_same(made: torch.Tensor, own: torch.Tensor) -> None:

@@ -42,9 +42,10 @@ def of_libraries(unit: Unit, spelling: Spelling) -> Spelling:
 
 def with_keys_last(unit: Unit, spelling: Spelling) -> Spelling:
     """Move softmaxes to the last axis. Beside a softmax over joined scores, write an attention over joined keys."""
-    moved = tuple(keys_last.put_keys_last(unit.graph_module, unit.mode, _trying(unit)))
+    moved = keys_last.put_keys_last(unit.graph_module, unit.mode, _trying(unit))
+    local = {moved.get(node, node): note for node, note in spelling.local.items()}
     joined = joined_keys.spell_joined(unit.graph_module, _trying(unit))
-    return replace(spelling, moved=moved, calls=(*spelling.calls, *joined))
+    return replace(spelling, moved=tuple(node.name for node in moved), local=local, calls=(*spelling.calls, *joined))
 
 
 def given_back(unit: Unit, spelling: Spelling) -> None:

@@ -247,7 +247,7 @@ passes/graph/strides.py restride; strides: cycles of axes are turned backwards
 + back = list(own)
 
 keys_last moves nothing back
-passes/spelling/keys_last.py _move_axis; near misses: the weights stay transposed
-- back = _call(graph, node, back_value, torch.transpose, node, dim, -1)
-+ back = node
+passes/spelling/keys_last.py _with_keys_last; near misses: the weights stay transposed
+- return F.softmax(scores.transpose(dim, -1), -1, dtype=dtype).transpose(dim, -1).contiguous()
++ return F.softmax(scores.transpose(dim, -1), -1, dtype=dtype).contiguous()
 """)

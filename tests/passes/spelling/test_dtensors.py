@@ -83,6 +83,11 @@ def test_what_reads_the_output_may_rely_on_its_strides(mesh: DeviceMesh) -> None
     assert run.site.spec.mask.words == "causal"
 
 
+def test_a_softmax_whose_axis_is_moved_keeps_its_note(mesh: DeviceMesh) -> None:
+    run = _same(lambda q, k, v: (v.mT @ (k @ q.mT * 0.25).softmax(-2)).mT, *qkv(mesh, HEADS))
+    assert run.site.notes[-1].startswith(SAID)
+
+
 def test_a_mesh_of_two_axes(mesh: DeviceMesh) -> None:
     two = init_device_mesh("cpu", (1, 2))
     run = _same(lambda q, k, v: sdpa(q, k, v), *qkv(two, [Shard(0), Shard(1)]))
