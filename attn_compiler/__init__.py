@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attn_compiler.context_parallel import ContextParallel
     from attn_compiler.export import rewrite
     from attn_compiler.options.options import Options
+    from attn_compiler.passes.writing.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.reasons.errors import (
         AttnCompilerError,
         AttnCompilerWarning,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from attn_compiler.reporting.publishing import reports, reset
     from attn_compiler.reporting.report import Report, Reports
     from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling
-    from attn_compiler.torch_private.fp8_state import fp8_state_dict, load_fp8_state_dict
     from attn_compiler.verifying import verifications
 
 __all__ = [
@@ -134,8 +134,8 @@ _HOMES = {
     "comparer": "attn_compiler.compiling.comparing.compare",
     "explain": "attn_compiler.compiling.explaining",
     "explainer": "attn_compiler.compiling.explaining",
-    "fp8_state_dict": "attn_compiler.torch_private.fp8_state",
-    "load_fp8_state_dict": "attn_compiler.torch_private.fp8_state",
+    "fp8_state_dict": "attn_compiler.passes.writing.fp8_state",
+    "load_fp8_state_dict": "attn_compiler.passes.writing.fp8_state",
     "reports": "attn_compiler.reporting.publishing",
     "reset": "attn_compiler.reporting.publishing",
     "rewrite": "attn_compiler.export",

@@ -18,8 +18,8 @@ COLUMNS = ("attn_compiler", "tests", "benchmarks", "docs")
 FEATURES: Mapping[str, str] = {
     "FP8": r"fp8|rotation\.py|tuples_round|rounding|quantise|restoring",
     "linear attention": r"linear(?!_forms\.py|ise)|scan_ops|_recurrence|recall",
-    "context parallelism": r"context_parallel|collectives|halo|rank|batches_before|merging|merge_ops|lockstep|meshes|lse_op|rings?_",
-    "unpad": r"unpad|padding_outcome|torch_private/packed|recovering/packing|first_look|padded_rules|planted/padding",
+    "context parallelism": r"context_parallel|first_look|collectives|halo|rank|merging|merge_ops|meshes|lse_op|rings?_",
+    "unpad": r"unpad|batches_before|torch_private/packed|recovering/packing|padded_rules|planted/padding",
     "decode and MLA": r"latent|absorbed|mla|rotary_tables|decod",
     "wide heads": r"wide",
     "shared sequences": r"shared_sequence",

@@ -19,15 +19,14 @@ import attn_compiler.passes as passes_module
 import attn_compiler.reporting.publishing as publishing_module
 from attn_compiler.lowerings.graph_ops import rotary_tables
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
-from attn_compiler.passes.graph import faults
-from attn_compiler.passes.pipeline import steps
+from attn_compiler.passes.graph import faults, unit as unit_module
+from attn_compiler.passes.pipeline import keeping
 from attn_compiler.passes.recovering import body_inputs
-from attn_compiler.passes.writing import buffers, fp8_sites, select, summary
+from attn_compiler.passes.writing import buffers, fp8_sites, fp8_state, select, summary
 from attn_compiler.reasons.errors import AttnCompilerError, AttnCompilerWarning, CompileFailed, PassFailed
 from attn_compiler.reporting import dump
 from attn_compiler.torch_private import (
     compat as torch_compat,
-    fp8_state,
     inductor as torch_inductor,
     snapshots as torch_snapshots,
 )
@@ -130,7 +129,7 @@ def _inner_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: step -> how it is broken, what the warning says, whether the rewriting is given up
 STEPS: dict[str, tuple[Break, str, bool]] = {
-    "units": (_fails(steps, "units"), "pass 'units' failed at the graph", True),
+    "units": (_fails(unit_module, "units"), "pass 'units' failed at the graph", True),
     "copies of the graph": (_fails(torch_compat, "copied_graph"), "pass 'snapshot' failed", True),
     "buffers": (_fails(buffers, "install"), "pass 'buffers' failed", True),
     "body inputs": (_fails(body_inputs, "pass_on"), "pass 'body_inputs' failed", True),
@@ -437,6 +436,6 @@ def test_nothing_is_copied_where_there_is_no_attention(monkeypatch: pytest.Monke
         raise AssertionError("copied")
 
     monkeypatch.setattr(torch_snapshots, "Snapshot", never)
-    monkeypatch.setattr(steps, "Snapshot", never)
+    monkeypatch.setattr(keeping, "Snapshot", never)
     assert faults.warned([]) == ()
     torch.testing.assert_close(compiled(torch.sin)(torch.ones(2)), torch.ones(2).sin())

@@ -13,8 +13,7 @@ from torch import fx
 from attn_compiler.compiling import left_to_python, linear_attention, without_us
 from attn_compiler.compiling.attempts import StepFailed, step
 from attn_compiler.compiling.inner import Inner
-from attn_compiler.compiling.unpadded import compile_unpadded
-from attn_compiler.context_parallel import lockstep
+from attn_compiler.context_parallel import rank_sync
 from attn_compiler.options.cache import cache_key
 from attn_compiler.options.options import Options, check_lowering_names, split_options
 from attn_compiler.reasons.errors import AttnCompilerError, described
@@ -23,10 +22,8 @@ from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import (
     collector,
     compat as torch_compat,
-    fp8_state,
     inductor as torch_inductor,
     known_masks,
-    packed as torch_packed,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +54,7 @@ def attn_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
 def _reset() -> None:
     """Forget everything, for torch._dynamo.reset(), which calls this for every backend that was used."""
     from attn_compiler.lowerings.shared.calls.failures import FAILURES
+    from attn_compiler.passes.writing import fp8_state
     from attn_compiler.torch_private import frames as torch_frames
 
     torch_inductor.forget_cuda_graphs()
@@ -83,7 +81,7 @@ def _compile(
         log.warning("ignored arguments of torch.compile that attn_compiler does not know: %s", ", ".join(others))
     own, patches = split_options(mode, options)
     left_to_python.watch(attn_compiler)
-    with lockstep.telling_of_failure(own.sequence_group, torch_compat.starts_over), collector.rarely():
+    with rank_sync.telling_of_failure(own.sequence_group, torch_compat.starts_over), collector.rarely():
         return _compile_with(gm, example_inputs, own, patches, name, mode=mode, options=options)
 
 
@@ -106,6 +104,7 @@ def _compile_with(
         with collector.paused():
             from attn_compiler.lowerings import names
             from attn_compiler.passes import rewrite, rewrites
+            from attn_compiler.passes.unpad.outcome import Packed
             from attn_compiler.verifying import checked
     except (ImportError, AttributeError) as error:
         return without_us.or_raise(error)(gm, example_inputs, **given)
@@ -114,7 +113,7 @@ def _compile_with(
     ahead = _ahead(own)
     inner = Inner(options=own, patches=patches, region=name, ahead=ahead)
     rewritten = rewrite(gm, own, store=rewrites.here(own, patches))
-    report = rewritten.report
+    report, packed = rewritten.report, rewritten.outcome(Packed)
     # The graph is given away: a failure of ours from here on is repaired from a copy.
     failed: StepFailed | None = None
     try:
@@ -122,8 +121,10 @@ def _compile_with(
             key = _key(gm, own, report)
         plan = _plan(gm, own, rewritten)
         with step(f"compile the rewritten graph with {own.inner}") if rewritten.snapshot else contextlib.nullcontext():
-            if rewritten.packed is not None:
-                compiled = compile_unpadded(gm, rewritten.packed, rewritten.padded, inner, example_inputs, key)
+            if packed is not None:
+                from attn_compiler.compiling.unpadded import compile_unpadded
+
+                compiled = compile_unpadded(gm, packed, inner, example_inputs, key)
             else:
                 # If the rewrite was on disk, loading its code is cheap, and a garbage collection may take as long.
                 with collector.paused() if report.from_cache else contextlib.nullcontext():
@@ -143,7 +144,6 @@ def _compile_with(
 
         failure = failed.warn(own, report.graph, "the model's own graph is compiled")
         rewritten.take_back(gm)
-        torch_packed.forget_guards(rewritten.further_inputs)
         report, plan = summary.taken_back(report, failed.cause, failure), None
         try:
             compiled = inner.compile_original(gm, example_inputs)
@@ -151,19 +151,20 @@ def _compile_with(
             if not torch_compat.starts_over(error):
                 _publish(report, own)
             raise
-    _watch([*_called_in(report), *([] if failed else _called_beside(rewritten.padded))], own)
+    _watch([*_called_in(report), *([] if failed or packed is None else _called_beside(packed.padded))], own)
     if ahead is not None:
         built = ahead.built()
         # Report all failed kernels before the graph is compiled again.
         if failed is None and _tell_of(built.failed):
             rewritten.take_back(gm)
-            torch_packed.forget_guards(rewritten.further_inputs)
             return _compile_with(gm, example_inputs, own, patches, name, **given)
         report = dataclasses.replace(report, kernels=built.seconds)
     _publish(report, own)
-    meetings = rewritten.meetings
     known = () if is_recorded else rewritten.known
-    return lockstep.in_step(known_masks.wrap(checked(compiled, plan), known, rewritten.read), meetings)
+    compiled = known_masks.wrap(checked(compiled, plan), known, rewritten.read)
+    for outcome in rewritten.outcomes:
+        compiled = outcome.around(compiled)
+    return compiled
 
 
 def _tell_of(failed: Sequence[NotCompiled]) -> bool:

@@ -18,7 +18,6 @@ from attn_compiler.torch_private import (
     compat as torch_compat,
     known_masks,
     observe as torch_observe,
-    packed as torch_packed,
 )
 
 if TYPE_CHECKING:
@@ -143,10 +142,13 @@ def _buffers_kept(model: Callable[..., Any]) -> Iterator[None]:
 
 def _runnable(gm: fx.GraphModule, rewritten: Rewritten) -> Callable[..., Any]:
     """Return the function of the model's output: for a packed graph, which takes further inputs, the model's own graph."""
-    if rewritten.packed is None:
+    from attn_compiler.passes.unpad.outcome import Packed
+
+    packed = rewritten.outcome(Packed)
+    if packed is None:
         return gm.forward
-    torch_packed.forget_guards(rewritten.further_inputs)
-    return rewritten.packed.original.forward
+    packed.give_up()
+    return packed.original.forward
 
 
 def _rewrite(gm: fx.GraphModule, options: Options) -> Rewritten:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from attn_compiler.compiling.attempts import StepFailed, step
 from attn_compiler.compiling.inner import Inner
+from attn_compiler.passes.unpad import facts, outcome
+from attn_compiler.passes.unpad.outcome import Packed
+from attn_compiler.passes.unpad.unpadding import PackedCode, Unpadded
 from attn_compiler.torch_private import packed as torch_packed
-from attn_compiler.torch_private.unpadding import PackedCode, Unpadded
-
-if TYPE_CHECKING:
-    from attn_compiler.passes.graph.padding_outcome import Packed
-    from attn_compiler.passes.graph.unit import Unit
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ _NEVER_WARNED = {"triton.cudagraph_dynamic_shape_warn_limit": None}
 
 
 def compile_unpadded(
-    gm: fx.GraphModule, packed: Packed, padded: Unit | None, inner: Inner, example_inputs: Sequence[Any], key: str
+    gm: fx.GraphModule, packed: Packed, inner: Inner, example_inputs: Sequence[Any], key: str
 ) -> Callable[..., Any]:
     """Return the packed graph's code, and the padded graph's for calls that it may not serve. gm: the packed graph. Later compilations get
     fake inputs, since real ones do not show which of their sizes are fixed."""
@@ -57,18 +55,17 @@ def compile_unpadded(
             return None
 
     def original() -> Callable[..., Any]:
-        from attn_compiler.passes.unpad import zeroing
-
+        padded = packed.padded
         if padded is not None:
             try:
                 with step("compile the padded graph with its kernels"), compilation.enter():
-                    zeroing.zero_padding(padded.graph_module.graph, packed)
+                    outcome.zero_padding(padded.graph_module.graph, packed)
                     padded.graph_module.recompile()
                     return inner.compile_rewritten(padded.graph_module, packed.fakes, key)
             except StepFailed as error:
                 log.debug("%s: %s; the model's own graph is compiled", error.step, error.cause)
         own = torch_packed.copied(packed.original)
-        zeroing.zero_padding(own.graph, packed)
+        outcome.zero_padding(own.graph, packed)
         own.recompile()
         try:
             with step("compile the model's own graph"), compilation.enter():
@@ -92,8 +89,6 @@ def compile_unpadded(
 
 def _before(packed: Packed, inner: Inner) -> Callable[..., Any]:
     """Return the check of `Unpadded` before each call. On a GPU it is compiled: launches take the host longer than the kernel runs."""
-    from attn_compiler.passes.unpad import facts
-
     module, read = facts.with_places(packed.before)
     asked: Callable[..., Any] = module
     inputs = [packed.fakes[i] for i in read]

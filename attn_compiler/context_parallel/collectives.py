@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from attn_compiler.context_parallel import slots
 from attn_compiler.context_parallel.layout import joined, split
+from attn_compiler.context_parallel.rank_sync import rank_of
 from attn_compiler.reasons.errors import ContextParallelInput
 from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE, register_fake
-from attn_compiler.torch_private.rank_sync import rank_of
 
 _COLLECTIVES = torch.ops._c10d_functional
 

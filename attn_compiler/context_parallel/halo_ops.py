@@ -14,8 +14,8 @@ import torch
 from attn_compiler.context_parallel.collectives import sent_and_received
 from attn_compiler.context_parallel.halo import Halo, HaloPiece, of_rank
 from attn_compiler.context_parallel.layout import Layout
+from attn_compiler.context_parallel.rank_sync import rank_of
 from attn_compiler.torch_private.op_library import NAMESPACE, register_helper
-from attn_compiler.torch_private.rank_sync import rank_of
 
 #: pieces by rank
 _Pieces = Sequence[Sequence[HaloPiece]]

@@ -114,6 +114,11 @@ class Options:
         return self.context_parallel is not None and self.context_parallel.size > 1
 
     @property
+    def follows_positions(self) -> bool:
+        """True if positions of a sequence are followed through the whole graph, from op to op."""
+        return self.unpad or self.is_context_parallel
+
+    @property
     def keeps_attention(self) -> bool:
         """True if attention in a checkpoint runs once a step."""
         return self.checkpoint == KEEP_ATTENTION

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from rich.filesize import decimal
-
 from attn_compiler.reasons.decisions import Reason, Refusal
 from attn_compiler.reporting import wording
 from attn_compiler.reporting.facts import GraphReport, LinearReport, MissReport, SiteReport, UnpadReport
@@ -164,6 +162,9 @@ def _gradient(needed: bool) -> str:
 
 def size(number: int | None) -> str:
     """Return a number of bytes in words."""
+    # A process that finds a kept rewrite imports no rich.
+    from rich.filesize import decimal
+
     return "size known at run time" if number is None else decimal(number)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -125,6 +126,15 @@ class Dumper:
         if self._directory is not None:
             # A line of the model's source, or a path, may hold invalid characters.
             (self._directory / name).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def finished(report: Report) -> None:

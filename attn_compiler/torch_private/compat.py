@@ -244,3 +244,17 @@ def without_transforms(x: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def process_group(name: str) -> Any:
+    """Return the process group of that name."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+def default_store() -> Any:
+    """Return the store that the ranks of all groups share."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._get_default_store()

@@ -12,9 +12,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from attn_compiler.passes import Rewritten
+from attn_compiler.passes.context_parallel.first_look import FirstLook, SharedGraph
 from attn_compiler.passes.graph import axes, mutation
-from attn_compiler.passes.graph.first_look import FirstLook, SharedGraph
 from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.unpad.outcome import Packed
 from attn_compiler.spec.numerics import FLOOR_ULPS
 from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
 from attn_compiler.verifying import pairs
@@ -88,11 +89,12 @@ def prepare(gm: fx.GraphModule, rewritten: Rewritten) -> CheckPlan | None:
     """Plan the checks of a rewritten graph that is about to be given away; None if it has no site, and no linear attention."""
     if rewritten.failed or not (rewritten.report.linear or any(unit.found.sites for unit in rewritten.units)):
         return None
-    if rewritten.packed is not None:
+    packed = rewritten.outcome(Packed)
+    if packed is not None:
         # A graph without padding has no values of the model: outputs and gradients alone are compared.
-        module = torch_packed.copied(rewritten.packed.original)
-        padded = Padded(before=rewritten.packed.before, places=rewritten.packed.places)
-        return _plan(gm, rewritten, module, [rewritten.packed.writes] * len(_inputs(module)), padded=padded)
+        module = torch_packed.copied(packed.original)
+        padded = Padded(before=packed.before, places=packed.places)
+        return _plan(gm, rewritten, module, [packed.writes] * len(_inputs(module)), padded=padded)
     graphs = {u.graph_module: graph for u, graph in zip(rewritten.units, rewritten.originals, strict=True)}
     if rewritten.snapshot is not None and rewritten.report.linear:
         # Graphs without softmax attention may call linear attention.

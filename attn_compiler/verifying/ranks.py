@@ -18,19 +18,18 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.context_parallel import collectives as torch_collectives, rank_sync
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.index_expr import Expr, Index
 from attn_compiler.lowerings import score_changes
+from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.graph import program
-from attn_compiler.passes.graph.first_look import FirstLook
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.recovering import recover
 from attn_compiler.reasons.errors import VerificationMismatch, described
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.numerics import exact_dtype
-from attn_compiler.torch_private import rank_sync
 from attn_compiler.verifying import outputs, pairs
 from attn_compiler.verifying.comparing import Compared
 from attn_compiler.verifying.interpreting import Noise

@@ -9,7 +9,7 @@ from torch._inductor import compile_fx
 from attn_compiler.compiling import unpadded
 from attn_compiler.compiling.attempts import StepFailed
 from attn_compiler.compiling.inner import Inner
-from attn_compiler.torch_private import batches_before
+from attn_compiler.passes.unpad import batches_before
 from tests.passes.unpad.encoder import LENGTH, MASK, WIDTH, Decoder, Encoder, check, compiled, ids_of, mask_of, report
 
 

@@ -21,7 +21,7 @@ import attn_compiler
 from attn_compiler import ContextParallel
 from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.passes.context_parallel import choosing
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.reporting import verifications as results
 from tests import dtensor_kernels
 

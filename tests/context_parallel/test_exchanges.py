@@ -17,11 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import ContextParallel
-from attn_compiler.context_parallel import collectives as torch_collectives, layout, slots
+from attn_compiler.context_parallel import collectives as torch_collectives, layout, rank_sync, slots
 from attn_compiler.context_parallel.layout import Layout
+from attn_compiler.context_parallel.rank_sync import RanksDisagree, agree
 from attn_compiler.reasons.errors import ContextParallelInput
-from attn_compiler.torch_private import rank_sync
-from attn_compiler.torch_private.rank_sync import RanksDisagree, agree
 from tests.context_parallel import exchanges
 from tests.context_parallel.exchanges import BALANCES, COUNTS, DIMS, DTYPES, TOTALS
 from tests.distributed import processes

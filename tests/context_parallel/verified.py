@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attn_compiler
 from attn_compiler import CompileFailed, ContextParallel, VerificationMismatch
-from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.context_parallel import collectives as torch_collectives, rank_sync
 from attn_compiler.passes.context_parallel import exchanging
-from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.reporting import verifications as results
-from attn_compiler.torch_private import rank_sync
 from attn_compiler.verifying import Verification, ranks, verifications
 from tests.context_parallel import models
 from tests.context_parallel.against_one import LENGTH, Run

@@ -26,7 +26,6 @@ _SECONDS = 280
 #: what a first compilation imports of this package
 _IMPORTED_LATE = (
     "attn_compiler.compiling.backend",
-    "attn_compiler.passes.pipeline.rooms",
     "attn_compiler.reporting.publishing",
     "attn_compiler.context_parallel.collectives",
     "attn_compiler.lowerings.shared.launching.ahead",
@@ -63,6 +62,9 @@ def start(directory: str) -> None:
     function, args, size = pickle.loads((Path(directory) / "job").read_bytes())
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
+    from attn_compiler.passes.pipeline import running, steps
+
+    running.load(steps.PIPELINE)
     gc.freeze()
     method = "spawn" if torch.cuda.is_available() else "fork"
     context = torch.multiprocessing.start_processes(

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import attn_compiler
-from attn_compiler.passes.unpad import judging
+from attn_compiler.passes.unpad import packing
 from attn_compiler.torch_private import inductor as torch_inductor
 
 transformers = pytest.importorskip("transformers")
@@ -70,7 +70,7 @@ def test_without_padding_50_lengths_are_two_graphs_that_are_compiled_once(
     name: str, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No kernel for a CPU leaves out other rows where lengths are symbols.
-    monkeypatch.setattr(judging, "LEAVING_OUT", ("reference",))
+    monkeypatch.setattr(packing, "LEAVING_OUT", ("reference",))
     attn_compiler.reset()
     model = _model(name).requires_grad_(training)
     counter = CompileCounterWithBackend("eager")

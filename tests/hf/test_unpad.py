@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import attn_compiler
-from attn_compiler.passes.unpad import judging
+from attn_compiler.passes.unpad import packing
 from attn_compiler.reporting.facts import UnpadReport
 from tests.thinned import in_full
 
@@ -198,7 +198,7 @@ def test_t5s_bias_goes_with_the_tokens() -> None:
 @pytest.mark.further
 def test_t5_keeps_its_padding_where_no_kernel_adds_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU there is but one that leaves out other rows; Triton's interpreter stands in for the others here.
-    monkeypatch.setattr(judging, "LEAVING_OUT", ("rows",))
+    monkeypatch.setattr(packing, "LEAVING_OUT", ("rows",))
     kept = check(model := t5(), batch(), compiled(model)).kept
     assert kept is not None
     assert "a kernel leaves out pairs" in kept.rule

@@ -7,11 +7,10 @@ import dataclasses
 from attn_compiler import index_expr as ix
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, Reason, Refusal
-from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport, UnpadReport
+from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport, Steps, UnpaddedStep, UnpadReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec import masks, scores
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
-from attn_compiler.torch_private.batches_before import Steps, UnpaddedStep
 from tests.lowerings.linear import linear_forms
 
 #: a module may be called so: nothing checks the names that a model gives

@@ -17,10 +17,9 @@ from hypothesis import given, strategies as st
 from attn_compiler import index_expr as ix
 from attn_compiler.reasons.errors import ReportNotSaved
 from attn_compiler.reporting import render, wording
-from attn_compiler.reporting.facts import GraphReport, UnpadReport
+from attn_compiler.reporting.facts import GraphReport, Steps, UnpadReport
 from attn_compiler.reporting.report import Report, Reports
 from attn_compiler.spec import masks
-from attn_compiler.torch_private.batches_before import Steps
 from tests.reporting.making import LINEAR, REASON, REPORT, SITE, SPEC, TARGET
 
 EMPTY = [Report(graph=f"{i}/0", target=TARGET) for i in range(25)]

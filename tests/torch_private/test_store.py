@@ -1,32 +1,27 @@
-"""Objects that PyTorch keeps for us, and meetings of ranks."""
+"""Objects that PyTorch keeps for us."""
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from attn_compiler.torch_private import (
     compat as torch_compat,
     inductor as torch_inductor,
-    rank_sync,
     snapshots as torch_snapshots,
     store,
 )
-from attn_compiler.torch_private.rank_sync import TOLD, RanksDisagree
 from attn_compiler.torch_private.snapshots import Snapshot
 from attn_compiler.torch_private.store import FOLDER, Store
-from tests.meshes import fake_mesh
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
 
@@ -106,115 +101,6 @@ def test_a_place_that_can_not_be_written_is_left_alone(tmp_path: Path) -> None:
     one.put("a", 1)
     assert one.get("a") is None
     assert (tmp_path / "attn_compiler").read_text() == "in the way"
-
-
-# How ranks meet.
-@pytest.fixture
-def group_store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
-    found = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: found)
-    return found
-
-
-@pytest.fixture
-def group(group_store: dist.HashStore) -> Iterator[str]:
-    """Of two ranks, of which this process is the first."""
-    with fake_mesh(2) as mesh:
-        yield str(mesh.get_group().group_name)
-
-
-def _later(group_store: dist.HashStore, key: str, value: str | None = None) -> threading.Timer:
-    """The other rank comes in a moment. value: what it says; without one it enters a call."""
-    timer = threading.Timer(0.1, lambda: group_store.add(key, 1) if value is None else group_store.set(key, value))
-    timer.start()
-    return timer
-
-
-def test_what_is_told_is_not_compared(group_store: dist.HashStore, group: str) -> None:
-    group_store.set("attn_compiler/0-1/1/1", f"same{TOLD}x: strides (1, 2)")
-    rank_sync.agree(group, "graph", f"same{TOLD}x: strides (2, 1)", seconds=5)
-    assert not rank_sync.is_at_odds(group)
-
-
-def test_only_the_lines_that_differ_are_said(group_store: dist.HashStore, group: str) -> None:
-    group_store.set("attn_compiler/0-1/1/1", f"compiles\nmethod: 'ring'\npacked: False{TOLD}x: int32")
-    with pytest.raises(RanksDisagree) as caught:
-        rank_sync.agree(group, "graph", f"compiles\nmethod: 'auto'\npacked: False{TOLD}x: int64", seconds=5)
-    assert str(caught.value) == "rank 0: method: 'auto', x: int64; rank 1: method: 'ring', x: int32"
-    assert rank_sync.is_at_odds(group)
-
-
-def test_a_failure_is_not_held_against_what_a_call_is_given(group_store: dist.HashStore, group: str) -> None:
-    group_store.set("attn_compiler/0-1/1/1", "could not compile: MemoryError")
-    with pytest.raises(RanksDisagree, match=r"^rank 0: compiles; rank 1: could not compile: MemoryError$"):
-        rank_sync.agree(group, "graph", f"compiles\nmethod: 'auto'{TOLD}x: int64", seconds=5)
-
-
-def test_a_call_waits_for_the_others(group_store: dist.HashStore, group: str) -> None:
-    timer = _later(group_store, "attn_compiler/0-1/0/runs/code")
-    rank_sync.enter(group, "code", "runs")
-    timer.join()
-    group_store.add("attn_compiler/0-1/0/runs/code", 1)
-    rank_sync.enter(group, "code", "runs")
-
-
-def test_calls_leave_nothing_in_the_store(group_store: dist.HashStore, group: str) -> None:
-    group_store.add("attn_compiler/0-1/0/runs/code", 50)
-    rank_sync.enter(group, "code", "runs")
-    before = group_store.num_keys()
-    for _ in range(20):
-        rank_sync.enter(group, "code", "runs")
-    assert group_store.num_keys() == before
-
-
-def test_a_rank_that_compiles_instead_ends_a_call(group_store: dist.HashStore, group: str) -> None:
-    timer = _later(group_store, "attn_compiler/0-1/1/1", f"compiles{TOLD}x: int32")
-    with pytest.raises(RanksDisagree, match="rank 0: runs, x: int64; rank 1: compiles, x: int32"):
-        rank_sync.enter(group, "code", f"runs{TOLD}x: int64")
-    timer.join()
-    assert group_store.get("attn_compiler/0-1/1/0").decode() == f"runs{TOLD}x: int64"
-
-
-def test_a_rank_that_runs_other_code_ends_a_call(group_store: dist.HashStore, group: str) -> None:
-    group_store.set("attn_compiler/0-1/0/waits/1", "1 other")
-    timer = _later(group_store, "attn_compiler/0-1/1/1", "runs other")
-    with pytest.raises(RanksDisagree, match="rank 0: runs code; rank 1: runs other"):
-        rank_sync.enter(group, "code", "runs code")
-    timer.join()
-
-
-def test_that_a_rank_waited_in_an_earlier_call_says_nothing(group_store: dist.HashStore, group: str) -> None:
-    group_store.add("attn_compiler/0-1/0/runs/code", 1)
-    rank_sync.enter(group, "code", "runs code")
-    group_store.set("attn_compiler/0-1/0/waits/1", "1 other")
-    timer = threading.Timer(0.5, lambda: group_store.add("attn_compiler/0-1/0/runs/code", 1))
-    timer.start()
-    rank_sync.enter(group, "code", "runs code")
-    timer.join()
-
-
-def test_a_call_waits_no_longer_than_the_store(group_store: dist.HashStore, group: str) -> None:
-    group_store.set_timeout(datetime.timedelta(seconds=1))
-    with pytest.raises(RanksDisagree, match="a rank did not come to this call"):
-        rank_sync.enter(group, "code", "runs")
-
-
-def test_groups_of_the_same_ranks_count_together(group_store: dist.HashStore, group: str) -> None:
-    rank_sync.send(group, "one")
-    other = str(dist.new_group([0, 1]).group_name)
-    assert rank_sync.send(other, "two")[0] == "attn_compiler/0-1/2/0"
-
-
-def test_another_store_is_begun_anew(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_sync.send(group, "one")
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
-    assert rank_sync.send(group, "one")[0] == "attn_compiler/0-1/1/0"
-
-
-def test_a_fake_group_has_nobody_to_meet(group: str) -> None:
-    assert rank_sync.is_fake(group)
-    assert rank_sync.rank_of(group) == 0
-    assert rank_sync.ranks_of(group) == {0, 1}
 
 
 # What was done to Dynamo's graph can be taken back.

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.context_parallel import collectives as torch_collectives, rank_sync
 from attn_compiler.context_parallel.layout import Layout
+from attn_compiler.context_parallel.rank_sync import RanksDisagree
 from attn_compiler.lowerings import score_changes
 from attn_compiler.lowerings.shared.parts.score_changes import Form
 from attn_compiler.reasons.errors import VerificationMismatch
 from attn_compiler.spec.scores import Pointwise
-from attn_compiler.torch_private import rank_sync
-from attn_compiler.torch_private.rank_sync import RanksDisagree
 from attn_compiler.verifying import first
 from attn_compiler.verifying.interpreting import Noise
 from attn_compiler.verifying.ranks import AsRead, Ranks, SharedCheck, WholeLoads

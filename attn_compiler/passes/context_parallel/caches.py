@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.context_parallel import following
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
 

@@ -9,8 +9,8 @@ from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.context_parallel.halo import most_sent
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.passes.context_parallel import sites
-from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.dtypes import BYTES

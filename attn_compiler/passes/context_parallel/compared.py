@@ -19,7 +19,7 @@ from torch import fx
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.passes.context_parallel import wrapped
 from attn_compiler.passes.context_parallel.following import Input, tensor_of
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.passes.graph import mirroring
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror, opaque

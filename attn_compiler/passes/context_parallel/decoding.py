@@ -18,10 +18,11 @@ from torch import fx
 
 from attn_compiler.context_parallel import ContextParallel, collectives as torch_collectives, merge_ops as torch_merges
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
-from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.graph import first_look, mutation, program
+from attn_compiler.passes.context_parallel import first_look
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
+from attn_compiler.passes.context_parallel.first_look import FirstLook
+from attn_compiler.passes.graph import mutation, program
 from attn_compiler.passes.graph.emit import GraphBuilder
-from attn_compiler.passes.graph.first_look import FirstLook
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Match, Operand, Site
 from attn_compiler.passes.graph.unit import FoundSites, Unit

@@ -18,8 +18,7 @@ from torch import fx
 
 from attn_compiler.passes.context_parallel import ops, wrapped
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, LENGTH, is_of_length
-from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes, Place
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, CannotShard, Mixes, Place
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror

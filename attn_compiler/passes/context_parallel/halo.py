@@ -16,8 +16,7 @@ from attn_compiler.context_parallel import halo_ops as torch_halos
 from attn_compiler.context_parallel.halo import Halo, most_sent
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.index_expr import Const, Expr
-from attn_compiler.passes.context_parallel.exchanging import Met, PairPlaces
-from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout, Met, PairPlaces
 from attn_compiler.passes.graph.emit import GraphBuilder
 from attn_compiler.passes.recovering import kinds
 from attn_compiler.spec import masks

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_compiler import index_expr as ix
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site

@@ -6,7 +6,7 @@ import math
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Expr, Linear
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard
 
 #: the name in ContextParallel(allow=...) for numbers of the model that look like the length of a rank's part
 LENGTH = "length"

@@ -12,6 +12,18 @@ from attn_compiler.passes.graph import axes, axis_rules
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.graph.axis_rules import Mixed
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
+
+
+class CannotShard(Exception):
+    """A graph that can't run on parts. Internal: becomes ContextParallelUnsupported. at: the mirror node that it is about."""
+
+    def __init__(self, rule: str, observed: str, *, at: fx.Node | None = None, remedy: str | None = None) -> None:
+        super().__init__(rule)
+        self.reason = Reason(code=Code.CONTEXT_PARALLEL_UNSUPPORTED, rule=rule, observed=observed, remedy=remedy)
+        self.at = at
+
 
 #: the remedy where a model counts positions itself
 GIVE_POSITIONS = (

@@ -20,8 +20,7 @@ from attn_compiler.context_parallel import collectives as torch_collectives
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
 from attn_compiler.lowerings.graph_ops.merging import merged_parts, whole_of_parts
 from attn_compiler.passes.context_parallel import sites
-from attn_compiler.passes.context_parallel.exchanging import Met, PairPlaces
-from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout, Met, PairPlaces
 from attn_compiler.passes.context_parallel.sites import PlacedScores, RewrittenSite
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.graph import program

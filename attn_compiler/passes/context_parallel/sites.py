@@ -15,10 +15,9 @@ from attn_compiler.index_expr import Apply, Const, Expr, Index, Test, on_nodes
 from attn_compiler.index_expr.changing import throughout
 from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.passes.context_parallel import exchanging, halo
-from attn_compiler.passes.context_parallel.exchanging import Met
-from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout, Met
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, check_numbers, check_rounding, is_of_length
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.passes.context_parallel.whole import Wholes
 from attn_compiler.passes.graph import axes, program
 from attn_compiler.passes.graph.emit import GraphBuilder

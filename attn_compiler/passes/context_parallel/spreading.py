@@ -9,38 +9,40 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from attn_compiler.context_parallel import ContextParallel
+from attn_compiler.context_parallel import ContextParallel, rank_sync
 from attn_compiler.passes.context_parallel import (
+    agreement,
     caches,
     choosing,
     decoding,
+    first_look,
     following,
     lost_masks,
-    rank_facts,
     ring,
     sites,
     wrapped,
 )
-from attn_compiler.passes.context_parallel.agreement import as_user_error
+from attn_compiler.passes.context_parallel.agreement import SequenceRewrite, SlotRewrite, Spread, as_user_error
 from attn_compiler.passes.context_parallel.compared import NotComparable, compare
 from attn_compiler.passes.context_parallel.decoding import SlotOutcome, note_decoding
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
+from attn_compiler.passes.context_parallel.first_look import FirstLook
 from attn_compiler.passes.context_parallel.following import Following, Input
-from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import LENGTH
-from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, Mixes
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import GIVE_POSITIONS, CannotShard, Mixes
 from attn_compiler.passes.context_parallel.sites import RewrittenSite
-from attn_compiler.passes.context_parallel.spread import SequenceRewrite, SlotRewrite, Spread
 from attn_compiler.passes.context_parallel.whole import Wholes
-from attn_compiler.passes.graph import axes, first_look
+from attn_compiler.passes.graph import axes
+from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.emit import GraphBuilder
-from attn_compiler.passes.graph.first_look import FirstLook
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.onward import Onward
 from attn_compiler.passes.graph.site import Miss, Site
-from attn_compiler.passes.graph.unit import FoundSites, Unit
+from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit
+from attn_compiler.passes.recovering.reading.readers import Readers
 from attn_compiler.passes.writing import lower
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import frames as torch_frames, rank_sync
+from attn_compiler.torch_private import frames as torch_frames
 
 #: a name in ContextParallel(allow=...) that is no op
 GRAPH_BREAK = "graph_break"
@@ -55,29 +57,45 @@ def asked(unit: Unit) -> ContextParallel | None:
     return None if found is None or found.size == 1 or decoding.shares_cache(unit.graph) else found
 
 
-def whole_lengths(unit: Unit) -> dict[int, int]:
-    """Return the length of the whole sequence by the length of a rank's part. Raises ContextParallelUnsupported."""
+def leave_without_sites(unit: Unit, found: FoundSites) -> Onward | None:
+    """Leave a graph without attention, unless other ops of it may mix positions that ranks share."""
+    return None if found.sites or asked(unit) is not None else Onward(step="give_back")
+
+
+def note_lengths(unit: Unit, readers: Readers) -> None:
+    """Tell readers of masks the length of the whole sequence. Raises ContextParallelUnsupported."""
     cp = asked(unit)
     if cp is None:
-        return {}
+        return
     try:
         lengths = {one.length for one in following.inputs(unit.graph, cp.replicated).values()}
     except CannotShard as cannot:
         raise as_user_error(None, None, cannot.reason) from None
-    return {length: length * cp.size for length in lengths}
+    readers.longer[unit] = {length: length * cp.size for length in lengths}
 
 
-def check_not_left(unit: Unit) -> None:
-    """Raise ContextParallelUnsupported if the passes left the graph alone."""
-    if asked(unit) is not None and unit.log.left_alone is not None:
-        raise as_user_error(unit.mirror, None, unit.log.left_alone)
+def check_not_left(units: Sequence[Unit]) -> None:
+    """Raise ContextParallelUnsupported if the passes left a graph alone."""
+    for unit in units:
+        if unit.log.left_alone is not None and asked(unit) is not None:
+            raise as_user_error(unit.mirror, None, unit.log.left_alone)
 
 
-def spread(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> Spread | None:
+def spread(
+    unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target], readers: Readers
+) -> Spread | None:
     """Rewrite every attention of the graph; None where ranks have nothing to agree on.
 
     An attention that can't be rewritten, or another op that mixes positions, is an error, which is raised when all ranks know of it.
     """
+    made = _spread(unit, mirror, found, targets)
+    if made is not None and made.is_other_graph:
+        unit.memory = GraphMemory(aliases=Aliases(graph=unit.graph))
+        readers.longer.pop(unit, None)
+    return made
+
+
+def _spread(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> Spread | None:
     cp = asked(unit)
     if cp is not None:
         # The groups are read before the rewrite, which may fail halfway.
@@ -100,10 +118,10 @@ def _tried(
     beside: Sequence[str],
     rewrite: Callable[[], SequenceRewrite | SlotRewrite],
 ) -> Spread:
-    before = Spread(cp=cp, beside=tuple(beside), mirror=mirror, call=tuple(rank_facts.call_facts(unit.graph)))
+    before = Spread(cp=cp, beside=tuple(beside), mirror=mirror, call=tuple(agreement.call_facts(unit.graph)))
     try:
         return dataclasses.replace(before, rewrite=rewrite())
-    except Exception as error:  # noqa: BLE001 (the others are not to wait for a rank that has failed: agreeing.py raises it)
+    except Exception as error:  # noqa: BLE001 (the others are not to wait for a rank that has failed: agreement.py raises it)
         return dataclasses.replace(before, error=error)
 
 

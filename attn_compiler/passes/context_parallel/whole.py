@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.passes.context_parallel.following import Input
-from attn_compiler.passes.context_parallel.layout import GraphLayout
 from attn_compiler.passes.context_parallel.numbers import IF_CHANCE, is_half, is_near
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.passes.graph import closed
 from attn_compiler.passes.graph.emit import GraphBuilder
 from attn_compiler.passes.graph.mirror import Mirror

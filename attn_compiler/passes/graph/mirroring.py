@@ -7,26 +7,23 @@ from torch import fx
 
 from attn_compiler.passes.graph import axes, bodies, closed, mirror, relevance
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.onward import Trial
 from attn_compiler.passes.graph.unit import Unit, is_anchor_like
 from attn_compiler.torch_private import tracing as torch_tracing
 
 
-def trace_mirror(unit: Unit, *, is_whole: bool) -> Mirror:
+def trace_mirror(unit: Unit, trial: Trial | None = None, *, is_whole: bool | None = None) -> Mirror:
     """Trace the mirror of a unit.
 
-    is_whole: the mirror holds every node. Packing and context parallelism need the rule of each op; else a part suffices.
+    is_whole: the mirror holds every node, as options need that go by the rules of every op; else a part suffices, as on trial.
     """
+    is_whole = (trial is None and unit.options.follows_positions) if is_whole is None else is_whole
     masks = [*_masks_passed_on(unit), *(handed_on(unit.graph) if not unit.is_body else ())]
     blocks = [one.blocks for one in unit.spelling.calls if one.blocks is not None]
     masks += [one.dense for one in blocks if one.dense is not None]
     skipped = frozenset() if is_whole else relevance.skippable(unit.graph, is_anchor_like, masks)
     with torch_tracing.tracing_in(unit.mode):
         return mirror.build(unit.graph_module, skipped)
-
-
-def asks_for_all(unit: Unit) -> bool:
-    """Return whether the user gave an option that rewrites the graph by rules of every op."""
-    return unit.options.unpad or unit.options.is_context_parallel
 
 
 def _masks_passed_on(unit: Unit) -> list[fx.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,13 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler.options.options import Options
-from attn_compiler.passes.graph import bodies, closed, library_ops
+from attn_compiler.passes.graph import bodies, closed, faults, library_ops
 from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.faults import Log
-from attn_compiler.passes.graph.first_look import SharedGraph
 from attn_compiler.passes.graph.gradient_runs import AlikeRun
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
+from attn_compiler.passes.graph.onward import Onward, Outcome
 from attn_compiler.passes.graph.site import Miss, Site
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.reasons.codes import Code
@@ -122,7 +121,7 @@ class Unit:
     spelling: the calls that were spelled out.
     mirror: the graph in ATen ops.
     found: its attentions.
-    outcome: of its padding or of its part of a sequence, where the user asked for either.
+    outcome: of an option that rewrites the graph.
     written: what its kernels need beside operands.
     """
 
@@ -134,7 +133,7 @@ class Unit:
     spelling: Spelling = field(default_factory=Spelling)
     mirror: Mirror | None = None
     found: FoundSites = field(default_factory=FoundSites)
-    outcome: SharedGraph | Packed | KeptGraph | None = None
+    outcome: Outcome | None = None
     written: Written = field(default_factory=Written)
 
     @classmethod
@@ -175,16 +174,16 @@ class Unit:
         return self.spelling.is_any or any(site.new_out is not None for site in self.found.sites)
 
 
-def units(graph_module: fx.GraphModule, options: Options) -> list[Unit]:
+def units(gm: fx.GraphModule, options: Options) -> list[Unit]:
     """Return the graph module and every body nested in it that holds something like attention, callers before the bodies they call."""
     every: dict[fx.GraphModule, Unit] = {}
-    in_autocast = _run_in_autocast(graph_module)
-    for name, module in _bodies(graph_module, ""):
+    in_autocast = _run_in_autocast(gm)
+    for name, module in _bodies(gm, ""):
         mode = torch_tracing.fake_mode_of_values(examples(module))
         if mode is not None and module not in every:
             place = UnitPlace(name=name, mode=mode, in_autocast=module in in_autocast)
             every[module] = Unit.of(module, options, place)
-    _connect(graph_module, every)
+    _connect(gm, every)
     found = _callers_first(list(every.values()))
     # Under context parallelism a graph without attention is looked at, too: it may mix positions.
     is_looked_at = options.is_context_parallel
@@ -275,6 +274,17 @@ def _is_in_softmax(node: fx.Node) -> bool:
         above |= dict.fromkeys(x for source in above for x in source.all_input_nodes)
     is_summed = any(target_name(user) == "sum" for user in node.users)
     return is_summed or any(target_name(x) in ("log_softmax", "logsumexp") for x in above)
+
+
+def leave_closed(unit: Unit) -> Onward | None:
+    """Leave a graph alone if no attention of it can be looked at."""
+    unit.log.left_alone = closed_to_us(unit)
+    return None if unit.log.left_alone is None else Onward(step=None)
+
+
+def warned(units: Iterable[Unit]) -> tuple[str, ...]:
+    """Warn of the faults in all graphs, and return the warnings."""
+    return faults.warned(unit.log for unit in units)
 
 
 def closed_to_us(unit: Unit) -> Reason | None:

@@ -6,14 +6,12 @@ import dataclasses
 import traceback
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from torch import fx
 
-from attn_compiler.context_parallel.lockstep import Meeting
 from attn_compiler.options.options import Options
-from attn_compiler.passes.graph.first_look import SharedGraph
-from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
+from attn_compiler.passes.graph.onward import Outcome
 from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.pipeline import running
 from attn_compiler.passes.pipeline.work import Work
@@ -25,6 +23,8 @@ from attn_compiler.torch_private.known_masks import Known
 from attn_compiler.torch_private.snapshots import Snapshot
 from attn_compiler.torch_private.store import Store
 
+Kind = TypeVar("Kind", bound=Outcome)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewritten:
@@ -32,7 +32,7 @@ class Rewritten:
 
     snapshot: the graph before, shared with `originals`; None: it is unchanged. known: what is known of the graph's outputs, by index.
     read: indices of inputs that may be known, and that the graph reads and does not write to.
-    padded: beside a packed graph, the model's own with its kernels. strict: the user's option.
+    strict: the user's option.
     """
 
     report: Report
@@ -42,34 +42,26 @@ class Rewritten:
     snapshot: Snapshot | None = None
     known: tuple[tuple[int, Known], ...] = ()
     read: tuple[int, ...] = ()
-    padded: Unit | None = None
     strict: bool = False
 
     @property
-    def packed(self) -> Packed | None:
-        """Return the packed graph, where padding was taken out."""
-        return next((unit.outcome for unit in self.units if isinstance(unit.outcome, Packed)), None)
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Return the outcomes of an option that rewrites graphs."""
+        return tuple(unit.outcome for unit in self.units if unit.outcome is not None)
 
-    @property
-    def meetings(self) -> tuple[Meeting, ...]:
-        """Return where the ranks of a graph meet before each call."""
-        return tuple(
-            one for unit in self.units if isinstance(unit.outcome, SharedGraph) for one in unit.outcome.meetings
-        )
-
-    @property
-    def further_inputs(self) -> tuple[Any, ...]:
-        """Return fake values of the rewritten graph's inputs besides the model's."""
-        return () if self.packed is None else self.packed.inputs
+    def outcome(self, kind: type[Kind]) -> Kind | None:
+        """Return the first outcome of this kind."""
+        return next((one for one in self.outcomes if isinstance(one, kind)), None)
 
     def take_back(self, gm: fx.GraphModule) -> None:
         """Restore the original graph, whatever a compiler did to it in the meantime."""
+        for outcome in self.outcomes:
+            outcome.give_up()
         if self.snapshot is not None:
-            from attn_compiler.passes.writing import buffers, linear_calls
+            from attn_compiler.passes.writing import lower
 
             self.snapshot.restore()
-            buffers.discard(gm, self.units)
-            linear_calls.give_back(gm)
+            lower.take_back(gm, self.units)
 
 
 def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None) -> Report:
@@ -95,18 +87,21 @@ def rewrite(
         with collector.paused():
             report = _run(work)
     except Exception as error:
-        from attn_compiler.passes.writing import buffers, linear_calls, summary
+        from attn_compiler.passes.writing import lower, summary
 
         if work.snapshot is not None:
             work.snapshot.restore()
-        buffers.discard(gm, work.units)
-        linear_calls.give_back(gm)
+        lower.take_back(gm, work.units)
+        for unit in work.units:
+            if unit.outcome is not None:
+                unit.outcome.give_up()
+                unit.outcome = None
         if torch_compat.starts_over(error) or options.strict:
             raise
         failure = f"{error}\n{''.join(traceback.format_exception(error))}"
         warnings.warn(str(error), AttnCompilerWarning, stacklevel=2)
         report = summary.of_failure(gm, work.decided_for, work.seconds, failure)
-    report = dataclasses.replace(report, dumped=work.dumper.directory)
+    report = dataclasses.replace(report, dumped=work.dumper.directory, seconds=tuple(work.seconds.items()))
     work.dumper.report(report)
     originals = tuple(work.snapshot.graph(unit.graph_module) for unit in work.units) if work.snapshot else ()
     return Rewritten(
@@ -117,7 +112,6 @@ def rewrite(
         snapshot=None if failure is not None else work.snapshot,
         known=work.known,
         read=_still_read(work),
-        padded=work.padded,
         strict=options.strict,
     )
 
@@ -132,8 +126,7 @@ def _run(work: Work) -> Report:
 def _still_read(work: Work) -> tuple[int, ...]:
     """Return the indices of inputs that may be known and that the rewritten graph reads: it reads few of the masks that are proved."""
     read = () if work.border is None else work.border.read
-    if any(isinstance(unit.outcome, KeptGraph | Packed) for unit in work.units):
-        # The model's own graph may run in its place.
+    if any(unit.outcome is not None and unit.outcome.reads_all for unit in work.units):
         return read
     inputs = work.gm.graph.find_nodes(op="placeholder")
     return tuple(place for place in read if inputs[place].users)

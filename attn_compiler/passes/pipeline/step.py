@@ -1,60 +1,87 @@
-"""A step, its answers about the steps after it, and the contract of any tuple of steps."""
+"""A step, the function that it names, and the contract of any tuple of steps."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Literal
 
 from torch import fx
 
 from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.pipeline.work import Work
+
+_ROOMS = "attn_compiler.passes."
+_CALL = re.compile(r"(?:(?P<gives>\w+) = )?(?P<module>[\w.]+)\.(?P<function>\w+)\((?P<takes>[\w, ]*)\)")
+#: fields of the unit that a step may take and give
+OF_UNIT = frozenset(field.name for field in fields(Unit))
+#: what all steps work on; a graph on trial, and the exception that a step on it raised
+OF_CALL = ("work", "unit", "trial", "failed")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Onward:
-    """Go on from the step of this name. None: nothing more is done to the graph."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step. run: a call as Python writes it, "found = matching.match.find_sites(unit, mirror, spelling)", of a function below passes/.
 
-    step: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Again:
-    """The graph is another one: go on from `step`. A failure before the step `judge`, or an answer that leads elsewhere, leads there."""
-
-    step: str
-    judge: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineStep:
-    """A step. run: for a step on units, a function of the work and a unit; else one of the work. It may say where to go on.
-
-    needs: the steps before it whose results it takes. leads: the steps that it may go on from, besides the next one.
+    Its arguments and its result are fields of the unit or of the work, or results of other steps (`Values`). It may answer where to go on.
+    on: whether it runs for each unit, or once. needs: the steps before it whose results it takes.
+    leads: the steps that it may go on from, besides the next one. judge: the step that judges the graph which it puts on trial.
     costs_all: its exceptions cost all graphs and not one, since it changes the Dynamo graph, or tells users what they did wrong.
     shows: a graph of the unit that dumps have after this step.
     """
 
     name: str
-    run: Callable[..., Onward | Again | None]
-    on: Literal["work", "unit"] = "unit"
+    run: str
     needs: tuple[str, ...] = ()
+    _: KW_ONLY
+    on: Literal["work", "unit"] = "unit"
     leads: tuple[str, ...] = ()
+    judge: str | None = None
     costs_all: bool = False
     shows: Callable[[Unit], fx.Graph | None] | None = None
 
 
-def check_contracts(pipeline: tuple[PipelineStep, ...]) -> None:
-    """Raise ValueError if a step needs one that is not before it, or leads to none, or two have one name."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A step's `run`, parsed. gives: the name of the result, if it is kept."""
+
+    module: str
+    name: str
+    takes: tuple[str, ...]
+    gives: str | None
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """Import the function: a process that finds a kept rewrite imports none of the later steps'."""
+        found: Callable[..., Any] = getattr(importlib.import_module(_ROOMS + self.module), self.name)
+        return found
+
+
+@functools.cache
+def parsed(run: str) -> Call:
+    found = _CALL.fullmatch(run)
+    if found is None:
+        raise ValueError(f"{run!r} is no call of a function in a module of {_ROOMS}")
+    takes = tuple(name.strip() for name in found["takes"].split(",") if name)
+    return Call(module=found["module"], name=found["function"], takes=takes, gives=found["gives"])
+
+
+def check_contracts(pipeline: tuple[Step, ...]) -> None:
+    """Raise ValueError if a step needs one that is not before it, takes what nothing gives, or leads to none, or two have one name."""
     names = [step.name for step in pipeline]
     known: set[str] = set()
+    values = {*OF_CALL, *OF_UNIT, *dir(Work), *Work.__dataclass_fields__}
     for step in pipeline:
         if step.name in known:
             raise ValueError(f"two passes are called {step.name!r}")
-        missing = set(step.needs) - known
+        missing = set(step.needs) - known | set(parsed(step.run).takes) - values
         if missing:
             raise ValueError(f"the pass {step.name!r} needs {sorted(missing)}, which nothing before it gives")
-        lost = set(step.leads) - set(names)
+        lost = {*step.leads, step.judge} - {*names, None}
         if lost:
-            raise ValueError(f"the pass {step.name!r} leads to {sorted(lost)}, which is no pass")
+            raise ValueError(f"the pass {step.name!r} leads to {sorted(map(str, lost))}, which is no pass")
         known.add(step.name)
+        values.add(str(parsed(step.run).gives))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import fx
 
@@ -25,13 +24,6 @@ from attn_compiler.torch_private.known_masks import Known
 from attn_compiler.torch_private.snapshots import Snapshot
 from attn_compiler.torch_private.store import Store
 
-if TYPE_CHECKING:
-    from attn_compiler.passes.context_parallel.spread import Spread
-    from attn_compiler.passes.matching.unseen import Unseen
-    from attn_compiler.passes.spelling.checkpoints import Inlined
-    from attn_compiler.passes.unpad.packing import Trial
-    from attn_compiler.passes.writing.linear_calls import LinearSite
-
 
 @dataclass(kw_only=True)
 class Work:
@@ -39,11 +31,9 @@ class Work:
 
     gm, options, store: as `rewrite` is given them. targets: by device type; completed by machine.
     seconds, dumper, readers: of all steps.
-    units: the graphs that steps work on. snapshot: the graph as it came. inlined: bodies of checkpoints that stand in the graph for now.
-    border: what is known on both sides of the graph. memory: where the rewrite is kept. unseen: misses that no pattern starts from.
-    trial, failed: for the current unit, a rewritten graph that has to be judged, and the exception that looking at it raised.
-    padded: beside a packed graph, the model's own, which gets kernels as any graph does.
-    has_linear_calls, linear: whether there were calls of linear attention, and their outcome.
+    units: the graphs that steps work on. snapshot: the graph as it came; None for one that no step changes.
+    border: what is known on both sides of the graph. remembered: where the rewrite is kept.
+    results: of other steps, by name; PIPELINE says who gives and who takes each.
     known: as in `Rewritten`. warned: the warnings of faults. report: the final report.
     """
 
@@ -56,15 +46,9 @@ class Work:
     readers: Readers = field(default_factory=Readers)
     units: list[Unit] = field(default_factory=list)
     snapshot: Snapshot | None = None
-    inlined: list[Inlined] | None = None
     border: Border | None = None
-    memory: Remembered | None = None
-    unseen: Unseen | None = None
-    trial: Spread | Trial | None = None
-    failed: Exception | None = None
-    padded: Unit | None = None
-    has_linear_calls: bool = False
-    linear: tuple[LinearSite, ...] = ()
+    remembered: Remembered | None = None
+    results: dict[str, Any] = field(default_factory=dict)
     known: tuple[tuple[int, Known], ...] = ()
     warned: tuple[str, ...] = ()
     report: Report | None = None
@@ -79,16 +63,7 @@ class Work:
         if self.snapshot is not None:
             self.snapshot.restore()
         # The snapshot's graphs are given away, and the steps will change them: the next attempt takes copies of its own.
-        self.snapshot = self.store = self.memory = None
-
-
-@contextlib.contextmanager
-def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        self.snapshot = self.store = self.remembered = None
 
 
 @contextlib.contextmanager

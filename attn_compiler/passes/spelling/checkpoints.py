@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attn_compiler.passes.graph import bodies
+from attn_compiler.options.options import Options
+from attn_compiler.passes.graph import bodies, unit as graph_units
 from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.unit import Unit
 
 _CHECKPOINT = "tag_activation_checkpoint"
 _MARK, _BODY, _HELD = "attn_compiler_mark", "attn_compiler_body", "attn_compiler_held"
@@ -42,6 +44,14 @@ class Inlined:
     notes: Mapping[str, Any]
 
 
+def inline_followed(gm: fx.GraphModule, units: list[Unit], options: Options) -> list[Inlined]:
+    """Inline checkpoints if positions of a sequence are followed from a graph into them, and back. Bodies are no units any more then."""
+    found = inline(gm) if units and options.follows_positions else []
+    if found:
+        units[:] = graph_units.units(gm, options)
+    return found
+
+
 def inline(gm: fx.GraphModule) -> list[Inlined]:
     """Inline the body of each checkpoint into the graph. A checkpoint inside a checkpoint stays a call."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and target_name(node) == _CHECKPOINT]
@@ -61,13 +71,14 @@ def outline(gm: fx.GraphModule, found: list[Inlined]) -> None:
         gm.recompile()
 
 
-def outline_all(gm: fx.GraphModule, beside: list[fx.GraphModule], found: list[Inlined]) -> None:
-    """Outline several graphs. beside: other graphs with these bodies. If there are any, each graph may be a copy of the original one."""
-    if not beside:
-        outline(gm, found)
+def outline_all(gm: fx.GraphModule, units: list[Unit], inlined: list[Inlined]) -> None:
+    """Outline a graph, and the graphs beside it. If there are any, each may be a copy of the original one."""
+    beside = [each for unit in units if unit.outcome is not None for each in unit.outcome.beside]
+    if not inlined or not beside:
+        outline(gm, inlined)
         return
     for copied in (gm, *beside):
-        outline(copied, _in_copy(copied, found))
+        outline(copied, _in_copy(copied, inlined))
 
 
 def _in_copy(gm: fx.GraphModule, found: list[Inlined]) -> list[Inlined]:

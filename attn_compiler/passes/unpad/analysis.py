@@ -12,12 +12,21 @@ from attn_compiler.passes.graph import axes, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
-from attn_compiler.passes.unpad import at_padding, exits, forms, rules
+from attn_compiler.passes.unpad import exits, forms, rules
 from attn_compiler.passes.unpad.exits import RuntimeFact
 from attn_compiler.passes.unpad.masks import PackedPairs, Padding
-from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
 from attn_compiler.passes.unpad.rules import Result
-from attn_compiler.passes.unpad.values import Form, FormRecipe, Indexed, Kind, Need, Value, places
+from attn_compiler.passes.unpad.values import (
+    POSITION_WISE,
+    Form,
+    FormRecipe,
+    Indexed,
+    KeepsPadding,
+    Kind,
+    Need,
+    Value,
+    places,
+)
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
@@ -127,7 +136,7 @@ class Analysis:
         dims = axes.fresh(axes.shape_exprs(x)) if isinstance(x, torch.Tensor) else ()
         if node is self.padding.tensor.node:
             dims = ((self.batch,), (self.seq,))
-        return self._of_kind(node, given, Result(dims=dims, at_padding=at_padding.of_constant(self.mirror, node)))
+        return self._of_kind(node, given, Result(dims=dims, at_padding=rules.of_constant(self.mirror, node)))
 
     def _of_kind(self, node: fx.Node, given: list[Value], result: Result) -> Value:
         is_returned = any(value.kind is Kind.RETURNED for value in given)

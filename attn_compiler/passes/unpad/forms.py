@@ -11,8 +11,16 @@ from torch import fx
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.unpad.refusing import POSITION_WISE, KeepsPadding
-from attn_compiler.passes.unpad.values import Form, FormRecipe, Indexed, Need, Value, places
+from attn_compiler.passes.unpad.values import (
+    POSITION_WISE,
+    Form,
+    FormRecipe,
+    Indexed,
+    KeepsPadding,
+    Need,
+    Value,
+    places,
+)
 from attn_compiler.reasons.codes import Code
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes.graph import faults
-from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
+from attn_compiler.passes.graph.onward import Onward
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.passes.unpad.packing import Trial
-from attn_compiler.passes.unpad.refusing import KeepsPadding
+from attn_compiler.passes.unpad.outcome import KeptGraph, Packed
+from attn_compiler.passes.unpad.packing import PackedTrial
+from attn_compiler.passes.unpad.values import KeepsPadding
+from attn_compiler.passes.writing import layout, lower, select
 from attn_compiler.reasons.codes import Code
-from attn_compiler.torch_private import packed as torch_packed
-
-#: lowerings that compute no pair of tokens of two rows
-LEAVING_OUT = ("rows", "hopper", "triton")
+from attn_compiler.spec.target import Target
 
 
-def judged(unit: Unit, trial: Trial, failed: Exception | None) -> Packed | KeptGraph:
-    """Return the outcome for the padding; the unit is restored if padding stays. failed: the exception of a step on the packed graph."""
+def judge(unit: Unit, trial: PackedTrial, failed: Exception | None) -> Onward | None:
+    """Accept the packed graph; else restore the unit, for which kernels are selected then. failed: the exception of a step on it."""
     reason = None
     try:
         with faults.confined(unit.log, "unpad", unit.name or "the graph") as attempt:
@@ -30,17 +30,19 @@ def judged(unit: Unit, trial: Trial, failed: Exception | None) -> Packed | KeptG
             except KeepsPadding as kept:
                 reason = kept.reason
     except Exception:
-        torch_packed.forget_guards(trial.packed.inputs)
+        trial.packed.give_up()
         raise
     reason = attempt.reason or reason
     if reason is None:
         unit.found = dataclasses.replace(unit.found, untried={})
-        return trial.packed
-    torch_packed.forget_guards(trial.packed.inputs)
+        unit.outcome = dataclasses.replace(trial.packed, padded=trial.before.beside(unit))
+        return None
+    trial.packed.give_up()
     told = unit.log.faults[-1:] if attempt.reason is not None else []
     trial.before.put_back(unit)
     unit.log.faults.extend(told)
-    return KeptGraph(reason=reason)
+    unit.outcome = KeptGraph(reason=reason)
+    return Onward(step="select")
 
 
 def _check_all_packed(sites: tuple[Site, ...], expected: int) -> None:
@@ -52,3 +54,18 @@ def _check_all_packed(sites: tuple[Site, ...], expected: int) -> None:
             raise KeepsPadding(Code.PADDING_NO_KERNEL, "a kernel leaves out pairs of tokens of two rows", said)
     if len(sites) != expected:
         raise KeepsPadding(Code.PADDING_NO_KERNEL, "each packed attention is understood", f"{len(sites)} of {expected}")
+
+
+def write_padded(unit: Unit, targets: Mapping[str, Target]) -> None:
+    """Write kernels into the model's own graph beside a packed one, for calls that may not be packed. It has none where a pass fails."""
+    packed = unit.outcome
+    if not isinstance(packed, Packed) or packed.padded is None:
+        return
+    padded = packed.padded
+    with faults.confined(unit.log, "padded", unit.name or "the graph") as attempt:
+        select.select_lowerings(padded, padded.found, targets)
+        layout.choose_copies(padded, padded.found)
+        lower.lower_sites(padded, padded.mirrored, padded.found, targets)
+    unit.log.faults.extend(padded.log.faults)
+    if attempt.reason is not None:
+        unit.outcome = dataclasses.replace(packed, padded=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,18 +11,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import faults, mutation
+from attn_compiler.passes.graph import axes, faults, mutation
 from attn_compiler.passes.graph.aliasing import Aliases
+from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.faults import Fault, Log
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed, fake_inputs
+from attn_compiler.passes.graph.onward import Trial
 from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit, module_path, source_line
-from attn_compiler.passes.unpad import asked_sizes, drawing, exits, facts as run_time_facts, masks, scores
+from attn_compiler.passes.unpad import exits, facts as run_time_facts, masks, rules, scores
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
-from attn_compiler.passes.unpad.refusing import KeepsPadding
-from attn_compiler.passes.unpad.values import Kind, Need, places
+from attn_compiler.passes.unpad.outcome import KeptGraph, Packed, fake_inputs
+from attn_compiler.passes.unpad.values import KeepsPadding, Kind, Need, places
 from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import (
     compat as torch_compat,
@@ -29,6 +31,9 @@ from attn_compiler.torch_private import (
     packed as torch_packed,
     tracing as torch_tracing,
 )
+
+#: lowerings that compute no pair of tokens of two rows
+LEAVING_OUT = ("rows", "hopper", "triton")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,24 +79,30 @@ class Before:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trial:
+class PackedTrial(Trial):
     """A packed graph, which is the unit's for now. packed: the outcome if each attention has its kernel."""
 
     packed: Packed
     before: Before
 
+    @property
+    def among(self) -> tuple[str, ...]:
+        return LEAVING_OUT
 
-def pack(unit: Unit, mirror: Mirror, found: FoundSites) -> Trial | KeptGraph:
-    """Take the padding out of the graph, or say why it stays."""
+
+def pack(unit: Unit, mirror: Mirror, found: FoundSites) -> PackedTrial | None:
+    """Take the padding out of the graph. The outcome is why it stays, if it does."""
+    if not unit.options.unpad:
+        return None
     with faults.confined(unit.log, "unpad", unit.name or "the graph") as attempt:
         try:
             _check_graph(unit)
             return _run(unit, mirror, found)
         except KeepsPadding as kept:
-            return _kept(mirror, kept)
-    if attempt.reason is None:
-        raise ValueError("nothing became of the graph")
-    return KeptGraph(reason=attempt.reason)
+            unit.outcome = _kept(mirror, kept)
+    if attempt.reason is not None:
+        unit.outcome = KeptGraph(reason=attempt.reason)
+    return None
 
 
 def _kept(mirror: Mirror, kept: KeepsPadding) -> KeptGraph:
@@ -123,7 +134,7 @@ def _check_graph(unit: Unit) -> None:
         )
 
 
-def _run(unit: Unit, mirror: Mirror, found: FoundSites) -> Trial:
+def _run(unit: Unit, mirror: Mirror, found: FoundSites) -> PackedTrial:
     padding, pairs = masks.padding_and_pairs(found.sites)
     for site, own in zip(found.sites, pairs, strict=True):
         if own.scores is not None:
@@ -141,15 +152,17 @@ def _run(unit: Unit, mirror: Mirror, found: FoundSites) -> Trial:
         raise
 
 
-def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, analysis: Analysis, maker: Maker) -> Trial:
+def _packed(
+    unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, analysis: Analysis, maker: Maker
+) -> PackedTrial:
     graph = maker.graph
     roots, replaced = _roots(unit, found, maker)
     maker.make(roots)
     zeroed = _put_in(maker, replaced)
-    asked_sizes.insert_sizes(unit.graph, maker)
+    insert_sizes(unit.graph, maker)
     _erase_unread(unit, maker)
     _check_gone(unit, maker)
-    drawing.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
+    rules.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
     facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
     of_mask = [exits.zero_or_one(padding.tensor.node)] if padding.is_asked else []
     asked = [*of_mask, *(fact for same in facts.values() for fact in (same if same[0].needs else same[:1]))]
@@ -159,7 +172,7 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
     asked = [*(fact for fact in asked if fact not in counted), *([exits.LEADS] if counted else [])]
     before = run_time_facts.graph(unit.graph_module, mirror, padding, asked, counted)
     original = torch_packed.copied(unit.graph_module)
-    dropout, given_back = drawing.is_drawn(maker.made, maker.analysis, maker.mirror), _places(unit, maker, replaced)
+    dropout, given_back = rules.is_drawn(maker.made, maker.analysis, maker.mirror), _places(unit, maker, replaced)
     packed = Packed(
         facts=tuple(fact.words for fact in asked),
         zeroed=zeroed,
@@ -173,7 +186,7 @@ def _packed(unit: Unit, mirror: Mirror, found: FoundSites, padding: Padding, ana
         most=_most(analysis),
         inputs=tuple(x.meta["example_value"] for x in vars(maker.given).values()),
     )
-    trial = Trial(packed=packed, before=Before.of(unit, mirror, found))
+    trial = PackedTrial(packed=packed, before=Before.of(unit, mirror, found))
     unit.graph_module.graph, unit.memory = graph, GraphMemory(aliases=Aliases(graph=graph))
     return trial
 
@@ -304,3 +317,52 @@ def _check_gone(unit: Unit, maker: Maker) -> None:
                 f"{dynamo.name}, read by {users}",
                 at=node,
             )
+
+
+# ---- sizes of packed values that the model asks for: it gets those of the padded batch -------------------------------
+
+
+#: calls that read no element
+_ASKING = frozenset({"size", "sym_size", "getattr", "numel"})
+
+Number = int | fx.Node
+
+
+def insert_sizes(graph: fx.Graph, maker: Maker) -> None:
+    """Replace calls that ask packed values for sizes by sizes of the padded batch. Raises KeepsPadding for any other size."""
+    for node in graph.nodes:
+        asks = target_name(node) in _ASKING and node.op in ("call_function", "call_method")
+        if asks and any(maker.kind_of(x) is Kind.PACKED for x in node.all_input_nodes):
+            copy = maker.copies[node]
+            with maker.graph.inserting_before(copy):
+                _replace(copy, _numbers(maker, node))
+            maker.drop(node)
+
+
+def _numbers(maker: Maker, node: fx.Node) -> Number | tuple[Number, ...]:
+    value: Any = node.meta.get("example_value")
+    if isinstance(value, (tuple, list)):
+        return tuple(_number(maker, size) for size in value)
+    if not isinstance(value, (int, torch.SymInt)):
+        raise KeepsPadding(Code.PADDING_SIZES, "a packed value is asked for nothing but sizes", node.name)
+    return _number(maker, value)
+
+
+def _number(maker: Maker, size: int | torch.SymInt) -> Number:
+    expr = axes.size_expr(size)
+    if expr.is_Integer:
+        return int(expr)
+    for axis, atom in enumerate((maker.analysis.batch, maker.analysis.seq)):
+        if axes.same_size(expr, atom.size):
+            return maker.whole_size(axis)
+    raise KeepsPadding(Code.PADDING_SIZES, "sizes besides those of the batch are known", str(expr))
+
+
+def _replace(copy: fx.Node, value: Number | tuple[Number, ...]) -> None:
+    for user in list(copy.users):
+        if isinstance(value, tuple) and user.target is operator.getitem:
+            place: Any = user.args[1]
+            picked: Any = value[place]
+            _replace(user, picked)
+            continue
+        user.args, user.kwargs = fx.map_arg((user.args, dict(user.kwargs)), lambda x: value if x is copy else x)

@@ -6,7 +6,7 @@ operands. A rule claims nothing of what a tensor means: any input of (rows, posi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +14,136 @@ import torch
 from torch import fx
 
 from attn_compiler.lowerings.graph_ops.linear_call import linear_call
-from attn_compiler.passes.graph import axes, axis_rules, views
+from attn_compiler.passes.graph import axes, axis_rules, constants, views
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims
 from attn_compiler.passes.graph.axis_rules import Mixed
-from attn_compiler.passes.unpad import at_padding, drawing
+from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.unpad.forms import Context, call, has_both, is_tagged, operand_form, refused, tags
-from attn_compiler.passes.unpad.refusing import KeepsPadding
-from attn_compiler.passes.unpad.values import Form, FormRecipe, Need, Value
+from attn_compiler.passes.unpad.values import Form, FormRecipe, KeepsPadding, Need, Value
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
+
+
+# ---- what stands at padding ------------------------------------------------------------------------------------------
+
+
+Number = bool | int | float
+
+_LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+_PRODUCTS = (aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor)
+_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+_CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+_MOVES = (axis_rules.same, axis_rules.view, axis_rules.slice_, axis_rules.getitem)
+
+
+def number_at_padding(context: Context, node: fx.Node, rule: axis_rules.Rule) -> Number | None:
+    """Return the number that a result holds at padding; None if it is not known. rule: of the op, for each position by itself."""
+    if node.target in _LIKE:
+        return of_constant(context.mirror, node)
+    if rule in _MOVES or isinstance(node.meta.get("val"), (tuple, list)):
+        return _cast(context.value(views.source(node)).at_padding, node)
+    if node.target in _PRODUCTS:
+        factors = [context.value(x).at_padding for x in _tensors(node)]
+        # Padding is taken to hold finite numbers, as everywhere here.
+        return _cast(0, node) if 0 in factors else _folded(context, node)
+    if node.target in _CHOICES:
+        return _chosen(context, node, node.args[0], node.args[1], node.args[2])
+    if node.target in _FILLS:
+        return _chosen(context, node, node.args[1], node.args[2], node.args[0])
+    return _folded(context, node) if rule is axis_rules.pointwise else None
+
+
+def of_constant(mirror: Mirror, node: fx.Node) -> Number | None:
+    """Return the number that all elements of a constant tensor are."""
+    return _cast(constants.everywhere(mirror, node), node) if isinstance(node.meta.get("val"), torch.Tensor) else None
+
+
+def _chosen(context: Context, node: fx.Node, condition: Any, if_true: Any, if_false: Any) -> Number | None:
+    met = _number(context, condition)
+    return None if met is None else _cast(_number(context, if_true if met else if_false), node)
+
+
+def _folded(context: Context, node: fx.Node) -> Number | None:
+    """Apply the op to the numbers that its operands hold."""
+    tensors = _tensors(node)
+    numbers = {x: context.value(x).at_padding for x in tensors}
+    is_random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    others = [x for x in node.all_input_nodes if x not in numbers]
+    if not tensors or others or is_random or None in numbers.values() or not callable(node.target):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: torch.tensor(numbers[x], dtype=x.meta["val"].dtype))
+    found = node.target(*args, **kwargs)
+    return found.item() if isinstance(found, torch.Tensor) and found.dtype == node.meta["val"].dtype else None
+
+
+def _tensors(node: fx.Node) -> Sequence[fx.Node]:
+    return [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+
+
+def _number(context: Context, x: Any) -> Number | None:
+    if isinstance(x, fx.Node):
+        return context.value(x).at_padding if isinstance(x.meta.get("val"), torch.Tensor) else None
+    return x if isinstance(x, (bool, int, float)) else None
+
+
+def _cast(number: Number | None, node: fx.Node) -> Number | None:
+    """Convert the number to the dtype of a result."""
+    x = node.meta.get("val")
+    if number is None or not isinstance(x, torch.Tensor) or x.dtype.is_complex:
+        return None
+    found: Number = torch.tensor(number, device="cpu").to(x.dtype).item()
+    return found
+
+
+# ---- random numbers: each is drawn once, for real tokens or for all positions ----------------------------------------
+
+
+_ONCE = "random numbers are drawn once"
+_REMEDY = "call the model in eval mode, or do not read in training what is drawn (output_hidden_states=False)"
+
+#: arguments by which an op is told to draw nothing: `F.dropout(x, 0.1, training=False)`
+_SWITCHES = ("train", "training", "dropout_p", "p")
+
+
+def draws(node: fx.Node) -> bool:
+    """Return whether a mirror node draws random numbers, with the arguments that it has."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = {argument.name for argument in node.target._schema.arguments}
+    return not any(name in names and views.argument(node, name) in (False, 0) for name in _SWITCHES)
+
+
+def is_drawn(made: Iterable[Need], context: Context, mirror: Mirror) -> bool:
+    """Return whether random numbers are drawn for tokens: other numbers than the model's, from the same distribution."""
+    return any(_runs(need, context, mirror) for need in made)
+
+
+def check_once(made: Collection[Need], context: Context, mirror: Mirror, erased: Collection[fx.Node]) -> None:
+    """Raise KeepsPadding if numbers are drawn for real tokens, and again because the model reads all positions.
+
+    made: the forms that were made. erased: nodes of the model's own that are gone.
+    """
+    for need in made:
+        node = need.node
+        if not _runs(need, context, mirror):
+            continue
+        is_gone = mirror.owner(node) in erased
+        is_read_twice = need.form == "packed" and Need(node, "plain") in made
+        if is_read_twice or not is_gone:
+            raise KeepsPadding(
+                Code.PADDING_DRAWN, _ONCE, f"{node.name} is read at padding, too", at=node, remedy=_REMEDY
+            )
+
+
+def _runs(need: Need, context: Context, mirror: Mirror) -> bool:
+    """Return whether this form of an op that draws is made by running the op, and not from the result of the model's own call."""
+    if not draws(need.node):
+        return False
+    packed = context.value(need.node).packed
+    if need.form == "packed" and packed is not None:
+        return all(read.node is not need.node for read in packed.needs)
+    return need.form == "plain" and mirror.dynamo_node(need.node) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +183,14 @@ class _Followed:
 def packed_result(context: Context, node: fx.Node) -> Result:
     """Return the result of an op. Raises KeepsPadding where it can't be done on packed operands, and AxisError."""
     line = axis_rules.line_of(node)
-    if node.target not in axis_rules.RULES and drawing.draws(node):
+    if node.target not in axis_rules.RULES and draws(node):
         # The model reads numbers of all positions, which would differ from numbers drawn for real tokens alone.
         raise KeepsPadding(
             Code.PADDING_DRAWN,
-            drawing.ONCE,
+            _ONCE,
             f"{node.target} draws them for padding, too",
             at=node,
-            remedy=drawing.REMEDY,
+            remedy=_REMEDY,
         )
     if node.target is linear_call:
         raise refused(node, "the state of linear attention sums up positions, and decays at padding, too")
@@ -84,7 +204,7 @@ def packed_result(context: Context, node: fx.Node) -> Result:
         raise refused(node, found.why, found.remedy)
     recipe = _RECIPES_OF_OPS.get(node.target) or _RECIPES.get(line.rule, _of_first)
     packed = recipe(context, node, found.dims) if found.several or has_both(context, found.dims) else None
-    number = at_padding.number_at_padding(context, node, line.rule)
+    number = number_at_padding(context, node, line.rule)
     return Result(dims=found.dims, packed=packed, several=found.several, at_padding=number)
 
 

@@ -17,7 +17,8 @@ from torch import fx
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.graph.unit import Buffer, Unit
 from attn_compiler.passes.recovering import body_inputs
-from attn_compiler.torch_private import compat as torch_compat, fp8_state, frames as torch_frames
+from attn_compiler.passes.writing import fp8_state
+from attn_compiler.torch_private import compat as torch_compat, frames as torch_frames
 
 _PREFIX = "attn_compiler_buffer"
 #: Dynamo's meta that tells the origin of a node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from attn_compiler.passes.graph.unit import module_path
 from attn_compiler.passes.matching.linear import deciding
 from attn_compiler.passes.writing import linear_steps
 from attn_compiler.reasons.decisions import Decision
+from attn_compiler.reporting.dump import Dumper, timed
 from attn_compiler.reporting.facts import LinearReport
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
@@ -36,9 +37,15 @@ def are_in(gm: fx.GraphModule) -> bool:
     return any(linear_call.calls(module.graph) for module in torch_compat.graph_modules(gm))
 
 
-def lower(gm: fx.GraphModule, options: Options) -> tuple[LinearSite, ...]:
-    """Replace each call by a lowering, chosen from the spec, the target and the options alone."""
-    found = []
+def lower(gm: fx.GraphModule, options: Options, seconds: dict[str, float], dumper: Dumper) -> tuple[LinearReport, ...]:
+    """Replace each call by a lowering, chosen from the spec, the target and the options alone. Return rows of the report."""
+    if not are_in(gm):
+        return ()
+    with timed("linear", seconds), dumper.around("linear", gm):
+        return _rows(_lowered(gm, options))
+
+
+def _lowered(gm: fx.GraphModule, options: Options) -> Iterator[LinearSite]:
     for module in torch_compat.graph_modules(gm):
         calls = linear_call.calls(module.graph)
         shared = linear_steps.shared_memory(module.graph) if calls else frozenset()
@@ -53,8 +60,7 @@ def lower(gm: fx.GraphModule, options: Options) -> tuple[LinearSite, ...]:
             step = None if lowering is None else lowering.step_op
             if step is None or not linear_steps.write_over(node, spec, step, shared):
                 _replace(node, linear_call.linear_own if lowering is None else lowering.op)
-            found.append(LinearSite(module=module_path(node), spec=spec, decision=decision))
-    return tuple(found)
+            yield LinearSite(module=module_path(node), spec=spec, decision=decision)
 
 
 #: operands that do not affect the last state
@@ -88,7 +94,7 @@ def give_back(gm: fx.GraphModule) -> None:
         linear_call.give_back(module.graph)
 
 
-def rows(sites: Sequence[LinearSite]) -> tuple[LinearReport, ...]:
+def _rows(sites: Iterable[LinearSite]) -> tuple[LinearReport, ...]:
     """Return a row for all calls of one spec and decision."""
     groups: dict[tuple[LinearSpec, Decision], list[str]] = {}
     for site in sites:

@@ -23,7 +23,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Site
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.recovering import body_inputs, reach, recover
-from attn_compiler.passes.writing import buffers, checkpointed, keyless_nodes, layout, tables
+from attn_compiler.passes.writing import buffers, checkpointed, keyless_nodes, layout, linear_calls, tables
 from attn_compiler.passes.writing.select import leave_alone
 from attn_compiler.reasons.decisions import Copy
 from attn_compiler.spec.attention import AttentionSpec
@@ -52,6 +52,12 @@ def lower_sites(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[
     _report(held, unit.graph)
     checkpointed.tell(unit, found)
     unit.graph_module.recompile()
+
+
+def take_back(gm: fx.GraphModule, units: Sequence[Unit]) -> None:
+    """Undo what is outside of a graph that was restored, and give calls of linear attention the model's own function."""
+    buffers.discard(gm, units)
+    linear_calls.give_back(gm)
 
 
 @dataclass(frozen=True, kw_only=True)

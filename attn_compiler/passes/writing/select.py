@@ -12,6 +12,7 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import FP8, UNTOUCHED
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import faults
+from attn_compiler.passes.graph.onward import Trial
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.spelling import flex, library_calls
@@ -21,10 +22,15 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
 
-def select_lowerings(
-    unit: Unit, found: FoundSites, targets: Mapping[str, Target], among: tuple[str, ...] | None = None
-) -> None:
-    """Give every site its decision. targets: by device type. among: the only lowerings that may serve; None: all that options allow."""
+def add_targets(found: FoundSites, targets: dict[str, Target]) -> None:
+    """Add this machine for devices that have none."""
+    for device in {site.spec.device for site in found.sites if site.spec is not None} - targets.keys():
+        targets[device] = Target.current(device)
+
+
+def select_lowerings(unit: Unit, found: FoundSites, targets: Mapping[str, Target], trial: Trial | None = None) -> None:
+    """Give every site its decision. targets: by device type. trial: may name the only lowerings that serve its graph."""
+    among = None if trial is None else trial.among
     options = unit.options if among is None else _among(unit.options, among)
     decided: dict[tuple[AttentionSpec, bool], Decision] = {}
     with_packages: dict[tuple[AttentionSpec, bool], Faster | None] = {}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -13,16 +12,17 @@ from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes.graph import autograd_functions, opaque_calls
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.padding_outcome import KeptGraph, Packed
 from attn_compiler.passes.graph.site import Miss, Site
 from attn_compiler.passes.graph.unit import Unit, is_anchor_like, module_path, source_line
 from attn_compiler.passes.matching import repeats
+from attn_compiler.passes.matching.match import owners_in_sites
+from attn_compiler.passes.matching.unseen import Unseen
 from attn_compiler.passes.recovering.recover import COMES_IN
 from attn_compiler.passes.spelling import flex
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.reasons.errors import REPRODUCE, described
-from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport, UnpadReport
+from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec import tried
 from attn_compiler.spec.target import Target
@@ -33,48 +33,26 @@ def report(
     gm: fx.GraphModule,
     units: list[Unit],
     targets: Mapping[str, Target],
-    seconds: Mapping[str, float],
-    *,
     faults: tuple[str, ...] = (),
-    unseen: Iterable[MissReport] = (),
+    unseen: Unseen | None = None,
     linear: tuple[LinearReport, ...] = (),
-    padded: Unit | None = None,
 ) -> Report:
     """Make the report of one graph that the backend was given.
 
-    faults: the warnings. unseen: misses that no pattern started from. linear: layers of linear attention. padded: the graph beside a
-    packed one.
+    faults: the warnings. unseen: misses that no pattern started from. linear: layers of linear attention.
     """
+    outcomes = [unit.outcome.row() for unit in units if unit.outcome is not None]
+    others = [] if unseen is None else unseen.rows(owners_in_sites(units))
     return Report(
         graph=torch_compat.graph_name(),
         target=_target(gm, targets),
         untried=tuple(sorted({said for target in _targets(gm, targets) for said in tried.notices(target)})),
         sites=tuple(_site_rows(units)),
-        misses=(*_miss_rows(units), *_chosen_rows(gm, units), *unseen),
-        seconds=tuple(seconds.items()),
+        misses=(*_miss_rows(units), *_chosen_rows(gm, units), *others),
         faults=faults,
         linear=linear,
-        unpad=_unpad(units, padded),
-    )
-
-
-def _unpad(units: list[Unit], padded: Unit | None) -> UnpadReport | None:
-    """Return the outcome of the graph itself, or of the first body that has attention."""
-    outcome = next((unit.outcome for unit in units if isinstance(unit.outcome, KeptGraph | Packed)), None)
-    if outcome is None:
-        return None
-    if isinstance(outcome, KeptGraph):
-        return UnpadReport(kept=outcome.reason, module=outcome.module, source=outcome.source)
-    notes = (*outcome.notes, _said_of_padded(padded))
-    return UnpadReport(zeroed=outcome.zeroed, facts=outcome.facts, notes=notes, steps=outcome.steps)
-
-
-def _said_of_padded(padded: Unit | None) -> str:
-    if padded is None:
-        return "a batch that is not packed runs the model's own graph, with no kernel of ours"
-    decided = Counter(UNTOUCHED if site.decision is None else site.decision.lowering for site in padded.found.sites)
-    return (
-        f"a batch that is not packed runs with its padding: {', '.join(f'{name} × {n}' for name, n in decided.items())}"
+        # That of the graph itself, or of the first body that has attention.
+        unpad=next((row for row in outcomes if row is not None), None),
     )
 
 

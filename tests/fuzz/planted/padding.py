@@ -9,7 +9,7 @@ passes/graph/axis_rules.py along_dim; padded batches: a sum goes on from row to 
 + which = views.named_axes(node, rank, "dims" if node.target is aten.flip.default else "dim") - {1}
 
 what is added to zeros is zero
-passes/unpad/at_padding.py number_at_padding; padded batches: a sum leaves out what padding holds by then
+passes/unpad/rules.py number_at_padding; padded batches: a sum leaves out what padding holds by then
 - if node.target in _PRODUCTS:
 + if rule is axis_rules.pointwise:
 

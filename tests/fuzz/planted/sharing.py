@@ -34,7 +34,7 @@ passes/context_parallel/following.py is_counted; ranks: a count that meets posit
 + False
 
 a table may be read by how often an index comes
-passes/context_parallel/arguments.py unknown; ranks: an argument that counts positions is taken as it is
+passes/context_parallel/ops.py unknown; ranks: an argument that counts positions is taken as it is
 - if not is_default and not (
 + if False and not (
 

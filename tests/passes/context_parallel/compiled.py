@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
 from attn_compiler import ContextParallel
-from attn_compiler.torch_private import rank_sync
+from attn_compiler.context_parallel import rank_sync
 from tests.meshes import fake_mesh
 
 #: positions of a rank, sequences, width, heads

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attn_compiler
 from attn_compiler import ContextParallel
 from attn_compiler.context_parallel import collectives as torch_collectives
-from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.emit import GraphBuilder
 from attn_compiler.reasons.errors import VerificationMismatch

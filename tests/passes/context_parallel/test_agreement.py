@@ -11,14 +11,15 @@ import torch
 from torch import fx, nn
 
 from attn_compiler import ContextParallel, index_expr as ix
+from attn_compiler.context_parallel import rank_sync
 from attn_compiler.context_parallel.description import GATHER_LIMIT
-from attn_compiler.context_parallel.lockstep import Meeting
+from attn_compiler.context_parallel.rank_sync import TOLD, Meeting, RanksDisagree
 from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.options.options import Options
-from attn_compiler.passes.context_parallel import choosing, rank_facts
+from attn_compiler.passes.context_parallel import agreement, choosing
 from attn_compiler.passes.context_parallel.agreement import RankOutcome, rewrite_on_all_ranks
-from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.passes.graph import unit
 from attn_compiler.passes.graph.unit import Unit, UnitPlace
 from attn_compiler.passes.matching import match
@@ -26,8 +27,7 @@ from attn_compiler.passes.recovering import recover
 from attn_compiler.reasons.errors import ContextParallelUnsupported, PassFailed
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import rank_sync, tracing as torch_tracing
-from attn_compiler.torch_private.rank_sync import TOLD, RanksDisagree
+from attn_compiler.torch_private import tracing as torch_tracing
 from tests.lowerings.specs import CAUSAL, make_spec
 from tests.meshes import fake_mesh
 from tests.passes.compiling import captured
@@ -57,7 +57,7 @@ def _together(
     with fake_mesh(2) as mesh:
         cp = ContextParallel(mesh)
         found = Unit.of(gm, Options(context_parallel=cp), UnitPlace(name="", mode=mode))
-        call = rank_facts.call_facts(gm.graph)
+        call = agreement.call_facts(gm.graph)
         meetings = rewrite_on_all_ranks(found, mirror, cp, [] if beside is None else [beside], call, rewrite)
     return said, meetings
 
@@ -163,7 +163,7 @@ def test_what_is_rewritten_is_run() -> None:
 # What a rank says of itself.
 def _lines(options: dict[str, Any], rank: int = 0, **description: Any) -> set[str]:
     with fake_mesh(2, rank=rank) as mesh:
-        return set(rank_facts.option_facts(Options(context_parallel=ContextParallel(mesh, **description), **options)))
+        return set(agreement.option_facts(Options(context_parallel=ContextParallel(mesh, **description), **options)))
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -209,7 +209,7 @@ def test_a_call_is_told_by_its_inputs() -> None:
         l_self_modules_q_parameters_weight_=nn.Parameter(torch.zeros(4, 4)),
     )
     with torch.no_grad():
-        assert rank_facts.call_facts(graph) == [
+        assert agreement.call_facts(graph) == [
             "with gradients: False",
             "l_x_: torch.float32 (8, 2, 4), strides (4, 32, 1), requires a gradient",
             "l_ids_: torch.int32 (2, 8), strides (8, 1)",

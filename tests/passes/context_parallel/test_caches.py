@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from attn_compiler import ContextParallel, ContextParallelUnsupported
-from attn_compiler.torch_private import rank_sync
+from attn_compiler.context_parallel import rank_sync
 from tests.passes.context_parallel.compiled import (
     BATCH,
     HEADS,

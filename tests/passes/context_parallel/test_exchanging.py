@@ -11,14 +11,12 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler import ContextParallel
-from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.context_parallel import collectives as torch_collectives, rank_sync
 from attn_compiler.passes.context_parallel import exchanging, following, lost_masks
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.passes.context_parallel.following import Following
-from attn_compiler.passes.context_parallel.layout import GraphLayout
-from attn_compiler.passes.context_parallel.places import Mixes, Place
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard, Mixes, Place
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import rank_sync
 from tests.lowerings.emitting import GraphEmitter
 from tests.passes.compiling import mark, mirror_of
 from tests.passes.context_parallel.compiled import (

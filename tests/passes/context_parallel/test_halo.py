@@ -17,7 +17,7 @@ from attn_compiler.context_parallel.halo import Halo
 from attn_compiler.context_parallel.layout import Layout
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.passes.context_parallel import halo
-from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.passes.graph import bodies
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.torch_private import inductor as torch_inductor

@@ -14,11 +14,11 @@ from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler.context_parallel import collectives as torch_collectives
-from attn_compiler.passes.context_parallel import arguments, ops
+from attn_compiler.passes.context_parallel import ops
+from attn_compiler.passes.context_parallel.agreement import SequenceRewrite, SlotRewrite, Spread
 from attn_compiler.passes.context_parallel.decoding import SlotOutcome
-from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.passes.context_parallel.places import Mixes, Place, alike, has, place_of
-from attn_compiler.passes.context_parallel.spread import SequenceRewrite, SlotRewrite, Spread
 from attn_compiler.passes.graph import axis_rules
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim
 from attn_compiler.reasons.errors import ContextParallelUnsupported
@@ -233,15 +233,15 @@ def _node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def test_every_rule_has_a_line_but_views_copies_and_results_of_several() -> None:
-    without = {line.rule for op, line in axis_rules.RULES.items() if op not in arguments.TAKEN}
+    without = {line.rule for op, line in axis_rules.RULES.items() if op not in ops.TAKEN}
     assert without == set(ops.TAKES_ANY)
-    assert not any(line.rule in ops.TAKES_ANY for op, line in axis_rules.RULES.items() if op in arguments.TAKEN)
+    assert not any(line.rule in ops.TAKES_ANY for op, line in axis_rules.RULES.items() if op in ops.TAKEN)
 
 
-@pytest.mark.parametrize("op", arguments.TAKEN, ids=str)
+@pytest.mark.parametrize("op", ops.TAKEN, ids=str)
 def test_a_line_names_arguments_that_the_op_has(op: Any) -> None:
     names = {argument.name for argument in op._schema.arguments}
-    assert arguments.TAKEN[op] <= names | arguments._ALONG
+    assert ops.TAKEN[op] <= names | ops._ALONG
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_line_names_arguments_that_the_op_has(op: Any) -> None:
     ids=str,
 )
 def test_known_arguments_are_taken(node: fx.Node) -> None:
-    assert arguments.unknown(node) is None
+    assert ops.unknown(node) is None
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,6 @@ def test_known_arguments_are_taken(node: fx.Node) -> None:
     ids=str,
 )
 def test_an_argument_without_a_line_is_named(node: fx.Node, name: str) -> None:
-    found = arguments.unknown(node)
+    found = ops.unknown(node)
     assert isinstance(found, Mixes)
     assert name in found.why

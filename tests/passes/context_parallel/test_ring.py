@@ -11,15 +11,14 @@ from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler import ContextParallel
-from attn_compiler.context_parallel import collectives as torch_collectives
+from attn_compiler.context_parallel import collectives as torch_collectives, rank_sync
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
 from attn_compiler.lowerings.graph_ops.merging import merged_parts, whole_of_parts
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.passes.context_parallel import ring
-from attn_compiler.passes.context_parallel.layout import GraphLayout
+from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.torch_private import rank_sync
 from tests.lowerings.emitting import GraphEmitter
 from tests.meshes import fake_mesh
 from tests.passes.context_parallel.compiled import BATCH, HEADS, LENGTH, WIDTH, Attend, Data, Model

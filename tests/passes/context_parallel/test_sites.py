@@ -17,7 +17,7 @@ from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.passes.context_parallel import sites
-from attn_compiler.passes.context_parallel.refusing import CannotShard
+from attn_compiler.passes.context_parallel.places import CannotShard
 from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.passes.recovering import kinds
 from attn_compiler.reasons.errors import ContextParallelUnsupported

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler import ContextParallel
+from attn_compiler.context_parallel import rank_sync
 from attn_compiler.passes.graph import bodies
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import inductor as torch_inductor, rank_sync
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.passes.context_parallel.compiled import (
     BATCH,
     HEADS,

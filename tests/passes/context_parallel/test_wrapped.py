@@ -14,8 +14,8 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 import attn_compiler
 from attn_compiler import ContextParallel
+from attn_compiler.context_parallel import rank_sync
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import rank_sync
 from tests import dtensor_kernels
 from tests.meshes import fake_mesh
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model

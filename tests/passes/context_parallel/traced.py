@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
 from attn_compiler import ContextParallel
-from attn_compiler.torch_private import inductor as torch_inductor, rank_sync
+from attn_compiler.context_parallel import rank_sync
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.meshes import fake_mesh
 
 HEADS, HEADS_KV, HEAD_DIM, WIDTH = 4, 2, 16, 48

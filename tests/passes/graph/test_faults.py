@@ -18,7 +18,7 @@ from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes.graph import faults, mutation, program, strides
 from attn_compiler.passes.graph.unit import module_path
 from attn_compiler.passes.matching import match
-from attn_compiler.passes.pipeline import steps as pipeline
+from attn_compiler.passes.pipeline import running, step as one_step, steps
 from attn_compiler.passes.recovering import reach, recover
 from attn_compiler.passes.spelling import expand
 from attn_compiler.passes.writing import lower, select
@@ -371,7 +371,7 @@ def test_the_text_of_a_fault_names_the_line_of_ours() -> None:
     from attn_compiler.reasons.errors import described
 
     try:
-        pipeline.check_contracts(pipeline.PIPELINE[-1:])
+        one_step.check_contracts(steps.PIPELINE[-1:])
     except ValueError as error:
         text = described(error)
     assert text.startswith("ValueError: the pass 'keep' needs")
@@ -383,17 +383,15 @@ def test_the_text_of_a_fault_names_the_line_of_ours() -> None:
 def test_a_pass_that_fails_for_one_graph_leaves_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two bodies of checkpoints, of which one can't even be traced."""
 
-    def broken(run: Callable[..., None]) -> Callable[..., None]:
-        def fail(work: Any, unit: Any) -> Any:
-            said = run(work, unit)
-            if unit.name == "wrap_body_0":
-                raise KeyError("not today")
-            return said
+    call = running.call
 
-        return fail
+    def fail(step: Any, values: running.Values) -> Any:
+        said = call(step, values)
+        if step.name == name and values.get("unit").name == "wrap_body_0":
+            raise KeyError("not today")
+        return said
 
-    steps = (dataclasses.replace(s, run=broken(s.run)) if s.name == name else s for s in pipeline.PIPELINE)
-    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+    monkeypatch.setattr(running, "call", fail)
     first, second = _Attention(False), _Attention(True)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

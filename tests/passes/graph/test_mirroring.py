@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.options.options import Options
-from attn_compiler.passes.graph import axes, mirroring, padding_outcome as outcome, unit
+from attn_compiler.passes.graph import axes, mirroring, unit
 from attn_compiler.passes.graph.arrange import Recipe, ViewCall, arrange, simplified
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
-from attn_compiler.passes.graph.padding_outcome import Packed
 from attn_compiler.passes.graph.values import EmittedValues
+from attn_compiler.passes.unpad import outcome
+from attn_compiler.passes.unpad.outcome import Packed
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.compiling import captured
 from tests.passes.view_chains import Chain, chains, followed
@@ -49,11 +50,9 @@ def test_what_a_bodys_mask_is_made_of_is_not_skipped_in_the_caller() -> None:
 def test_nothing_is_skipped_for_those_who_ask_each_op() -> None:
     gm, _ = captured(lambda q: sdpa(q, q, q) + (q * 2).exp(), torch.randn(Q))
     (found,) = unit.units(gm, Options(unpad=True))
-    assert mirroring.asks_for_all(found)
     (plain,) = unit.units(gm, Options())
-    assert not mirroring.asks_for_all(plain)
     for one, is_there in ((found, True), (plain, False)):
-        made = mirroring.trace_mirror(one, is_whole=mirroring.asks_for_all(one))
+        made = mirroring.trace_mirror(one)
         assert (torch.ops.aten.exp.default in {node.target for node in made.graph.nodes}) == is_there
 
 
@@ -243,7 +242,8 @@ def _packed(mode: FakeTensorMode | None = None, **changed: Any) -> Packed:
     [({}, ()), ({"dropout": True}, ("statistically equal",)), ({"zeroed": ()}, ("nothing visible changes",))],
 )
 def test_people_are_told_of_what_differs(changed: dict[str, Any], words: tuple[str, ...]) -> None:
-    notes = _packed(**changed).notes
+    (*notes, of_others) = _packed(**changed).row().notes
+    assert "a batch that is not packed" in of_others
     assert len(notes) == len(words)
     assert all(word in note for word, note in zip(words, notes, strict=True))
 

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from attn_compiler import ContextParallel
+from attn_compiler.context_parallel import rank_sync
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.plain.reference import Reference
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
+from attn_compiler.passes.context_parallel.first_look import SharedGraph
 from attn_compiler.passes.graph.axes import Atom
-from attn_compiler.passes.graph.first_look import SharedGraph
 from attn_compiler.passes.graph.site import Operand, Refused, Term
 from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.torch_private import rank_sync
 from tests.passes.compiling import compiled, mark
 from tests.passes.context_parallel.compiled import BATCH, LENGTH, WIDTH, Data, Model, causal, fresh_mesh
 

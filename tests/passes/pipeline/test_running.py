@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,15 @@ import torch
 from torch import fx
 
 from attn_compiler.options.options import Options
+from attn_compiler.passes.graph.onward import Onward, Trial
 from attn_compiler.passes.graph.unit import Unit, units
-from attn_compiler.passes.pipeline import rooms, running, steps
-from attn_compiler.passes.pipeline.step import Again, Onward, PipelineStep, check_contracts
+from attn_compiler.passes.pipeline import running, steps
+from attn_compiler.passes.pipeline.step import Step, check_contracts, parsed
 from attn_compiler.passes.pipeline.steps import PIPELINE
-from attn_compiler.passes.pipeline.work import Work, located, timed
+from attn_compiler.passes.pipeline.work import Work, located
 from attn_compiler.reasons.errors import PassFailed, UnknownOption
+from attn_compiler.reporting.dump import timed
+from attn_compiler.torch_private.snapshots import Snapshot
 from tests.passes.compiling import captured
 
 
@@ -29,20 +31,21 @@ def work() -> Work:
 
 
 Says = Callable[..., Any]
+#: a step that may be imported
+RUN = "graph.unit.leave_closed(unit)"
 
 
 def _ran(work: Work, monkeypatch: pytest.MonkeyPatch, *given: tuple[str, Says, dict[str, Any]]) -> list[str]:
     """The names of the steps that ran. given: of each step its name, what it says, and fields."""
     ran: list[str] = []
+    says = {name: said for name, said, _ in given}
 
-    def noted(name: str, says: Says) -> Says:
-        def run(*args: Any) -> Any:
-            ran.append(name)
-            return says(*args)
+    def call(step: Step, values: running.Values) -> Any:
+        ran.append(step.name)
+        return says[step.name](values)
 
-        return run
-
-    made = tuple(PipelineStep(name=name, run=noted(name, says), **fields) for name, says, fields in given)
+    monkeypatch.setattr(running, "call", call)
+    made = tuple(Step(name=name, run=RUN, **fields) for name, _, fields in given)
     monkeypatch.setattr(steps, "PIPELINE", made)
     running.run_steps(work)
     return ran
@@ -89,26 +92,43 @@ def _fails(*_: Any) -> None:
 def test_on_trial_every_way_leads_to_the_judge(way: Says, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[Exception | None] = []
     looks: list[Unit] = []
+    trial = Trial()
 
-    def looked(work: Work, unit: Unit) -> Any:
-        looks.append(unit)
-        return way(work, unit) if len(looks) == 2 else None
+    def looked(values: running.Values) -> Any:
+        looks.append(values.get("unit"))
+        return way() if len(looks) == 2 else None
 
-    def judge(work: Work, unit: Unit) -> None:
-        failed.append(work.failed)
-        work.failed = None
+    def judge(values: running.Values) -> None:
+        assert values.get("trial") is trial
+        failed.append(values.get("failed"))
 
     ran = _ran(
         work,
         monkeypatch,
         ("a", looked, {"leads": ("d",)}),
-        ("b", _once(Again(step="a", judge="c")), {"leads": ("a", "c")}),
+        ("b", lambda _: trial, {"leads": ("a",), "judge": "c"}),
         ("c", judge, {}),
         ("d", _nothing, {}),
     )
-    assert ran == ["a", "b", "a", "c", "d"]
+    assert ran == ["a", "b", "a", "c", "d"], "no trial within a trial"
     assert [type(one) for one in failed] == [KeyError if way is _fails else type(None)]
     assert looks[0].log.left_alone is None
+
+
+def test_a_judge_runs_where_its_graph_is_on_trial(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Same(Trial):
+        is_other_graph = False
+
+    given = ({"leads": ("a",), "judge": "c"}, {"leads": ("a",), "judge": "d"})
+    for said, judged in ((None, []), (Same(), ["d"])):
+        ran = _ran(
+            work,
+            monkeypatch,
+            ("a", _nothing, given[0]),
+            ("b", lambda _, said=said: said, given[1]),
+            *((name, _nothing, {}) for name in ("c", "d", "e")),
+        )
+        assert ran == ["a", "b", *judged, "e"]
 
 
 def test_what_fails_otherwise_costs_the_graph(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +142,7 @@ def test_what_fails_otherwise_costs_the_graph(work: Work, monkeypatch: pytest.Mo
 
 
 def test_a_graph_that_a_step_shows_is_dumped(work: Work, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    work.options = Options(dump_dir=str(tmp_path))
+    work.options, work.snapshot = Options(dump_dir=str(tmp_path)), Snapshot(work.gm)
     shown = fx.Graph()
     shown.output(shown.placeholder("shown"))
     _ran(
@@ -133,8 +153,8 @@ def test_a_graph_that_a_step_shows_is_dumped(work: Work, monkeypatch: pytest.Mon
 
 
 # What holds of any tuple of steps.
-def _step(name: str, **further: Any) -> PipelineStep:
-    return PipelineStep(name=name, run=_nothing, **further)
+def _step(name: str, run: str = RUN, **further: Any) -> Step:
+    return Step(name=name, run=run, **further)
 
 
 def test_steps_after_what_they_need_pass() -> None:
@@ -147,10 +167,13 @@ def test_steps_after_what_they_need_pass() -> None:
         ((_step("a", needs=("b",)), _step("b")), r"the pass 'a' needs \['b'\], which nothing before it gives"),
         ((_step("a"), _step("a")), "two passes are called 'a'"),
         ((_step("a", leads=("b",)),), r"the pass 'a' leads to \['b'\], which is no pass"),
+        ((_step("a", judge="b"),), r"the pass 'a' leads to \['b'\], which is no pass"),
+        ((_step("a", "m.f(x)"), _step("b", "x = m.g(gm)")), r"the pass 'a' needs \['x'\], which nothing before"),
+        ((_step("a", "f(gm)"),), "is no call of a function"),
     ],
-    ids=["too early", "twice", "nowhere"],
+    ids=["too early", "twice", "nowhere", "no judge", "not given", "no call"],
 )
-def test_others_are_refused(steps: tuple[PipelineStep, ...], words: str) -> None:
+def test_others_are_refused(steps: tuple[Step, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_contracts(steps)
 
@@ -182,7 +205,10 @@ def test_steps_on_units_stand_in_one_row() -> None:
 
 
 def test_options_that_rewrite_a_graph_go_on_from_its_mirror() -> None:
-    assert {step.name for step in PIPELINE if "mirror" in step.leads} == {"context_parallel", "unpad"}
+    assert {step.name: step.judge for step in PIPELINE if "mirror" in step.leads} == {
+        "context_parallel": "agree",
+        "unpad": "packed",
+    }
 
 
 # What there is of a rewriting while it goes on.
@@ -210,12 +236,38 @@ def test_an_exception_says_which_pass_it_came_from() -> None:
     assert found.value is own
 
 
-# What steps call is imported at once.
-def test_all_that_steps_call_is_there_and_nothing_else() -> None:
-    called = set(re.findall(r"\brooms\.(\w+)", inspect.getsource(steps)))
-    assert called == set(rooms.__all__)
+# A checker of types does not see the calls that PIPELINE names.
+CALLS = {step.name: parsed(step.run) for step in PIPELINE}
+#: type of each value: of a field, or of a step's result
+TYPES = {name: field.type for kind in (Work, Unit) for name, field in kind.__dataclass_fields__.items()}
+TYPES |= {"work": "Work", "unit": "Unit", "mirror": "Mirror", "decided_for": "dict[str, Target]"}
+for one in CALLS.values():
+    if one.gives not in {None, *TYPES}:
+        TYPES[one.gives] = inspect.get_annotations(one.function)["return"]
+#: other types of a value, which it is for the steps that take or give it
+OTHERS = {
+    "targets": {"Mapping[str, Target]"},
+    "decided_for": {"Mapping[str, Target]"},
+    "units": {"Sequence[Unit]", "Iterable[Unit]"},
+    # A judge gets what its own step has given.
+    "trial": {"Trial | None", "PackedTrial", "Spread"},
+    "failed": {"Exception | None"},
+    "outcome": {"SharedGraph"},
+    "border": {"Border"},
+    "report": {"Report"},
+    "unseen": {"Unseen | None"},
+}
 
 
-def test_steps_import_nothing_else_late_but_types() -> None:
-    late = re.findall(r"(?m)^    +from (\S+) import", inspect.getsource(steps))
-    assert set(late) == {"attn_compiler.passes.pipeline", "attn_compiler.passes.context_parallel.spread"}
+@pytest.mark.parametrize("name", CALLS)
+def test_steps_take_and_give_what_their_lines_say(name: str) -> None:
+    call = CALLS[name]
+    types = inspect.get_annotations(call.function)
+    inspect.signature(call.function).bind(*call.takes)
+    # An argument has its parameter's name, or else its type.
+    for taken, parameter in zip(call.takes, inspect.signature(call.function).parameters, strict=False):
+        assert types[parameter] in {TYPES.get(taken), *OTHERS.get(taken, ())}, (taken, parameter)
+    if call.gives is None:
+        assert types["return"] in {"None", "Onward | None", "Spread | None", "PackedTrial | None"}
+    else:
+        assert types["return"] in {TYPES[call.gives], *OTHERS.get(call.gives, ())}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attn_compiler
-from attn_compiler.passes.pipeline import steps
+from attn_compiler.passes.pipeline import running, steps
 from attn_compiler.passes.rewrites.refusing import Unkeyed
 from attn_compiler.passes.rewrites.sizes import SymbolSizes
 from attn_compiler.torch_private import symbols as torch_symbols
@@ -91,17 +90,16 @@ def test_sizes_that_are_numbers_are_another_graph() -> None:
 @pytest.fixture
 def asking() -> Iterator[None]:
     """The first pass asks whether a length is more than 30, as passes ask for what they can't know."""
-    place, first = next((i, step) for i, step in enumerate(steps.PIPELINE) if step.on == "unit")
+    first, call = next(step for step in steps.PIPELINE if step.on == "unit"), running.call
 
-    def run(work: Any, unit: Any) -> Any:
-        values = [node.meta.get("example_value") for node in unit.graph_module.graph.find_nodes(op="placeholder")]
-        q = next(value for value in values if isinstance(value, Tensor))
-        bool(q.shape[2] > 30)
-        return first.run(work, unit)
+    def asked(step: Any, values: running.Values) -> Any:
+        if step is first:
+            inputs = values.get("unit").graph.find_nodes(op="placeholder")
+            q = next(x for node in inputs if isinstance(x := node.meta.get("example_value"), Tensor))
+            bool(q.shape[2] > 30)
+        return call(step, values)
 
-    every = list(steps.PIPELINE)
-    every[place] = dataclasses.replace(first, run=run)
-    with mock.patch.object(steps, "PIPELINE", tuple(every)):
+    with mock.patch.object(running, "call", asked):
         yield
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from attn_compiler import passes
-from attn_compiler.passes.pipeline import steps
-from attn_compiler.passes.pipeline.step import PipelineStep
+from attn_compiler.passes.pipeline import running
+from attn_compiler.passes.pipeline.step import Step
 from attn_compiler.reporting.report import Report
 from attn_compiler.torch_private import compat as torch_compat, symbols as torch_symbols, tracing as torch_tracing
 
@@ -39,12 +38,12 @@ def watched() -> Iterator[list[Seen]]:
     ran: list[str] = []
     rewrite = passes.rewrite
 
-    def noting(step: PipelineStep) -> PipelineStep:
-        def run(*given: Any) -> Any:
-            ran.append(step.name)
-            return step.run(*given)
+    call = running.call
 
-        return dataclasses.replace(step, run=run) if step.on == "unit" else step
+    def noting(step: Step, values: running.Values) -> Any:
+        if step.on == "unit":
+            ran.append(step.name)
+        return call(step, values)
 
     def watching(gm: fx.GraphModule, *args: Any, **named: Any) -> passes.Rewritten:
         ran.clear()
@@ -63,7 +62,7 @@ def watched() -> Iterator[list[Seen]]:
 
     with (
         mock.patch.object(passes, "rewrite", watching),
-        mock.patch.object(steps, "PIPELINE", tuple(map(noting, steps.PIPELINE))),
+        mock.patch.object(running, "call", noting),
     ):
         yield found
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from attn_compiler.compiling import unpadded
 from attn_compiler.compiling.inner import Inner
 from attn_compiler.passes.graph.calls import target_name
-from attn_compiler.torch_private import batches_before, unpadding
+from attn_compiler.passes.unpad import batches_before, unpadding
 from tests.passes.unpad.encoder import (
     LENGTH,
     MASK,

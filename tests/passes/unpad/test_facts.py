@@ -15,9 +15,9 @@ from torch import fx
 import attn_compiler
 from attn_compiler.passes.graph.axes import Atom, Dims
 from attn_compiler.passes.matching import match
-from attn_compiler.passes.unpad import facts, forms, judging
-from attn_compiler.passes.unpad.refusing import KeepsPadding
-from attn_compiler.passes.unpad.values import FormRecipe, Indexed, Kind, Need, Value, places
+from attn_compiler.passes.unpad import facts, forms, packing
+from attn_compiler.passes.unpad.values import FormRecipe, Indexed, KeepsPadding, Kind, Need, Value, places
+from attn_compiler.passes.writing import verify
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
 from tests.passes.unpad.encoder import (
@@ -188,7 +188,7 @@ def test_a_call_that_is_no_op_has_no_names() -> None:
 
 # A packed graph stays with kernels for all of its attentions.
 def test_without_a_kernel_that_leaves_rows_out_padding_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "LEAVING_OUT", ())
+    monkeypatch.setattr(packing, "LEAVING_OUT", ())
     found = check(Encoder())
     assert found.kept is not None
     assert found.kept.code is Code.PADDING_NO_KERNEL
@@ -218,6 +218,18 @@ def test_a_fault_in_looking_at_the_packed_graph_costs_the_packing_alone(monkeypa
     (told,) = [one for one in attn_compiler.reports() if one.unpad is not None]
     assert told.num_sites == len(model.layers)
     assert told.failure is None
+
+
+def test_a_graph_that_fails_after_it_was_packed_runs_as_the_model_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("too late")
+
+    monkeypatch.setattr(verify, "verify_graph", fail)
+    model = Encoder()
+    run = compiled(model, strict=False)
+    with pytest.warns(AttnCompilerWarning, match="pass 'verify' failed at layers.1: KeyError: 'too late'"):
+        found = run(ids_of(MASK), MASK)
+    torch.testing.assert_close(found, model(ids_of(MASK), MASK))
 
 
 def test_such_a_fault_is_raised_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:

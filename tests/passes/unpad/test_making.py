@@ -15,13 +15,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler.passes.graph.axes import Atom, fresh, shape_exprs, size_expr
-from attn_compiler.passes.unpad import asked_sizes, making
+from attn_compiler.passes.unpad import making, packing
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
-from attn_compiler.passes.unpad.refusing import KeepsPadding
-from attn_compiler.passes.unpad.values import Indexed, Kind, Value
+from attn_compiler.passes.unpad.unpadding import Batch
+from attn_compiler.passes.unpad.values import Indexed, KeepsPadding, Kind, Value
 from attn_compiler.reasons.codes import Code
-from attn_compiler.torch_private.unpadding import Batch
 from tests.passes.unpad.encoder import MASK, Encoder, check, compiled, mask_of
 
 # What the packed graph is made of.
@@ -218,7 +217,7 @@ class Asked:
         )
 
     def given(self) -> Any:
-        asked_sizes.insert_sizes(self.graph, self.maker)
+        packing.insert_sizes(self.graph, self.maker)
         (output,) = self.rewritten.find_nodes(op="output")
         return output.args[0]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import attn_compiler
-from attn_compiler.passes.unpad import judging
+from attn_compiler.passes.unpad import packing
 from tests.passes.unpad.encoder import (
     HEADS,
     LENGTH,
@@ -25,7 +25,7 @@ from tests.passes.unpad.encoder import (
 @pytest.fixture(autouse=True)
 def with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel for a CPU leaves out other rows and adds a bias by distance."""
-    monkeypatch.setattr(judging, "LEAVING_OUT", ("reference",))
+    monkeypatch.setattr(packing, "LEAVING_OUT", ("reference",))
 
 
 def _ahead(length: int) -> torch.Tensor:
@@ -297,7 +297,7 @@ def test_the_reason_names_what_is_added(kind: type[Biased]) -> None:
 
 
 def test_without_a_kernel_for_it_padding_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "LEAVING_OUT", ("rows",))
+    monkeypatch.setattr(packing, "LEAVING_OUT", ("rows",))
     model = Relative()
     kept = check(model).kept
     assert kept is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_compiler.compiling import unpadded
-from attn_compiler.torch_private import batches_before
+from attn_compiler.passes.unpad import batches_before
 from tests.passes.unpad.encoder import (
     LENGTH,
     MASK,

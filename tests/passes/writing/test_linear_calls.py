@@ -15,9 +15,11 @@ from attn_compiler.lowerings.graph_ops import linear_call
 from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
 from attn_compiler.lowerings.linear.triton_op import LinearTriton
 from attn_compiler.options.options import Options
-from attn_compiler.passes.pipeline import rewriting, steps
+from attn_compiler.passes.pipeline import rewriting
 from attn_compiler.passes.writing import linear_calls, linear_steps
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
+from attn_compiler.reporting.dump import Dumper
+from attn_compiler.reporting.facts import LinearReport
 from attn_compiler.spec.linear import LinearForm
 from tests.lowerings.linear import linear_forms
 from tests.lowerings.linear.triton_problems import FORMS, problem
@@ -56,6 +58,10 @@ def _first(pair: Any) -> Any:
     return pair[0]
 
 
+def _lower(gm: fx.GraphModule, options: Options) -> tuple[LinearReport, ...]:
+    return linear_calls.lower(gm, options, {}, Dumper(directory=None, traced=False))
+
+
 def _targets(gm: fx.GraphModule) -> list[str]:
     return [str(node.target) for node in gm.graph.nodes if "linear_" in str(node.target)]
 
@@ -64,12 +70,11 @@ def test_a_lowering_takes_the_place_of_each_call() -> None:
     gm, given = _graph()
     wanted = gm(*given)
     assert linear_calls.are_in(gm)
-    sites = linear_calls.lower(gm, _NAMED)
+    (row,) = _lower(gm, _NAMED)
     gm.recompile()
     assert _targets(gm) == ["attn_compiler.linear_reference.default"] * 2
     assert not linear_calls.are_in(gm)
     torch.testing.assert_close(gm(*given), wanted, rtol=1e-4, atol=1e-5)
-    (row,) = linear_calls.rows(sites)
     assert row.modules == ("layers.0", "layers.1")
     assert (row.decision.lowering, row.spec.words) == (
         "linear_reference",
@@ -81,9 +86,9 @@ def test_a_lowering_takes_the_place_of_each_call() -> None:
 def test_a_call_without_a_lowering_is_the_model_own_function() -> None:
     gm, given = _graph()
     wanted = gm(*given)
-    (site, _) = linear_calls.lower(gm, Options(lowering="untouched"))
+    (row,) = _lower(gm, Options(lowering="untouched"))
     gm.recompile()
-    assert site.decision.lowering == "untouched"
+    assert row.decision.lowering == "untouched"
     assert _targets(gm) == ["attn_compiler.linear_own.default"] * 2
     torch.testing.assert_close(gm(*given), wanted)
 
@@ -98,7 +103,7 @@ def test_what_fails_gives_the_model_own_functions_back(monkeypatch: pytest.Monke
     def failing(*_: Any) -> Iterator[None]:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(steps.linear_calls, "lower", failing)
+    monkeypatch.setattr(linear_calls, "lower", failing)
     gm, given = _graph()
     wanted = gm(*given)
     with pytest.warns(AttnCompilerWarning, match="no luck"):
@@ -128,7 +133,7 @@ def test_where_the_state_alone_is_read_q_has_no_gradient() -> None:
     with gm.graph.inserting_before(output):
         output.args = (gm.graph.call_function(operator.getitem, (call, 1)),)
     gm.graph.eliminate_dead_code()
-    linear_calls.lower(gm, _NAMED)
+    _lower(gm, _NAMED)
     gm.recompile()
     given = [x.detach().requires_grad_() for x in given]
     grads = torch.autograd.grad(gm(*given).sum(), given, allow_unused=True)

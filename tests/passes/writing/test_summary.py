@@ -21,11 +21,11 @@ from attn_compiler import DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes.pipeline.steps import PIPELINE
-from attn_compiler.passes.writing import buffers, summary, verify
+from attn_compiler.passes.writing import buffers, fp8_state, summary, verify
 from attn_compiler.reasons.errors import AttnCompilerWarning, VerifyFailed
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.torch_private import compat as torch_compat, fp8_state, inductor as torch_inductor
+from attn_compiler.torch_private import compat as torch_compat, inductor as torch_inductor
 from tests.passes.compiling import CPU_FLASH, Compiled, compiled
 
 # The report of a graph.

@@ -34,7 +34,7 @@ class Readers:
     def of(self, unit: Unit) -> Reader:
         """The reader of a graph as it is now."""
         if unit.mirror is None:
-            unit.mirror = mirroring.trace_mirror(unit, is_whole=mirroring.asks_for_all(unit))
+            unit.mirror = mirroring.trace_mirror(unit)
         known = self._made.get(unit)
         if known is None or known.mirror is not unit.mirror:
             relied_on = self.relied_on.setdefault(unit, {})

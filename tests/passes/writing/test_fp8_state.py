@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import attn_compiler
+from attn_compiler.passes.writing import fp8_state
+from attn_compiler.passes.writing.fp8_state import Home, find, fp8_state_dict, load_fp8_state_dict, others, register
 from attn_compiler.reasons.fp8_errors import Fp8StateInvalid, Fp8StateMismatch, Fp8StateOutdated
-from attn_compiler.torch_private import fp8_state
-from attn_compiler.torch_private.fp8_state import Home, find, fp8_state_dict, load_fp8_state_dict, others, register
 
 pytestmark = pytest.mark.usefixtures("little_to_look_through")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from attn_compiler.context_parallel import ContextParallel
-from attn_compiler.context_parallel.lockstep import Meeting
+from attn_compiler.context_parallel.rank_sync import Meeting, in_step
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.onward import Outcome
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.torch_private import compat as torch_compat
 
@@ -68,7 +70,7 @@ class FirstLook:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SharedGraph:
+class SharedGraph(Outcome):
     """A graph that was rewritten for a sequence, or a cache, that ranks share.
 
     first_look: the graph before, with options.verify. meetings: where its ranks meet before each call.
@@ -81,6 +83,9 @@ class SharedGraph:
         """Complete the first look, as in `FirstLook.completed`."""
         look = None if self.first_look is None else self.first_look.completed(graph, mirror, sites)
         return dataclasses.replace(self, first_look=look)
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        return in_step(compiled, self.meetings)
 
 
 def in_order(mirror: Mirror, sites: Sequence[Site]) -> list[Site]:

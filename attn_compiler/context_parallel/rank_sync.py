@@ -6,28 +6,27 @@ its messages. The n-th message of one rank is compared with the n-th of the othe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
+
+from attn_compiler.reasons.errors import ContextParallelUnsupported, described
+from attn_compiler.torch_private import compat as torch_compat
 
 
 def rank_of(group: str) -> int:
     """Return this process's rank in the group of that name."""
-    return int(_process_group(group).rank())
+    return int(torch_compat.process_group(group).rank())
 
 
 def ranks_of(group: str) -> frozenset[int]:
     """Return the global ranks of the group of that name."""
-    from torch.distributed import distributed_c10d as c10d
-
-    return frozenset(c10d.get_process_group_ranks(_process_group(group)))
-
-
-def _process_group(name: str) -> Any:
-    from torch.distributed import distributed_c10d as c10d
-
-    return c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return frozenset(dist.get_process_group_ranks(torch_compat.process_group(group)))
 
 
 class RanksDisagree(Exception):
@@ -72,14 +71,12 @@ _scopes: dict[str, _Scope] = {}
 
 
 def _scope(group: str) -> _Scope:
-    from torch.distributed import distributed_c10d as c10d
-
-    store = c10d._get_default_store()
+    store = torch_compat.default_store()
     found = _scopes.get(group)
     # A new group has another store, without messages.
     if found is None or found.store is not store:
-        process_group = _process_group(group)
-        name = "-".join(str(rank) for rank in c10d.get_process_group_ranks(process_group))
+        process_group = torch_compat.process_group(group)
+        name = "-".join(map(str, dist.get_process_group_ranks(process_group)))
         alike = (one for one in _scopes.values() if one.name == name and one.store is store)
         made = _Scope(store=store, name=name, own=process_group.rank(), size=process_group.size())
         found = _scopes[group] = next(alike, made)
@@ -232,6 +229,60 @@ def _lines(text: str, beside: str) -> list[str]:
 
 def is_fake(group: str) -> bool:
     """Return True if the group has no other processes: PyTorch's fake process group computes one rank's part alone."""
-    from torch.distributed import distributed_c10d as c10d
+    return dist.get_backend(torch_compat.process_group(group)) == "fake"
 
-    return c10d.get_backend(_process_group(group)) == "fake"
+
+# ---- what users are told: ranks compile together, and call the same compiled code ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """A meeting of a group of ranks before a graph runs. group, code: names of the group and of the graph.
+
+    told: this rank's facts where ranks may differ, one on each line.
+    """
+
+    group: str
+    code: str
+    told: str
+
+
+def in_step(compiled: Callable[..., Any], meetings: Sequence[Meeting]) -> Callable[..., Any]:
+    """Return a graph's compiled function with a meeting of the ranks before each call."""
+    met = [one for one in meetings if not is_fake(one.group)]
+    if not met:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        for one in met:
+            try:
+                enter(one.group, one.code, one.told)
+            except RanksDisagree as differ:
+                raise _told(str(differ)) from differ
+        return compiled(*args)
+
+    return call
+
+
+def _told(observed: str) -> ContextParallelUnsupported:
+    return ContextParallelUnsupported(
+        module="the graph",
+        source=None,
+        rule="all ranks call the same compiled code, and compile together",
+        observed=observed,
+        remedy="give every rank the same batch size, length, dtypes, strides and modes (torch.no_grad) in each call",
+    )
+
+
+@contextlib.contextmanager
+def telling_of_failure(group: str | None, starts_over: Callable[[Exception], bool]) -> Iterator[None]:
+    """Tell the ranks that share a sequence if this one can't compile: they would wait for it.
+
+    group: the name of their group; None: no sequence is shared. starts_over: recognises exceptions that are no failure.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group is not None and not starts_over(error) and not is_fake(group) and not is_at_odds(group):
+            send(group, f"could not compile: {described(error)}")
+        raise

@@ -13,10 +13,11 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attn_compiler.torch_private import batches_before, compat as torch_compat, packed as torch_packed
-from attn_compiler.torch_private.batches_before import Steps
+from attn_compiler.passes.unpad import batches_before
+from attn_compiler.passes.unpad.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, in_steps
+from attn_compiler.reporting.facts import Steps
+from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
 from attn_compiler.torch_private.packed import Compilation, GuardedError, Guards
-from attn_compiler.torch_private.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, in_steps
 
 REAL = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
 

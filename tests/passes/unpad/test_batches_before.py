@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from attn_compiler.torch_private import batches_before
-from attn_compiler.torch_private.batches_before import MUCH_PADDING, BatchesBefore, Steps, UnpaddedStep
+from attn_compiler.passes.unpad import batches_before
+from attn_compiler.passes.unpad.batches_before import BatchesBefore
+from attn_compiler.reporting.facts import MUCH_PADDING, Steps, UnpaddedStep
 
 POSITIONS = 100
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from attn_compiler.torch_private.batches_before import STEPS_KEPT, BatchesBefore, Steps, UnpaddedStep
+from attn_compiler.passes.unpad.batches_before import BatchesBefore
+from attn_compiler.reporting.facts import STEPS_KEPT, Steps, UnpaddedStep
 from attn_compiler.torch_private.packed import Guards
 
 CompiledFn = Callable[..., Any]

@@ -6,48 +6,16 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-#: From this share of real tokens on, the padded graph is faster (measured on an H200: 0.74 to 0.92, by model).
-NEARLY_FULL = 0.85
+from attn_compiler.reporting.facts import MUCH_PADDING, Steps, UnpaddedStep
+
 #: batches in a row that predict the next one
 _IN_A_ROW = 2
 #: the most copies on their way at once
 _MOST_UNDER_WAY = 16
-STEPS_KEPT = 16
-#: the failed fact of a batch that ran padded without a wait
-MUCH_PADDING = "the batches before have padding to leave out"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnpaddedStep:
-    """One call. fill: the share of tokens that are real, `number` of them. failed: the facts that did not hold, so it ran padded."""
-
-    fill: float
-    number: int = 0
-    failed: tuple[str, ...] = ()
-
-    @property
-    def is_better_padded(self) -> bool:
-        """True if the packed graph can't run, or would not gain."""
-        return self.fill >= NEARLY_FULL or bool(set(self.failed) - {MUCH_PADDING})
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Steps:
-    """The last calls of one graph whose padding was asked for."""
-
-    last: deque[UnpaddedStep] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-
-    @property
-    def are_all_padded(self) -> bool:
-        """True if STEPS_KEPT calls waited for their padding and none could be packed."""
-        return len(self.last) == STEPS_KEPT and all(
-            step.failed and MUCH_PADDING not in step.failed for step in self.last
-        )
 
 
 class Arriving(Protocol):
