@@ -37,35 +37,35 @@ LINES = {
     "integrations": 342,
     "lowerings": 438,
     "lowerings/choice": 1902,
-    "lowerings/cudnn": 1926,
-    "lowerings/decode": 3410,  # schedules of 17 to 64 rows; rows that begin alike; full machines
-    "lowerings/fa4": 884,
-    "lowerings/fp8": 1808,
+    "lowerings/cudnn": 1917,
+    "lowerings/decode": 3402,  # schedules of 17 to 64 rows; rows that begin alike; full machines
+    "lowerings/fa4": 876,
+    "lowerings/fp8": 1790,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5512,
     "lowerings/linear": 2961,  # numbers that are not finite stay on their side in the kernels, too
     "lowerings/plain": 701,
     "lowerings/rows": 590,
     "lowerings/sdpa": 359,
-    "lowerings/shared": 10384,  # documents of 64 bits are numbered by a kernel of their own
+    "lowerings/shared": 10376,  # documents of 64 bits are numbered by a kernel of their own
     "lowerings/triton": 1401,
     "options": 289,  # with what unpad and context parallelism have in common
     "passes": 21,
     "passes/context_parallel": 3437,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6015,
+    "passes/graph": 6014,
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
-    "passes/matching": 5776,
+    "passes/matching": 5770,
     "passes/pipeline": 617,
-    "passes/recovering": 6086,  # reads computed places, alternatives, learned biases
+    "passes/recovering": 6076,  # reads computed places, alternatives, learned biases
     "passes/rewrites": 1220,
-    "passes/spelling": 2700,  # checkpoints ask for themselves whether they are inlined
+    "passes/spelling": 2693,  # checkpoints ask for themselves whether they are inlined
     "passes/unpad": 2739,  # with its run time and its outcome, which stood in torch_private/ and graph/
-    "passes/writing": 2096,  # with the state of delayed FP8 scaling, which stood in torch_private/
+    "passes/writing": 2093,  # with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 806,
     "reporting": 2535,  # with the last calls of a graph without padding, which stood in torch_private/
-    "spec": 2055,
+    "spec": 2054,
     "torch_private": 3336,  # a switch of Dynamo is set anew for each call
-    "verifying": 2677,
+    "verifying": 2672,
 }
 
 

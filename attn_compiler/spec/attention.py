@@ -16,7 +16,7 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import added_scores, fp8_recipe, masks, scores
 from attn_compiler.spec.chosen_keys import Chosen
-from attn_compiler.spec.codec import UNSAID, Codec
+from attn_compiler.spec.codec import UNSAID, Codec, Coded
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
 
 Dim = int | str
@@ -99,7 +99,7 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionSpec:
+class AttentionSpec(Coded):
     """softmax(score(q kᵀ)) v, with everything that a lowering may decide on.
 
     Query head h reads kv head h // (Hq // Hkv); Hkv divides Hq.
@@ -196,18 +196,9 @@ class AttentionSpec:
         is_unread = is_low or (self.mask.reason is not None and not self.mask.is_partial)
         return is_unread and tensor is not None and tensor.dtype != "bool"
 
-    def to_text(self) -> str:
-        """Return canonical JSON: equal specs have equal texts, and `from_text` is the inverse."""
-        return CODEC.text(self)
-
-    @staticmethod
-    def from_text(text: str) -> AttentionSpec:
-        """Inverse of `to_text`, parsed once per text."""
-        return CODEC.value(text, AttentionSpec)
-
 
 #: texts of specs, and the base of the texts of decisions
-CODEC = Codec(
+AttentionSpec.codec = Codec(
     (
         *masks.KINDS,
         *(masks.Dense, masks.Alignment, masks.Flag, Chosen),

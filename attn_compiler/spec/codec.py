@@ -12,7 +12,7 @@ import functools
 import json
 import typing
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from attn_compiler import index_expr
 
@@ -21,8 +21,6 @@ T = TypeVar("T")
 _EXPRESSIONS: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(index_expr.Expr)}
 #: metadata of a rarely set field: left out at its default, so that older texts stay the same
 UNSAID = {"unsaid": True}
-#: remembered texts of one codec
-_REMEMBERED = 1024
 
 
 class Codec:
@@ -38,7 +36,7 @@ class Codec:
         if len(self._by_name) < len(self._classes):
             raise ValueError("two classes of a codec have one name")
         self._brief = brief
-        self._parsed = functools.lru_cache(maxsize=_REMEMBERED)(lambda text: self.from_data(json.loads(text)))
+        self._parsed = functools.lru_cache(maxsize=1024)(lambda text: self.from_data(json.loads(text)))
 
     def extended(self, *classes: type[Any], brief: bool = False) -> Codec:
         """Return a codec of further classes, too."""
@@ -79,12 +77,27 @@ class Codec:
             return _EXPRESSIONS[data["expr"]](*map(self.from_data, data["of"]))
         cls = self._by_name.get(data.get("kind", ""))
         if cls is None:
-            raise ValueError(
-                f"a text of an unknown kind, {data.get('kind')!r}; known are {', '.join(sorted(self._by_name))}"
-            )
+            known = ", ".join(sorted(self._by_name))
+            raise ValueError(f"a text of an unknown kind, {data.get('kind')!r}; known are {known}")
         if issubclass(cls, enum.Enum):
             return cls(data["value"])
         return cls(**{name: self.from_data(x) for name, x in data.items() if name != "kind"})
+
+
+class Coded:
+    """A base of frozen dataclasses with texts of their own. codec: of the class and of those of its fields."""
+
+    __slots__ = ()
+    codec: ClassVar[Codec]
+
+    def to_text(self) -> str:
+        """Return canonical JSON: equal values have equal texts."""
+        return self.codec.text(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Parse the text of `to_text`. Equal texts are parsed once."""
+        return cls.codec.value(text, cls)
 
 
 def _fields(value: Any) -> dict[str, Any]:

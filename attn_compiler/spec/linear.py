@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attn_compiler.spec.attention import Dim
-from attn_compiler.spec.codec import Codec
+from attn_compiler.spec.codec import Codec, Coded
 
 #: "delta": u has the delta rule, and g is given. "ssd": Mamba-2's state space, u = v = dt x, g = A dt, q = C, k = B.
 LinearKind = Literal["delta", "ssd"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearForm:
+class LinearForm(Coded):
     """The recurrence that a function computes, for all sizes.
 
     function: the model's own, by its module, its name and a digest of its text.
@@ -51,12 +51,7 @@ class LinearForm:
     @property
     def text(self) -> str:
         """Canonical text."""
-        return _CODEC.text(self)
-
-    @staticmethod
-    def from_text(text: str) -> LinearForm:
-        """Inverse of `text`."""
-        return _CODEC.value(text, LinearForm)
+        return self.to_text()
 
     @property
     def name(self) -> str:
@@ -64,7 +59,7 @@ class LinearForm:
         return "gated delta rule" if self.recurrence == "delta" else "state space (Mamba-2)"
 
 
-_CODEC = Codec((LinearForm,), brief=True)
+LinearForm.codec = Codec((LinearForm,), brief=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

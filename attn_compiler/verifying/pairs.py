@@ -25,6 +25,7 @@ from attn_compiler.index_expr.on_tensors import evaluate_on
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.arrange import arrange, simplified
 from attn_compiler.passes.graph.axes import AxisError
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Match, Site, Term
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW
@@ -342,19 +343,13 @@ def rounding(site: Site, values: Values) -> float:
     """Return the largest error of the model's addition at a site, relative to its largest number. It sums the errors of the operations
     between the addition and the tensors that it is read from."""
     loads = {version.node for version in site.score_loads.values()}
-    waiting, seen, total = [term.operand.node for term in site.added], set[fx.Node](), 0.0
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        waiting.extend(() if node in loads else node.all_input_nodes)
+    ends, total = [term.operand.node for term in site.added], 0.0
+    for node in reached(ends, lambda node: () if node in loads else node.all_input_nodes):
         name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
         total += _ROUNDED.get(name.rstrip("_"), 0) * _epsilon(node)
         if node.op == "placeholder" and node not in loads and len(values.bodies) > 1:
             total += _OUTSIDE * max(_epsilon(n) for graph in values.bodies for n in graph.nodes)
-    ends = [_epsilon(term.operand.node) or torch.finfo(torch.float32).eps for term in site.added]
-    return total + _ALWAYS * max(ends, default=0.0)
+    return total + _ALWAYS * max((_epsilon(node) or torch.finfo(torch.float32).eps for node in ends), default=0.0)
 
 
 def _epsilon(node: fx.Node) -> float:

@@ -167,7 +167,7 @@ def test_text_is_parsed_once() -> None:
 
 def test_text_of_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="text of AttentionSpec, got that of MaskSpec"):
-        AttentionSpec.from_text(spec.CODEC.text(masks.MaskSpec()))
+        AttentionSpec.from_text(AttentionSpec.codec.text(masks.MaskSpec()))
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AttentionSpec)])

@@ -18,7 +18,7 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.codec import Codec
+from attn_compiler.spec.codec import Codec, Coded
 from attn_compiler.spec.masks import Causal
 
 #: cuDNN needs every tensor to begin at a multiple of this many bytes, a power of two
@@ -50,7 +50,7 @@ SCALES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CudnnCall:
+class CudnnCall(Coded):
     """Everything decided on a call at compile time. Equal calls on equal tensors share one plan.
 
     scale: the factor on q kᵀ.
@@ -119,17 +119,8 @@ class CudnnCall:
         """True if a batch row may be without keys."""
         return self.lengths and not self.counted and not self.fp8
 
-    def to_text(self) -> str:
-        """Canonical JSON of the fields that are not at their default."""
-        return _CODEC.text(self)
 
-    @staticmethod
-    def from_text(text: str) -> CudnnCall:
-        """Inverse of `to_text`, parsed once a text."""
-        return _CODEC.value(text, CudnnCall)
-
-
-_CODEC = Codec((CudnnCall,), brief=True)
+CudnnCall.codec = Codec((CudnnCall,), brief=True)
 
 
 def call_of(spec: AttentionSpec, *, deterministic: bool) -> CudnnCall:

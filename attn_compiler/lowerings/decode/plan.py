@@ -14,7 +14,8 @@ from typing import Literal
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.intervals import Q, mentions_any
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
-from attn_compiler.spec.attention import CODEC, AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.codec import Coded
 
 #: rows of a tile of queries: a tensor core instruction's; the most that registers hold, and of wide heads; wide heads
 _FEWEST_ROWS, _MOST_ROWS, _MOST_ROWS_WIDE, _WIDE = 16, 64, 32, 128
@@ -94,7 +95,7 @@ class DecodePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeCall:
+class DecodeCall(Coded):
     """A call's compile-time decisions, which the leaf op's text holds. of_latent: k and v are a latent. one_kv: they are one tensor, which
     is read once. by_head: heads differ in which queries have keys."""
 
@@ -104,17 +105,8 @@ class DecodeCall:
     one_kv: bool = False
     by_head: bool = False
 
-    def to_text(self) -> str:
-        """Canonical JSON."""
-        return _CODEC.text(self)
 
-    @staticmethod
-    def from_text(text: str) -> DecodeCall:
-        """Inverse of `to_text`, parsed once a text."""
-        return _CODEC.value(text, DecodeCall)
-
-
-_CODEC = CODEC.extended(DecodeCall, Schedule, brief=True)
+DecodeCall.codec = AttentionSpec.codec.extended(DecodeCall, Schedule, brief=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,8 @@ import functools
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.shared.parts import site_parts as parts
-from attn_compiler.spec.attention import CODEC, AttentionSpec, Dim
+from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.codec import Coded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ def _bounding(side: int | None, seqlen_kv: Dim) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fa4Call:
+class Fa4Call(Coded):
     """Everything decided on a call at compile time, which the leaf op's text holds.
 
     version: of flash-attn-4. sm: the architecture that its kernels are compiled for. deterministic: gradients are added up in order.
@@ -71,14 +72,5 @@ class Fa4Call:
     def settings(self) -> Settings:
         return settings_of(self.spec)
 
-    def to_text(self) -> str:
-        """Canonical JSON."""
-        return _CODEC.text(self)
 
-    @staticmethod
-    def from_text(text: str) -> Fa4Call:
-        """Inverse of `to_text`, parsed once a text."""
-        return _CODEC.value(text, Fa4Call)
-
-
-_CODEC = CODEC.extended(Fa4Call, brief=True)
+Fa4Call.codec = AttentionSpec.codec.extended(Fa4Call, brief=True)

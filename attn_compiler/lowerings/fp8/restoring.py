@@ -22,11 +22,11 @@ from attn_compiler.lowerings.fp8.quantise import Rounded
 from attn_compiler.lowerings.shared.ops.given_ops import Read, Tensors, register_given
 from attn_compiler.lowerings.shared.ops.leaf_ops import Differentiable, OfTensor, as_it_is
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.codec import Codec
+from attn_compiler.spec.codec import Codec, Coded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class Kept(Coded):
     """Layout of the operands after out and lse: those of `Rounded.kept`, by `names`, then the family's.
 
     block: positions that share a scale; None: all. rotated: q and k were rotated. has_mean, positions_last: as in
@@ -44,17 +44,8 @@ class Kept:
     def names(self) -> tuple[str, ...]:
         return quantise.kept_names(has_mean=self.has_mean, positions_last=self.positions_last)
 
-    def to_text(self) -> str:
-        """Canonical JSON."""
-        return _CODEC.text(self)
 
-    @staticmethod
-    def from_text(text: str) -> Kept:
-        """Inverse of `to_text`, parsed once a text."""
-        return _CODEC.value(text, Kept)
-
-
-_CODEC = Codec((Kept,))
+Kept.codec = Codec((Kept,))
 
 
 def kept_of(spec: AttentionSpec, text: str, *, positions_last: bool = True) -> Kept:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.ops.leaf_ops import late
-from attn_compiler.spec.codec import Codec
+from attn_compiler.spec.codec import Codec, Coded
 from attn_compiler.spec.fp8_recipe import DTYPES, largest_of
 from attn_compiler.torch_private.op_library import register_helper
 
@@ -90,7 +90,7 @@ class How:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rounding:
+class Rounding(Coded):
     """Rounding of all tensors. block: positions that share a scale, where no magnitudes are given. per: the unit of requested magnitudes,
     if any."""
 
@@ -98,17 +98,8 @@ class Rounding:
     block: int
     per: Per | None = None
 
-    def to_text(self) -> str:
-        """Canonical JSON."""
-        return _CODEC.text(self)
 
-    @staticmethod
-    def from_text(text: str) -> Rounding:
-        """Inverse of `to_text`, parsed once a text."""
-        return _CODEC.value(text, Rounding)
-
-
-_CODEC = Codec((Rounding, How), brief=True)
+Rounding.codec = Codec((Rounding, How), brief=True)
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:

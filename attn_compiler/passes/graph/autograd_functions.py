@@ -7,7 +7,6 @@ own backward.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import bodies, opaque_calls
-from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.calls import run, target_name
 
 _BODIES = 2
 
@@ -98,11 +97,6 @@ class Inside:
 def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """Evaluate a node and all that it depends on, down to the known nodes."""
     if node not in known:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _value(n, known))
-        if target_name(node) == "detach":
-            known[node] = args[0]
-        elif node.op == "call_method":
-            known[node] = operator.methodcaller(str(node.target), *args[1:], **kwargs)(args[0])
-        else:
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        is_detached = target_name(node) == "detach"
+        known[node] = _value(node.all_input_nodes[0], known) if is_detached else run(node, lambda n: _value(n, known))
     return known[node]

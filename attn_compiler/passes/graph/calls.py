@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,3 +49,24 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
     if position < len(node.args):
         return node.args[position]
     return next((node.kwargs[n] for n in _NAMES.get(name, (name,)) if n in node.kwargs), None)
+
+
+def run(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    """Run a call of a Dynamo node on other values of its inputs."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def reached(
+    start: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
+) -> Iterator[fx.Node]:
+    """Yield the nodes that are reached from some, with these, each once. further: the next nodes of a node, asked after it was yielded."""
+    seen, waiting = set[fx.Node](), list(start)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(further(node))

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from attn_compiler.lowerings.base import GIVEN
 from attn_compiler.passes.graph import bodies, closed, mutation
 from attn_compiler.passes.graph.aliasing import Storages, memory_of
-from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.calls import run, target_name
 from attn_compiler.passes.graph.fragment_keys import NodeInputs, Unknown, key_of_all
 from attn_compiler.passes.graph.mirror import is_opaque
 from attn_compiler.torch_private import tracing as torch_tracing
@@ -72,16 +72,9 @@ def run_on_fakes(
 def _run(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> GradientRun | None:
     values: dict[fx.Node, Any] = {}
 
-    def value(node: fx.Node) -> Any:
-        return values[node] if node in values else node.meta.get("example_value")
-
     def run_all() -> None:
         for node in nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            if node.op == "call_method":
-                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            values[node] = run(node, lambda n: values[n] if n in values else n.meta.get("example_value"))
 
     if any(n.op not in ("call_function", "call_method") or is_opaque(n) or closed.is_closed(n) for n in nodes):
         return None

@@ -28,7 +28,7 @@ from attn_compiler.lowerings.base import PART
 from attn_compiler.passes.graph import mutation
 from attn_compiler.passes.graph.aliasing import Storages, memory_of
 from attn_compiler.passes.graph.axes import AxisError
-from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.calls import reached, target_name
 from attn_compiler.passes.graph.gradient_runs import GradientRun, run_on_fakes
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import KeptOutputs, Match, Operand
@@ -55,15 +55,9 @@ class Danger:
 
 def is_given_to_kernel(node: fx.Node) -> bool:
     """Return whether a kernel is given the memory of a Dynamo node, directly or through views: kernels save all their operands."""
-    memory, queue, seen = memory_of(node), [node], {node}
-    while queue:
-        for user in queue.pop().users.keys() - seen:
-            if _is_kernel(user):
-                return True
-            if memory_of(user) & memory:
-                seen.add(user)
-                queue.append(user)
-    return False
+    memory = memory_of(node)
+    holders = reached([node], lambda holder: [user for user in holder.users if memory_of(user) & memory])
+    return any(_is_kernel(user) for holder in holders for user in holder.users)
 
 
 def _is_kernel(node: fx.Node) -> bool:

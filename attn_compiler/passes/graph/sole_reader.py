@@ -10,6 +10,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler.passes.graph import mutation
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Match
 
@@ -20,19 +21,17 @@ def made_for(mirror: Mirror, match: Match, first: Iterable[fx.Node]) -> frozense
     Writers into memory that was made in between, and all nodes that share it, are among them. first: nodes that only make new tensors.
     """
     site = {mirror.owner(node) for node in (*match.covered, match.out)}
-    waiting = [owner for node in first if (owner := mirror.owner(node)) is not None]
-    own = set(waiting)
+    own = {owner for node in first if (owner := mirror.owner(node)) is not None}
     found: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in found or node in site:
-            continue
+
+    def further(node: fx.Node) -> list[fx.Node]:
+        written = (mutation.storages(memory) for writer in mirror.owned(node) for memory in mutation.writes(writer))
+        return [x for x in (*node.users, *_holders(mirror, set().union(*written))) if x not in site]
+
+    for node in reached(own - site, further):
         if node.op not in ("call_function", "call_method") or not (node in own or _is_plain(mirror, node)):
             return None
         found.add(node)
-        waiting.extend(node.users)
-        for writer in mirror.owned(node):
-            waiting.extend(_holders(mirror, set().union(*map(mutation.storages, mutation.writes(writer)))))
     return frozenset(found)
 
 

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from attn_compiler.passes.graph import axes, closed, mutation
-from attn_compiler.passes.graph.calls import target_name
+from attn_compiler.passes.graph.calls import run, target_name
 from attn_compiler.passes.graph.emit import GraphBuilder
 from attn_compiler.passes.graph.mirror import Mirror, is_opaque
 from attn_compiler.torch_private import symbols as torch_symbols, tracing as torch_tracing
@@ -55,12 +55,9 @@ def relies_on(mirror: Mirror, out: fx.Node, old: fx.Node, new: torch.Tensor, mod
 
 def _run(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
     """Return the node's value with the new strides above it; None if it can't be computed with them."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta.get("example_value")))
     with torch_tracing.running_in(mode), torch.no_grad():
         try:
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return run(node, lambda n: values.get(n, n.meta.get("example_value")))
         except (RuntimeError, ValueError, TypeError):
             return None
 

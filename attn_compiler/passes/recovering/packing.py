@@ -8,7 +8,7 @@ number, and its comparison drops out of the mask. A note reports that.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.index_expr.building import rebuilt_of
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.site import Term
 from attn_compiler.passes.recovering import kinds
 from attn_compiler.passes.recovering.kinds import K, Q
@@ -82,27 +83,16 @@ def _placed(part: Expr, position: Load) -> Expr:
 
 def notes(terms: Iterable[Term], reader: Reader, words: str) -> tuple[str, ...]:
     """Return a line for each document count behind these masks that is the same for all tokens. words: the remaining mask."""
-    counts = {n for term in terms for n in _made_from(term.operand.node) if n.target is aten.cumsum.default}
+    counts = {n for term in terms for n in reached([term.operand.node]) if n.target is aten.cumsum.default}
     lines = {
         f"document(cumsum…) ⇒ {words}, because {_name(reader, positions)} is arange": None
         for count in sorted(counts, key=lambda n: n.name)
-        for positions in _made_from(count)
+        for positions in reached([count])
         if _is_one_number(count, reader)
         and _is_compared_with_its_neighbour(positions)
         and _is_arange(positions, reader)
     }
     return tuple(lines)
-
-
-def _made_from(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the node and all nodes that it is computed from, in this graph."""
-    waiting, seen = [node], {node}
-    while waiting:
-        current = waiting.pop()
-        yield current
-        new = [n for n in current.all_input_nodes if n not in seen]
-        seen.update(new)
-        waiting += new
 
 
 def _is_one_number(count: fx.Node, reader: Reader) -> bool:

@@ -12,11 +12,11 @@ from attn_compiler.index_expr import Expr
 from attn_compiler.passes.recovering.borders import Border
 from attn_compiler.passes.recovering.reading.borders import Made
 from attn_compiler.passes.rewrites.refusing import Unkeyed
-from attn_compiler.spec.attention import CODEC
+from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.torch_private import frames as torch_frames, known_masks
 from attn_compiler.torch_private.known_masks import Known
 
-_CODEC = CODEC.extended(Known)
+_CODEC = AttentionSpec.codec.extended(Known)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

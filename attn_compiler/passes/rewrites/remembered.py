@@ -35,7 +35,7 @@ from attn_compiler.reasons import decisions
 from attn_compiler.reasons.errors import described
 from attn_compiler.reporting import facts
 from attn_compiler.reporting.report import Report
-from attn_compiler.spec.attention import CODEC
+from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
@@ -59,7 +59,7 @@ class KeptFile:
     known: str | None
 
 
-_CODEC = CODEC.extended(
+_CODEC = AttentionSpec.codec.extended(
     KeptFile,
     *record.PARTS,
     *border_records.PARTS,

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import bodies, regions, strides
-from attn_compiler.passes.graph.calls import Trying, argument, is_pytorchs, target_name, untried
+from attn_compiler.passes.graph.calls import Trying, argument, is_pytorchs, run, target_name, untried
 from attn_compiler.passes.graph.spelling import JOINED, Spelled
 from attn_compiler.passes.spelling import expand, products
 from attn_compiler.passes.spelling.products import Product
@@ -294,7 +294,7 @@ def _spell_out(graph_module: fx.GraphModule, joined: _Joined) -> Spelled:
         values = dict(zip(inputs, given, strict=True))
         values[joined.cat] = _scores(joined, values)
         for node in joined.way:
-            values[node] = _run(node, values)
+            values[node] = run(node, values.__getitem__)
         return weighted[0].of(values[joined.way[-1]], _joined([values[x.right] for x in weighted], weighted[0].summed))
 
     own, wanted = joined.own, _value(joined.own)
@@ -344,13 +344,6 @@ def _among(mask: torch.Tensor, sets: Sequence[_Set], place: int, values: Mapping
     zeros = [mask.new_zeros((*mask.shape[:-1], size)) for size in sizes]
     zeros[place] = mask.expand(*mask.shape[:-1], sizes[place])
     return torch.cat(zeros, -1)
-
-
-def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: values[x])
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 # ---- nodes ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import fx
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes.graph import faults, strides
 from attn_compiler.passes.graph.axes import AxisError
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.emit import GraphBuilder, example
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
@@ -37,19 +38,15 @@ def sum_in_one_order(unit: Unit, mirror: Mirror, builder: GraphBuilder, sites: I
 
 
 def _gathers(site: Site) -> Iterator[fx.Node]:
-    """Yield the gathers that the site's bias is made of, through views and pointwise ops."""
+    """Return the gathers that the site's bias is made of, through views and pointwise ops."""
     terms = (*site.added, *site.match.scores.additive)
-    waiting = [term.operand.root for term in terms] if site.spec is not None and site.spec.needs_grad else []
-    seen = set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.target in _GATHERS:
-            yield node
-        elif node.target in _PASSED or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            waiting += node.all_input_nodes
+    roots = [term.operand.root for term in terms] if site.spec is not None and site.spec.needs_grad else []
+
+    def further(node: fx.Node) -> list[fx.Node]:
+        passes = node.target in _PASSED or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return node.all_input_nodes if passes and node.target not in _GATHERS else []
+
+    return (node for node in reached(roots, further) if node.target in _GATHERS)
 
 
 def _replace(mirror: Mirror, builder: GraphBuilder, gather: fx.Node) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import Tile, Tiles
-from attn_compiler.spec.attention import CODEC, AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.codec import Coded
 
 #: Elements from one position of q, k, v or an output's gradient to the next, at most: offsets within a tile of up to 256 of them are of
 #: 32 bits. Only an axis as long as 32768 heads of 256 lies between two positions that are farther apart.
@@ -112,24 +113,15 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Call(Coded):
     """All compile-time decisions on a call, which are the leaf op's text. one_kv: k and v are one tensor, which the forward reads once."""
 
     spec: AttentionSpec
     tiles: Tiles
     one_kv: bool = False
 
-    def to_text(self) -> str:
-        """Return canonical JSON."""
-        return _CODEC.text(self)
 
-    @staticmethod
-    def from_text(text: str) -> Call:
-        """Parse the text of `to_text`. Equal texts are parsed once."""
-        return _CODEC.value(text, Call)
-
-
-_CODEC = CODEC.extended(Call, Tiles, Tile, brief=True)
+Call.codec = AttentionSpec.codec.extended(Call, Tiles, Tile, brief=True)
 
 
 #: smallest head dim of a tile that a warpgroup of Hopper multiplies

@@ -18,6 +18,7 @@ from torch import fx
 
 from attn_compiler.passes.graph import axes, constants, mutation, views
 from attn_compiler.passes.graph.axes import AxisError, Dims
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.views import argument
 from attn_compiler.passes.matching.patterns.score_chain import Joined
@@ -71,14 +72,7 @@ def own(dims: Dims) -> list[list[axes.Atom]]:
 
 def below(known: Mapping[fx.Node, QueryNumbers]) -> set[fx.Node]:
     """Return all nodes computed from known values, with the known nodes."""
-    found, queue = set(known), list(known)
-    while queue:
-        node = queue.pop()
-        for user in node.users:
-            if user not in found and views.reads_elements(user, node):
-                found.add(user)
-                queue.append(user)
-    return found
+    return set(reached(known, lambda node: [user for user in node.users if views.reads_elements(user, node)]))
 
 
 def _is_cast(node: fx.Node) -> bool:
