@@ -4,18 +4,16 @@ A kind has `words` for people and a `condition` for one pair: an index expressio
 `formula`, its drawing, and the intervals and truth values of kernels follow from that. tests/spec/meanings.py writes each condition once
 more, by hand: every kernel and every recovery is tested against it.
 
-`own_key`: the kind lets each query use the key of its own position, unless that is padding.
-
-To add a kind: one class here, its name in KINDS, its recogniser in passes/recovering/kinds.py, and its test. No lowering has to know it:
-the model's own tensor holds the same mask, and is applied until lowerings/shared/parts/site_parts.py makes a part of the kind. If neither a
-tensor nor a flag holds a kind, `check_masks` in lowerings/shared/limits/mask_limits.py refuses it.
+To add a kind: docs/changes.md. Kernels apply a kind that lets through keys whatever the query is. Any other one needs an interval in
+lowerings/shared/parts/intervals.py; until then the model's own tensor, which holds the same mask, is applied. If neither a tensor nor a
+flag holds a kind, `check_masks` in lowerings/shared/limits/mask_limits.py refuses it.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Size
@@ -51,7 +49,6 @@ class Alignment(enum.Enum):
 class Causal(_Kind):
     """Key k is allowed for query q when k <= q (TOP_LEFT) or k <= q + Skv - Sq (BOTTOM_RIGHT)."""
 
-    own_key: ClassVar[bool] = True
     alignment: Alignment = Alignment.TOP_LEFT
 
     @property
@@ -95,7 +92,6 @@ class Dense:
 class CausalFrom(_Kind):
     """k <= q + offset. offset: over b, sizes and run-time tensors (a cache's filled length); -1 is strictly causal."""
 
-    own_key: ClassVar[bool] = False
     offset: Expr
 
     @property
@@ -113,7 +109,6 @@ class CausalFrom(_Kind):
 class SlidingWindow(_Kind):
     """q - left <= k <= q + right; None is no bound on that side."""
 
-    own_key: ClassVar[bool] = True
     left: int | None
     right: int | None
 
@@ -138,7 +133,6 @@ class SlidingWindow(_Kind):
 class Prefix(_Kind):
     """k < length or k <= q: all queries see the prefix, the rest is causal. length: over b, sizes and run-time tensors."""
 
-    own_key: ClassVar[bool] = True
     length: Expr
 
     @property
@@ -159,7 +153,6 @@ class KeyPadding(_Kind):
     """Key k of batch row b is allowed where the condition over (b, k) holds, for every query and head. Its run-time tensors may leave out
     any keys: at the left, at the right, or between others. KeyBound leaves out one piece."""
 
-    own_key: ClassVar[bool] = True
     condition: Expr
 
     @property
@@ -178,7 +171,6 @@ class KeyBound(_Kind):
     of a cache.
     """
 
-    own_key: ClassVar[bool] = True
     side: str
     bound: Expr
 
@@ -201,7 +193,6 @@ class KeyBound(_Kind):
 class Document(_Kind):
     """Query and key belong to the same document. of_key: the key's document, over (b, k); the query's is the same at q."""
 
-    own_key: ClassVar[bool] = True
     of_key: Expr
 
     @property
@@ -225,7 +216,6 @@ class Document(_Kind):
 class Chunked(_Kind):
     """Query and key fall into the same chunk of `size` positions (Llama 4), counted from `start`, which may differ by batch row."""
 
-    own_key: ClassVar[bool] = True
     size: int
     start: Expr = ix.ZERO
 
@@ -243,7 +233,6 @@ class Chunked(_Kind):
 class AnyOf(_Kind):
     """At least one alternative holds, each a conjunction of kinds (causal, or the same image block)."""
 
-    own_key: ClassVar[bool] = False
     alternatives: tuple[tuple[MaskKind, ...], ...]
 
     @property
@@ -281,7 +270,6 @@ def _grouped(texts: list[str]) -> str:
 class Formula(_Kind):
     """A condition over (b, h, q, k) that was read in full and fits no other kind."""
 
-    own_key: ClassVar[bool] = False
     condition: Expr
 
     @property

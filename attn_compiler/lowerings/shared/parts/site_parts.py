@@ -213,10 +213,9 @@ class _Masking:
         if interval is not None:
             self.rows = interval if self.rows is None else self.rows.both(interval)
             return True
-        condition = _condition(kind)
-        if condition is None or mentions_any(condition, Q, H):
+        if isinstance(kind, masks.AnyOf) or mentions_any(kind.condition, Q, H):
             return False
-        self.keys.append(condition)
+        self.keys.append(kind.condition)
         return True
 
     def _add_document(self, of_key: Expr) -> bool:
@@ -236,13 +235,6 @@ class _Masking:
             interval = as_interval(band)
             self.rows = interval if self.rows is None else self.rows.both(interval)
         return True
-
-
-def _condition(kind: MaskKind) -> Expr | None:
-    match kind:
-        case masks.KeyPadding(condition=condition) | masks.Formula(condition=condition):
-            return condition
-    return None
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------

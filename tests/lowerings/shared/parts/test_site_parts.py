@@ -144,6 +144,14 @@ def test_where_a_kind_goes(proved: list[MaskKind], expected: Parts) -> None:
     assert parts(*proved) == expected
 
 
+def test_a_kind_that_parts_do_not_name_is_keys_if_it_is_of_keys_alone() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Strided:
+        condition = ix.compare("==", ix.apply("mod", K, Const(4)), ix.ZERO)
+
+    assert parts(Strided()) == Parts(keys=Strided.condition)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
