@@ -3,7 +3,7 @@
 s = scale · (q kᵀ);  s = softcap · tanh(s / softcap);  s = s + bias;  p = dropout(softmax([s, sinks])[..., :Skv])
 
 To add a score change: one class here with `words`, its name in KINDS, and its test. A change of each score by itself is a `Pointwise`: its
-recogniser and its lowering know it by that, and CONTRIBUTING.md names the places of its own lines. Proved kinds of an added tensor are in
+recogniser and its lowering know it by that, and docs/changes.md names the places of its own lines. Proved kinds of an added tensor are in
 added_scores.py.
 """
 
