@@ -102,7 +102,7 @@ def _sum(number: Expr, rest: Expr | None, other: Const) -> Expr:
 
 
 def _is_told_apart(total: float, other: float) -> bool:
-    """Return True if a number rounded to any dtype, infinite in some, stays on the same side of another number."""
+    """Return True if `total`, rounded to any float dtype, stays on its side of `other`, even where it becomes infinite."""
     if math.isnan(total) or math.isinf(total):
         return True
     if math.isinf(other):

@@ -27,12 +27,12 @@ def strongest(op: str, parts: Iterable[Expr]) -> list[Expr]:
             bounds[terms] = choose(bounds.get(terms, const), const)
         else:
             rest.append(part)
-    kept = [part for part in rest if not (bounds and _is_taken_up(op, part, bounds))]
+    kept = [part for part in rest if not (bounds and _is_absorbed(op, part, bounds))]
     return kept + [Test(">=", Linear(terms, const)) for terms, const in bounds.items()]
 
 
-def _is_taken_up(op: str, part: Expr, bounds: dict[_Terms, int]) -> bool:
-    """Return True if bounds imply a (dis)equality of the same form. A value right beyond a bound moves the bound."""
+def _is_absorbed(op: str, part: Expr, bounds: dict[_Terms, int]) -> bool:
+    """Return True if bounds make a (dis)equality redundant. A bound next to its value moves to take it in: k < q ∨ k = q is k <= q."""
     if not isinstance(part, Test) or part.relation != {"or": "==", "and": "!="}[op]:
         return False
     for form in (part.form, _negated(part.form)):

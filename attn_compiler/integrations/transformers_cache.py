@@ -33,7 +33,7 @@ class ShardedLayer(StaticLayer):  # type: ignore[no-untyped-call]
         self._whole = self._slots * cp.size
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Initialise as a static layer, and store this rank's number: an input of compiled code, not asked for in each call."""
+        """Initialise as a static layer. Store this rank's number as a tensor, so that compiled code reads an input and asks no group."""
         super().lazy_initialization(key_states, value_states)
         rank = torch_collectives.sequence_rank(self.cumulative_length, self._group)
         self._rank = rank.to(torch.int64)

@@ -40,7 +40,7 @@ class Column(Generic[Record]):
         return getattr(record, self.key) if self.read is None else self.read(record)
 
     def lines(self, record: Record) -> tuple[str, ...]:
-        """Return the fact for people; nothing if there is none."""
+        """Return the fact as lines of text; none if the record lacks the fact."""
         found = self.value(record) if self.words is None else self.words(record)
         return found if isinstance(found, tuple) else () if found in (None, "") else (str(found),)
 

@@ -49,7 +49,7 @@ class Dumper:
         directory is never written into: the second dump of a graph called "0/0" goes to "0_0-2"."""
         dumper = cls(directory=None, traced=torch_observe.is_traced())
         if dump_dir is not None:
-            with dumper._never_in_the_way(dump_dir):
+            with dumper._error_ends_dump(dump_dir):
                 dumper._directory = _new_directory(dump_dir, _file_name(graph_name))
         return dumper
 
@@ -70,13 +70,13 @@ class Dumper:
             yield
             return
         before, ops_before = "", Counter[str]()
-        with self._never_in_the_way():
+        with self._error_ends_dump():
             before, ops_before = graph_text(gm), op_counts(gm)
             self._write(f"{pass_name}.before", before)
         try:
             yield
         finally:
-            with self._never_in_the_way():
+            with self._error_ends_dump():
                 if self.enabled:
                     after = graph_text(gm)
                     self._write(f"{pass_name}.after", after)
@@ -90,19 +90,19 @@ class Dumper:
     def text(self, name: str, make: Callable[[], str]) -> None:
         """Dump a text. make: called only if something is written."""
         if self.enabled:
-            with self._never_in_the_way():
+            with self._error_ends_dump():
                 self._write(name, make())
 
     def report(self, report: Report) -> None:
         """Write report.json, report.txt and report.html. (TORCH_TRACE gets the report from `publish`.)"""
         if self._directory is not None:
-            with self._never_in_the_way():
+            with self._error_ends_dump():
                 self._write_file("report.json", report.to_json())
                 self._write_file("report.txt", str(report))
                 self._write_file("report.html", report.to_html())
 
     @contextlib.contextmanager
-    def _never_in_the_way(self, place: str = "TORCH_TRACE") -> Iterator[None]:
+    def _error_ends_dump(self, place: str = "TORCH_TRACE") -> Iterator[None]:
         """Report an error of a dump, and end the dump; compilation goes on. place: the target, if there is no directory."""
         try:
             yield

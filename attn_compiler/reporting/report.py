@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 JSON_VERSION = 1
 
 
-class _Shown(ABC):
-    """Outputs of one report or several."""
+class _Outputs(ABC):
+    """Base of `Report` and `Reports`: their outputs as text, JSON and a page."""
 
     __slots__ = ()
 
@@ -71,7 +71,7 @@ class _Shown(ABC):
         return render.reports_view(self._graphs)
 
 
-class Report(_Shown, GraphReport):
+class Report(_Outputs, GraphReport):
     """One graph handed to the backend: the fields of GraphReport. str(report) is the plain table, 88 columns wide; rich's print shows it in
     colour."""
 
@@ -86,7 +86,7 @@ class Report(_Shown, GraphReport):
         return {"version": JSON_VERSION, **as_data(self)}
 
 
-class Reports(_Shown, tuple[Report, ...]):
+class Reports(_Outputs, tuple[Report, ...]):
     """The reports of several graphs, in the order of their compilation: one table, one JSON, with totals."""
 
     __slots__ = ()

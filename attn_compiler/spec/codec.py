@@ -54,7 +54,7 @@ class Codec:
         return found
 
     def data(self, value: Any) -> Any:
-        """Return the content of `text`, as lists and dictionaries."""
+        """Convert a value to lists and dictionaries, which `text` writes as JSON."""
         if isinstance(value, enum.Enum):
             return {"kind": type(value).__name__, "value": value.value}
         if type(value).__name__ in _EXPRESSIONS:

@@ -22,7 +22,7 @@ def not_tried(name: str, version: str) -> str | None:
 
 
 def notices(target: Target) -> tuple[str, ...]:
-    """Return the notices of all releases that a machine's attention runs with. A CPU runs no Triton."""
+    """Return a notice for each of torch and Triton that is newer than every tried release. On a CPU only torch counts."""
     releases = {"torch": target.torch, "triton": target.triton if target.device == "cuda" else ""}
     return tuple(filter(None, (not_tried(name, version) for name, version in releases.items())))
 

@@ -55,11 +55,11 @@ def dim_of(size: int | torch.SymInt) -> int | str:
 def expr_of(size: torch.SymInt) -> sympy.Expr:
     """Return a size as an expression in a form that equal ones share, as far as that is known without a new guard."""
     expr = size.node.expr
-    return expr if expr.is_Atom else _equal(size.node.shape_env, normal(expr))
+    return expr if expr.is_Atom else _by_guards(size.node.shape_env, normal(expr))
 
 
-def _equal(env: symbolic_shapes.ShapeEnv, size: sympy.Expr) -> sympy.Expr:
-    """Rewrite a size by equalities of the guards so far: s0//4 for s1//4. PyTorch itself does so for symbols."""
+def _by_guards(env: symbolic_shapes.ShapeEnv, size: sympy.Expr) -> sympy.Expr:
+    """Rewrite a size by equalities that guards hold so far: s0//4 replaces s1//4. PyTorch itself replaces only single symbols."""
     count, known = _EQUAL.get(env, (0, {}))
     if count != len(env.guards):
         count, known = (count, dict(known)) if count < len(env.guards) else (0, {})
@@ -233,7 +233,7 @@ def _hold(
 
 def simplified(mode: FakeTensorMode, size: sympy.Expr) -> sympy.Expr:
     """Return a size by the guards so far: a symbol that some op fixed in the meantime is a number."""
-    return size if mode.shape_env is None else _equal(mode.shape_env, normal(mode.shape_env.replace(size)))
+    return size if mode.shape_env is None else _by_guards(mode.shape_env, normal(mode.shape_env.replace(size)))
 
 
 # ---- facts about symbols as data for another process --------------------------------------------------------------------

@@ -99,11 +99,11 @@ class _Numbers:
         self._exact: torch.Tensor | None = None
         self._moved, self.is_open = 0.0, True
         wide = own.to(exact_dtype(own.dtype))
-        self._look(wide, torch.ones_like(wide, dtype=torch.bool), 0.0)
+        self._test(wide, torch.ones_like(wide, dtype=torch.bool), 0.0)
         self.is_open = self.is_open or rule.weighted is not None
 
-    def _look(self, exact: torch.Tensor, counts: torch.Tensor, off: float, rounded: torch.dtype | None = None) -> None:
-        """Compare with a model's result that may itself be off by `off`."""
+    def _test(self, exact: torch.Tensor, counts: torch.Tensor, off: float, rounded: torch.dtype | None = None) -> None:
+        """Compare ours with a result of the model. counts: the elements to compare. off: the error of the model's own result."""
         self._beside, self._counts = exact, counts
         self._limit(self.rule.factor * off + _floor(self.own, exact, counts, rounded, self.rule.weighted or 0.0))
 
@@ -125,11 +125,11 @@ class _Numbers:
             own = difference(self.own, made)
             # If the model's own result overflows and the exact one does not, there is nothing to compare with.
             counts = ~own.isinf() if self.rule.kept is None else self.rule.kept & ~own.isinf()
-            self._look(made, counts, largest(own, counts))
+            self._test(made, counts, largest(own, counts))
             return
         now, known = largest(difference(made, self._exact), self._counts), self.allowed
         self._moved = max(self._moved, now)
-        self._look(self._exact, self._counts, now, self.rule.rounded)
+        self._test(self._exact, self._counts, now, self.rule.rounded)
         self._limit(max(known, self.allowed))
 
     def settle(self, rounding: float) -> None:

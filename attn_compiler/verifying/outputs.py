@@ -71,12 +71,12 @@ class OutputCheck(Check):
     def compare(self, values: Values) -> Compared:
         if self.new_out is None:
             raise NoValueError("the site is as the model made it")
-        new = floating(values.rewritten(self.body, self.new_out))
+        new = comparable(values.rewritten(self.body, self.new_out))
         return self.beside_own(new, values, self.kept_rows(values), self.what)
 
     def beside_own(self, new: torch.Tensor, values: Values, kept: torch.Tensor | None, what: str) -> Compared:
         """Compare a tensor with the model's result at a site, as `held` does."""
-        own, v = floating(values.mirror(self.site.match.out)), values.mirror(self.site.match.v.node)
+        own, v = comparable(values.mirror(self.site.match.out)), values.mirror(self.site.match.v.node)
 
         def run(noise: Noise | None) -> torch.Tensor:
             with torch.autocast(v.device.type, enabled=False):
@@ -113,7 +113,7 @@ class OutputCheck(Check):
 
     def kept_rows(self, values: Values) -> torch.Tensor | None:
         """Return the elements of the output in rows with keys, or that are numbers, in its own dimensions; None if all are."""
-        own = floating(values.mirror(self.site.match.out))
+        own = comparable(values.mirror(self.site.match.out))
         if not bool(own.isnan().any()):
             return None
         rows = pairs.rows_with_keys(self.site, values)
@@ -131,8 +131,8 @@ class OutputCheck(Check):
         return kept
 
 
-def floating(x: Any) -> torch.Tensor:
-    """Return a value as a tensor of a dtype with a rule. Raises NoValueError."""
+def comparable(x: Any) -> torch.Tensor:
+    """Return the value if it is a tensor of a dtype that FLOOR_ULPS has a tolerance for. Raises NoValueError otherwise."""
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOOR_ULPS:
         raise NoValueError("the output is no tensor of a floating dtype that has a rule")
     return x

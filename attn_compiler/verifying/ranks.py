@@ -171,7 +171,7 @@ class SharedCheck(OutputCheck):
         site, ranks = self.site, self.ranks
         ranks.meet(f"the attention of {site.module}")
         # Steps that wait for other ranks come first: later findings are this rank's own.
-        new, models = (outputs.floating(values.rewritten(self.body, self.new_out)), values.mirror(site.match.out))
+        new, models = (outputs.comparable(values.rewritten(self.body, self.new_out)), values.mirror(site.match.out))
         own = self._on_part(values)
         k, v = (ranks.whole(x, 2) for x in (own.k, own.v))
         loads, score_loads = ({x: self.whole.value(y, values, ranks) for x, y in z.items()} for z in self._loads())

@@ -128,7 +128,7 @@ class Values:
         return asked
 
     def read(self, key: Key) -> Any:
-        """Return a recorded value."""
+        """Return the value recorded under a key. A rehearsal, which has no values yet, notes the key and returns a placeholder."""
         if self.asked is None:
             return self.recorded[key]
         self.asked.add(key)

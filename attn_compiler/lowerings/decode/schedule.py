@@ -30,8 +30,8 @@ are slower from 4096 keys on, and no faster at 1024. For FP8 seven tiles were tr
 249 us for the four sizes above, 128 w8 s4 9.3, 25.0, 37.9 and 281, 128 w4 s4 8.6, 27.6, 44.8 and 249.
 
 Of 17 to 32 rows (docs/decode.md, decode_rows_h200.csv, 2026-11-29), the best of 18 others was 1.5 to 3% faster in two of four cases, and
-slower in two. With 33 to 64 rows, 3 stages and two programs on a multiprocessor gain 11% with 64 sequences of head dim 128 and 19% with 16
-of head dim 64, and lose 10 to 37% with one or four: hence the rows that are busy (decode_unused_keys_h200.csv).
+slower in two. With 33 to 64 rows, 3 stages and two programs on a multiprocessor gain 11% with 64 sequences of head dim 128, and 19% with 16
+of head dim 64. They lose 10 to 37% with one or four: hence the rows that are busy (decode_unused_keys_h200.csv).
 
 Each warp has its own keys (slices) where there are no more than 16 rows, up to head dim 128, or since sm90 32 in half precision without a
 tensor of pairs. FP8 caches of more rows or wider heads, other machines, float32, and more than 16 rows at other head dims than 64 and 128,

@@ -72,7 +72,7 @@ def round_fp8(
 def largest_fp8(
     tensors: Sequence[torch.Tensor], mean: torch.Tensor | None, text: str, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Launch `fp8_rounding.largest_fp8`."""
+    """Return the largest finite magnitudes by a launch of the kernel `largest_fp8`. Arguments: as of `rounding.largest_fp8`."""
     how, named = Rounding.from_text(text), _named(tensors, mean, seen)
     same = call_cache("largest_fp8", f"{text} {list(named)}", list(named.values()))
     with on(tensors[0].device):

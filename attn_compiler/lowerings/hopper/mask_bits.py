@@ -50,7 +50,7 @@ def emit_by_key(emitter: Emitter, mask: fx.Node, seqlen_q: Size) -> fx.Node:
 
 
 def _packed(emitter: Emitter, mask: fx.Node, length: Size) -> fx.Node:
-    """Pack the last axis into words."""
+    """Pack the last axis of a boolean mask into int32 words of 32 bits. Zero bits fill up the last group of _WORDS words."""
     call = emitter.call
 
     def number(function: Callable[..., Any], a: Size, b: Size) -> Size:

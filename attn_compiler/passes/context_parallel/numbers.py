@@ -86,7 +86,7 @@ def _length_in(x: Expr, length: int) -> Expr | None:
 
 
 def _is_of_distance(x: Expr) -> bool:
-    """Return whether x is the same for any q and k that are as far apart."""
+    """Return whether x depends on q and k through their distance alone."""
     q, k = ix.Index("q"), ix.Index("k")
     key = ix.substitute(x, k, ix.add(k, ix.ONE))
     return bool(ix.substitute(key, q, ix.add(q, ix.ONE)) == x)

@@ -56,7 +56,7 @@ def differs(node: fx.Node, kernel: fx.Node) -> str | None:
 
 
 def backward_of(node: fx.Node, kernel: fx.Node) -> fx.Node:
-    """Return the call of the kernel's own backward, where nothing differs."""
+    """Return the call of the kernel's own backward, for a function of which `differs` is None."""
     return _backward_kernels(bodies.bodies(node)[1], kernel)[0]
 
 

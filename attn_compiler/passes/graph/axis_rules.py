@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class HasAxes(Protocol):
-    """Axes of a value. dims: its own. several: of each result of an op with several results."""
+    """Axes of a value. dims: of its dimensions. several: the dims of each result, for an op with several results."""
 
     @property
     def dims(self) -> Dims: ...
@@ -163,8 +163,8 @@ def along_dim(context: Followed, node: fx.Node) -> Axes | Mixed:
         return Mixed(why=f"it works along {context.words}")
     result: Any = node.meta["val"]
     if isinstance(result, (tuple, list)):
-        return Axes(dims=dims, several=tuple(views.kept_axes(dims, y, which, rank) for y in result))
-    return Axes(dims=views.kept_axes(dims, result, which, rank))
+        return Axes(dims=dims, several=tuple(views.axes_after(dims, y, which, rank) for y in result))
+    return Axes(dims=views.axes_after(dims, result, which, rank))
 
 
 def getitem(context: Followed, node: fx.Node) -> Axes | Mixed:

@@ -29,7 +29,7 @@ from attn_compiler.torch_private import symbols as torch_symbols, tracing as tor
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """The place of a node in a template: an input, or a step; inputs come first. Nodes of symbolic sizes stand there themselves."""
+    """A reference to a node of a template, by number: inputs first, then steps. A node of a symbolic size needs none: it is kept itself."""
 
     index: int
 

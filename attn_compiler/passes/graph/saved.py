@@ -110,7 +110,7 @@ class Keeping:
         return None if danger.by_user else danger.why
 
     def why_loaded(self, node: fx.Node) -> str | None:
-        """Return `why` for the tensors that a mask or a bias is computed from anew: a kernel's copy is right whatever the model saved."""
+        """Return `why` for a tensor that a kernel computes a mask or bias from anew. A copy is right there, so an AxisError is a reason."""
         try:
             return self.why(node)
         except AxisError as error:

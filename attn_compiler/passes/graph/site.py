@@ -112,7 +112,7 @@ class Limit:
         return replace(self, low=low, high=high)
 
     def is_idle(self, lowest: float, highest: float) -> bool:
-        """Return whether it changes no score from `lowest` to `highest`."""
+        """Return whether the limit changes no score between `lowest` and `highest`."""
         return self.of_dtype or (self.low <= lowest and highest <= self.high)
 
 

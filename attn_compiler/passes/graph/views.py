@@ -277,8 +277,8 @@ def named_axes(node: fx.Node, rank: int, argument_name: str = "dim") -> set[int]
     return {int(i) % rank for i in (given if isinstance(given, (tuple, list)) else [given])}
 
 
-def kept_axes(dims: Dims, result: torch.Tensor, which: Collection[int], rank: int) -> Dims:
-    """Return the axes of a result that has new ones at `which`, or none there."""
+def axes_after(dims: Dims, result: torch.Tensor, which: Collection[int], rank: int) -> Dims:
+    """Return the axes of a result of an op along the axes `which`: these are fresh if the op keeps the rank, and gone if it does not."""
     if result.dim() == rank:
         fresh = axes.fresh(axes.shape_exprs(result))
         return tuple(fresh[i] if i in which else dim for i, dim in enumerate(dims))

@@ -90,14 +90,14 @@ def _apart(x: Expr) -> float | None:
         case Apply(op="where", args=(_, Const(value=a), Const(value=b))) if max(abs(a), abs(b)) < -MASKED_BELOW:
             return abs(float(a) - float(b)) * _ROUNDED
         case Apply(op="mul", args=(a, Const(value=factor))) if _is_whole(a):
-            return _step(float(factor))
+            return _least_spacing(float(factor))
         case Linear(terms=terms, const=const) if all(ix.kind_of(term) != "float" for term, _ in terms):
-            return _step(math.gcd(const, *(factor for _, factor in terms)))
+            return _least_spacing(math.gcd(const, *(factor for _, factor in terms)))
     return None
 
 
-def _step(factor: float) -> float | None:
-    """Return the least distance of two multiples of a factor, each rounded to some dtype: the power of two below it; else None."""
+def _least_spacing(factor: float) -> float | None:
+    """Return a power of two that two multiples of a factor, rounded to any dtype, differ by at least; None if the factor itself masks."""
     least = abs(factor) * _ROUNDED
     return 2.0 ** math.floor(math.log2(least)) if least > 1 and abs(factor) < -MASKED_BELOW else None
 

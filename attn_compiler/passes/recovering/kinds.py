@@ -220,16 +220,16 @@ RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], MaskKind | None], ...] = (
 
 def at_most(x: Expr) -> Expr:
     """Return a condition that x implies, and that loads no element per query and key."""
-    if whole(x) is None:
+    if load_of_pairs(x) is None:
         return x
     match x:
         case Apply(op="and" | "or" as op, args=args):
             return ix.apply(op, *map(at_most, args))
-        case Apply(op="where", args=(condition, a, b)) if whole(condition) is None:
+        case Apply(op="where", args=(condition, a, b)) if load_of_pairs(condition) is None:
             return ix.where(condition, at_most(a), at_most(b))
     return ix.TRUE
 
 
-def whole(x: Expr) -> Load | None:
-    """Return a load in x of an element per query and key, or None."""
+def load_of_pairs(x: Expr) -> Load | None:
+    """Return the first load in x of an element for each pair of query and key, or None."""
     return next((load for load in ix.loads(x) if all(ix.mentions(load, index) for index in (Q, K))), None)

@@ -279,12 +279,12 @@ class _Read:
         parts = kinds.conjuncts(condition)
         said = by_places(ix.decide(ix.apply("and", *map(kinds.at_most, parts)), self._ranges), self._reader)
         return alternatives.fewer(ix.decide(said, self._ranges), self._ranges), ix.apply(
-            "and", *(part for part in parts if kinds.whole(part) is not None)
+            "and", *(part for part in parts if kinds.load_of_pairs(part) is not None)
         )
 
     def _why_not(self, rest: Expr) -> str | None:
         """Return why the rest of a condition says nothing; None if it loads no element per query and key."""
-        whole = kinds.whole(rest)
+        whole = kinds.load_of_pairs(rest)
         if whole is None:
             return None
         what = f"{self._origin(whole.tensor)}, and holds an element for each query and key"

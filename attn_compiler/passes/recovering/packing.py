@@ -41,7 +41,7 @@ def by_places(condition: Expr, reader: Reader) -> Expr:
 
 
 def _counted(kind: Document, reader: Reader) -> Load | None:
-    """Return key k's position if documents are numbered by a count of the places where it does not go up by one; else None."""
+    """Return the position of key k, if a key's document is the number of earlier places where positions do not go up by one; else None."""
     of_key = kind.of_key
     if not isinstance(of_key, Load) or of_key.at[-1:] != (K,) or of_key.tensor not in reader.tensors:
         return None

@@ -129,7 +129,7 @@ def _check_gradient(site: Site, mirror: Mirror) -> None:
 
 
 def _check_sizes(site: Site, scores: PackedScores, mask: fx.Node) -> None:
-    """Raise KeepsPadding if a tensor taken at the real tokens is smaller than the mask: a token has one place among all B · S."""
+    """Raise KeepsPadding if a tensor to gather at the real tokens has another shape than the mask: one flat index serves both."""
     own = axes.shape_exprs(views.value(mask))
     for name, need in scores.tensors.items():
         shape = axes.shape_exprs(views.value(need.node))

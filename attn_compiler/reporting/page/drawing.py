@@ -27,7 +27,7 @@ def hatching() -> Markup:
 
 
 def drawing(grid: Grid, title: str, identity: str) -> Markup:
-    """Return the SVG. identity: of this drawing in its page."""
+    """Draw the tiles of a mask's grid as an SVG. identity: prefix of the ids in this SVG, unique in its page."""
     width, height = _sizes(grid)
     parts = [
         element("title", title, id=f"{identity}-title"),

@@ -88,7 +88,7 @@ def _load(
     base, keys, stride, end, allowed,
     FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Load (N, PART) or (S, N, PART) elements of keys or values; zeros beyond the end and the head dim, and where `allowed` is False."""
+    """Load a part of the head dim of keys or values: (N, PART), or (S, N, PART) for S slices. What is beyond `end` or not allowed is 0."""
     dims = _rows(FIRST + tl.arange(0, PART)[None, :], SLICES)
     inside = keys < end
     if allowed is not None:
@@ -102,7 +102,7 @@ def _load(
 
 @triton.jit
 def _is_added(bias):
-    """Return whether the bias is above -inf in units of log 2: -inf masks a key, whose values may not be added up."""
+    """Return where the bias, in units of log 2, is not -inf. A bias of -inf masks its key: its values must not enter the sum."""
     return bias.to(tl.float32) * LOG2E != float("-inf")
 
 

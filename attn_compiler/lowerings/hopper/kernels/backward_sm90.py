@@ -218,8 +218,8 @@ def attention_backward_sm90(
     Turns, Ranks, stride_q, stride_k, stride_v, stride_g, stride_s, stride_dk, stride_dv, stats_rows, masking, lists, adding, sizes,
     section, blocks, heads_of_all, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Grid: up to blocks · heads_of_all, for `blocks` blocks of BLOCK_N keys of each of heads_of_all = B · Hq heads. No more programs than
-    run at once; each computes several blocks. num_warps: 4.
+    """Compute dk, dv and, into Sums, dq over the scale. Grid: at most blocks · heads_of_all programs, and no more than run at once: each
+    computes several blocks. blocks: of BLOCK_N keys, of one head. heads_of_all: B · Hq. num_warps: 4.
 
     Q, K, V, GradOut: logical BHSD, in half precision, every stride but the last one a multiple of 16 bytes. GradK, GradV: the same, (B,
     Hq, Skv, D), the part of each query head. RowStats: (B, Hq, 2, stats_rows) float32 (row_stats.py). Sums: (B, Hq, Sq, QK) float32,

@@ -60,7 +60,7 @@ def _visits(work, batch, head, block, how: gl.constexpr):
 
 @gluon.jit
 def _tell(tiles, at, number):
-    """Write a number for the warpgroups that compute."""
+    """Write a number to shared memory, for the warpgroups that compute."""
     NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles.index(at).store(gl.full([1], number, gl.int32, layout=NUMBER))
 

@@ -186,7 +186,7 @@ class QueryMasks(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """State of a warpgroup's 64 keys of a block. Of each, in the layout of a tile's rows: keys, least, most, document."""
+    """Mask state of the 64 keys of one warpgroup. keys, least, most and document have one element a key, in the layout of a tile's rows."""
 
     keys: Any  # the key's number
     least: Any  # the first query that may use it

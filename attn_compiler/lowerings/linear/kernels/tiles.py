@@ -171,7 +171,7 @@ def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _of_blocks(blocks, C: tl.constexpr):
-    """Return the `inverse` of a tile that is 0 outside its blocks of 16 on the diagonal."""
+    """Return the `inverse` of a tile that is 0 outside the 16 x 16 blocks on its diagonal."""
     many: tl.constexpr = C // 16
     n = tl.arange(0, many)
     is_own = (n[:, None] == n[None, :])[:, None, :, None]

@@ -54,7 +54,7 @@ class Prepared:
 
     @functools.cached_property
     def any_size(self) -> bool:
-        """Return whether sizes differ from call to call."""
+        """Return whether q, k or v has a symbolic size, which may differ from call to call."""
         spec = self.call.spec
         return any(isinstance(size, str) for x in (spec.q, spec.k, spec.v) for size in x.shape)
 

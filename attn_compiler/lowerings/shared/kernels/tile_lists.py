@@ -138,7 +138,7 @@ def _band(queries, keys, seqlen_q, seqlen_kv, band_left, band_right, QUERIES: tl
 
 @triton.jit
 def _rows(bounds, queries, keys, blocks_q, seqlen_kv, inside, KEYS: tl.constexpr):
-    """Return (some, holes) of the queries' intervals of keys."""
+    """Return (some, holes) of tiles, by their queries' intervals of keys. some: a pair may be allowed; holes: a pair may be masked."""
     at = bounds + queries
     first_k = keys * KEYS
     last_k = tl.minimum(first_k + KEYS, seqlen_kv) - 1

@@ -70,7 +70,7 @@ class _Launches:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def written(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the traced tensor with everything that was written into `tensor` so far."""
+        """Return the traced tensor that holds all writes to `tensor` so far; `tensor` itself if the body did not allocate it."""
         return self._made.get(id(tensor), (tensor, tensor))[1]
 
     def allocated(self, tensor: torch.Tensor) -> None:

@@ -66,7 +66,7 @@ class _Made:
     given: Operands
 
     def all_of(self, plan: Plan, parts: Parts, tiles: Tiles, *, ordered: bool) -> dict[str, fx.Node]:
-        """Return tensors by name; those that the plan asks for are among them."""
+        """Make the tensors of all parts, tile lists and a dropout seed, by name. They include every operand of the plan."""
         made = self.all_of_parts(parts)
         if plan.bias:
             made["bias"] = mask_nodes.in_vectors(self.emitter, made["bias"], self.given.q)

@@ -98,8 +98,8 @@ class Reading:
         """Nodes that were read."""
         return {node for node, value in self._read.items() if value is not None}
 
-    def logits(self, share: Number) -> Joined | float | None:
-        """Return the sinks whose exponentials are Y in the share X / (X + Y)."""
+    def sinks_of(self, share: Number) -> Joined | float | None:
+        """Return the sinks of a share X / (X + Y), where Y is their exponential: 0.0 if Y is 1, None if the share has another form."""
         if sympy.cancel(share * (X + 1)) == X:
             return 0.0
         found = (y for y in share.free_symbols & self._leaves.keys() if sympy.cancel(share * (X + y)) == X)

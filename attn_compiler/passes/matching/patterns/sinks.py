@@ -64,7 +64,7 @@ def behind(
     share = None if other is None else reading.value(other)
     if share is None or share.power is not None or share.axis is not None:
         return None
-    logits = reading.logits(1 / share.of[0] if reader.target in _QUOTIENTS else share.of[0])
+    logits = reading.sinks_of(1 / share.of[0] if reader.target in _QUOTIENTS else share.of[0])
     end = _in_dtype_of(mirror, start, reader) if keeps_dtype else [reader]
     if logits is None or end is None:
         return None

@@ -155,7 +155,7 @@ def _triangle(reader: Reader, given: list[tuple[int, fx.Node]], at: At) -> Expr 
 
 
 def _at_run_time(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read one of two numbers, where one was written into a tensor of the other. Truth values need no rule: loads say the same."""
+    """Read a tensor of one number after another number was written to places known at run time: one of two, by a load of the element."""
     base, value, dtype = node.args[0], argument(node, "value"), fake(node).dtype
     if not isinstance(base, fx.Node) or not isinstance(value, (bool, int, float)) or not dtype.is_floating_point:
         return None
