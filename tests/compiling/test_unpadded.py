@@ -80,7 +80,7 @@ def test_full_batches_run_padded_with_its_kernels(monkeypatch: pytest.MonkeyPatc
             return found
 
     monkeypatch.setattr(unpadded, "_is_launched", lambda _: True)
-    monkeypatch.setattr(batches_before, "arriving", Come)
+    monkeypatch.setattr(batches_before, "Arriving", Come)
     full = mask_of(LENGTH, LENGTH, LENGTH)
     made = compiled_alone(monkeypatch)
     model = Encoder(ending=lambda x, mask: x.transpose(0, 1))

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_compiler.torch_private import outside_reads, writes as torch_writes
-from attn_compiler.torch_private.outside_reads import OutsideRead
+from attn_compiler.torch_private import substitution, writes as torch_writes
+from attn_compiler.torch_private.substitution import OutsideRead
 
 # Memory that is watched.
 S = 6
@@ -251,7 +251,7 @@ def test_a_frame_is_compiled_anew_where_something_is_another_one(
     graphs: list[int] = []
 
     def note(context: ComptimeContext) -> None:
-        outside_reads.guard(context, [read] if read.holds() else [])
+        substitution.guard(context, [read] if read.holds() else [])
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         graphs.append(1)

@@ -143,7 +143,7 @@ def rewrite_on_all_ranks(
 ) -> tuple[Meeting, ...]:
     """Rewrite a graph on all ranks, or raise on all of them. Returns where they meet before each call.
 
-    beside: groups of ranks that have other heads. of_call: the facts of this call (py).
+    beside: groups of ranks that have other heads. of_call: the facts of this call.
     """
     error: Exception | None = None
     try:
@@ -225,8 +225,10 @@ def agree(unit: Unit, found: FoundSites, trial: Spread, failed: Exception | None
 
 def complete(unit: Unit) -> None:
     """Complete the record of the graph as it was, after all passes."""
-    if isinstance(unit.outcome, SharedGraph):
-        unit.outcome = unit.outcome.completed(unit.graph, unit.mirrored, unit.found.sites)
+    outcome = unit.outcome
+    if isinstance(outcome, SharedGraph) and outcome.first_look is not None:
+        look = outcome.first_look.completed(unit.graph, unit.mirrored, unit.found.sites)
+        unit.outcome = dataclasses.replace(outcome, first_look=look)
 
 
 def _said(found: FoundSites, spread: Spread) -> RankOutcome:

@@ -128,7 +128,7 @@ def _whole_mirror(unit: Unit, cp: ContextParallel, given: Mapping[fx.Node, Input
     try:
         with torch_tracing.tracing_in(mode):
             other.spelling = plain_calls.spell_out(other)
-            return mirroring.trace_mirror(other, is_whole=True)
+            return mirroring.trace_mirror(other)
     except Exception as error:
         raise NotComparable(described(error)) from error
 

@@ -79,11 +79,6 @@ class SharedGraph(Outcome):
     first_look: FirstLook | None = None
     meetings: tuple[Meeting, ...] = ()
 
-    def completed(self, graph: fx.Graph, mirror: Mirror, sites: Sequence[Site]) -> SharedGraph:
-        """Complete the first look, as in `FirstLook.completed`."""
-        look = None if self.first_look is None else self.first_look.completed(graph, mirror, sites)
-        return dataclasses.replace(self, first_look=look)
-
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         return in_step(compiled, self.meetings)
 

@@ -12,12 +12,12 @@ from attn_compiler.passes.graph.unit import Unit, is_anchor_like
 from attn_compiler.torch_private import tracing as torch_tracing
 
 
-def trace_mirror(unit: Unit, trial: Trial | None = None, *, is_whole: bool | None = None) -> Mirror:
+def trace_mirror(unit: Unit, trial: Trial | None = None) -> Mirror:
     """Trace the mirror of a unit.
 
-    is_whole: the mirror holds every node, as options need that go by the rules of every op; else a part suffices, as on trial.
+    It holds every node for options that go by the rule of every op, before they rewrite the graph. Else a part suffices.
     """
-    is_whole = (trial is None and unit.options.follows_positions) if is_whole is None else is_whole
+    is_whole = trial is None and unit.options.follows_positions
     masks = [*_masks_passed_on(unit), *(handed_on(unit.graph) if not unit.is_body else ())]
     blocks = [one.blocks for one in unit.spelling.calls if one.blocks is not None]
     masks += [one.dense for one in blocks if one.dense is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -39,10 +39,8 @@ class Trial:
 class Outcome:
     """The outcome of an option for a graph."""
 
-    @property
-    def reads_all(self) -> bool:
-        """Return whether calls may read inputs that the rewritten graph does not read."""
-        return False
+    #: calls may read inputs that the rewritten graph does not read
+    reads_all: ClassVar[bool] = False
 
     @property
     def beside(self) -> tuple[fx.GraphModule, ...]:

@@ -66,7 +66,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("padded", "unpad.judging.write_padded(unit, targets)", ("lower",)),
     Step("give_back", "spelling.plain_calls.given_back(unit, spelling)", ("padded",), costs_all=True),
     Step("last_look", "context_parallel.agreement.complete(unit)", ("give_back",)),
-    Step("verify", "writing.verify.verify_graph(unit, found)", ("last_look",)),
+    Step("verify", "writing.lower.verify_graph(unit, found)", ("last_look",)),
     # All graphs together, and the report.
     Step("linear", "linear = writing.linear_calls.lower(gm, options, seconds, dumper)", ("verify",), on="work"),
     Step("not_left", "context_parallel.spreading.check_not_left(units)", ("linear",), on="work"),

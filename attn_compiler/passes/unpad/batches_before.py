@@ -6,7 +6,6 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -18,18 +17,8 @@ _IN_A_ROW = 2
 _MOST_UNDER_WAY = 16
 
 
-class Arriving(Protocol):
-    """Numbers on their way to the host."""
-
-    def are_there(self) -> bool: ...
-
-    def numbers(self) -> list[int]:
-        """Return the numbers, once they have arrived."""
-        ...
-
-
-class ArrivingFromGpu:
-    """Numbers on their way from an NVIDIA GPU. told: int64 (n,)."""
+class Arriving:
+    """Numbers on their way from an NVIDIA GPU to the host. told: int64 (n,)."""
 
     def __init__(self, told: torch.Tensor) -> None:
         # The copy goes to pinned memory, so that the call returns at once.
@@ -41,13 +30,9 @@ class ArrivingFromGpu:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def numbers(self) -> list[int]:
+        """Return the numbers, once they have arrived."""
         found: list[int] = self._host.tolist()
         return found
-
-
-def arriving(told: torch.Tensor) -> Arriving:
-    """Send numbers to the host. told: int64 (n,)."""
-    return ArrivingFromGpu(told)
 
 
 class BatchesBefore:
@@ -88,7 +73,7 @@ class BatchesBefore:
 
     def send(self, told: torch.Tensor, positions: int) -> None:
         """Ask a padded batch for its numbers, to be read on arrival. told: int64 (n,). positions: of the batch."""
-        sent = arriving(told)
+        sent = Arriving(told)
         with self._lock:
             self._under_way.append((sent, positions))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -24,9 +24,7 @@ from attn_compiler.torch_private import packed as torch_packed, tracing as torch
 class PaddingOutcome(Outcome):
     """The model's own graph may run, beside the packed one or alone."""
 
-    @property
-    def reads_all(self) -> bool:
-        return True
+    reads_all: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

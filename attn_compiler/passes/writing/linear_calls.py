@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -23,15 +22,6 @@ from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LinearSite:
-    """One call, after its lowering took its place."""
-
-    module: str
-    spec: LinearSpec
-    decision: Decision
-
-
 def are_in(gm: fx.GraphModule) -> bool:
     """Return whether the graph, or a body nested in it, has such a call."""
     return any(linear_call.calls(module.graph) for module in torch_compat.graph_modules(gm))
@@ -42,10 +32,12 @@ def lower(gm: fx.GraphModule, options: Options, seconds: dict[str, float], dumpe
     if not are_in(gm):
         return ()
     with timed("linear", seconds), dumper.around("linear", gm):
-        return _rows(_lowered(gm, options))
+        return tuple(_row(*alike, modules) for alike, modules in _lowered(gm, options).items())
 
 
-def _lowered(gm: fx.GraphModule, options: Options) -> Iterator[LinearSite]:
+def _lowered(gm: fx.GraphModule, options: Options) -> dict[tuple[LinearSpec, Decision], list[str]]:
+    """Replace the calls. Return the modules of all calls of one spec and decision."""
+    found: dict[tuple[LinearSpec, Decision], list[str]] = {}
     for module in torch_compat.graph_modules(gm):
         calls = linear_call.calls(module.graph)
         shared = linear_steps.shared_memory(module.graph) if calls else frozenset()
@@ -60,7 +52,8 @@ def _lowered(gm: fx.GraphModule, options: Options) -> Iterator[LinearSite]:
             step = None if lowering is None else lowering.step_op
             if step is None or not linear_steps.write_over(node, spec, step, shared):
                 _replace(node, linear_call.linear_own if lowering is None else lowering.op)
-            yield LinearSite(module=module_path(node), spec=spec, decision=decision)
+            found.setdefault((spec, decision), []).append(module_path(node))
+    return found
 
 
 #: operands that do not affect the last state
@@ -92,14 +85,6 @@ def give_back(gm: fx.GraphModule) -> None:
     """Restore the model's own function in every call, for a graph that is compiled as the model made it."""
     for module in torch_compat.graph_modules(gm):
         linear_call.give_back(module.graph)
-
-
-def _rows(sites: Iterable[LinearSite]) -> tuple[LinearReport, ...]:
-    """Return a row for all calls of one spec and decision."""
-    groups: dict[tuple[LinearSpec, Decision], list[str]] = {}
-    for site in sites:
-        groups.setdefault((site.spec, site.decision), []).append(site.module)
-    return tuple(_row(spec, decision, modules) for (spec, decision), modules in groups.items())
 
 
 def _row(spec: LinearSpec, decision: Decision, modules: Sequence[str]) -> LinearReport:

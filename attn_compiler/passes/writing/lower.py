@@ -26,6 +26,7 @@ from attn_compiler.passes.recovering import body_inputs, reach, recover
 from attn_compiler.passes.writing import buffers, checkpointed, keyless_nodes, layout, linear_calls, tables
 from attn_compiler.passes.writing.select import leave_alone
 from attn_compiler.reasons.decisions import Copy
+from attn_compiler.reasons.errors import VerifyFailed
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import op_library, snapshots as torch_snapshots, symbols as torch_symbols
@@ -336,3 +337,44 @@ def unread(mirror: Mirror, site: Site, old: Sequence[fx.Node]) -> list[fx.Node]:
 def _is_pure(mirror: Mirror, node: fx.Node) -> bool:
     """Return whether a node only computes its value: it exists in the mirror as ATen ops that write nothing."""
     return node.op in ("call_function", "call_method") and mirror.computes_only(node)
+
+
+# ---- invariants of a rewritten graph ---------------------------------------------------------------------------------
+
+
+def verify_graph(unit: Unit, found: FoundSites) -> None:
+    """Raise VerifyFailed if the graph is malformed, or a site's value changed in shape, dtype or device."""
+    if not unit.options.check_invariants:
+        return
+    try:
+        unit.graph.lint()
+    except RuntimeError as error:
+        raise VerifyFailed(
+            pass_name="lower",
+            site=unit.name or "the graph",
+            invariant="every node is defined before it is used",
+            observed=str(error),
+        ) from error
+    for site in found.sites:
+        if site.new_out is not None:
+            _check_output(site, site.new_out)
+
+
+def _check_output(site: Site, new_out: fx.Node) -> None:
+    before: torch.Tensor = site.match.out.meta["val"]
+    after: torch.Tensor = new_out.meta["example_value"]
+    if _differs(before, after):
+        raise VerifyFailed(
+            pass_name="lower", site=site.module, invariant=f"the output is {_words(before)}", observed=_words(after)
+        )
+
+
+def _differs(before: torch.Tensor, after: torch.Tensor) -> bool:
+    if (before.dtype, before.device, before.dim()) != (after.dtype, after.device, after.dim()):
+        return True
+    # Equal sizes may be spelled differently: s0**2 // s0.
+    return not all(torch_symbols.statically_known(a == b) for a, b in zip(before.shape, after.shape, strict=True))
+
+
+def _words(value: torch.Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)} on {value.device}"

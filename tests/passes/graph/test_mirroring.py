@@ -21,8 +21,6 @@ from attn_compiler.passes.graph import axes, mirroring, unit
 from attn_compiler.passes.graph.arrange import Recipe, ViewCall, arrange, simplified
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
 from attn_compiler.passes.graph.values import EmittedValues
-from attn_compiler.passes.unpad import outcome
-from attn_compiler.passes.unpad.outcome import Packed
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.compiling import captured
 from tests.passes.view_chains import Chain, chains, followed
@@ -41,7 +39,7 @@ def test_what_a_bodys_mask_is_made_of_is_not_skipped_in_the_caller() -> None:
 
     gm, _ = captured(function, torch.randn(Q, requires_grad=True), torch.randn(S, S))
     (body,) = unit.units(gm, Options())
-    made = mirroring.trace_mirror(body.place.calls[0].unit, is_whole=False)
+    made = mirroring.trace_mirror(body.place.calls[0].unit)
     targets = [node.target for node in made.graph.nodes]
     assert torch.ops.aten.add.Tensor in targets
     assert torch.ops.aten.exp.default not in targets
@@ -215,55 +213,6 @@ def test_values_without_a_graph_are_made_once(static: bool) -> None:
     # A tensor that is given twice is told from two, and other strides from these.
     made(x, x), made(x, others[0]), made(others[1])
     assert ran == 4
-
-
-# What is told of a packed graph, and fake inputs for another number of tokens.
-def _packed(mode: FakeTensorMode | None = None, **changed: Any) -> Packed:
-    mode = mode or FakeTensorMode(shape_env=ShapeEnv())
-    starts = mode.from_tensor(torch.empty(4, dtype=torch.int64), static_shapes=True)
-    given: dict[str, Any] = {
-        "facts": (),
-        "zeroed": ("output 0",),
-        "places": {},
-        "writes": False,
-        "dropout": False,
-        "before": None,
-        "original": None,
-        "fakes": (),
-        "inputs": outcome.fake_inputs(mode, 30, 7, starts),
-        "mode": mode,
-        "most": 30,
-    }
-    return Packed(**{**given, **changed})
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [({}, ()), ({"dropout": True}, ("statistically equal",)), ({"zeroed": ()}, ("nothing visible changes",))],
-)
-def test_people_are_told_of_what_differs(changed: dict[str, Any], words: tuple[str, ...]) -> None:
-    (*notes, of_others) = _packed(**changed).row().notes
-    assert "a batch that is not packed" in of_others
-    assert len(notes) == len(words)
-    assert all(word in note for word, note in zip(words, notes, strict=True))
-
-
-def test_the_number_of_tokens_is_a_size_of_its_own() -> None:
-    packed = _packed()
-    number, tokens, rows, positions, begins, ends, starts = packed.inputs
-    assert isinstance(number, torch.SymInt)
-    assert {str(x.shape[0]) for x in (tokens, rows, positions, begins, ends)} == {str(number)}
-    assert [x.dtype for x in (tokens, begins, starts)] == [torch.int64, torch.int32, torch.int64]
-    assert starts.shape == (4,)
-
-
-def test_another_number_of_tokens_is_another_size() -> None:
-    packed = _packed()
-    further = packed.further(19)
-    assert str(further[0]) != str(packed.inputs[0])
-    assert further[0].node.hint == 19
-    assert str(further[1].shape[0]) == str(further[0])
-    assert further[-1].shape == packed.inputs[-1].shape
 
 
 def _run(recipe: Recipe, x: torch.Tensor, sizes: dict[sympy.Symbol, int] | None = None) -> torch.Tensor:

@@ -255,13 +255,6 @@ def test_public_reports_hold_the_report() -> None:
     assert attn_compiler.reports()[-1] is run.report
 
 
-def test_steps_that_cost_all_graphs() -> None:
-    assert {step.name for step in PIPELINE if step.costs_all} == {
-        *("plain", "lengths", "expand", "dtensors", "flex", "library_calls", "keys_last"),
-        *("context_parallel", "agree", "lower", "give_back"),
-    }
-
-
 def test_attention_in_a_graph_of_constants() -> None:
     """No input is a tensor: there is nothing to trace with, and nothing to gain."""
     constant = torch.randn(B, H, S, D)

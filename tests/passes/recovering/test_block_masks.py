@@ -43,7 +43,7 @@ def _checked(blocks_of: Any, *, strict: bool = True) -> tuple[Unit, Spelling, li
     (unit,) = units(gm, Options(strict=strict))
     with torch_tracing.tracing_in(unit.mode):
         unit.spelling = plain_calls.spell_out(unit)
-        unit.mirror = mirroring.trace_mirror(unit, is_whole=False)
+        unit.mirror = mirroring.trace_mirror(unit)
         found = block_masks.checked(unit, unit.mirror, unit.spelling, Readers())
     return unit, found, list(found.left)
 

@@ -41,7 +41,7 @@ class Batches:
         self.sent: list[Late] = []
         self.steps = Steps()
         self.before = BatchesBefore(steps=self.steps, read=read, are_awaited=True)
-        monkeypatch.setattr(batches_before, "arriving", self.send)
+        monkeypatch.setattr(batches_before, "Arriving", self.send)
 
     def send(self, told: torch.Tensor) -> Late:
         self.sent.append(Late(told))
@@ -138,7 +138,7 @@ def deterministic_algorithms() -> Iterator[None]:
 @pytest.mark.gpu
 def test_numbers_come_from_a_gpu() -> None:
     told = torch.tensor([7, 1], device="cuda")
-    late = batches_before.arriving(told)
+    late = batches_before.Arriving(told)
     torch.cuda.synchronize()
     assert late.are_there()
     assert late.numbers() == [7, 1]

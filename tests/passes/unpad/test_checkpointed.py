@@ -95,7 +95,7 @@ def test_layers(kind: type[Checkpointed], own_masks: bool, inner: str, graphs: l
 
 def test_the_padded_graph_has_them_too(monkeypatch: pytest.MonkeyPatch, graphs: list[fx.GraphModule]) -> None:
     monkeypatch.setattr(unpadded, "_is_launched", lambda _: True)
-    monkeypatch.setattr(batches_before, "arriving", lambda told: Coming(told, 0))
+    monkeypatch.setattr(batches_before, "Arriving", lambda told: Coming(told, 0))
     torch.manual_seed(0)
     model = CheckpointedDecoder(ending=loss).double()
     function = compiled(model, inner="aot_eager")

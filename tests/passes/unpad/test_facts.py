@@ -17,7 +17,7 @@ from attn_compiler.passes.graph.axes import Atom, Dims
 from attn_compiler.passes.matching import match
 from attn_compiler.passes.unpad import facts, forms, packing
 from attn_compiler.passes.unpad.values import FormRecipe, Indexed, KeepsPadding, Kind, Need, Value, places
-from attn_compiler.passes.writing import verify
+from attn_compiler.passes.writing import lower
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
 from tests.passes.unpad.encoder import (
@@ -224,7 +224,7 @@ def test_a_graph_that_fails_after_it_was_packed_runs_as_the_model_made_it(monkey
     def fail(*_: Any) -> None:
         raise KeyError("too late")
 
-    monkeypatch.setattr(verify, "verify_graph", fail)
+    monkeypatch.setattr(lower, "verify_graph", fail)
     model = Encoder()
     run = compiled(model, strict=False)
     with pytest.warns(AttnCompilerWarning, match="pass 'verify' failed at layers.1: KeyError: 'too late'"):

@@ -13,7 +13,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attn_compiler.passes.unpad import batches_before
+from attn_compiler.passes.unpad import batches_before, outcome
+from attn_compiler.passes.unpad.outcome import Packed
 from attn_compiler.passes.unpad.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, in_steps
 from attn_compiler.reporting.facts import Steps
 from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
@@ -158,7 +159,7 @@ def test_a_batch_that_runs_padded_is_asked_behind_it(monkeypatch: pytest.MonkeyP
     """The device has work by then."""
     order: list[str] = []
     monkeypatch.setattr(
-        batches_before, "arriving", lambda told: order.append("sent") or SimpleNamespace(are_there=bool)
+        batches_before, "Arriving", lambda told: order.append("sent") or SimpleNamespace(are_there=bool)
     )
     function = unpadded([], Steps(), most=9)
     function._batches._are_awaited = True
@@ -249,3 +250,52 @@ def test_outside_of_a_compilation_nothing_is_entered() -> None:
     with Compilation.current().enter():
         pass
     assert issubclass(GuardedError, Exception)
+
+
+# What is told of a packed graph, and fake inputs for another number of tokens.
+def _packed(mode: FakeTensorMode | None = None, **changed: Any) -> Packed:
+    mode = mode or FakeTensorMode(shape_env=ShapeEnv())
+    starts = mode.from_tensor(torch.empty(4, dtype=torch.int64), static_shapes=True)
+    given: dict[str, Any] = {
+        "facts": (),
+        "zeroed": ("output 0",),
+        "places": {},
+        "writes": False,
+        "dropout": False,
+        "before": None,
+        "original": None,
+        "fakes": (),
+        "inputs": outcome.fake_inputs(mode, 30, 7, starts),
+        "mode": mode,
+        "most": 30,
+    }
+    return Packed(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({}, ()), ({"dropout": True}, ("statistically equal",)), ({"zeroed": ()}, ("nothing visible changes",))],
+)
+def test_people_are_told_of_what_differs(changed: dict[str, Any], words: tuple[str, ...]) -> None:
+    (*notes, of_others) = _packed(**changed).row().notes
+    assert "a batch that is not packed" in of_others
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
+def test_the_number_of_tokens_is_a_size_of_its_own() -> None:
+    packed = _packed()
+    number, tokens, rows, positions, begins, ends, starts = packed.inputs
+    assert isinstance(number, torch.SymInt)
+    assert {str(x.shape[0]) for x in (tokens, rows, positions, begins, ends)} == {str(number)}
+    assert [x.dtype for x in (tokens, begins, starts)] == [torch.int64, torch.int32, torch.int64]
+    assert starts.shape == (4,)
+
+
+def test_another_number_of_tokens_is_another_size() -> None:
+    packed = _packed()
+    further = packed.further(19)
+    assert str(further[0]) != str(packed.inputs[0])
+    assert further[0].node.hint == 19
+    assert str(further[1].shape[0]) == str(further[0])
+    assert further[-1].shape == packed.inputs[-1].shape

@@ -45,7 +45,7 @@ class Coming:
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """As on a GPU, where numbers come so many calls later."""
     monkeypatch.setattr(unpadded, "_is_launched", lambda _: True)
-    monkeypatch.setattr(batches_before, "arriving", lambda told: Coming(told, request.param))
+    monkeypatch.setattr(batches_before, "Arriving", lambda told: Coming(told, request.param))
     return int(request.param)
 
 

@@ -21,7 +21,7 @@ from attn_compiler import DelayedScaling, Fp8Recipe
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes.pipeline.steps import PIPELINE
-from attn_compiler.passes.writing import buffers, fp8_state, summary, verify
+from attn_compiler.passes.writing import buffers, fp8_state, lower, summary
 from attn_compiler.reasons.errors import AttnCompilerWarning, VerifyFailed
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.spec.attention import AttentionSpec
@@ -332,7 +332,7 @@ def test_each_of_two_checkpoints_has_its_own() -> None:
 
 def test_what_fails_afterwards_leaves_none_and_the_model_as_it_was() -> None:
     with (
-        mock.patch.object(verify, "_check_output", side_effect=ValueError("broken")),
+        mock.patch.object(lower, "_check_output", side_effect=ValueError("broken")),
         pytest.warns(AttnCompilerWarning, match="broken"),
     ):
         function = run(attention, strict=False)

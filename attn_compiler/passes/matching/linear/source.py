@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_compiler.passes.matching.linear import branches, vocabulary
-from attn_compiler.torch_private.outside_reads import OutsideRead
+from attn_compiler.torch_private.substitution import OutsideRead
 
 _SPACE = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 #: tokens whose text depends on tabs and on the Python version

@@ -32,17 +32,17 @@ def _body() -> Unit:
 
 def test_a_graph_has_one_reader_until_it_has_another_mirror() -> None:
     body, readers = _body(), Readers()
-    body.mirror = mirroring.trace_mirror(body, is_whole=False)
+    body.mirror = mirroring.trace_mirror(body)
     first = readers.of(body)
     assert readers.of(body) is first
-    body.mirror = mirroring.trace_mirror(body, is_whole=False)
+    body.mirror = mirroring.trace_mirror(body)
     assert readers.of(body) is not first
     assert readers.of(body).mirror is body.mirror
 
 
 def test_a_caller_gets_its_mirror_where_a_mask_is_followed_there() -> None:
     body, readers = _body(), Readers()
-    body.mirror = mirroring.trace_mirror(body, is_whole=False)
+    body.mirror = mirroring.trace_mirror(body)
     caller = body.place.calls[0].unit
     reader = readers.of(body)
     assert caller.mirror is None
