@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 import attn_compiler
 import attn_compiler.compiling.backend as backend_module
-from attn_compiler.lowerings.decode import launch as decode_launch
+from attn_compiler.lowerings.decode import replaying as decode_launch
 from attn_compiler.lowerings.shared.calls import listing_launch
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from attn_compiler.lowerings.shared.launching import ahead, launch as launching, on_device, replaying

@@ -25,7 +25,7 @@ import torch
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Lowering
-from attn_compiler.lowerings.decode import launch
+from attn_compiler.lowerings.decode import replaying
 from attn_compiler.lowerings.fp8 import rounding as fp8_rounding
 from attn_compiler.lowerings.shared.launching import launch as launching
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
@@ -267,19 +267,19 @@ def _needs(name: str) -> None:
 def _launches(names: list[str]) -> Iterator[None]:
     """Names of our Triton kernels, as they are launched for the first time."""
     first = launching._first_launch
-    decoding = launch._launch
+    decoding = replaying.launch
 
     def noted(kernel: Any, *given: Any) -> Any:
         names.append(kernel.fn.__name__)
         return first(kernel, *given)
 
-    def noted_decoding(*given: Any) -> Any:
-        names.append(launch.attention_decode.fn.__name__)
-        return decoding(*given)
+    def noted_decoding(known: Any, kernel: Any, *given: Any, **options: Any) -> Any:
+        names.append(kernel.fn.__name__)
+        return decoding(known, kernel, *given, **options)
 
     with (
         mock.patch.object(launching, "_first_launch", noted),
-        mock.patch.object(launch, "_launch", noted_decoding),
+        mock.patch.object(replaying, "launch", noted_decoding),
     ):
         yield
 

@@ -15,22 +15,21 @@ import torch
 import triton
 from triton.runtime import driver
 
-from attn_compiler.lowerings.decode import definition, latent_schedule, plan as decode_plan
+from attn_compiler.lowerings.decode import definition, latent_schedule, plan as decode_plan, replaying
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.kernels.latent_sm90_tuples import HopperSwitches
 from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches, MergeSwitches
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
-from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
+from attn_compiler.lowerings.decode.replaying import DecodeSite, Known, Launched, empty
 from attn_compiler.lowerings.shared.calls import by_definition
 from attn_compiler.lowerings.shared.calls.arguments import along
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.calls.readable import readable
 from attn_compiler.lowerings.shared.launching.dry_run import noter
-from attn_compiler.lowerings.shared.launching.launch import check_grid, first_launch, plain, start
+from attn_compiler.lowerings.shared.launching.launch import check_grid
 from attn_compiler.lowerings.shared.launching.replaying import VECTOR
 from attn_compiler.lowerings.shared.ops.leaf_ops import output_strides
 from attn_compiler.lowerings.shared.parts import score_changes
-from attn_compiler.torch_private.compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
 
@@ -66,7 +65,7 @@ class PreparedLatent:
     given: tuple[int | None, ...]
     rope: int | None
     typed: tuple[int, ...]
-    compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+    compiled: Known = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -141,7 +140,7 @@ def _by_definition(
     q: torch.Tensor, latent: torch.Tensor, operands: Tensors, text: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (batch, heads, seqlen_q, _), rank = q.shape, latent.shape[3]
-    out = _empty((batch, heads, seqlen_q, rank), output_strides(heads, seqlen_q, rank), q)
+    out = empty((batch, heads, seqlen_q, rank), output_strides(heads, seqlen_q, rank), q)
     exact_out, exact_lse = by_definition.forward(definition.attention(q, latent, latent, operands, text))
     return out.copy_(exact_out), exact_lse.to(torch.float32)
 
@@ -182,19 +181,19 @@ def _forward(
         q, latent, rope = readable(q), readable(latent), None if rope is None else readable(rope)
         align = _alignment(q, latent, rope)
     (batch, heads, seqlen_q, _), seqlen_kv, rank = q.shape, latent.shape[2], latent.shape[3]
-    out = _empty((batch, heads, seqlen_q, rank), output_strides(heads, seqlen_q, rank), q)
-    lse = _empty((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), q)
+    out = empty((batch, heads, seqlen_q, rank), output_strides(heads, seqlen_q, rank), q)
+    lse = empty((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), q)
     if batch == 0:
         return out, lse
     check_grid((1, prepared.blocks, batch))
-    schedule, constants = prepared.schedule, prepared.constants
+    schedule, constants, known = prepared.schedule, prepared.constants, prepared.compiled
     most = decode_plan.most_splits(schedule, tiles=batch * prepared.blocks)
     splits = schedule.splits or none_too_short(schedule, most, seqlen_kv=seqlen_kv)
     partial, lse_at = None, 0
     if splits > 1:
         kept = batch * prepared.blocks * splits * constants["KEPT"]
         lse_at = kept * rank
-        partial = _empty((lse_at + kept,), (1,), q)
+        partial = empty((lse_at + kept,), (1,), q)
     begin_at_vectors = [x is None or x.data_ptr() % VECTOR == 0 for x in (q, latent, rope)]
     typed = [operands[place].dtype for place in prepared.typed]
     key = (q.get_device(), align, partial is None, *begin_at_vectors, *typed)
@@ -216,21 +215,19 @@ def _forward(
             *((0, 0, 0, 0) if pairs is None else (along(pairs, dim) for dim in range(4))),
             *(lse_at, seqlen_kv, prepared.scale, prepared.changed_by),
         )
-        how = LatentSwitches(**constants, ALIGN=align)
-        options = {"num_warps": schedule.warps, "num_stages": schedule.stages, **_early(how.EARLY)}
+        options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
         grid = (splits, prepared.blocks, batch)
-        _launch(prepared, attention_decode_latent, key, grid, tensors, numbers, how, options, launched)
+
+        def how() -> LatentSwitches:
+            return LatentSwitches(**constants, ALIGN=align)
+
+        replaying.launch(known, attention_decode_latent, key, grid, tensors, numbers, how, launched, **options)
     if partial is not None:
         merge = _merge(prepared, batch, splits=schedule.splits or most)
         grid = (prepared.rows, -(-rank // merge.COLUMNS), batch)
-        options = {"num_warps": _WARPS, **_early(merge.EARLY)}
-        added, key = (out, lse, partial, sinks), (*key, merge)
-        _launch(prepared, combine_latent, key, grid, added, (lse_at, splits), merge, options, launched)
+        added, key, sizes = (out, lse, partial, sinks), (*key, merge), (lse_at, splits)
+        replaying.launch(known, combine_latent, key, grid, added, sizes, lambda: merge, launched, num_warps=_WARPS)
     return out, lse
-
-
-def _early(early: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if early else {}
 
 
 def _lie_apart(q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> bool:
@@ -262,7 +259,8 @@ def _launch_on_hopper(
         STAGES=prepared.schedule.stages,
         REGISTERS=_REGISTERS,
     )
-    _launch(prepared, attention_latent_sm90, key, grid, tensors, numbers, how, {"num_warps": 4}, launched)
+    known, kernel = prepared.compiled, attention_latent_sm90
+    replaying.launch(known, kernel, key, grid, tensors, numbers, lambda: how, launched, num_warps=4)
 
 
 def _merge(prepared: PreparedLatent, batch: int, *, splits: int) -> MergeSwitches:
@@ -276,13 +274,6 @@ def _merge(prepared: PreparedLatent, batch: int, *, splits: int) -> MergeSwitche
         COLUMNS=columns,
         **{name: constants[name] for name in ("BLOCK_M", "KEPT", "GROUP", "SEQLEN_Q", "HEAD_DIM_V", "EARLY")},
     )
-
-
-def _empty(size: tuple[int, ...], stride: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Allocate float32; without memory where launches are noted."""
-    if noter() is not None:
-        return torch.empty_strided(size, stride, dtype=torch.float32, device=like.device)
-    return empty_strided(size, stride, torch.float32, like.device.type)
 
 
 def _positions(x: torch.Tensor) -> tuple[int, int]:
@@ -299,30 +290,3 @@ def _alignment(q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor | None)
     for x in (q, latent, *(() if rope is None else (rope,))):
         together |= x.data_ptr() | x.shape[3] * size
     return 1 if together % VECTOR else VECTOR // size
-
-
-def _launch(
-    prepared: PreparedLatent,
-    kernel: Any,
-    key: tuple[Any, ...],
-    grid: tuple[int, int, int],
-    tensors: tuple[torch.Tensor | None, ...],
-    numbers: tuple[int | float, ...],
-    how: Any,
-    options: dict[str, Any],
-    launched: list[Launched] | None,
-) -> None:
-    """Launch a kernel. key: everything besides the text that it is compiled for; its first entry is the device. tensors, numbers: its
-    parameters."""
-    found = prepared.compiled.get((id(kernel), key))
-    if found is None:
-        compiled = first_launch(kernel, grid, *tensors, *numbers, HOW=how, **options)
-        if compiled is None:
-            return
-        found = prepared.compiled[id(kernel), key] = compiled, plain(how)
-    else:
-        compiled, constant = found
-        start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, constant))
-    if launched is not None:
-        compiled, constant = found
-        launched.append(Launched(compiled=compiled, grid=grid, tensors=tensors, values=(*numbers, constant)))

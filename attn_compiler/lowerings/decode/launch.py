@@ -17,22 +17,21 @@ import torch
 import triton
 from triton.runtime import driver
 
-from attn_compiler.lowerings.decode import definition, plan as decode_plan
+from attn_compiler.lowerings.decode import definition, plan as decode_plan, replaying
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
-from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched
+from attn_compiler.lowerings.decode.replaying import DecodeSite, Known, Launched, empty
 from attn_compiler.lowerings.shared.calls import by_definition
 from attn_compiler.lowerings.shared.calls.arguments import alignment, along, kernel_constants
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.calls.readable import readable
 from attn_compiler.lowerings.shared.launching.dry_run import noter
-from attn_compiler.lowerings.shared.launching.launch import check_grid, first_launch, plain, start
+from attn_compiler.lowerings.shared.launching.launch import check_grid
 from attn_compiler.lowerings.shared.launching.on_device import Empty, new_outputs
 from attn_compiler.lowerings.shared.launching.replaying import VECTOR
 from attn_compiler.lowerings.shared.parts import score_changes
 from attn_compiler.spec.dtypes import BYTES
-from attn_compiler.torch_private.compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
 
@@ -84,7 +83,7 @@ class PreparedDecode:
     given: tuple[int | None, ...]
     typed: tuple[int, ...]
     sized: dict[tuple[int, bool], Sized] = field(default_factory=dict)
-    compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+    compiled: Known = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -213,19 +212,18 @@ def _forward(
     if splits > 1:
         rows = batch * prepared.places * splits * prepared.kept
         lse_at = rows * v.shape[3]
-        if noter() is None:
-            partial = empty_strided((lse_at + rows,), (1,), torch.float32, q.device.type)
-        else:  # Without memory, where launches are noted.
-            partial = torch.empty_strided((lse_at + rows,), (1,), dtype=torch.float32, device=q.device.type)
+        partial = empty((lse_at + rows,), (1,), q)
         count = operands[0]
     given = [None if place is None else operands[place] for place in prepared.given]
     numbers = (*strides, *_operand_strides(*given[:4]), lse_at, seqlen_kv, prepared.scale, prepared.changed_by)
     key = (q.get_device(), align, partial is None, *[operands[place].dtype for place in prepared.typed])
     grid, tensors = (splits, prepared.places, batch), (q, k, v, out, lse, partial, count, *given)
-    _launch(prepared, key, grid, tensors, numbers)
-    if launched is not None and (found := prepared.compiled.get(key)) is not None:
-        compiled, how = found
-        launched.append(Launched(compiled=compiled, grid=grid, tensors=tensors, values=(*numbers, how)))
+
+    def how() -> DecodeSwitches:
+        return DecodeSwitches(**prepared.constants, ALIGN=align)
+
+    options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
+    replaying.launch(prepared.compiled, attention_decode, key, grid, tensors, numbers, how, launched, **options)
     return out, lse
 
 
@@ -265,29 +263,3 @@ def _operand_strides(
 
 
 _NO_BOUNDS, _NO_PAIRS = (0, 0), (0, 0, 0, 0)
-
-
-def _launch(
-    prepared: PreparedDecode,
-    key: tuple[Any, ...],
-    grid: tuple[int, int, int],
-    tensors: tuple[torch.Tensor | None, ...],
-    numbers: tuple[int | float, ...],
-) -> None:
-    """Launch the kernel. key: what it is compiled for besides the text; its second entry is ALIGN. tensors, numbers: in the kernel's
-    order.
-
-    A compiled kernel is launched without triton's own dispatch, which inspects every argument to find it again.
-    """
-    found = prepared.compiled.get(key)
-    if found is None:
-        switches = DecodeSwitches(**prepared.constants, ALIGN=key[1])
-        schedule = prepared.schedule
-        options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
-        options |= {"launch_pdl": True} if switches.EARLY else {}
-        compiled = first_launch(attention_decode, grid, *tensors, *numbers, HOW=switches, **options)
-        if compiled is not None:
-            prepared.compiled[key] = compiled, plain(switches)
-        return
-    compiled, how = found
-    start(compiled, grid, key[0], (*[None if t is None else t.data_ptr() for t in tensors], *numbers, how))

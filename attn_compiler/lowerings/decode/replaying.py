@@ -1,6 +1,6 @@
-"""Replay of decode launches at one place in compiled code, for tensors with the same layout in each call, as those of a static cache.
+"""Launches of decode kernels, and their replay at one place in compiled code, for tensors that lie alike in each call.
 
-After the first call only addresses are checked. Imports triton, so it is imported late.
+Those of a static cache do. After the first call only addresses are checked. Imports triton, so it is imported late.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from attn_compiler.lowerings.shared.launching.launch import Grid, ReadyKernel
+from attn_compiler.lowerings.shared.launching.dry_run import noter
+from attn_compiler.lowerings.shared.launching.launch import Grid, ReadyKernel, first_launch, plain, start
 from attn_compiler.lowerings.shared.launching.on_device import Empty
 from attn_compiler.lowerings.shared.launching.replaying import BETWEEN, Replay, replay_of
+from attn_compiler.torch_private.compat import empty_strided
 
 Tensors = Sequence[torch.Tensor]
 
@@ -26,6 +28,51 @@ class Launched:
     grid: Grid
     tensors: tuple[torch.Tensor | None, ...]
     values: tuple[Any, ...]
+
+
+#: a kernel and its constants, by the kernel and all that it is compiled for besides the text of the call
+Known = dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
+
+
+def launch(
+    known: Known,
+    kernel: Any,
+    key: tuple[Any, ...],
+    grid: Grid,
+    tensors: tuple[torch.Tensor | None, ...],
+    numbers: tuple[int | float, ...],
+    how: Callable[[], Any],
+    launched: list[Launched] | None,
+    **options: int,
+) -> None:
+    """Launch a kernel. A known one is launched without Triton's own dispatch, which inspects every argument to find it again.
+
+    key: all that it is compiled for besides the text; its first entry is the device.
+    tensors, numbers: in the kernel's order.
+    how: makes the constants; called the first time only.
+    launched: gets the launch if a further call launches the same.
+    options: Triton's.
+    """
+    found = known.get((id(kernel), *key))
+    if found is None:
+        switches = how()
+        early = {"launch_pdl": True} if getattr(switches, "EARLY", False) else {}
+        compiled = first_launch(kernel, grid, *tensors, *numbers, HOW=switches, **options, **early)
+        if compiled is None:
+            return
+        found = known[id(kernel), *key] = compiled, plain(switches)
+    else:
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        start(found[0], grid, key[0], (*addresses, *numbers, found[1]))
+    if launched is not None:
+        launched.append(Launched(compiled=found[0], grid=grid, tensors=tensors, values=(*numbers, found[1])))
+
+
+def empty(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Allocate float32; without memory where launches are noted."""
+    if noter() is not None:
+        return torch.empty_strided(size, strides, dtype=torch.float32, device=like.device)
+    return empty_strided(size, strides, torch.float32, like.device.type)
 
 
 class DecodeSite:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_compiler.lowerings.decode import latent_launch
+from attn_compiler.lowerings.decode import latent_launch, replaying
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.shared.launching.dry_run import noting
@@ -28,9 +28,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
         found.append((kernel, grid, given))
         return kernel
 
-    monkeypatch.setattr(latent_launch, "first_launch", first)
+    monkeypatch.setattr(replaying, "first_launch", first)
     monkeypatch.setattr(
-        latent_launch, "start", lambda compiled, grid, device, values: found.append((compiled, grid, values))
+        replaying, "start", lambda compiled, grid, device, values: found.append((compiled, grid, values))
     )
     latent_launch.prepare.cache_clear()
     yield found

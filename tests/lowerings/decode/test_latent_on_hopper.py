@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from attn_compiler.lowerings.decode import latent_launch, latent_schedule
+from attn_compiler.lowerings.decode import latent_launch, latent_schedule, replaying
 from attn_compiler.lowerings.decode.kernels import latent_sm90
 from attn_compiler.lowerings.decode.plan import Schedule
 from attn_compiler.lowerings.shared.launching.launch import first_launch
@@ -69,7 +69,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         gluon_in_torch.run(latent_sm90, "attention_latent_sm90", grid, arguments)
         return None
 
-    monkeypatch.setattr(latent_launch, "first_launch", first)
+    monkeypatch.setattr(replaying, "first_launch", first)
     yield found
     latent_launch.prepare.cache_clear()
 

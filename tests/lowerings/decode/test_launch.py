@@ -26,11 +26,12 @@ def launched(problem: Problem) -> Launch:
     """Key, grid and arguments of a call that is not run."""
     found: list[Launch] = []
 
-    def record(prepared: Any, key: Any, grid: Any, tensors: Any, numbers: Any) -> None:
-        names = launch.attention_decode.arg_names
-        found.append((key, grid, {**dict(zip(names, (*tensors, *numbers), strict=False)), **prepared.constants}))
+    def record(
+        _: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, how: Any, *__: Any, **___: Any
+    ) -> None:
+        found.append((key, grid, dict(zip(kernel.arg_names, (*tensors, *numbers), strict=False)) | how()._asdict()))
 
-    with mock.patch.object(launch, "_launch", record), planned(problem.plan):
+    with mock.patch.object(replaying, "launch", record), planned(problem.plan):
         run(problem)
     return found[0]
 
@@ -121,7 +122,7 @@ def kernel() -> Iterator[_Kernel]:
     found = _Kernel()
     with (
         mock.patch.object(launch, "attention_decode", found),
-        mock.patch.object(launch, "start", found.start),
+        mock.patch.object(replaying, "start", found.start),
     ):
         yield found
 
@@ -204,7 +205,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     monkeypatch.setattr(launch, "attention_decode", found["attention_decode"])
     monkeypatch.setattr(latent_launch, "attention_decode_latent", found["attention_decode_latent"])
     monkeypatch.setattr(latent_launch, "combine_latent", found["combine_latent"])
-    for module in (launch, latent_launch, launching):
+    for module in (replaying, launching):
         monkeypatch.setattr(module, "start", found["attention_decode"].start)
     monkeypatch.setattr(shared_replaying, "current_cuda_device", lambda: -1)
     return found

@@ -14,8 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile as compile_kernel
 
-from attn_compiler.lowerings.decode import launch, schedule as decode_schedule
-from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
+from attn_compiler.lowerings.decode import launch, replaying, schedule as decode_schedule
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode.problems import Case, build, results
@@ -73,12 +72,13 @@ def run(job: tuple[str, int]) -> Found:
     problem = build(CASES[name], dtype=torch.bfloat16, device="cpu", schedule=schedule)
     values: dict[str, Any] = {}
 
-    def record(prepared: Any, key: Any, grid: Any, tensors: Any, numbers: Any) -> None:
-        names = launch.attention_decode.arg_names
-        values.update(zip(names, (*tensors, *numbers), strict=False))
-        values.update(HOW=DecodeSwitches(**prepared.constants, ALIGN=key[1]))
+    def record(
+        _: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, how: Any, *__: Any, **___: Any
+    ) -> None:
+        values.update(zip(kernel.arg_names, (*tensors, *numbers), strict=False))
+        values.update(HOW=how())
 
-    with mock.patch.object(launch, "_launch", record):
+    with mock.patch.object(replaying, "launch", record):
         results(problem)
     options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
     source = source_of(launch.attention_decode, values)

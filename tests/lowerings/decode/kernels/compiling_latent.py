@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from attn_compiler.lowerings.decode import latent_launch, latent_schedule
+from attn_compiler.lowerings.decode import latent_schedule, replaying
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode.kernels.compiling import source_of
@@ -58,12 +58,12 @@ def run(job: tuple[int, int, int, int]) -> list[Found]:
     launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
 
     def record(
-        prepared: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, how: Any, options: Any, _: Any
+        _: Any, kernel: Any, key: Any, grid: Any, tensors: Any, numbers: Any, how: Any, __: Any, **options: Any
     ) -> None:
         values = dict(zip(kernel.arg_names, (*tensors, *numbers), strict=False))
-        launched.append((kernel, {**values, "HOW": how}, options))
+        launched.append((kernel, {**values, "HOW": how()}, options))
 
-    with mock.patch.object(latent_launch, "_launch", record):
+    with mock.patch.object(replaying, "launch", record):
         results(problem)
     found = []
     for kernel, values, options in launched:
