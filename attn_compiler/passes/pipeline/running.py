@@ -12,14 +12,14 @@ from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.onward import Onward, Trial
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.pipeline import steps
-from attn_compiler.passes.pipeline.step import OF_CALL, OF_UNIT, Step, parsed
+from attn_compiler.passes.pipeline.step import OF_CALL, OF_UNIT, PipelineStep, parsed
 from attn_compiler.passes.pipeline.work import Work, located
 from attn_compiler.reporting.dump import Dumper, timed
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Values:
+class StepValues:
     """The values that a step may take, by name."""
 
     work: Work
@@ -43,7 +43,7 @@ class Values:
             self.work.results[name] = value
 
 
-def call(step: Step, values: Values) -> Onward | Trial | None:
+def call(step: PipelineStep, values: StepValues) -> Onward | Trial | None:
     """Run a step. Tests put others in the place of this function."""
     named = parsed(step.run)
     said = named.function(*map(values.get, named.takes))
@@ -66,7 +66,7 @@ def run_steps(work: Work) -> None:
             at += len(row)
             continue
         with located(step.name, None):
-            said = call(step, Values(work=work))
+            said = call(step, StepValues(work=work))
         if said is None:
             at += 1
         elif isinstance(said, Onward) and said.step is None:
@@ -75,13 +75,13 @@ def run_steps(work: Work) -> None:
             at = _place(step, said, pipeline)
 
 
-def load(row: tuple[Step, ...]) -> None:
+def load(row: tuple[PipelineStep, ...]) -> None:
     """Import all that steps call, before their time is taken: half of a start's imports."""
     for step in row:
         _ = parsed(step.run).function
 
 
-def _run_on_units(row: tuple[Step, ...], work: Work) -> None:
+def _run_on_units(row: tuple[PipelineStep, ...], work: Work) -> None:
     work.seconds = dict.fromkeys((step.name for step in row), 0.0) | work.seconds
     work.dumper = Dumper.create(work.options.dump_dir if work.snapshot else None, torch_compat.graph_name())
     if work.units:
@@ -100,7 +100,7 @@ class _OnTrial:
     failed: Exception | None = None
 
 
-def _run_on(unit: Unit, row: tuple[Step, ...], work: Work) -> None:
+def _run_on(unit: Unit, row: tuple[PipelineStep, ...], work: Work) -> None:
     at, judges = 0, {step.judge for step in row}
     on: _OnTrial | None = None
     while at < len(row):
@@ -110,9 +110,9 @@ def _run_on(unit: Unit, row: tuple[Step, ...], work: Work) -> None:
         if (step.judge is not None and on is not None) or (step.name in judges and not is_judged):
             at += 1
             continue
-        values = Values(work=work, unit=unit)
+        values = StepValues(work=work, unit=unit)
         if on is not None:
-            values = Values(work=work, unit=unit, trial=on.trial, failed=on.failed)
+            values = StepValues(work=work, unit=unit, trial=on.trial, failed=on.failed)
         on = None if is_judged else on
         watched = _confined(step, unit) if on is None else _for_the_judge(on)
         with _dumped(step, unit, work.dumper), timed(step.name, work.seconds), watched as attempt:
@@ -133,7 +133,7 @@ def _run_on(unit: Unit, row: tuple[Step, ...], work: Work) -> None:
             at = _place(step, said, row)
 
 
-def _place(step: Step, said: Onward | Trial, row: tuple[Step, ...]) -> int:
+def _place(step: PipelineStep, said: Onward | Trial, row: tuple[PipelineStep, ...]) -> int:
     if isinstance(said, Trial):
         return _named(step.leads[0] if said.is_other_graph else str(step.judge), row)
     if said.step not in step.leads:
@@ -141,7 +141,7 @@ def _place(step: Step, said: Onward | Trial, row: tuple[Step, ...]) -> int:
     return _named(said.step, row)
 
 
-def _named(name: str, row: tuple[Step, ...]) -> int:
+def _named(name: str, row: tuple[PipelineStep, ...]) -> int:
     return next(place for place, step in enumerate(row) if step.name == name)
 
 
@@ -155,7 +155,7 @@ def _for_the_judge(on: _OnTrial) -> Iterator[faults.Attempt]:
 
 
 @contextlib.contextmanager
-def _confined(step: Step, unit: Unit) -> Iterator[faults.Attempt]:
+def _confined(step: PipelineStep, unit: Unit) -> Iterator[faults.Attempt]:
     """Confine a failure to this graph, if nothing of it was rewritten yet: graphs nested in it or around it go on."""
     with located(step.name, unit):
         if step.costs_all or unit.is_rewritten:
@@ -166,7 +166,7 @@ def _confined(step: Step, unit: Unit) -> Iterator[faults.Attempt]:
 
 
 @contextlib.contextmanager
-def _dumped(step: Step, unit: Unit, dumper: Dumper) -> Iterator[None]:
+def _dumped(step: PipelineStep, unit: Unit, dumper: Dumper) -> Iterator[None]:
     with dumper.around(step.name, unit.graph_module):
         yield
     shown = None if step.shows is None else step.shows(unit)

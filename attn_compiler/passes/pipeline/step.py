@@ -23,10 +23,10 @@ OF_CALL = ("work", "unit", "trial", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PipelineStep:
     """A step. run: a call as Python writes it, "found = matching.match.find_sites(unit, mirror, spelling)", of a function below passes/.
 
-    Its arguments and its result are fields of the unit or of the work, or results of other steps (`Values`). It may answer where to go on.
+    Its arguments and its result are fields of the unit or of the work, or results of other steps (`StepValues`). It may say where to go on.
     on: whether it runs for each unit, or once. needs: the steps before it whose results it takes.
     leads: the steps that it may go on from, besides the next one. judge: the step that judges the graph which it puts on trial.
     costs_all: its exceptions cost all graphs and not one, since it changes the Dynamo graph, or tells users what they did wrong.
@@ -45,7 +45,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class StepCall:
     """A step's `run`, parsed. gives: the name of the result, if it is kept."""
 
     module: str
@@ -61,15 +61,15 @@ class Call:
 
 
 @functools.cache
-def parsed(run: str) -> Call:
+def parsed(run: str) -> StepCall:
     found = _CALL.fullmatch(run)
     if found is None:
         raise ValueError(f"{run!r} is no call of a function in a module of {_ROOMS}")
     takes = tuple(name.strip() for name in found["takes"].split(",") if name)
-    return Call(module=found["module"], name=found["function"], takes=takes, gives=found["gives"])
+    return StepCall(module=found["module"], name=found["function"], takes=takes, gives=found["gives"])
 
 
-def check_contracts(pipeline: tuple[Step, ...]) -> None:
+def check_contracts(pipeline: tuple[PipelineStep, ...]) -> None:
     """Raise ValueError if a step needs one that is not before it, takes what nothing gives, or leads to none, or two have one name."""
     names = [step.name for step in pipeline]
     known: set[str] = set()

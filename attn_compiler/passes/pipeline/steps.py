@@ -5,7 +5,7 @@ Functions stand in the rooms; those of an option in the option's own room. They 
 
 from __future__ import annotations
 
-from attn_compiler.passes.pipeline.step import Step, check_contracts
+from attn_compiler.passes.pipeline.step import PipelineStep as Step, check_contracts
 
 PIPELINE: tuple[Step, ...] = (
     # The graphs, and kept rewrites.

@@ -385,7 +385,7 @@ def test_a_pass_that_fails_for_one_graph_leaves_the_others(name: str, monkeypatc
 
     call = running.call
 
-    def fail(step: Any, values: running.Values) -> Any:
+    def fail(step: Any, values: running.StepValues) -> Any:
         said = call(step, values)
         if step.name == name and values.get("unit").name == "wrap_body_0":
             raise KeyError("not today")

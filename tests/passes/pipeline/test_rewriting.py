@@ -20,8 +20,8 @@ from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.options.options import Options
 from attn_compiler.passes import run_pipeline
 from attn_compiler.passes.pipeline import rewriting, running, steps
-from attn_compiler.passes.pipeline.running import Values
-from attn_compiler.passes.pipeline.step import Step
+from attn_compiler.passes.pipeline.running import StepValues
+from attn_compiler.passes.pipeline.step import PipelineStep
 from attn_compiler.passes.pipeline.steps import PIPELINE
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
 from attn_compiler.spec.target import Target
@@ -43,7 +43,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The pass of that name does its work, then fails."""
     call = running.call
 
-    def fail(step: Step, values: Values) -> Any:
+    def fail(step: PipelineStep, values: StepValues) -> Any:
         said = call(step, values)
         if step.name == name:
             raise KeyError(f"broken {name}")
@@ -164,8 +164,8 @@ def test_a_new_pass_needs_only_its_line(monkeypatch: pytest.MonkeyPatch) -> None
     vars(room)["count"] = lambda found: [site.match.pattern for site in found.sites]
     vars(room)["tell"] = seen.append
     monkeypatch.setitem(sys.modules, f"attn_compiler.passes.{name}", room)
-    extra = Step(name="count", run=f"patterns = {name}.count(found)", needs=("match",))
-    last = Step(name="tell", on="work", run=f"{name}.tell(patterns)", needs=("count",))
+    extra = PipelineStep(name="count", run=f"patterns = {name}.count(found)", needs=("match",))
+    last = PipelineStep(name="tell", on="work", run=f"{name}.tell(patterns)", needs=("count",))
     after = [step.name for step in PIPELINE].index("verify") + 1
     monkeypatch.setattr(steps, "PIPELINE", (*PIPELINE[:after], extra, *PIPELINE[after:], last))
     compiled(lambda q: sdpa(q, q, q))(_q())

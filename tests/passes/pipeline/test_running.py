@@ -14,7 +14,7 @@ from attn_compiler.options.options import Options
 from attn_compiler.passes.graph.onward import Onward, Trial
 from attn_compiler.passes.graph.unit import Unit, units
 from attn_compiler.passes.pipeline import running, steps
-from attn_compiler.passes.pipeline.step import Step, check_contracts, parsed
+from attn_compiler.passes.pipeline.step import PipelineStep, check_contracts, parsed
 from attn_compiler.passes.pipeline.steps import PIPELINE
 from attn_compiler.passes.pipeline.work import Work, located
 from attn_compiler.reasons.errors import PassFailed, UnknownOption
@@ -40,12 +40,12 @@ def _ran(work: Work, monkeypatch: pytest.MonkeyPatch, *given: tuple[str, Says, d
     ran: list[str] = []
     says = {name: said for name, said, _ in given}
 
-    def call(step: Step, values: running.Values) -> Any:
+    def call(step: PipelineStep, values: running.StepValues) -> Any:
         ran.append(step.name)
         return says[step.name](values)
 
     monkeypatch.setattr(running, "call", call)
-    made = tuple(Step(name=name, run=RUN, **fields) for name, _, fields in given)
+    made = tuple(PipelineStep(name=name, run=RUN, **fields) for name, _, fields in given)
     monkeypatch.setattr(steps, "PIPELINE", made)
     running.run_steps(work)
     return ran
@@ -94,11 +94,11 @@ def test_on_trial_every_way_leads_to_the_judge(way: Says, work: Work, monkeypatc
     looks: list[Unit] = []
     trial = Trial()
 
-    def looked(values: running.Values) -> Any:
+    def looked(values: running.StepValues) -> Any:
         looks.append(values.get("unit"))
         return way() if len(looks) == 2 else None
 
-    def judge(values: running.Values) -> None:
+    def judge(values: running.StepValues) -> None:
         assert values.get("trial") is trial
         failed.append(values.get("failed"))
 
@@ -153,8 +153,8 @@ def test_a_graph_that_a_step_shows_is_dumped(work: Work, monkeypatch: pytest.Mon
 
 
 # What holds of any tuple of steps.
-def _step(name: str, run: str = RUN, **further: Any) -> Step:
-    return Step(name=name, run=run, **further)
+def _step(name: str, run: str = RUN, **further: Any) -> PipelineStep:
+    return PipelineStep(name=name, run=run, **further)
 
 
 def test_steps_after_what_they_need_pass() -> None:
@@ -173,7 +173,7 @@ def test_steps_after_what_they_need_pass() -> None:
     ],
     ids=["too early", "twice", "nowhere", "no judge", "not given", "no call"],
 )
-def test_others_are_refused(steps: tuple[Step, ...], words: str) -> None:
+def test_others_are_refused(steps: tuple[PipelineStep, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_contracts(steps)
 

@@ -92,7 +92,7 @@ def asking() -> Iterator[None]:
     """The first pass asks whether a length is more than 30, as passes ask for what they can't know."""
     first, call = next(step for step in steps.PIPELINE if step.on == "unit"), running.call
 
-    def asked(step: Any, values: running.Values) -> Any:
+    def asked(step: Any, values: running.StepValues) -> Any:
         if step is first:
             inputs = values.get("unit").graph.find_nodes(op="placeholder")
             q = next(x for node in inputs if isinstance(x := node.meta.get("example_value"), Tensor))

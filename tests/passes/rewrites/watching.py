@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from attn_compiler import passes
 from attn_compiler.passes.pipeline import running
-from attn_compiler.passes.pipeline.step import Step
+from attn_compiler.passes.pipeline.step import PipelineStep
 from attn_compiler.reporting.report import Report
 from attn_compiler.torch_private import compat as torch_compat, symbols as torch_symbols, tracing as torch_tracing
 
@@ -40,7 +40,7 @@ def watched() -> Iterator[list[Seen]]:
 
     call = running.call
 
-    def noting(step: Step, values: running.Values) -> Any:
+    def noting(step: PipelineStep, values: running.StepValues) -> Any:
         if step.on == "unit":
             ran.append(step.name)
         return call(step, values)
