@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -133,18 +133,9 @@ class RankOutcome:
     exchanges: bool
 
 
-def rewrite_on_all_ranks(
-    unit: Unit,
-    mirror: Mirror,
-    cp: ContextParallel,
-    beside: Sequence[str],
-    of_call: Sequence[str],
-    rewrite: Callable[[], RankOutcome],
-) -> tuple[Meeting, ...]:
-    """Rewrite a graph on all ranks, or raise on all of them. Returns where they meet before each call.
-
-    beside: groups of ranks that have other heads. of_call: the facts of this call.
-    """
+def rewrite_on_all_ranks(unit: Unit, trial: Spread, rewrite: Callable[[], RankOutcome]) -> tuple[Meeting, ...]:
+    """Rewrite a graph on all ranks, or raise on all of them. Returns where they meet before each call."""
+    mirror, group_name = trial.mirror, trial.cp.group_name
     error: Exception | None = None
     try:
         found = rewrite()
@@ -156,14 +147,14 @@ def rewrite_on_all_ranks(
         error, found = failed, RankOutcome(text=f"error: {described(failed)}", exchanges=False)
     subject = f"graph {torch_compat.graph_name()}{unit.name}"
     same = "\n".join([found.text, *option_facts(unit.options)])
-    beside_of_call = TOLD + "\n".join(of_call)
+    beside_of_call = TOLD + "\n".join(trial.call)
     try:
-        rank_sync.agree(cp.group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)
+        rank_sync.agree(group_name, subject, f"compiles\n{same}{beside_of_call}", seconds=_PATIENCE)
     except rank_sync.RanksDisagree as differ:
         remedy = "give every rank a batch of the same shapes (ContextParallel.shard does), the same options and the same modes"
         error = _differing(mirror, differ, remedy, error)
     # Tensor parallelism: a failure for one share of the heads must not leave the others in a collective.
-    for group in beside:
+    for group in trial.beside:
         has_failed = "compiles" if error is None else "compiles\nan error"
         try:
             rank_sync.agree(group, subject, has_failed + beside_of_call, seconds=_PATIENCE)
@@ -176,7 +167,7 @@ def rewrite_on_all_ranks(
         return ()
     code, runs = hashlib.sha256(same.encode()).hexdigest()[:16], f"runs {subject}, which it has\n{same}{beside_of_call}"
     # Shares of heads may differ, so their graphs have no name in common.
-    named = [(cp.group_name, code), *((group, "a share of the heads") for group in beside)]
+    named = [(group_name, code), *((group, "a share of the heads") for group in trial.beside)]
     return tuple(Meeting(group=group, code=name, told=runs) for group, name in named)
 
 
@@ -219,7 +210,7 @@ def agree(unit: Unit, found: FoundSites, trial: Spread, failed: Exception | None
             raise error
         return _said(found, trial)
 
-    meetings = rewrite_on_all_ranks(unit, trial.mirror, trial.cp, trial.beside, trial.call, said)
+    meetings = rewrite_on_all_ranks(unit, trial, said)
     return SharedGraph(first_look=None if trial.rewrite is None else trial.rewrite.look, meetings=meetings)
 
 

@@ -44,7 +44,10 @@ def find(work: Work) -> Onward | None:
                 raise
             # The steps can do without a kept file, whatever is wrong with it.
             log.debug("what was kept of graph %s does not fit: %r", torch_compat.graph_name(), error)
-            work.begin_anew()
+            if work.snapshot is not None:
+                work.snapshot.restore()
+            # The graph's nodes are others now, so nothing is looked up or kept. Its snapshot was given away: `units` leads to another.
+            work.snapshot = work.store = work.remembered = None
             return Onward(step="units")
     work.known, work.units = kept.crossing.known, []
     return Onward(step=None)

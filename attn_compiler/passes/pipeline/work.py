@@ -58,13 +58,6 @@ class Work:
         """Return the machines of the graph's attentions; none without any."""
         return self.targets if self.units else {}
 
-    def begin_anew(self) -> None:
-        """Restore the graph for another attempt. Its nodes are others then, so nothing is looked up or kept."""
-        if self.snapshot is not None:
-            self.snapshot.restore()
-        # The snapshot's graphs are given away, and the steps will change them: the next attempt takes copies of its own.
-        self.snapshot = self.store = self.remembered = None
-
 
 @contextlib.contextmanager
 def located(name: str, unit: Unit | None) -> Iterator[None]:

@@ -14,9 +14,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import exits, forms, rules
 from attn_compiler.passes.unpad.exits import RuntimeFact
-from attn_compiler.passes.unpad.masks import PackedPairs, Padding
-from attn_compiler.passes.unpad.rules import Result
-from attn_compiler.passes.unpad.values import (
+from attn_compiler.passes.unpad.forms import (
     POSITION_WISE,
     Form,
     FormRecipe,
@@ -27,6 +25,8 @@ from attn_compiler.passes.unpad.values import (
     Value,
     places,
 )
+from attn_compiler.passes.unpad.masks import PackedPairs, Padding
+from attn_compiler.passes.unpad.rules import Result
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten

@@ -11,8 +11,7 @@ from torch import fx
 
 from attn_compiler.passes.graph import views
 from attn_compiler.passes.unpad import forms
-from attn_compiler.passes.unpad.forms import Context
-from attn_compiler.passes.unpad.values import Form, FormRecipe, Need, places
+from attn_compiler.passes.unpad.forms import Context, Form, FormRecipe, Need, places
 
 aten = torch.ops.aten
 

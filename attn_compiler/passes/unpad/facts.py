@@ -12,9 +12,9 @@ from torch import fx
 
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.unpad.exits import AskedTokens, RuntimeFact
+from attn_compiler.passes.unpad.forms import KeepsPadding
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.unpadding import Batch
-from attn_compiler.passes.unpad.values import KeepsPadding
 from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import compat as torch_compat
 

@@ -10,9 +10,9 @@ from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.onward import Onward
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.unpad.forms import KeepsPadding
 from attn_compiler.passes.unpad.outcome import KeptGraph, Packed
 from attn_compiler.passes.unpad.packing import PackedTrial
-from attn_compiler.passes.unpad.values import KeepsPadding
 from attn_compiler.passes.writing import layout, lower, select
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.target import Target

@@ -17,10 +17,9 @@ from attn_compiler.passes.graph import axes, regions
 from attn_compiler.passes.graph.axes import Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.unpad.analysis import Analysis
-from attn_compiler.passes.unpad.forms import call, require_alone
+from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Need, call, places, require_alone
 from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
 from attn_compiler.passes.unpad.scores import PackedScores
-from attn_compiler.passes.unpad.values import FormRecipe, Indexed, KeepsPadding, Kind, Need, places
 from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import snapshots as torch_snapshots, tracing as torch_tracing
 

@@ -12,8 +12,8 @@ from attn_compiler.index_expr import Expr, Index, Load, Size
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import scores
+from attn_compiler.passes.unpad.forms import KeepsPadding
 from attn_compiler.passes.unpad.scores import PackedScores
-from attn_compiler.passes.unpad.values import KeepsPadding
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import AttentionSpec

@@ -20,10 +20,10 @@ from attn_compiler.passes.graph.onward import Trial
 from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit, module_path, source_line
 from attn_compiler.passes.unpad import exits, facts as run_time_facts, masks, rules, scores
 from attn_compiler.passes.unpad.analysis import Analysis
+from attn_compiler.passes.unpad.forms import KeepsPadding, Kind, Need, places
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.outcome import KeptGraph, Packed, fake_inputs
-from attn_compiler.passes.unpad.values import KeepsPadding, Kind, Need, places
 from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import (
     compat as torch_compat,

@@ -18,8 +18,20 @@ from attn_compiler.passes.graph import axes, axis_rules, constants, views
 from attn_compiler.passes.graph.axes import Atom, Dim, Dims
 from attn_compiler.passes.graph.axis_rules import Mixed
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.unpad.forms import Context, call, has_both, is_tagged, operand_form, refused, tags
-from attn_compiler.passes.unpad.values import Form, FormRecipe, KeepsPadding, Need, Value
+from attn_compiler.passes.unpad.forms import (
+    Context,
+    Form,
+    FormRecipe,
+    KeepsPadding,
+    Need,
+    Value,
+    call,
+    has_both,
+    is_tagged,
+    operand_form,
+    refused,
+    tags,
+)
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from attn_compiler.index_expr.on_nodes import Names, NodeMaker
 from attn_compiler.passes.graph import axes, gradients, views
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
-from attn_compiler.passes.unpad.values import Form, Indexed, KeepsPadding, Need
+from attn_compiler.passes.unpad.forms import Form, Indexed, KeepsPadding, Need
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec import added_scores
 from attn_compiler.spec.added_scores import Alibi, ProvedScore, RelativeBias

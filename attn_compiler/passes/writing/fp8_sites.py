@@ -7,8 +7,7 @@ import fnmatch
 import warnings
 
 from attn_compiler.lowerings.base import FP8, check_fp8_inputs
-from attn_compiler.passes.graph.unit import FoundSites, Unit
-from attn_compiler.passes.matching import match
+from attn_compiler.passes.graph.unit import FoundSites, Unit, paths_of_runs
 from attn_compiler.passes.writing import buffers
 from attn_compiler.reasons.errors import AttnCompilerWarning, shortened
 from attn_compiler.reasons.fp8_errors import Fp8RecipeUnused
@@ -25,7 +24,7 @@ def ask_for_fp8(unit: Unit, found: FoundSites) -> None:
     no_buffers = buffers.why_not(unit) if isinstance(recipe.scaling, DelayedScaling) else None
     for site in found.sites:
         # Layers that share one body are all in FP8, or none of them is.
-        excluding = map(recipe.excluding, match.modules(unit, site.module))
+        excluding = map(recipe.excluding, paths_of_runs(unit, site.module))
         pattern = next((pattern for pattern in excluding if pattern is not None), None)
         if pattern is not None:
             site.notes.append(f"fp8_recipe: excluded by the pattern {pattern!r}")

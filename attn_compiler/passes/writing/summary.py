@@ -13,8 +13,7 @@ from attn_compiler.passes.graph import autograd_functions, opaque_calls
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Miss, Site
-from attn_compiler.passes.graph.unit import Unit, is_anchor_like, module_path, source_line
-from attn_compiler.passes.matching import match
+from attn_compiler.passes.graph.unit import Unit, is_anchor_like, module_path, paths_of_runs, source_line
 from attn_compiler.passes.matching.match import owners_in_sites
 from attn_compiler.passes.matching.unseen import Unseen
 from attn_compiler.passes.recovering.recover import COMES_IN
@@ -124,7 +123,7 @@ def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
     if first.spec is None:
         raise ValueError(f"the site at {first.module} has no spec")
     return SiteReport(
-        modules=tuple(path for unit, site in found for path in match.modules(unit, site.module)),
+        modules=tuple(path for unit, site in found for path in paths_of_runs(unit, site.module)),
         pattern=first.match.pattern,
         spec=first.spec,
         decision=first.decision or Decision(lowering=UNTOUCHED),
@@ -167,7 +166,7 @@ def _miss_row(unit: Unit, mirror: Mirror, misses: list[Miss]) -> MissReport:
     owners = [mirror.owner(miss.anchor) for miss in misses]
     found = [module_path(owner) if owner is not None else "(no module)" for owner in owners]
     return MissReport(
-        modules=tuple(path for module in found for path in match.modules(unit, module)),
+        modules=tuple(path for module in found for path in paths_of_runs(unit, module)),
         anchor=str(first.anchor.target),
         nearest=first.nearest,
         stopped_at=_place(mirror, first.stopped_at),

@@ -18,7 +18,7 @@ from attn_compiler.index_expr import Const, Expr, Index
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.passes.context_parallel import agreement, choosing
-from attn_compiler.passes.context_parallel.agreement import RankOutcome, rewrite_on_all_ranks
+from attn_compiler.passes.context_parallel.agreement import RankOutcome, Spread, rewrite_on_all_ranks
 from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.passes.context_parallel.first_look import SharedGraph
 from attn_compiler.passes.context_parallel.places import CannotShard
@@ -68,8 +68,9 @@ def _together(
     with fake_mesh(2) as mesh:
         cp = ContextParallel(mesh)
         found = Unit.of(gm, Options(context_parallel=cp), UnitPlace(name="", mode=mode))
-        call = agreement.call_facts(gm.graph)
-        meetings = rewrite_on_all_ranks(found, mirror, cp, [] if beside is None else [beside], call, rewrite)
+        call = tuple(agreement.call_facts(gm.graph))
+        trial = Spread(cp=cp, beside=() if beside is None else (beside,), mirror=mirror, call=call)
+        meetings = rewrite_on_all_ranks(found, trial, rewrite)
     return said, meetings
 
 

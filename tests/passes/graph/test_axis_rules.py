@@ -18,7 +18,7 @@ from attn_compiler.passes.graph.mirror import Mirror, Origins
 from attn_compiler.passes.graph.vmap_axes import VmapAxis
 from attn_compiler.passes.spelling import dtensor_rules
 from attn_compiler.passes.unpad import rules
-from attn_compiler.passes.unpad.values import FormRecipe, KeepsPadding, Kind, Value
+from attn_compiler.passes.unpad.forms import FormRecipe, KeepsPadding, Kind, Value
 from attn_compiler.torch_private import dtensors as torch_dtensors, tracing as torch_tracing
 from attn_compiler.torch_private.dtensors import Shards
 from tests.meshes import fake_mesh

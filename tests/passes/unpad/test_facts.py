@@ -16,7 +16,7 @@ import attn_compiler
 from attn_compiler.passes.graph.axes import Atom, Dims
 from attn_compiler.passes.matching import match
 from attn_compiler.passes.unpad import facts, forms, packing
-from attn_compiler.passes.unpad.values import FormRecipe, Indexed, KeepsPadding, Kind, Need, Value, places
+from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Need, Value, places
 from attn_compiler.passes.writing import lower
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed

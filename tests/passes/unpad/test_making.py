@@ -16,10 +16,10 @@ from torch._subclasses import FakeTensorMode
 
 from attn_compiler.passes.graph.axes import Atom, fresh, shape_exprs, size_expr
 from attn_compiler.passes.unpad import making, packing
+from attn_compiler.passes.unpad.forms import Indexed, KeepsPadding, Kind, Value
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
 from attn_compiler.passes.unpad.unpadding import Batch
-from attn_compiler.passes.unpad.values import Indexed, KeepsPadding, Kind, Value
 from attn_compiler.reasons.codes import Code
 from tests.passes.unpad.encoder import MASK, Encoder, check, compiled, mask_of
 

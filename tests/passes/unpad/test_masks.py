@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.passes.unpad import masks
+from attn_compiler.passes.unpad.forms import KeepsPadding
 from attn_compiler.passes.unpad.masks import PackedPairs, Padding, PositionBand
-from attn_compiler.passes.unpad.values import KeepsPadding
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.masks import Alignment, Causal, Document, KeyPadding, MaskKind, MaskSpec, SlidingWindow
 from attn_compiler.spec.scores import Softcap
