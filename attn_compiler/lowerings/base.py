@@ -14,7 +14,7 @@ from torch import fx
 
 from attn_compiler.index_expr.on_nodes import NodeMaker
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.dtypes import HALF
@@ -238,14 +238,7 @@ class Lowering(Protocol):
             "the Triton kernels and PyTorch's own serve exported programs; this one serves torch.compile(model, "
             "backend='attn_compiler')"
         )
-        return [
-            Reason(
-                code=Code.PACKAGED,
-                rule=rule,
-                observed=f"{self.name} calls kernels of attn_compiler from Python",
-                remedy=remedy,
-            )
-        ]
+        return refuse(Code.PACKAGED, rule, f"{self.name} calls kernels of attn_compiler from Python", remedy)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         """Return every reason why this lowering can't or shouldn't serve the spec there. Empty: it can. Builds and compiles nothing."""
@@ -294,11 +287,4 @@ def check_fp8_inputs(spec: AttentionSpec) -> list[Reason]:
         return []
     rule = "FP8 attention takes bfloat16 or float16"
     observed = f"q is {spec.dtype}: the attention runs in {spec.dtype.replace('float', 'fp')}, FP8 is ignored"
-    return [
-        Reason(
-            code=Code.DTYPE,
-            rule=rule,
-            observed=observed,
-            remedy="call model.bfloat16(), or compile under torch.autocast",
-        )
-    ]
+    return refuse(Code.DTYPE, rule, observed, "call model.bfloat16(), or compile under torch.autocast")

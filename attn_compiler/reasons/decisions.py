@@ -28,6 +28,11 @@ class Reason:
         )
 
 
+def refuse(code: Code, rule: str, observed: str, remedy: str | None = None) -> list[Reason]:
+    """Return the refusal of a check that does not hold, as every check returns its reasons."""
+    return [Reason(code=code, rule=rule, observed=observed, remedy=remedy)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
     """The reasons against one lowering. when_built: only building it failed; another attempt may succeed."""

@@ -16,7 +16,7 @@ from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.fp8_recipe import CurrentScaling
 from attn_compiler.spec.target import Target
@@ -188,11 +188,4 @@ def check_fp8_speed(spec: AttentionSpec, target: Target, lowering: str, other: s
         own = f"S {asked.seqlen}, {asked.keys:.0f} keys a query"
         observed = f"{own}, of which the fewest that were measured are more than twice as many: {observed}"
     remedy = "give Fp8Recipe(force=True)"
-    return [
-        Reason(
-            code=Code.FP8_SLOWER,
-            rule="FP8 is faster than the model's dtype for such a shape",
-            observed=observed,
-            remedy=remedy,
-        )
-    ]
+    return refuse(Code.FP8_SLOWER, "FP8 is faster than the model's dtype for such a shape", observed, remedy)

@@ -30,7 +30,7 @@ from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_key
 from attn_compiler.lowerings.shared.limits import common as shared_limits, known_bad
 from attn_compiler.lowerings.shared.ops.leaf_ops import like_output
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
 from attn_compiler.spec.target import Target
@@ -56,7 +56,7 @@ class CudnnFp8(Lowering):
         gpu = shared_limits.check_gpu(target, first_sm=_SM)
         if gpu or target.sm == _SM:
             return gpu or graph_limits.check_machine(target)
-        return [Reason(code=Code.ARCHITECTURE, rule=f"sm{_SM}: it was tried on no other", observed=f"sm{target.sm}")]
+        return refuse(Code.ARCHITECTURE, f"sm{_SM}: it was tried on no other", f"sm{target.sm}")
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         recipe = limits.check_recipe(spec, has_backward=True)

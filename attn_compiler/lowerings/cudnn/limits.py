@@ -9,7 +9,7 @@ from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared.limits import common as limits, cudnn_limits, known_bad
 from attn_compiler.lowerings.shared.limits.takes import check_gpu
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import CUDNN_FRONTEND_DISTRIBUTION, INSTALL, Target, cudnn_words
@@ -76,13 +76,13 @@ def _check_frontend(target: Target) -> list[Reason]:
     first, limit = (".".join(map(str, version)) for version in (_FIRST_FRONTEND, _FRONTEND_LIMIT))
     rule, remedy = f"nvidia-cudnn-frontend from {first} to before {limit}", INSTALL[CUDNN_FRONTEND_DISTRIBUTION]
     if not target.cudnn_frontend:
-        return [Reason(code=Code.LIBRARY_MISSING, rule=rule, observed="not installed", remedy=remedy)]
+        return refuse(Code.LIBRARY_MISSING, rule, "not installed", remedy)
     release = limits.release(target.cudnn_frontend)
     if release in _RESHAPE_FRONTENDS and target.cudnn < _RESHAPE_CUDNN:
         return [_refused_attribute(target)]
     if _FIRST_FRONTEND <= release < _FRONTEND_LIMIT:
         return []
-    return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.cudnn_frontend, remedy=remedy)]
+    return refuse(Code.LIBRARY_VERSION, rule, target.cudnn_frontend, remedy)
 
 
 def _refused_attribute(target: Target) -> Reason:

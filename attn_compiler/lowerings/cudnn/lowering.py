@@ -20,7 +20,7 @@ from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared.limits import common as limits, cudnn_limits, mask_limits, takes
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
@@ -121,7 +121,7 @@ def _check_workspace(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
         return []
     what = "a deterministic backward" if call.deterministic else "a bias with gradient"
     rule = f"{what} takes at most {WORKSPACE_LIMIT // 2**20} MiB for all scores"
-    return [Reason(code=Code.MEMORY, rule=rule, observed=f"{needed // 2**20} MiB", remedy="use a smaller batch")]
+    return refuse(Code.MEMORY, rule, f"{needed // 2**20} MiB", "use a smaller batch")
 
 
 def _padded(size: int | str) -> int:

@@ -16,7 +16,7 @@ from attn_compiler.lowerings.cudnn import graphs, ops
 from attn_compiler.lowerings.cudnn.graphs import BuiltPlan, Laid
 from attn_compiler.lowerings.cudnn.plan import FP8_DTYPE, CudnnCall
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.reasons.errors import CudnnRefused
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.target import Target, cudnn_version
@@ -41,7 +41,7 @@ def refusals(
     try:
         _plans(call, tensors, FP8_DTYPE if call.fp8 else spec.dtype, torch.cuda.current_device(), kinds)
     except CudnnRefused as refused:
-        return [Reason(code=Code.NO_PLAN, rule="cuDNN builds a plan", observed=refused.said)]
+        return refuse(Code.NO_PLAN, "cuDNN builds a plan", refused.said)
     return []
 
 

@@ -9,7 +9,7 @@ from attn_compiler.lowerings.shared.limits import common as limits, known_bad, m
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import FLASH_ATTN_4_DISTRIBUTION, INSTALL, Target
@@ -42,14 +42,7 @@ def check_machine(target: Target) -> list[Reason]:
         return gpu
     if target.mixed_gpus:
         remedy = "show the process GPUs of one kind (CUDA_VISIBLE_DEVICES)"
-        return [
-            Reason(
-                code=Code.SEVERAL_ARCHITECTURES,
-                rule="all GPUs are of one architecture",
-                observed="several",
-                remedy=remedy,
-            )
-        ]
+        return refuse(Code.SEVERAL_ARCHITECTURES, "all GPUs are of one architecture", "several", remedy)
     return _check_version(target.flash_attn_4)
 
 
@@ -58,28 +51,24 @@ def _check_version(version: str) -> list[Reason]:
     beta = _VERSION.fullmatch(version)
     if beta is not None and FIRST_BETA <= int(beta[1]) <= LAST_BETA:
         return []
-    return [
-        Reason(
-            code=Code.LIBRARY_VERSION if version else Code.LIBRARY_MISSING,
-            rule=rule,
-            observed=version or "none",
-            remedy=INSTALL[FLASH_ATTN_4_DISTRIBUTION],
-        )
-    ]
+    return refuse(
+        Code.LIBRARY_VERSION if version else Code.LIBRARY_MISSING,
+        rule,
+        version or "none",
+        INSTALL[FLASH_ATTN_4_DISTRIBUTION],
+    )
 
 
 def _check_mask(spec: AttentionSpec) -> list[Reason]:
     """Require a diagonal, a window, or no mask: FlashAttention-4 has no arguments for other kinds."""
     if TAKES.beyond(spec) & MASKING:
-        return [
-            Reason(code=Code.MASK_KIND, rule="the mask is a causal one, a window, or none", observed=spec.mask.words)
-        ]
+        return refuse(Code.MASK_KIND, "the mask is a causal one, a window, or none", spec.mask.words)
     band = site_parts.parts(spec).band
     if band is None:
         return []
     behind = [side for side in (band.left, band.right) if side is not None and side < 0]
     if behind:
-        return [Reason(code=Code.MASK_KIND, rule="a query may use its own position", observed=spec.mask.words)]
+        return refuse(Code.MASK_KIND, "a query may use its own position", spec.mask.words)
     if band.from_end or dims.same(spec.seqlen_q, spec.seqlen_kv):
         return []
     rule = "as many queries as keys, or a mask that is counted from the end"
@@ -91,7 +80,7 @@ def _check_added(spec: AttentionSpec) -> list[Reason]:
         return []
     tensor = spec.added_tensor
     observed = spec.score.added or (tensor.words if tensor is not None else spec.score.words)
-    return [Reason(code=Code.MASK_TENSOR, rule="nothing is added to the scores", observed=observed)]
+    return refuse(Code.MASK_TENSOR, "nothing is added to the scores", observed)
 
 
 def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -106,7 +95,7 @@ def _check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
             return padded
     if spec.needs_grad and spec.is_gqa and spec.head_dim_qk != spec.head_dim_v:
         rule = "with gradients and fewer heads of k and v, one head_dim"
-        return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
+        return refuse(Code.HEAD_DIM, rule, observed)
     return [] if target.sm == 90 else _check_blackwell(spec, observed)
 
 
@@ -114,12 +103,8 @@ def _check_blackwell(spec: AttentionSpec, observed: str) -> list[Reason]:
     sizes = (spec.head_dim_qk, spec.head_dim_v)
     if sizes != (192, 128) and sizes != (256, 256) and not all(isinstance(size, int) and size <= 128 for size in sizes):
         rule = "from sm100 on, head dims are at most 128, or (192, 128), or (256, 256)"
-        return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
+        return refuse(Code.HEAD_DIM, rule, observed)
     if sizes == (256, 256) and spec.needs_grad:
         # Its backward takes no gradient of the lse, which the leaf op has.
-        return [
-            Reason(
-                code=Code.HEAD_DIM, rule="from sm100 on, with gradients, head dims are at most 192", observed=observed
-            )
-        ]
+        return refuse(Code.HEAD_DIM, "from sm100 on, with gradients, head dims are at most 192", observed)
     return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attn_compiler.lowerings.fp8.rounding import VECTOR
 from attn_compiler.lowerings.shared.limits.common import check_lse_unread
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 
 #: So few queries read k and v once, and rounding these first costs as much again.
@@ -17,14 +17,7 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
     recipe = spec.fp8
     if recipe is None:
         remedy = "compile with options={'fp8_recipe': attn_compiler.Fp8Recipe()}"
-        return [
-            Reason(
-                code=Code.FP8_NOT_ASKED,
-                rule="FP8 is used where a recipe asks for it",
-                observed="no recipe for this site",
-                remedy=remedy,
-            )
-        ]
+        return refuse(Code.FP8_NOT_ASKED, "FP8 is used where a recipe asks for it", "no recipe for this site", remedy)
     # Rounding to FP8 changes the logsumexp.
     reasons = check_lse_unread(spec)
     if not recipe.forward:

@@ -6,7 +6,7 @@ from attn_compiler.lowerings.hopper.takes import TAKES
 from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, takes
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES
@@ -64,12 +64,12 @@ def _check_bias(spec: AttentionSpec) -> list[Reason]:
     observed = f"({', '.join(map(str, bias.shape))})"
     if not dims.same(rows, spec.seqlen_q) or not dims.same(keys, spec.seqlen_kv):
         rule = "a bias has an element for each pair of a query and a key"
-        return [Reason(code=Code.MASK_SHAPE, rule=rule, observed=observed, remedy=_REMEDY)]
+        return refuse(Code.MASK_SHAPE, rule, observed, _REMEDY)
     step = max(_VECTOR // BYTES[bias.dtype], 1)
     if dims.is_multiple(keys, step):
         return []
     rule = f"rows of a bias in {bias.dtype} are a multiple of {step} keys long"
-    return [Reason(code=Code.MASK_SHAPE, rule=rule, observed=observed, remedy=_REMEDY)]
+    return refuse(Code.MASK_SHAPE, rule, observed, _REMEDY)
 
 
 def _check_numbers(spec: AttentionSpec) -> list[Reason]:

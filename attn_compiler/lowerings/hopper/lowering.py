@@ -21,7 +21,7 @@ from attn_compiler.lowerings.shared.parts import part_tensors, site_parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
 from attn_compiler.lowerings.shared.parts.part_tensors import Size
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
@@ -35,15 +35,13 @@ class HopperAttention(Lowering):
         return limits.check_machine(target)
 
     def cannot_package(self) -> list[Reason]:
-        return [
-            Reason(
-                code=Code.PACKAGED,
-                rule="what is in an exported program is compiled by Inductor, which takes kernels in Triton's language",
-                observed=f"the kernel of {self.name} is in Gluon",
-                remedy="the Triton kernels and PyTorch's own serve exported programs; this one serves torch.compile(model, "
-                "backend='attn_compiler')",
-            )
-        ]
+        return refuse(
+            Code.PACKAGED,
+            "what is in an exported program is compiled by Inductor, which takes kernels in Triton's language",
+            f"the kernel of {self.name} is in Gluon",
+            "the Triton kernels and PyTorch's own serve exported programs; this one serves torch.compile(model, "
+            "backend='attn_compiler')",
+        )
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return limits.check_hopper(spec, target)

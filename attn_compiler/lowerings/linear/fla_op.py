@@ -19,7 +19,7 @@ from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.linear.triton_ops import register_chunks
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import FLA_DISTRIBUTION, INSTALL, Target
@@ -61,24 +61,22 @@ class LinearFla:
 def _check_machine(target: Target) -> list[Reason]:
     if target.triton_interpreted:
         rule = "flash-linear-attention times its kernels on a GPU"
-        return [Reason(code=Code.INTERPRETER, rule=rule, observed="Triton's interpreter", remedy=_ANOTHER)]
+        return refuse(Code.INTERPRETER, rule, "Triton's interpreter", _ANOTHER)
     if target.deterministic:
         rule = "flash-linear-attention does not say that it gives the same in every run"
         remedy = "torch.use_deterministic_algorithms(False)"
-        return [Reason(code=Code.DETERMINISTIC, rule=rule, observed="deterministic algorithms", remedy=remedy)]
+        return refuse(Code.DETERMINISTIC, rule, "deterministic algorithms", remedy)
     if target.mixed_gpus:
         rule, remedy = "all GPUs are of one architecture", "show the process GPUs of one kind (CUDA_VISIBLE_DEVICES)"
-        return [Reason(code=Code.SEVERAL_ARCHITECTURES, rule=rule, observed="several", remedy=remedy)]
+        return refuse(Code.SEVERAL_ARCHITECTURES, rule, "several", remedy)
     if target.fla.startswith(_RELEASE):
         return []
-    return [
-        Reason(
-            code=Code.LIBRARY_VERSION if target.fla else Code.LIBRARY_MISSING,
-            rule=f"{FLA_DISTRIBUTION} {_RELEASE}x is installed",
-            observed=target.fla or "none",
-            remedy=INSTALL[FLA_DISTRIBUTION],
-        )
-    ]
+    return refuse(
+        Code.LIBRARY_VERSION if target.fla else Code.LIBRARY_MISSING,
+        f"{FLA_DISTRIBUTION} {_RELEASE}x is installed",
+        target.fla or "none",
+        INSTALL[FLA_DISTRIBUTION],
+    )
 
 
 def _check_form(spec: LinearSpec) -> list[Reason]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.linear import LinearSpec
 
 #: largest size of a head
@@ -16,4 +16,4 @@ def check_heads(spec: LinearSpec) -> list[Reason]:
         return []
     rule = f"a head of linear attention has at most {_WIDEST} channels"
     observed = f"{spec.head_dim_k} of k, {spec.head_dim_v} of v"
-    return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
+    return refuse(Code.HEAD_DIM, rule, observed)

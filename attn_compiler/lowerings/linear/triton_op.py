@@ -18,7 +18,7 @@ from attn_compiler.lowerings.linear.chunks import bounded_decays
 from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.assemblers import RIGHT_PTXAS
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.linear import LinearForm, LinearSpec
@@ -62,7 +62,7 @@ def _check_architecture(target: Target) -> list[Reason]:
     if target.triton_interpreted or target.sm in _MACHINES:
         return []
     rule = f"kernels of linear attention were compiled for {' and '.join(f'sm{sm}' for sm in _MACHINES)}"
-    return [Reason(code=Code.ARCHITECTURE, rule=rule, observed=f"sm{target.sm}")]
+    return refuse(Code.ARCHITECTURE, rule, f"sm{target.sm}")
 
 
 def _check_assembler(spec: LinearSpec, target: Target) -> list[Reason]:
@@ -75,17 +75,13 @@ def _check_assembler(spec: LinearSpec, target: Target) -> list[Reason]:
     if found >= RIGHT_PTXAS:
         return []
     newest = ".".join(map(str, RIGHT_PTXAS))
-    return [
-        Reason(
-            code=Code.KNOWN_BUG,
-            rule=f"on Hopper, kernels of several products are assembled by ptxas {newest} or newer, or have no wgmma",
-            observed=f"ptxas {target.ptxas}" if target.ptxas else "a ptxas whose version is not known",
-            remedy=(
-                "install Triton 3.7 or newer and a driver of CUDA 13; or set, before Triton is imported, TRITON_PTXAS_PATH to a ptxas of "
-                f"CUDA {newest} or newer, or DISABLE_MMA_V3=1"
-            ),
-        )
-    ]
+    return refuse(
+        Code.KNOWN_BUG,
+        f"on Hopper, kernels of several products are assembled by ptxas {newest} or newer, or have no wgmma",
+        f"ptxas {target.ptxas}" if target.ptxas else "a ptxas whose version is not known",
+        "install Triton 3.7 or newer and a driver of CUDA 13; or set, before Triton is imported, TRITON_PTXAS_PATH to a ptxas of "
+        f"CUDA {newest} or newer, or DISABLE_MMA_V3=1",
+    )
 
 
 def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:

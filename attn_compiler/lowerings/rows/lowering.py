@@ -18,7 +18,7 @@ from attn_compiler.lowerings.shared.limits.takes import refused
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts
 from attn_compiler.lowerings.shared.parts.site_parts import ADDED
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
@@ -30,7 +30,7 @@ class CpuRows(Lowering):
 
     def unavailable(self, target: Target) -> list[Reason]:
         if target.device != "cpu":
-            return [Reason(code=Code.DEVICE, rule="runs on the CPU", observed=f"device {target.device}")]
+            return refuse(Code.DEVICE, "runs on the CPU", f"device {target.device}")
         return limits.check_switch("flash", target)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -54,7 +54,7 @@ def _check_added(spec: AttentionSpec) -> list[Reason]:
         return []
     if spec.dtype == "float64":
         rule = "what is added to the scores is computed in float32"
-        return [Reason(code=Code.DTYPE, rule=rule, observed=f"dtype {spec.dtype}", remedy="run the model in float32")]
+        return refuse(Code.DTYPE, rule, f"dtype {spec.dtype}", "run the model in float32")
     return mask_limits.check_no_bias_gradient(spec)
 
 
@@ -62,9 +62,7 @@ def _check_parts(spec: AttentionSpec) -> list[Reason]:
     found, beyond = parts.parts(spec), TAKES.beyond(spec)
     if beyond:
         rule = "what a query may see is an interval of keys, keys of a document, or known of each key"
-        return [Reason(code=Code.MASK_KIND, rule=rule, observed=spec.mask.words)]
+        return refuse(Code.MASK_KIND, rule, spec.mask.words)
     if not found.kinds:
-        return [
-            Reason(code=Code.NOTHING_LEFT_OUT, rule="some keys are left out", observed=f"the mask is {spec.mask.words}")
-        ]
+        return refuse(Code.NOTHING_LEFT_OUT, "some keys are left out", f"the mask is {spec.mask.words}")
     return []

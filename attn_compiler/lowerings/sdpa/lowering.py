@@ -26,7 +26,7 @@ from attn_compiler.lowerings.shared.limits.takes import CUDNN, Takes, check_gpu,
 from attn_compiler.lowerings.shared.parts import mask_nodes, unused
 from attn_compiler.lowerings.shared.parts.flags import with_flag
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF
@@ -139,7 +139,7 @@ class SdpaFlash(_Pinned):
             "with gradients on sm86 to sm89 and sm120 to sm121, head_dim is at most 192, or above 224 without dropout"
         )
         observed = f"head_dim {head_dim}, dropout {spec.score.dropout_p:g}, sm{target.sm}"
-        return [Reason(code=Code.HEAD_DIM, rule=rule, observed=observed)]
+        return refuse(Code.HEAD_DIM, rule, observed)
 
     @staticmethod
     def _check_causal(spec: AttentionSpec) -> list[Reason]:
@@ -249,7 +249,7 @@ class SdpaCpuFlash(_Pinned):
 
     def unavailable(self, target: Target) -> list[Reason]:
         if target.device != self.device:
-            return [Reason(code=Code.DEVICE, rule="runs on the CPU", observed=f"device {target.device}")]
+            return refuse(Code.DEVICE, "runs on the CPU", f"device {target.device}")
         return limits.check_switch(self.kernel, target)
 
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -273,14 +273,7 @@ class SdpaCpuFlash(_Pinned):
         if not apart:
             return []
         rule = "in half precision, a head's elements lie side by side as they are given"
-        return [
-            Reason(
-                code=Code.LAYOUT,
-                rule=rule,
-                observed=f"not those of {', '.join(apart)}",
-                remedy="call contiguous() in the model",
-            )
-        ]
+        return refuse(Code.LAYOUT, rule, f"not those of {', '.join(apart)}", "call contiguous() in the model")
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attn_compiler.lowerings.shared.limits import common as limits, cudnn_limits, mask_limits, takes
 from attn_compiler.lowerings.shared.parts import flags
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
@@ -58,4 +58,4 @@ def _check_output(spec: AttentionSpec, target: Target) -> list[Reason]:
     if is_known or dims.same(spec.head_dim_qk, spec.head_dim_v) or limits.torch_release(target.torch) >= _OUTPUT:
         return []
     rule = "before torch 2.13, a head_dim of v that differs from q's only with known sizes"
-    return [Reason(code=Code.SYMBOLIC, rule=rule, observed=f"q {spec.q.shape}, v {spec.v.shape}", remedy=limits.STATIC)]
+    return refuse(Code.SYMBOLIC, rule, f"q {spec.q.shape}, v {spec.v.shape}", limits.STATIC)

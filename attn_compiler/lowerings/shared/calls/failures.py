@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.reasons.errors import REPRODUCE, AttnCompilerWarning, KernelFailed, described
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.linear import LinearSpec
@@ -75,7 +75,7 @@ class Failures:
             return []
         rule = "its kernels compile and start on this machine"
         remedy = f"another kernel serves until the process ends; to reproduce: {REPRODUCE}"
-        return [Reason(code=Code.NOT_COMPILED, rule=rule, observed=cause, remedy=remedy)]
+        return refuse(Code.NOT_COMPILED, rule, cause, remedy)
 
     def forget(self) -> None:
         """Forget all failures and callers."""

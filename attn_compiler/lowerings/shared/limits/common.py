@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.dtypes import FULL
@@ -51,39 +51,23 @@ def check_switch(kernel: str, target: Target) -> list[Reason]:
         return []
     setter = {"efficient": "enable_mem_efficient_sdp"}.get(kernel, f"enable_{kernel}_sdp")
     remedy = f"torch.backends.cuda.{setter}(True), or leave the sdpa_kernel context"
-    return [
-        Reason(
-            code=Code.SWITCHED_OFF,
-            rule=f"PyTorch's {kernel} attention is enabled",
-            observed="switched off",
-            remedy=remedy,
-        )
-    ]
+    return refuse(Code.SWITCHED_OFF, f"PyTorch's {kernel} attention is enabled", "switched off", remedy)
 
 
 def check_gpu(target: Target, *, first_sm: int) -> list[Reason]:
     if target.device != "cuda":
-        return [
-            Reason(
-                code=Code.DEVICE,
-                rule="runs on an NVIDIA GPU",
-                observed=f"device {target.device}",
-                remedy="move the model to cuda",
-            )
-        ]
+        return refuse(Code.DEVICE, "runs on an NVIDIA GPU", f"device {target.device}", "move the model to cuda")
     if first_sm <= target.sm <= LAST_SM:
         return []
     observed = f"sm{target.sm}" if target.sm else "no GPU that CUDA can use"
-    return [
-        Reason(code=Code.ARCHITECTURE, rule=f"GPU architecture from sm{first_sm} to sm{LAST_SM}", observed=observed)
-    ]
+    return refuse(Code.ARCHITECTURE, f"GPU architecture from sm{first_sm} to sm{LAST_SM}", observed)
 
 
 def check_device(spec: AttentionSpec, device: str) -> list[Reason]:
     """Refuse tensors that are not where the kernel runs."""
     if spec.device == device:
         return []
-    return [Reason(code=Code.DEVICE, rule=f"q, k and v are on {device}", observed=f"device {spec.device}")]
+    return refuse(Code.DEVICE, f"q, k and v are on {device}", f"device {spec.device}")
 
 
 # ---- types and shapes ---------------------------------------------------------------------------------------------
@@ -93,33 +77,21 @@ def check_dtypes(spec: AttentionSpec, allowed: Iterable[str]) -> list[Reason]:
     found = (spec.q.dtype, spec.k.dtype, spec.v.dtype)
     if len(set(found)) > 1:
         observed = ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", found, strict=True))
-        return [
-            Reason(
-                code=Code.SEVERAL_DTYPES,
-                rule="q, k and v have one dtype",
-                observed=observed,
-                remedy="cast them alike before the attention",
-            )
-        ]
+        return refuse(
+            Code.SEVERAL_DTYPES, "q, k and v have one dtype", observed, "cast them alike before the attention"
+        )
     allowed = tuple(allowed)
     if spec.dtype in allowed:
         return []
     remedy = LOWER_PRECISION if spec.dtype in FULL else None
-    return [Reason(code=Code.DTYPE, rule=f"q is {' or '.join(allowed)}", observed=spec.dtype, remedy=remedy)]
+    return refuse(Code.DTYPE, f"q is {' or '.join(allowed)}", spec.dtype, remedy)
 
 
 def check_softmax_dtype(spec: AttentionSpec) -> list[Reason]:
     """Refuse a softmax in float64: kernels keep scores and softmax in float32 for every dtype below float64."""
     if spec.score.softmax_dtype != "float64" or spec.dtype == "float64":
         return []
-    return [
-        Reason(
-            code=Code.SOFTMAX_DTYPE,
-            rule="the softmax runs in at most float32",
-            observed="float64",
-            remedy="drop the cast to float64",
-        )
-    ]
+    return refuse(Code.SOFTMAX_DTYPE, "the softmax runs in at most float32", "float64", "drop the cast to float64")
 
 
 def check_shapes(spec: AttentionSpec) -> list[Reason]:
@@ -152,14 +124,12 @@ def check_scope(spec: AttentionSpec, lowering: str) -> list[Reason]:
     """Require, for any lowering, that the model's sdpa_kernel scope allows a kernel of PyTorch with the same arithmetic."""
     if spec.scope is None or lowering == UNTOUCHED or set(_SAME_AS.get(lowering, _FUSED)) & set(spec.scope):
         return []
-    return [
-        Reason(
-            code=Code.CHOSEN_BY_SCOPE,
-            rule=f"the sdpa_kernel scope leaves {' or '.join(_SAME_AS.get(lowering, _FUSED))}",
-            observed=", ".join(spec.scope) or "kernels switched one by one",
-            remedy="remove torch.nn.attention.sdpa_kernel, or add the kernel to its list",
-        )
-    ]
+    return refuse(
+        Code.CHOSEN_BY_SCOPE,
+        f"the sdpa_kernel scope leaves {' or '.join(_SAME_AS.get(lowering, _FUSED))}",
+        ", ".join(spec.scope) or "kernels switched one by one",
+        "remove torch.nn.attention.sdpa_kernel, or add the kernel to its list",
+    )
 
 
 def check_not_empty(spec: AttentionSpec) -> list[Reason]:
@@ -168,14 +138,7 @@ def check_not_empty(spec: AttentionSpec) -> list[Reason]:
     empty = [f"{name} {size}" for name, size in sizes.items() if dims.range_of(spec, size)[0] < 1]
     if not empty:
         return []
-    return [
-        Reason(
-            code=Code.EMPTY,
-            rule="no axis can be empty",
-            observed=", ".join(empty),
-            remedy=static_if_symbolic(*sizes.values()),
-        )
-    ]
+    return refuse(Code.EMPTY, "no axis can be empty", ", ".join(empty), static_if_symbolic(*sizes.values()))
 
 
 def _check_heads(spec: AttentionSpec) -> list[Reason]:
@@ -184,13 +147,9 @@ def _check_heads(spec: AttentionSpec) -> list[Reason]:
     if dims.same(heads_q, heads_kv) and dims.at_least(heads_q) >= 1:
         return []
     if not isinstance(heads_q, int) or not isinstance(heads_kv, int):
-        return [
-            Reason(
-                code=Code.SYMBOLIC, rule="the numbers of heads are known", observed=observed, remedy="mark them static"
-            )
-        ]
+        return refuse(Code.SYMBOLIC, "the numbers of heads are known", observed, "mark them static")
     if heads_kv < 1 or heads_q % heads_kv:
-        return [Reason(code=Code.HEAD_GROUPS, rule="num_heads_q is a multiple of num_heads_kv", observed=observed)]
+        return refuse(Code.HEAD_GROUPS, "num_heads_q is a multiple of num_heads_kv", observed)
     return []
 
 
@@ -200,14 +159,7 @@ def check_grid(spec: AttentionSpec) -> list[Reason]:
     over = [f"{name} {size}" for name, size in sizes.items() if isinstance(size, int) and size > MAX_GRID]
     if not over:
         return []
-    return [
-        Reason(
-            code=Code.TOO_LARGE,
-            rule=f"batch and heads are at most {MAX_GRID}",
-            observed=", ".join(over),
-            remedy="split the batch",
-        )
-    ]
+    return refuse(Code.TOO_LARGE, f"batch and heads are at most {MAX_GRID}", ", ".join(over), "split the batch")
 
 
 def check_head_dims(spec: AttentionSpec, *, multiple: int, limit: int | None = None) -> list[Reason]:
@@ -235,14 +187,7 @@ def check_one_head_dim(spec: AttentionSpec) -> list[Reason]:
     if dims.same(spec.head_dim_qk, spec.head_dim_v):
         return []
     observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
-    return [
-        Reason(
-            code=Code.HEAD_DIMS_DIFFER,
-            rule="q, k and v have one head_dim",
-            observed=observed,
-            remedy="pad the smaller one with zeros",
-        )
-    ]
+    return refuse(Code.HEAD_DIMS_DIFFER, "q, k and v have one head_dim", observed, "pad the smaller one with zeros")
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------
@@ -275,42 +220,28 @@ def check_weights_unread(spec: AttentionSpec) -> list[Reason]:
     if not spec.returns_weights:
         return []
     remedy = "call the model with output_attentions=False (nn.MultiheadAttention: need_weights=False)"
-    return [
-        Reason(
-            code=Code.WEIGHTS_READ,
-            rule="the attention weights have no other reader",
-            observed="they are returned",
-            remedy=remedy,
-        )
-    ]
+    return refuse(Code.WEIGHTS_READ, "the attention weights have no other reader", "they are returned", remedy)
 
 
 def check_lse_unread(spec: AttentionSpec) -> list[Reason]:
     if spec.lse == "unread":
         return []
     rule = "nothing reads the logsumexp of the scores"
-    return [Reason(code=Code.LSE_READ, rule=rule, observed=f"it is {spec.lse}", remedy=OTHER_KERNEL)]
+    return refuse(Code.LSE_READ, rule, f"it is {spec.lse}", OTHER_KERNEL)
 
 
 def check_lse_undifferentiated(spec: AttentionSpec) -> list[Reason]:
     if spec.lse in ("unread", "read"):
         return []
     rule = "the logsumexp of the scores has no gradient"
-    return [Reason(code=Code.LSE_READ, rule=rule, observed=f"it is {spec.lse}", remedy=OTHER_KERNEL)]
+    return refuse(Code.LSE_READ, rule, f"it is {spec.lse}", OTHER_KERNEL)
 
 
 def check_scale(spec: AttentionSpec) -> list[Reason]:
     """Require a positive scale: masked scores are -inf before they are scaled, and the row maximum is taken before that too."""
     if spec.score.scale > 0:
         return check_largest_scale(spec)
-    return [
-        Reason(
-            code=Code.SCALE,
-            rule="the scale is positive",
-            observed=f"{spec.score.scale:g}",
-            remedy="put its sign into q",
-        )
-    ]
+    return refuse(Code.SCALE, "the scale is positive", f"{spec.score.scale:g}", "put its sign into q")
 
 
 def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
@@ -321,7 +252,7 @@ def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
     if abs(spec.score.scale) <= LARGEST_SCALE:
         return []
     rule, remedy = f"the scale is at most {LARGEST_SCALE:g}", "scale q in the model, before the product"
-    return [Reason(code=Code.SCALE, rule=rule, observed=f"{spec.score.scale:g}", remedy=remedy)]
+    return refuse(Code.SCALE, rule, f"{spec.score.scale:g}", remedy)
 
 
 def static_if_symbolic(*sizes: Dim) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from attn_compiler.lowerings.shared.limits import common as limits, known_bad, mask_limits
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target, cudnn_words
@@ -24,28 +24,19 @@ def check_version(target: Target) -> list[Reason]:
         return known_bad.refusal("blacklisted", target, "any attention")
     observed = cudnn_words(target.cudnn) if target.cudnn else "none"
     remedy = "install a CUDA build of torch; it brings its own cuDNN"
-    return [
-        Reason(
-            code=Code.LIBRARY_VERSION if target.cudnn else Code.LIBRARY_MISSING,
-            rule=f"cuDNN {cudnn_words(OLDEST)} or newer",
-            observed=observed,
-            remedy=remedy,
-        )
-    ]
+    return refuse(
+        Code.LIBRARY_VERSION if target.cudnn else Code.LIBRARY_MISSING,
+        f"cuDNN {cudnn_words(OLDEST)} or newer",
+        observed,
+        remedy,
+    )
 
 
 def check_deterministic(target: Target) -> list[Reason]:
     if not target.deterministic:
         return []
     remedy = "torch.use_deterministic_algorithms(False)"
-    return [
-        Reason(
-            code=Code.DETERMINISTIC,
-            rule="no deterministic algorithms are asked for",
-            observed="they are",
-            remedy=remedy,
-        )
-    ]
+    return refuse(Code.DETERMINISTIC, "no deterministic algorithms are asked for", "they are", remedy)
 
 
 def check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -57,13 +48,7 @@ def check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
     if not large:
         return reasons
     observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
-    return [
-        Reason(
-            code=Code.HEAD_DIM,
-            rule="with gradients, head dims are at most 128, or (192, 128), or (256, 256)",
-            observed=observed,
-        )
-    ]
+    return refuse(Code.HEAD_DIM, "with gradients, head dims are at most 128, or (192, 128), or (256, 256)", observed)
 
 
 def _head_dim_limit(spec: AttentionSpec, target: Target) -> int:

@@ -11,7 +11,7 @@ from attn_compiler.lowerings.shared.limits.triton_releases import COMPILED
 from attn_compiler.lowerings.shared.parts import score_changes, site_parts as parts, tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import FARTHEST, MOST_BLOCKS, MOST_POSITIONS
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.scores import Sinks
@@ -56,15 +56,13 @@ def check_gluon(target: Target, takes: Takes, kernel: str) -> list[Reason]:
         return reasons
     if target.triton_interpreted or check_gpu(takes, target):
         observed = "Triton's interpreter" if target.triton_interpreted else f"sm{target.sm}"
-        return [
-            Reason(code=Code.ARCHITECTURE, rule="the kernel is made of the instructions of sm90", observed=observed)
-        ]
+        return refuse(Code.ARCHITECTURE, "the kernel is made of the instructions of sm90", observed)
     known = COMPILED[kernel]
     if limits.release(target.triton) in known:
         return []
     rule = f"the kernel was compiled with Triton {triton_releases.words(known)}"
     remedy = triton_releases.remedy(known)
-    return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.triton, remedy=remedy)]
+    return refuse(Code.LIBRARY_VERSION, rule, target.triton, remedy)
 
 
 def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> list[Reason]:
@@ -90,14 +88,7 @@ def _check_interpreter(spec: AttentionSpec, target: Target) -> list[Reason]:
     if not target.triton_interpreted or spec.dtype != "bfloat16":
         return []
     rule = "Triton's interpreter computes in float16 or float32"
-    return [
-        Reason(
-            code=Code.INTERPRETER,
-            rule=rule,
-            observed=spec.dtype,
-            remedy="call model.float(), or unset TRITON_INTERPRET on a GPU",
-        )
-    ]
+    return refuse(Code.INTERPRETER, rule, spec.dtype, "call model.float(), or unset TRITON_INTERPRET on a GPU")
 
 
 def _check_wide(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -162,15 +153,13 @@ def _check_summed(spec: AttentionSpec) -> list[Reason]:
     if math.prod(summed) <= MOST_BLOCKS:
         return []
     rule = f"each number of a learned bias is added to the scores of at most {MOST_BLOCKS} tiles"
-    return [
-        Reason(code=Code.TOO_LARGE, rule=rule, observed=f"{math.prod(summed)} tiles of {_LEAST_TILE} x {_LEAST_TILE}")
-    ]
+    return refuse(Code.TOO_LARGE, rule, f"{math.prod(summed)} tiles of {_LEAST_TILE} x {_LEAST_TILE}")
 
 
 def _check_triton(target: Target) -> list[Reason]:
     rule = f"Triton {'.'.join(map(str, _FIRST_TRITON))} or newer is installed"
     if not target.triton:
-        return [Reason(code=Code.LIBRARY_MISSING, rule=rule, observed="no Triton", remedy="pip install triton")]
+        return refuse(Code.LIBRARY_MISSING, rule, "no Triton", "pip install triton")
     if limits.release(target.triton) >= _FIRST_TRITON:
         return []
-    return [Reason(code=Code.LIBRARY_VERSION, rule=rule, observed=target.triton, remedy="pip install --upgrade triton")]
+    return refuse(Code.LIBRARY_VERSION, rule, target.triton, "pip install --upgrade triton")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.target import Target, cudnn_words
 
 _ALL_SMS = (0, 999)
@@ -136,4 +136,4 @@ def refusal(name: str, target: Target, observed: str) -> list[Reason]:
         return []
     library = f"flash-attn-4 {target.flash_attn_4}" if bug.cudnn is None else f"cuDNN {cudnn_words(target.cudnn)}"
     observed = f"{library} on sm{target.sm}, {observed}"
-    return [Reason(code=Code.KNOWN_BUG, rule=f"{bug.rule} ({bug.link})", observed=observed, remedy=bug.remedy)]
+    return refuse(Code.KNOWN_BUG, f"{bug.rule} ({bug.link})", observed, bug.remedy)

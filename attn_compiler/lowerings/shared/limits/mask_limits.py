@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from attn_compiler.lowerings.base import OF_NUMBERS, OF_NUMBERS_FORWARD, UNTOUCHED
 from attn_compiler.lowerings.shared.limits.common import STATIC, static_if_symbolic
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import added_scores, dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.dtypes import BYTES, HALF
@@ -35,14 +35,7 @@ def check_causal(spec: AttentionSpec) -> list[Reason]:
     if not bottom_right(spec) or _is_bottom_right_of_one_row(spec):
         return []
     remedy = STATIC if static_if_symbolic(spec.seqlen_q, spec.seqlen_kv) else "pass as many queries as keys"
-    return [
-        Reason(
-            code=Code.DIAGONAL,
-            rule="the causal diagonal starts top left",
-            observed=f"bottom right, {_lengths(spec)}",
-            remedy=remedy,
-        )
-    ]
+    return refuse(Code.DIAGONAL, "the causal diagonal starts top left", f"bottom right, {_lengths(spec)}", remedy)
 
 
 def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
@@ -50,14 +43,7 @@ def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
     if not spec.mask.is_causal or spec.added_tensor is None:
         return []
     remedy = "put the diagonal into the mask tensor"
-    return [
-        Reason(
-            code=Code.CAUSAL_AND_TENSOR,
-            rule="a causal mask or a mask tensor, not both",
-            observed=spec.mask.words,
-            remedy=remedy,
-        )
-    ]
+    return refuse(Code.CAUSAL_AND_TENSOR, "a causal mask or a mask tensor, not both", spec.mask.words, remedy)
 
 
 def check_masks(spec: AttentionSpec) -> list[Reason]:
@@ -76,7 +62,7 @@ def check_no_tensor(spec: AttentionSpec) -> list[Reason]:
     if tensor is None:
         return []
     remedy = "pass is_causal=True or no mask where the mask only says that"
-    return [Reason(code=Code.MASK_TENSOR, rule="no mask tensor", observed=tensor.words, remedy=remedy)]
+    return refuse(Code.MASK_TENSOR, "no mask tensor", tensor.words, remedy)
 
 
 def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
@@ -106,14 +92,7 @@ def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
     if spec.mask.dense is None or spec.score.bias is None:
         return []
     observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
-    return [
-        Reason(
-            code=Code.TWO_TENSORS,
-            rule="one tensor is added to the scores",
-            observed=observed,
-            remedy="add them up in the model",
-        )
-    ]
+    return refuse(Code.TWO_TENSORS, "one tensor is added to the scores", observed, "add them up in the model")
 
 
 def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
@@ -149,7 +128,7 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
         return []
     rule = "with gradients, numbers that mask leave each query some key"
     remedy = "give what masks as truth values (masked_fill); a bias that is a parameter is known to be none"
-    return [Reason(code=Code.KEYLESS_ROWS, rule=rule, observed=spec.mask.reason or spec.mask.words, remedy=remedy)]
+    return refuse(Code.KEYLESS_ROWS, rule, spec.mask.reason or spec.mask.words, remedy)
 
 
 def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
@@ -157,14 +136,12 @@ def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
     key."""
     if not spec.adds_unread:
         return []
-    return [
-        Reason(
-            code=Code.KEYLESS_ROWS,
-            rule="numbers that mask were read",
-            observed=spec.mask.reason or spec.mask.words,
-            remedy="give the mask as truth values",
-        )
-    ]
+    return refuse(
+        Code.KEYLESS_ROWS,
+        "numbers that mask were read",
+        spec.mask.reason or spec.mask.words,
+        "give the mask as truth values",
+    )
 
 
 def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:
@@ -174,14 +151,12 @@ def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:
     if own is None or lowering == UNTOUCHED or (own == "numbers" and lowering in adding):
         return []
     rule = "a query without keys gets what the model gives it"
-    return [
-        Reason(
-            code=Code.KEYLESS_ROWS,
-            rule=rule,
-            observed="several numbers mask, or scores count beside one that does",
-            remedy="mask by one number, the lowest of the dtype, in place of the scores (masked_fill)",
-        )
-    ]
+    return refuse(
+        Code.KEYLESS_ROWS,
+        rule,
+        "several numbers mask, or scores count beside one that does",
+        "mask by one number, the lowest of the dtype, in place of the scores (masked_fill)",
+    )
 
 
 def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:
@@ -189,7 +164,7 @@ def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:
     if bias is None or not (bias.requires_grad and spec.needs_grad):
         return []
     remedy = "freeze the bias, or run under torch.no_grad()"
-    return [Reason(code=Code.BIAS_GRADIENT, rule="the bias needs no gradient", observed=bias.words, remedy=remedy)]
+    return refuse(Code.BIAS_GRADIENT, "the bias needs no gradient", bias.words, remedy)
 
 
 def lengths_reason(spec: AttentionSpec, rule: str) -> Reason:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 
 #: elements that a signed offset of 32 bits reaches
@@ -28,7 +28,7 @@ def check_spans(spec: AttentionSpec) -> list[Reason]:
     if not far:
         return []
     rule = f"tensors reach over at most {REACH} elements: offsets are of 32 bits ({_CUTE})"
-    return [Reason(code=Code.TOO_LARGE, rule=rule, observed=", ".join(far), remedy=_SPLIT)]
+    return refuse(Code.TOO_LARGE, rule, ", ".join(far), _SPLIT)
 
 
 def check_efficient(spec: AttentionSpec) -> list[Reason]:

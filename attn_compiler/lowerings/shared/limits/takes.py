@@ -13,7 +13,7 @@ from attn_compiler.lowerings.shared.limits.common import LAST_SM
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING, PartKind
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec, LseUse
 from attn_compiler.spec.dtypes import FULL
 from attn_compiler.spec.scores import DenseBias, Pointwise, ScoreChange, Sinks, Softcap
@@ -96,7 +96,7 @@ def check_gpu(takes: Takes, target: Target) -> list[Reason]:
     if reasons or any(first <= target.sm <= last for first, last in takes.sms):
         return reasons
     ranges = (f"sm{first}" + (f" to sm{last}" if last != first else "") for first, last in takes.sms)
-    return [Reason(code=Code.ARCHITECTURE, rule=f"GPU architecture {' or '.join(ranges)}", observed=f"sm{target.sm}")]
+    return refuse(Code.ARCHITECTURE, f"GPU architecture {' or '.join(ranges)}", f"sm{target.sm}")
 
 
 def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
@@ -140,13 +140,13 @@ def _check_one_pointwise(spec: AttentionSpec) -> list[Reason]:
     found = [change.words for change in spec.score.changes if isinstance(change, Pointwise)]
     if len(found) < 2:
         return []
-    return [Reason(code=Code.SCORE_CHANGE, rule="each score is changed once by itself", observed=", ".join(found))]
+    return refuse(Code.SCORE_CHANGE, "each score is changed once by itself", ", ".join(found))
 
 
 def _check_no_sinks(spec: AttentionSpec) -> list[Reason]:
     if spec.score.sinks is None:
         return []
-    return [Reason(code=Code.SINKS, rule="no attention sinks", observed="one learned logit a head joins the softmax")]
+    return refuse(Code.SINKS, "no attention sinks", "one learned logit a head joins the softmax")
 
 
 def _check_scale(takes: Takes, spec: AttentionSpec) -> list[Reason]:
@@ -168,16 +168,14 @@ def _check_no_gradient(spec: AttentionSpec) -> list[Reason]:
     if not spec.needs_grad:
         return []
     remedy = "decode under torch.no_grad() or torch.inference_mode()"
-    return [
-        Reason(code=Code.GRADIENT, rule="no gradient is needed", observed="the output is differentiated", remedy=remedy)
-    ]
+    return refuse(Code.GRADIENT, "no gradient is needed", "the output is differentiated", remedy)
 
 
 def _check_no_dropout(spec: AttentionSpec) -> list[Reason]:
     if not spec.score.dropout_p:
         return []
     remedy = "set attention_dropout=0.0 in the model's config, or call model.eval()"
-    return [Reason(code=Code.DROPOUT, rule="no dropout", observed=f"{spec.score.dropout_p:g}", remedy=remedy)]
+    return refuse(Code.DROPOUT, "no dropout", f"{spec.score.dropout_p:g}", remedy)
 
 
 def _check_known_sizes(spec: AttentionSpec) -> list[Reason]:
@@ -190,7 +188,7 @@ def _check_known_sizes(spec: AttentionSpec) -> list[Reason]:
     if not unknown:
         return []
     rule = "every size and stride is known: a plan serves one shape, and none is built while a step runs"
-    return [Reason(code=Code.SYMBOLIC, rule=rule, observed=unknown[0], remedy=limits.STATIC)]
+    return refuse(Code.SYMBOLIC, rule, unknown[0], limits.STATIC)
 
 
 def _check_tensors(takes: Takes, spec: AttentionSpec) -> list[Reason]:

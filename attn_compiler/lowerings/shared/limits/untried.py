@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import tried
 from attn_compiler.spec.target import Target
 
@@ -37,7 +37,7 @@ def reasons(lowering: str, target: Target) -> list[Reason]:
     if cause is None:
         return []
     remedy = "install a release that was tried; attn_compiler/rewrites in Inductor's cache folder keeps what failed"
-    return [Reason(code=Code.NOT_COMPILED, rule="; ".join(said), observed=cause, remedy=remedy)]
+    return refuse(Code.NOT_COMPILED, "; ".join(said), cause, remedy)
 
 
 @functools.lru_cache(maxsize=16)
