@@ -95,19 +95,13 @@ def _check_scaling(spec: AttentionSpec) -> list[Reason]:
     if granularity != "tensor":
         name = type(recipe.scaling).__name__
         remedy = f"give {name}(granularity='tensor')"
-        reasons.append(
-            Reason(code=Code.FP8_RECIPE, rule="one scale for each tensor", observed=f"per {granularity}", remedy=remedy)
-        )
+        reasons += refuse(Code.FP8_RECIPE, "one scale for each tensor", f"per {granularity}", remedy)
     if recipe.qk_format != "fp8":
         remedy = "give Fp8Recipe(qk_format='fp8')"
-        reasons.append(
-            Reason(code=Code.FP8_RECIPE, rule="q and k are in FP8", observed=recipe.qk_format, remedy=remedy)
-        )
+        reasons += refuse(Code.FP8_RECIPE, "q and k are in FP8", recipe.qk_format, remedy)
     if recipe.forward_format != "e4m3":
         remedy = "give Fp8Recipe(forward_format='e4m3')"
-        reasons.append(
-            Reason(code=Code.FP8_RECIPE, rule="the forward is in e4m3", observed=recipe.forward_format, remedy=remedy)
-        )
+        reasons += refuse(Code.FP8_RECIPE, "the forward is in e4m3", recipe.forward_format, remedy)
     return reasons
 
 
@@ -120,29 +114,23 @@ def _check_backward(spec: AttentionSpec) -> list[Reason]:
     head_dims = (spec.head_dim_qk, spec.head_dim_v)
     if head_dims != (_BACKWARD_HEAD_DIM, _BACKWARD_HEAD_DIM):
         rule = f"with a backward in FP8, head dims are {_BACKWARD_HEAD_DIM}"
-        reasons.append(
-            Reason(code=Code.FP8_RECIPE, rule=rule, observed=f"{head_dims[0]} and {head_dims[1]}", remedy=remedy)
-        )
+        reasons += refuse(Code.FP8_RECIPE, rule, f"{head_dims[0]} and {head_dims[1]}", remedy)
     if recipe.gradient_format != "e5m2":
         rule = "with a backward in FP8, gradients are in e5m2"
         remedy_format = "give Fp8Recipe(gradient_format='e5m2')"
-        reasons.append(Reason(code=Code.FP8_RECIPE, rule=rule, observed=recipe.gradient_format, remedy=remedy_format))
+        reasons += refuse(Code.FP8_RECIPE, rule, recipe.gradient_format, remedy_format)
     if not all(dims.is_multiple(length, _LENGTH_MULTIPLE) for length in (spec.seqlen_q, spec.seqlen_kv)):
         # On an H200 with cuDNN 9.19, dQ of the last tile of 200, 201, 500 or 1000 positions was off by 0.16 to 0.26 of its norm, where 0.11
         # is usual, also at 192, 256 and 2000.
         rule = f"with a backward in FP8, lengths are multiples of {_LENGTH_MULTIPLE}"
-        reasons.append(
-            Reason(code=Code.FP8_RECIPE, rule=rule, observed=f"{spec.seqlen_q} x {spec.seqlen_kv}", remedy=remedy)
-        )
+        reasons += refuse(Code.FP8_RECIPE, rule, f"{spec.seqlen_q} x {spec.seqlen_kv}", remedy)
     sizes = (spec.seqlen_q, spec.num_heads_q, spec.num_heads_kv)
     seqlen_q, heads, heads_kv = (size if isinstance(size, int) else 1 for size in sizes)
     if seqlen_q * (heads // heads_kv) > _MOST_QUERIES_OF_A_KEY:
         rule = (
             f"with a backward in FP8, at most {_MOST_QUERIES_OF_A_KEY} queries for each key, those of a group together"
         )
-        reasons.append(
-            Reason(code=Code.FP8_RECIPE, rule=rule, observed=f"{seqlen_q} x {heads // heads_kv}", remedy=remedy)
-        )
+        reasons += refuse(Code.FP8_RECIPE, rule, f"{seqlen_q} x {heads // heads_kv}", remedy)
     return reasons
 
 

@@ -84,30 +84,22 @@ def _check_call(call: CudnnCall, spec: AttentionSpec) -> list[Reason]:
     """Refuse combinations that cuDNN's graph can't express."""
     reasons = mask_limits.check_no_keyless_rows(spec)
     if call.right is not None and call.right < 0:
-        reasons.append(
-            Reason(code=Code.MASK_KIND, rule="a query may use the key at its own position", observed=spec.mask.words)
-        )
+        reasons += refuse(Code.MASK_KIND, "a query may use the key at its own position", spec.mask.words)
     if call.left is not None and call.left < 0:
-        reasons.append(
-            Reason(
-                code=Code.MASK_KIND,
-                rule="a window reaches back from the query's own position",
-                observed=spec.mask.words,
-            )
-        )
+        reasons += refuse(Code.MASK_KIND, "a window reaches back from the query's own position", spec.mask.words)
     more_queries = dims.at_least(spec.seqlen_q) > dims.at_least(spec.seqlen_kv)
     if more_queries and (call.from_end or call.left is not None):
         rule = "with a window or a diagonal from the bottom right, no more queries than keys"
         reasons.append(mask_limits.lengths_reason(spec, rule))
     if call.from_end and (call.bias or call.lengths or call.dropout_p):
         rule = "with a diagonal from the bottom right, no bias, no lengths and no dropout"
-        reasons.append(Reason(code=Code.DIAGONAL, rule=rule, observed=f"{spec.mask.words}, {spec.score.words}"))
+        reasons += refuse(Code.DIAGONAL, rule, f"{spec.mask.words}, {spec.score.words}")
     added = spec.added_tensor
     if call.bias and added is not None and spec.seqlen_q != 1 and (1, *added.shape)[-2] == 1:
         # On an H200 with cuDNN 9.19 one row for all queries gave wrong gradients, and wrong outputs with a gradient of its own.
-        reasons.append(Reason(code=Code.MASK_SHAPE, rule="a bias has a row for each query", observed=added.words))
+        reasons += refuse(Code.MASK_SHAPE, "a bias has a row for each query", added.words)
     if call.sinks and spec.seqlen_q == 1:
-        reasons.append(Reason(code=Code.LENGTHS, rule="with sinks, more than one query", observed="seqlen_q 1"))
+        reasons += refuse(Code.LENGTHS, "with sinks, more than one query", "seqlen_q 1")
     return reasons + _check_workspace(call, spec)
 
 

@@ -19,7 +19,7 @@ from attn_compiler.lowerings.decode.takes import OF_LATENT
 from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.lowerings.shared.parts import latents
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec
 from attn_compiler.spec.dtypes import HALVES
 from attn_compiler.spec.target import Target
@@ -101,7 +101,7 @@ def _check_sizes(spec: AttentionSpec, latent: LatentSpec) -> list[Reason]:
     if all(isinstance(size, int) and size <= most and size % multiple == 0 for size, most in sizes):
         return []
     rule = f"the latent has at most {_MOST_RANK} dims, and {_MOST_ROPE} beside it, in half precision multiples of 8"
-    return [Reason(code=Code.LATENT, rule=rule, observed=f"{latent.rank} and {rope}")]
+    return refuse(Code.LATENT, rule, f"{latent.rank} and {rope}")
 
 
 def _check_layouts(latent: LatentSpec) -> list[Reason]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from attn_compiler.lowerings.decode.takes import ON_HOPPER
 from attn_compiler.lowerings.shared.limits import kernel_limits, takes
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec
 from attn_compiler.spec.target import Target
 
@@ -35,13 +35,13 @@ def _check_sizes(spec: AttentionSpec, latent: LatentSpec) -> list[Reason]:
     rope = 0 if latent.rope is None else latent.rope.shape[3]
     if (latent.rank, rope) != (_RANK, _ROPE):
         rule = f"the latent has {_RANK} dims, and {_ROPE} beside it"
-        reasons.append(Reason(code=Code.LATENT, rule=rule, observed=f"{latent.rank} and {rope}"))
+        reasons += refuse(Code.LATENT, rule, f"{latent.rank} and {rope}")
     if not isinstance(spec.num_heads_q, int) or spec.num_heads_q < _FEWEST_HEADS:
         rule = f"at least {_FEWEST_HEADS} heads, whose number is known: the rows of a tile are heads"
-        reasons.append(Reason(code=Code.LATENT, rule=rule, observed=f"{spec.num_heads_q} heads"))
+        reasons += refuse(Code.LATENT, rule, f"{spec.num_heads_q} heads")
     if spec.seqlen_q != 1:
         observed = f"seqlen_q {spec.seqlen_q}"
-        reasons.append(Reason(code=Code.LENGTHS, rule="one query: all rows use the same keys", observed=observed))
+        reasons += refuse(Code.LENGTHS, "one query: all rows use the same keys", observed)
     return reasons
 
 
@@ -57,7 +57,7 @@ def _check_least_scale(spec: AttentionSpec) -> list[Reason]:
     scale = spec.score.scale
     if not 0 < scale < _LEAST_SCALE:
         return []
-    return [Reason(code=Code.SCALE, rule=f"the scale is at least {_LEAST_SCALE:g}", observed=f"{scale:g}")]
+    return refuse(Code.SCALE, f"the scale is at least {_LEAST_SCALE:g}", f"{scale:g}")
 
 
 def note(reasons: list[Reason]) -> str:

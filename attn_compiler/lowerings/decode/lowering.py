@@ -18,7 +18,7 @@ from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
 from attn_compiler.lowerings.shared.limits import kernel_limits, mask_limits, takes
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
@@ -86,16 +86,14 @@ def _check_queries(spec: AttentionSpec) -> list[Reason]:
     if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= MOST_QUERIES:
         return []
     rule = f"seqlen_q is known, and at most {MOST_QUERIES}"
-    return [Reason(code=Code.LENGTHS, rule=rule, observed=f"seqlen_q {spec.seqlen_q}")]
+    return refuse(Code.LENGTHS, rule, f"seqlen_q {spec.seqlen_q}")
 
 
 def _check_heads_known(spec: AttentionSpec) -> list[Reason]:
     if isinstance(spec.num_heads_q, int) and isinstance(spec.num_heads_kv, int):
         return []
     observed = f"num_heads_q {spec.num_heads_q}, num_heads_kv {spec.num_heads_kv}"
-    return [
-        Reason(code=Code.SYMBOLIC, rule="the numbers of heads are known", observed=observed, remedy="mark them static")
-    ]
+    return refuse(Code.SYMBOLIC, "the numbers of heads are known", observed, "mark them static")
 
 
 def _check_parts(spec: AttentionSpec) -> list[Reason]:

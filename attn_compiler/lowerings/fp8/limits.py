@@ -22,19 +22,10 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
     reasons = check_lse_unread(spec)
     if not recipe.forward:
         remedy = "give Fp8Recipe(forward=True)"
-        reasons.append(
-            Reason(
-                code=Code.FP8_RECIPE,
-                rule="the recipe asks for a forward in FP8",
-                observed="forward=False",
-                remedy=remedy,
-            )
-        )
+        reasons += refuse(Code.FP8_RECIPE, "the recipe asks for a forward in FP8", "forward=False", remedy)
     if recipe.backward and spec.needs_grad and not has_backward:
         rule = "a lowering with a backward in FP8, which cudnn_fp8 alone has"
-        reasons.append(
-            Reason(code=Code.FP8_RECIPE, rule=rule, observed="backward=True", remedy="give Fp8Recipe(backward=False)")
-        )
+        reasons += refuse(Code.FP8_RECIPE, rule, "backward=True", "give Fp8Recipe(backward=False)")
     return reasons
 
 
@@ -43,24 +34,14 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
     recipe, reasons = spec.fp8, []
     for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
         if not isinstance(size, int) or size % VECTOR:
-            reasons.append(
-                Reason(
-                    code=Code.HEAD_DIM, rule=f"in FP8 head dims are multiples of {VECTOR}", observed=f"{name} {size}"
-                )
-            )
+            reasons += refuse(Code.HEAD_DIM, f"in FP8 head dims are multiples of {VECTOR}", f"{name} {size}")
     size = spec.head_dim_qk
     if recipe is not None and recipe.hadamard and not (isinstance(size, int) and size & (size - 1) == 0):
         rule = "a Hadamard rotation needs a head dim that is a power of two"
-        reasons.append(
-            Reason(code=Code.FP8_RECIPE, rule=rule, observed=str(size), remedy="give Fp8Recipe(hadamard=False)")
-        )
+        reasons += refuse(Code.FP8_RECIPE, rule, str(size), "give Fp8Recipe(hadamard=False)")
     if isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES:
         rule = f"more than {_FEW_QUERIES} queries: for fewer, rounding k and v takes longer than what it saves"
-        reasons.append(Reason(code=Code.LENGTHS, rule=rule, observed=str(spec.seqlen_q)))
+        reasons += refuse(Code.LENGTHS, rule, str(spec.seqlen_q))
     if not isinstance(spec.num_heads_kv, int):
-        reasons.append(
-            Reason(
-                code=Code.SYMBOLIC, rule="the number of heads is known while compiling", observed=str(spec.num_heads_kv)
-            )
-        )
+        reasons += refuse(Code.SYMBOLIC, "the number of heads is known while compiling", str(spec.num_heads_kv))
     return reasons

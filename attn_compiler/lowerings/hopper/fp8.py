@@ -14,7 +14,7 @@ from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_forward
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts, tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
@@ -65,12 +65,10 @@ def _check_kernel(spec: AttentionSpec) -> list[Reason]:
         own = ("sinks", *(_OF_LENGTHS if "lengths" in site_parts.parts(spec).kinds else ()))
         beyond = ", ".join(name for name in plan.operands if name not in own)
         rule = "its kernel knows a band, numbers of keys of batch rows, a softcap and sinks"
-        reasons.append(Reason(code=Code.MASK_KIND, rule=rule, observed=beyond, remedy=_REMEDY))
+        reasons += refuse(Code.MASK_KIND, rule, beyond, _REMEDY)
     if spec.score.scale <= 0:
         observed = f"{spec.score.scale:g}"
-        reasons.append(
-            Reason(code=Code.SCALE, rule="its kernel takes scales above 0", observed=observed, remedy=_REMEDY)
-        )
+        reasons += refuse(Code.SCALE, "its kernel takes scales above 0", observed, _REMEDY)
     return [*reasons, *takes.check_head_dims(FP8, spec)]
 
 

@@ -47,11 +47,11 @@ def _check_added(spec: AttentionSpec) -> list[Reason]:
     widest = max((d for d in (spec.head_dim_qk, spec.head_dim_v) if isinstance(d, int)), default=0)
     if kinds & {"bias", "distances"} and widest > WIDEST_ADDED:
         rule = f"beside what is added to the scores, head dims are at most {WIDEST_ADDED}"
-        reasons.append(Reason(code=Code.HEAD_DIM, rule=rule, observed=str(widest), remedy=_REMEDY))
+        reasons += refuse(Code.HEAD_DIM, rule, str(widest), _REMEDY)
     divisor = score.scale if score.softcap is None else score.softcap
     if kinds & {"bias", "distances"} and 0 < divisor < _LEAST_BESIDE:
         rule = f"beside a bias, the scale and the softcap are at least {_LEAST_BESIDE:g}"
-        reasons.append(Reason(code=Code.SCALE, rule=rule, observed=f"{divisor:g}", remedy=_REMEDY))
+        reasons += refuse(Code.SCALE, rule, f"{divisor:g}", _REMEDY)
     return reasons
 
 
@@ -77,14 +77,10 @@ def _check_numbers(spec: AttentionSpec) -> list[Reason]:
     score = spec.score
     reasons = []
     if 0 < score.scale < _LEAST_FACTOR:
-        reasons.append(
-            Reason(code=Code.SCALE, rule=f"the scale is at least {_LEAST_FACTOR:g}", observed=f"{score.scale:g}")
-        )
+        reasons += refuse(Code.SCALE, f"the scale is at least {_LEAST_FACTOR:g}", f"{score.scale:g}")
     if score.softcap is not None and not score.scale / score.softcap >= _LEAST_FACTOR:
         rule = f"the scale over the softcap is at least {_LEAST_FACTOR:g}"
-        reasons.append(Reason(code=Code.SCALE, rule=rule, observed=f"{score.scale:g}, {score.softcap:g}"))
+        reasons += refuse(Code.SCALE, rule, f"{score.scale:g}, {score.softcap:g}")
     if score.softcap is not None and score.softcap > _MOST_FACTOR:
-        reasons.append(
-            Reason(code=Code.SCALE, rule=f"the softcap is at most {_MOST_FACTOR:g}", observed=f"{score.softcap:g}")
-        )
+        reasons += refuse(Code.SCALE, f"the softcap is at most {_MOST_FACTOR:g}", f"{score.softcap:g}")
     return reasons

@@ -84,11 +84,11 @@ def _check_form(spec: LinearSpec) -> list[Reason]:
     kinds = (spec.dtype, form.out_dtype, form.state_dtype)
     if form.recurrence != "delta":
         rule = "results of flash-linear-attention's state space are of the dtype of x, where a model's are float32"
-        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=form.name, remedy=_ANOTHER))
+        reasons += refuse(Code.DTYPE, rule, form.name, _ANOTHER)
     elif spec.dtype not in HALF or kinds[1:] != (spec.dtype, "float32"):
         rule = "q and the result are of one dtype of half precision, and the state is float32"
         observed = f"q {kinds[0]}, result {kinds[1]}, state {kinds[2]}"
-        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=observed, remedy=_ANOTHER))
+        reasons += refuse(Code.DTYPE, rule, observed, _ANOTHER)
     return [*reasons, *check_heads(spec)]
 
 

@@ -90,10 +90,10 @@ def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:
     reasons = []
     if found:
         rule = f"kernels of linear attention compute in {', '.join(_DTYPES)}"
-        reasons.append(Reason(code=Code.DTYPE, rule=rule, observed=", ".join(sorted(found))))
+        reasons += refuse(Code.DTYPE, rule, ", ".join(sorted(found)))
     if target.triton_interpreted and spec.dtype == "bfloat16":
         rule = "Triton's interpreter computes in float16 or float32"
-        reasons.append(Reason(code=Code.INTERPRETER, rule=rule, observed=spec.dtype, remedy="call model.float()"))
+        reasons += refuse(Code.INTERPRETER, rule, spec.dtype, "call model.float()")
     return reasons
 
 

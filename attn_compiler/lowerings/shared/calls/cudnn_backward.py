@@ -21,7 +21,7 @@ from attn_compiler.lowerings.shared.limits import mask_limits
 from attn_compiler.lowerings.shared.ops.leaf_ops import like_output, register_backward
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
@@ -41,10 +41,10 @@ def why_not(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Return why this backward can't serve an attention: cuDNN's own limits, and states of its forward that other forwards lack."""
     reasons = cudnn_called.why_not(spec, target)
     if spec.added_tensor is not None:
-        reasons.append(Reason(code=Code.MASK_TENSOR, rule="no tensor joins the scores", observed="a mask or a bias"))
+        reasons += refuse(Code.MASK_TENSOR, "no tensor joins the scores", "a mask or a bias")
     if spec.score.dropout_p:
         rule = "no dropout: the forward's own random numbers would be needed"
-        reasons.append(Reason(code=Code.DROPOUT, rule=rule, observed=f"{spec.score.dropout_p:g}"))
+        reasons += refuse(Code.DROPOUT, rule, f"{spec.score.dropout_p:g}")
     return reasons
 
 

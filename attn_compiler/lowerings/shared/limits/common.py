@@ -100,14 +100,12 @@ def check_shapes(spec: AttentionSpec) -> list[Reason]:
     for axis, (in_k, in_v) in enumerate(zip(spec.k.shape[:3], spec.v.shape[:3], strict=True)):
         if not dims.same(in_k, in_v):
             name = ("batch", "num_heads_kv", "seqlen_kv")[axis]
-            reasons.append(Reason(code=Code.SHAPES, rule=f"k and v have one {name}", observed=f"k {in_k}, v {in_v}"))
+            reasons += refuse(Code.SHAPES, f"k and v have one {name}", f"k {in_k}, v {in_v}")
     if not dims.same(spec.batch, spec.k.shape[0]):
-        reasons.append(
-            Reason(code=Code.SHAPES, rule="q and k have one batch", observed=f"q {spec.batch}, k {spec.k.shape[0]}")
-        )
+        reasons += refuse(Code.SHAPES, "q and k have one batch", f"q {spec.batch}, k {spec.k.shape[0]}")
     if not dims.same(spec.head_dim_qk, spec.k.shape[3]):
         observed = f"q {spec.head_dim_qk}, k {spec.k.shape[3]}"
-        reasons.append(Reason(code=Code.SHAPES, rule="q and k have one head_dim", observed=observed))
+        reasons += refuse(Code.SHAPES, "q and k have one head_dim", observed)
     return reasons + check_not_empty(spec) + _check_heads(spec)
 
 
@@ -168,18 +166,12 @@ def check_head_dims(spec: AttentionSpec, *, multiple: int, limit: int | None = N
     for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
         if not isinstance(size, int):
             if multiple > 1 or limit is not None or dims.at_least(size) < 1:
-                reasons.append(
-                    Reason(code=Code.SYMBOLIC, rule=f"{name} is known", observed=str(size), remedy="mark it static")
-                )
+                reasons += refuse(Code.SYMBOLIC, f"{name} is known", str(size), "mark it static")
         elif size < 1 or size % multiple:
             remedy = f"pad it with zeros to {-(-max(size, 1) // multiple) * multiple} and keep the scale"
-            reasons.append(
-                Reason(
-                    code=Code.HEAD_DIM, rule=f"{name} is a multiple of {multiple}", observed=str(size), remedy=remedy
-                )
-            )
+            reasons += refuse(Code.HEAD_DIM, f"{name} is a multiple of {multiple}", str(size), remedy)
         elif limit is not None and size > limit:
-            reasons.append(Reason(code=Code.HEAD_DIM, rule=f"{name} is at most {limit}", observed=str(size)))
+            reasons += refuse(Code.HEAD_DIM, f"{name} is at most {limit}", str(size))
     return reasons
 
 

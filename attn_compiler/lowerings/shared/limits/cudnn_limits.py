@@ -72,13 +72,9 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = known_bad.refusal("dropout", target, f"dropout {p:g}")
     if not (p * 16).is_integer():
         remedy = "round it to a multiple of 1/16 (0.125, 0.0625)"
-        reasons.append(
-            Reason(code=Code.DROPOUT, rule="dropout is a multiple of 1/16", observed=f"{p:g}", remedy=remedy)
-        )
+        reasons += refuse(Code.DROPOUT, "dropout is a multiple of 1/16", f"{p:g}", remedy)
     if dims.range_of(spec, spec.seqlen_q)[0] < 2:
-        reasons.append(
-            Reason(code=Code.DROPOUT, rule="with dropout, more than one query", observed=f"seqlen_q {spec.seqlen_q}")
-        )
+        reasons += refuse(Code.DROPOUT, "with dropout, more than one query", f"seqlen_q {spec.seqlen_q}")
     return reasons
 
 
@@ -93,7 +89,7 @@ def check_lengths(spec: AttentionSpec, target: Target) -> list[Reason]:
 def check_few(spec: AttentionSpec, target: Target) -> list[Reason]:
     reasons = []
     if dims.range_of(spec, spec.seqlen_kv)[0] < 2:
-        reasons.append(Reason(code=Code.LENGTHS, rule="more than one key", observed=f"seqlen_kv {spec.seqlen_kv}"))
+        reasons += refuse(Code.LENGTHS, "more than one key", f"seqlen_kv {spec.seqlen_kv}")
     if dims.range_of(spec, spec.seqlen_q)[0] >= 2:
         return reasons
     observed = f"seqlen_q {spec.seqlen_q}"

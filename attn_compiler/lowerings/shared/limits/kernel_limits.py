@@ -133,7 +133,7 @@ def _check_counted(spec: AttentionSpec) -> list[Reason]:
     ):
         observed = f"batch {spec.batch}, num_heads_q {spec.num_heads_q}"
         rule = f"batch · num_heads_q is at most {MOST_BLOCKS}"
-        reasons.append(Reason(code=Code.TOO_LARGE, rule=rule, observed=observed, remedy="split the batch"))
+        reasons += refuse(Code.TOO_LARGE, rule, observed, "split the batch")
     return reasons + _check_summed(spec)
 
 

@@ -76,14 +76,12 @@ def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
     reasons = check_no_large_numbers(spec)
     pairs = (spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv)
     if not dims.broadcasts(tensor.shape, pairs):
-        reasons.append(
-            Reason(code=Code.MASK_SHAPE, rule=f"the mask broadcasts to {_list(pairs)}", observed=_list(tensor.shape))
-        )
+        reasons += refuse(Code.MASK_SHAPE, f"the mask broadcasts to {_list(pairs)}", _list(tensor.shape))
     widens = BYTES.get(tensor.dtype, 8) < BYTES.get(spec.dtype, 0)
     if tensor.dtype not in ("bool", *dtypes) and not widens:
         remedy = f"cast it to {spec.dtype} if rounding does it no harm (it does, to distances above 256)"
         rule = f"the mask is bool or {' or '.join(dict.fromkeys(dtypes))}"
-        reasons.append(Reason(code=Code.MASK_DTYPE, rule=rule, observed=tensor.dtype, remedy=remedy))
+        reasons += refuse(Code.MASK_DTYPE, rule, tensor.dtype, remedy)
     return reasons
 
 
@@ -110,9 +108,7 @@ def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
     change = spec.score.pointwise
     if change is not None and change.most > largest:
         rule = f"with gradients, scores of at most {largest:g} after a change of each by itself for a {spec.dtype} site"
-        reasons.append(
-            Reason(code=Code.LARGE_NUMBERS, rule=rule, observed=change.words, remedy="scale the scores less")
-        )
+        reasons += refuse(Code.LARGE_NUMBERS, rule, change.words, "scale the scores less")
     return reasons
 
 

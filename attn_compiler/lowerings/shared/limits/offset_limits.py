@@ -45,7 +45,7 @@ def check_efficient(spec: AttentionSpec) -> list[Reason]:
     has_rows = tensor is not None and (1, *tensor.shape)[-2] != 1
     if pairs >= REACH and (has_rows or spec.score.dropout_p):
         rule = f"with a mask or dropout, below {REACH} pairs of a head: offsets are of 32 bits ({_EFFICIENT})"
-        reasons.append(Reason(code=Code.TOO_LARGE, rule=rule, observed=f"{spec.seqlen_q} x {spec.seqlen_kv}"))
+        reasons += refuse(Code.TOO_LARGE, rule, f"{spec.seqlen_q} x {spec.seqlen_kv}")
     return reasons
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from attn_compiler.lowerings.base import Emitter, LatentNodes, Operands
 from attn_compiler.reasons.codes import Code
-from attn_compiler.reasons.decisions import Reason
+from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec
 from attn_compiler.spec.dtypes import BYTES
 
@@ -44,12 +44,10 @@ def check_latent(spec: AttentionSpec) -> list[Reason]:
     reasons = []
     if not isinstance(spec.seqlen_q, int) or spec.seqlen_q > MOST_QUERIES or spec.seqlen_q >= most:
         rule = f"at most {MOST_QUERIES} queries, which are known, and fewer than {_rounded(most)}: from there on making k and v costs less"
-        reasons.append(Reason(code=Code.LENGTHS, rule=rule, observed=f"seqlen_q {spec.seqlen_q}"))
+        reasons += refuse(Code.LENGTHS, rule, f"seqlen_q {spec.seqlen_q}")
     if not isinstance(spec.num_heads_q, int) or not isinstance(spec.latent.rank, int):
         rule = "the numbers of heads and the rank are known"
-        reasons.append(
-            Reason(code=Code.SYMBOLIC, rule=rule, observed=f"num_heads_q {spec.num_heads_q}, rank {spec.latent.rank}")
-        )
+        reasons += refuse(Code.SYMBOLIC, rule, f"num_heads_q {spec.num_heads_q}, rank {spec.latent.rank}")
     return reasons
 
 
