@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -88,41 +87,27 @@ def spread(
 
     An attention that can't be rewritten, or another op that mixes positions, is an error, which is raised when all ranks know of it.
     """
-    made = _spread(unit, mirror, found, targets)
-    if made is not None and made.is_other_graph:
+    cp, shares_cache = unit.options.context_parallel, decoding.shares_cache(unit.graph)
+    if cp is None or cp.size == 1:
+        if shares_cache:
+            note_decoding(found, SlotOutcome(kept={site.module: decoding.NO_OPTION for site in found.sites}), 1)
+        return None
+    # The groups are read before the rewrite, which may fail halfway.
+    beside = () if shares_cache else _groups_beside(unit, cp)
+    made = Spread(cp=cp, beside=beside, mirror=mirror, call=tuple(agreement.call_facts(unit.graph)))
+    try:
+        made = dataclasses.replace(
+            made,
+            rewrite=_decoding(unit, mirror, found, cp)
+            if shares_cache
+            else _rewritten(unit, mirror, found, targets, cp, beside),
+        )
+    except Exception as error:  # noqa: BLE001 (the others are not to wait for a rank that has failed: agreement.py raises it)
+        made = dataclasses.replace(made, error=error)
+    if made.is_other_graph:
         unit.memory = GraphMemory(aliases=Aliases(graph=unit.graph))
         readers.longer.pop(unit, None)
     return made
-
-
-def _spread(unit: Unit, mirror: Mirror, found: FoundSites, targets: Mapping[str, Target]) -> Spread | None:
-    cp = asked(unit)
-    if cp is not None:
-        # The groups are read before the rewrite, which may fail halfway.
-        beside = _groups_beside(unit, cp)
-        rewrite = functools.partial(_rewritten, unit, mirror, found, targets, cp, beside)
-        return _tried(unit, mirror, cp, beside, rewrite)
-    given = unit.options.context_parallel
-    if not decoding.shares_cache(unit.graph):
-        return None
-    if given is None or given.size == 1:
-        note_decoding(found, SlotOutcome(kept={site.module: decoding.NO_OPTION for site in found.sites}), 1)
-        return None
-    return _tried(unit, mirror, given, [], functools.partial(_decoding, unit, mirror, found, given))
-
-
-def _tried(
-    unit: Unit,
-    mirror: Mirror,
-    cp: ContextParallel,
-    beside: Sequence[str],
-    rewrite: Callable[[], SequenceRewrite | SlotRewrite],
-) -> Spread:
-    before = Spread(cp=cp, beside=tuple(beside), mirror=mirror, call=tuple(agreement.call_facts(unit.graph)))
-    try:
-        return dataclasses.replace(before, rewrite=rewrite())
-    except Exception as error:  # noqa: BLE001 (the others are not to wait for a rank that has failed: agreement.py raises it)
-        return dataclasses.replace(before, error=error)
 
 
 def _decoding(unit: Unit, mirror: Mirror, found: FoundSites, cp: ContextParallel) -> SlotRewrite:
@@ -130,14 +115,14 @@ def _decoding(unit: Unit, mirror: Mirror, found: FoundSites, cp: ContextParallel
     return SlotRewrite(sites=len(found.sites), misses=len(found.misses), look=look, outcome=outcome)
 
 
-def _groups_beside(unit: Unit, cp: ContextParallel) -> list[str]:
+def _groups_beside(unit: Unit, cp: ContextParallel) -> tuple[str, ...]:
     """Return the groups of ranks that have the same part of the sequence, and other heads."""
     try:
         given = following.inputs(unit.graph, cp.replicated)
     except CannotShard:
         # `_rewritten` raises the same, which depends on sizes alone.
-        return []
-    return [group for group in wrapped.groups(unit.graph, given) if group != cp.group_name]
+        return ()
+    return tuple(group for group in wrapped.groups(unit.graph, given) if group != cp.group_name)
 
 
 def _rewritten(
@@ -146,7 +131,7 @@ def _rewritten(
     found: FoundSites,
     targets: Mapping[str, Target],
     cp: ContextParallel,
-    beside: Sequence[str],
+    beside: tuple[str, ...],
 ) -> SequenceRewrite:
     if not unit.is_body:
         _check_frame(unit, cp)
@@ -175,7 +160,16 @@ def _rewritten(
         caches.check_uncached(mirror, site, cp.replicated)
     shared = [site for site in found.sites if _is_shared(places, site, cp)]
     _check_outputs(mirror, places)
-    look = _look(unit, mirror, found, cp, beside, given) if unit.options.verify else None
+    look = None
+    if unit.options.verify:
+        look = FirstLook(
+            cp=cp,
+            beside=beside,
+            mirror=mirror,
+            original=first_look.runnable_copy(unit.graph),
+            sites=tuple(first_look.in_order(mirror, found.sites)),
+            axes={node.name: one.axis for node, one in given.items()},
+        )
     done = _rewrite_sites(unit, mirror, targets, cp, given, shared)
     if difference is not None:
         raise difference
@@ -201,24 +195,6 @@ class _Done:
     old: str
     new: fx.Node
     site: RewrittenSite
-
-
-def _look(
-    unit: Unit,
-    mirror: Mirror,
-    found: FoundSites,
-    cp: ContextParallel,
-    beside: Sequence[str],
-    given: Mapping[fx.Node, Input],
-) -> FirstLook:
-    return FirstLook(
-        cp=cp,
-        beside=tuple(beside),
-        mirror=mirror,
-        original=first_look.runnable_copy(unit.graph),
-        sites=tuple(first_look.in_order(mirror, found.sites)),
-        axes={node.name: one.axis for node, one in given.items()},
-    )
 
 
 def _check_frame(unit: Unit, cp: ContextParallel) -> None:
