@@ -9,7 +9,7 @@ The same `AttentionSpec` always gets the same decision, so equal layers share on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from attn_compiler.reasons.codes import Code
@@ -40,6 +40,19 @@ class TensorSpec:
     strides: tuple[Dim, ...]
     dtype: str
     requires_grad: bool = False
+
+    def with_zeros(self, multiple: int) -> TensorSpec:
+        """Return a copy with zeros behind each head's numbers, up to a multiple of so many; the tensor itself where none are missing."""
+        *others, width = self.shape
+        if not isinstance(width, int) or width % multiple == 0:
+            return self
+        shape = (*others, -(-width // multiple) * multiple)
+        strides: list[Dim] = [1]
+        for size in shape[:0:-1]:
+            step = strides[0]
+            both = isinstance(size, int) and isinstance(step, int)
+            strides.insert(0, size * step if both else f"({size})*({step})")  # type: ignore[operator]
+        return replace(self, shape=shape, strides=tuple(strides))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

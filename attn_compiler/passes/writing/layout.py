@@ -10,7 +10,7 @@ from torch import fx
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import UNTOUCHED, LayoutDemand
-from attn_compiler.passes.graph import faults, views
+from attn_compiler.passes.graph import axes, faults, views
 from attn_compiler.passes.graph.site import Match
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.writing.select import leave_alone
@@ -31,6 +31,7 @@ def choose_copies(unit: Unit, found: FoundSites) -> None:
         with faults.confined(unit.log, "layout", site.module) as attempt:
             demand = by_name(site.decision.lowering).demand(site.spec)
             site.copies.extend(needed(site.spec, demand))
+            site.copies.extend(_of_zeros(site.match, site.spec))
             # Inductor writes results in the strides that tracing says.
             if unit.options.inner != "inductor" and site.spec.device == "cpu":
                 site.copies.extend(_of_told_wrong(site.match, site.spec, {copy.operand for copy in site.copies}))
@@ -46,6 +47,17 @@ def needed(spec: AttentionSpec, demand: LayoutDemand) -> list[Copy]:
         if why is not None:
             copies.append(Copy(operand=name, bytes=num_bytes(tensor), why=why))
     return copies
+
+
+def _of_zeros(match: Match, spec: AttentionSpec) -> list[Copy]:
+    """Return the copies with zeros behind each head's numbers, which `select` decided on."""
+    of_qk, of_v = (axes.dim_size(dim) for dim in (match.axes.head_dim_qk, match.axes.head_dim_v))
+    why = "the kernel takes no head dim of {}; zeros are added up to {}, which change no result"
+    return [
+        Copy(operand=name, bytes=num_bytes(tensor), why=why.format(own, tensor.shape[-1]))
+        for name, tensor, own in (("q", spec.q, of_qk), ("k", spec.k, of_qk), ("v", spec.v, of_v))
+        if own.is_Integer and own != tensor.shape[-1]
+    ]
 
 
 def _of_told_wrong(match: Match, spec: AttentionSpec, copied: Collection[str]) -> list[Copy]:

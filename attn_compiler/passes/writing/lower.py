@@ -17,7 +17,7 @@ from torch import fx
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import OF_CACHE, OF_NUMBERS, UNTOUCHED, LatentNodes, Operands, StoredNodes
 from attn_compiler.lowerings.graph_ops import kept
-from attn_compiler.passes.graph import faults, gradient_runs, gradients, mutation, program, saved, strides
+from attn_compiler.passes.graph import axes, faults, gradient_runs, gradients, mutation, program, saved, strides
 from attn_compiler.passes.graph.emit import GraphBuilder, Held
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Site
@@ -188,7 +188,7 @@ def _lower(
         elif site.keyless is not None and not _has_own_rows(site, site.spec):
             with builder.without_autocast():
                 out = keyless_nodes.completed(builder, site.spec, site.keyless, operands, out)
-        new = finish(mirror, site, builder, out, old)
+        new = finish(mirror, site, builder, _without_zeros(site, spec, builder, out), old)
         site.texts = op_library.texts(builder.made[before:])
         site.forwards = tuple(filter(kept.is_attention, builder.made[before:]))
         held, new = _settle(unit, site, builder, builder.made[before:], new)
@@ -220,7 +220,7 @@ def _operands(
 ) -> Operands:
     copied = {c.operand for c in site.copies}
     q, k, v = (
-        _contiguous(builder, x, always=name in layout.told_wrong(site.match)) if name in copied else x
+        _copied(site, spec, builder, name, x) if name in copied else x
         for name, x in (("q", tensors.q), ("k", tensors.k), ("v", tensors.v))
     )
     mask, score = spec.mask, spec.score
@@ -238,9 +238,13 @@ def _operands(
     )
 
 
-def _contiguous(builder: GraphBuilder, x: fx.Node, *, always: bool) -> fx.Node:
-    """Make a node contiguous. always: by an op that AOTAutograd keeps even where tracing says that `x` is contiguous."""
-    if always:
+def _copied(site: Site, spec: AttentionSpec, builder: GraphBuilder, name: str, x: fx.Node) -> fx.Node:
+    """Make q, k or v contiguous, with zeros up to the spec's head dim."""
+    missing = getattr(spec, name).shape[-1] - x.meta["example_value"].shape[-1]
+    if missing:
+        return builder.call(torch.Tensor.contiguous, builder.call(torch.nn.functional.pad, x, (0, missing)))
+    if name in layout.told_wrong(site.match):
+        # AOTAutograd keeps this op even where tracing says that `x` is contiguous.
         return builder.call(torch.clone, x, memory_format=torch.contiguous_format)
     return builder.call(torch.Tensor.contiguous, x)
 
@@ -248,6 +252,13 @@ def _contiguous(builder: GraphBuilder, x: fx.Node, *, always: bool) -> fx.Node:
 def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
     """Return the kernel's output in the model's dimensions and dtype, copied where somebody downstream needs the model's strides."""
     return _as_was(mirror, site, builder, program.restore(site.match, builder, out), site.match.out, old, "out")
+
+
+def _without_zeros(site: Site, spec: AttentionSpec, builder: GraphBuilder, out: fx.Node) -> fx.Node:
+    """Return the output in the model's head dim, which no lowering with another one gets as a symbol."""
+    width = axes.dim_size(site.match.axes.head_dim_v)
+    is_wider = width.is_Integer and width != spec.head_dim_v
+    return builder.call(torch.narrow, out, 3, 0, int(width)) if is_wider else out
 
 
 def _finish_lse(mirror: Mirror, site: Site, builder: GraphBuilder, lse: fx.Node) -> fx.Node:

@@ -21,6 +21,10 @@ from attn_compiler.reasons.errors import LoweringUnavailable
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
+#: head dims that every kernel takes are multiples of this
+_VECTOR = 8
+_FEW_QUERIES = 16
+
 
 def add_targets(found: FoundSites, targets: dict[str, Target]) -> None:
     """Add this machine for devices that have none."""
@@ -32,7 +36,7 @@ def select_lowerings(unit: Unit, found: FoundSites, targets: Mapping[str, Target
     """Give every site its decision. targets: by device type. trial: may name the only lowerings that serve its graph."""
     among = None if trial is None else trial.among
     options = unit.options if among is None else _among(unit.options, among)
-    decided: dict[tuple[AttentionSpec, bool], Decision] = {}
+    decided: dict[tuple[AttentionSpec, bool], tuple[Decision, AttentionSpec]] = {}
     with_packages: dict[tuple[AttentionSpec, bool], Faster | None] = {}
     for site in found.sites:
         unit.log.current = site.module
@@ -42,8 +46,9 @@ def select_lowerings(unit: Unit, found: FoundSites, targets: Mapping[str, Target
                 raise ValueError(f"the site at {site.module} has no spec")
             of_flex = site.match.pattern in (flex.NAME, library_calls.NAME)
             if (spec, of_flex) not in decided:
-                decided[spec, of_flex] = decide(spec, targets[spec.device], options, of_flex)
-            site.decision = decided[spec, of_flex]
+                decided[spec, of_flex] = _with_zeros(spec, targets[spec.device], options, of_flex)
+            site.decision, site.spec = decided[spec, of_flex]
+            spec = site.spec
             if _asked(options) is None:
                 site.evidence = lowerings.evidence(spec, targets[spec.device])
                 if (spec, of_flex) not in with_packages:
@@ -130,6 +135,25 @@ def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool 
         return decision
     remedy = "options={'lowering': ...} takes a kernel all the same"
     return lowerings.with_reason(decision, lowerings.evidence(spec, target), target, "attention", remedy)
+
+
+def _with_zeros(spec: AttentionSpec, target: Target, options: Options, of_flex: bool) -> tuple[Decision, AttentionSpec]:
+    """Decide on a spec, or on the same attention with zeros behind each head's numbers where no kernel takes its head dims.
+
+    That costs copies of q, k and v: less than scores in memory, but more than a step of few queries over a cache. PyTorch's FlashAttention
+    adds the zeros by itself (`pad_last_dim` of its transformers/sdp_utils), so calls that it takes stay.
+    """
+    decision = decide(spec, target, options, of_flex)
+    q, k, v = (x.with_zeros(_VECTOR) for x in (spec.q, spec.k, spec.v))
+    wide = dataclasses.replace(spec, q=q, k=k, v=v)
+    is_step = isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES
+    has_others = spec.fp8 is not None or spec.stored is not None or spec.latent is not None
+    if decision.lowering != UNTOUCHED or wide == spec or is_step or has_others or of_flex:
+        return decision, spec
+    if _asked(options) is None and not spec.decomposed and not by_name("sdpa_flash").why_not(wide, target):
+        return decision, spec
+    second = decide(wide, target, options, of_flex)
+    return (decision, spec) if second.lowering == UNTOUCHED else (second, wide)
 
 
 def faster(spec: AttentionSpec, target: Target, decision: Decision) -> Faster | None:

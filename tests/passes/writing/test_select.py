@@ -6,9 +6,11 @@ import dataclasses
 import math
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import attn_compiler
 from attn_compiler import lowerings
@@ -22,7 +24,8 @@ from attn_compiler.passes.writing import select
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reporting import wording
-from attn_compiler.spec.attention import AttentionSpec, TensorSpec
+from attn_compiler.spec import dims, target as spec_target
+from attn_compiler.spec.attention import AttentionSpec, StoredSpec, TensorSpec
 from attn_compiler.spec.masks import Causal, Flag, MaskSpec
 from attn_compiler.spec.scores import ScoreSpec, Softcap
 from attn_compiler.spec.target import Target
@@ -224,3 +227,79 @@ def test_what_is_left_alone_without_a_measurement_says_so() -> None:
 
 def test_what_was_asked_for_by_name_needs_no_reason() -> None:
     assert select.decide(SPEC, Target.fake(), Options(lowering="untouched")).refusals == ()
+
+
+# Zeros behind each head's numbers, where no kernel takes the head dims.
+def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None, :])
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return (q @ k.mT * 0.2).softmax(-1) @ v
+
+
+def _by_triton(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    attn_compiler.reset()
+    torch.compiler.reset()
+    options = {"inner": "aot_eager", "lowering": "triton", "strict": True}
+    return torch.compile(function, backend="attn_compiler", options=options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter")
+@pytest.mark.parametrize("function", [_masked, _causal, _written_out])
+@pytest.mark.parametrize(("dim", "dim_v", "copied"), [(20, 20, "qkv"), (12, 24, "qk"), (16, 20, "v")])
+def test_zeros_change_no_result_and_no_gradient(
+    function: Callable[..., torch.Tensor], dim: int, dim_v: int, copied: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second length is a symbol."""
+    monkeypatch.setattr(spec_target, "TRITON_INTERPRETED", True)
+    monkeypatch.setattr(spec_target, "_triton_version", lambda: "3.7.0")
+    compiled_once = _by_triton(function)
+    for length in (33, 47):
+        sizes = ((length, dim), (length, dim), (length, dim_v))
+        given = [torch.randn(2, 3, *size, dtype=torch.float16).requires_grad_() for size in sizes]
+        keep = torch.arange(length).expand(2, -1) < torch.tensor([[length], [20]])
+        found, exact = compiled_once(*given, keep), function(*(x.double() for x in given), keep)
+        grad = torch.randn_like(found)
+        gradients = torch.autograd.grad(found, given, grad), torch.autograd.grad(exact, given, grad.double())
+        for one, other in zip((found, *gradients[0]), (exact, *gradients[1]), strict=True):
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-2, atol=4e-3)
+        (record,) = attn_compiler.reports()[-1].sites
+        assert "".join(copy.operand for copy in record.copies if "zeros" in copy.why) == copied
+        assert (record.spec.head_dim_qk, record.spec.head_dim_v) == (-(-dim // 8) * 8, -(-dim_v // 8) * 8)
+
+
+_ODD = dataclasses.replace(TENSOR, shape=(2, 4, 1200, 52), strides=(249600, 62400, 52, 1))
+_CAPPED = ScoreSpec(scale=0.125, changes=(Softcap(cap=50.0),))
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("changes", "is_widened"),
+    [
+        ({"score": _CAPPED}, True),
+        ({"decomposed": True}, True),
+        # PyTorch's FlashAttention adds the zeros by itself.
+        ({}, False),
+        # A step would copy its cache.
+        ({"score": _CAPPED, "q": dataclasses.replace(_ODD, shape=(2, 4, 16, 52))}, False),
+        ({"score": _CAPPED, "stored": StoredSpec(k=_ODD, v=_ODD)}, False),
+    ],
+)
+def test_zeros_are_added_where_no_kernel_takes_the_head_dim(sm: int, changes: dict[str, Any], is_widened: bool) -> None:
+    spec = dataclasses.replace(SPEC, **{"q": _ODD, "k": _ODD, "v": _ODD, **changes})
+    decision, wide = select._with_zeros(spec, Target.fake(sm=sm), Options(), of_flex=False)
+    assert (decision.lowering != "untouched", wide.q.shape[-1], wide.v.strides) == (
+        (True, 56, (268800, 67200, 56, 1)) if is_widened else (False, 52, _ODD.strides)
+    )
+
+
+def test_strides_with_zeros_are_products_of_symbols() -> None:
+    wide = dataclasses.replace(_ODD, shape=("s0", 4, "s1 + 1", 52)).with_zeros(8)
+    assert wide.strides == ("(4)*((s1 + 1)*(56))", "(s1 + 1)*(56)", 56, 1)
+    assert all(dims.is_multiple(stride, 8) for stride in wide.strides[:3])
+    assert dataclasses.replace(_ODD, shape=(2, 4, 8, "s0")).with_zeros(8).shape[-1] == "s0"
