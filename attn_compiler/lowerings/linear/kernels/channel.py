@@ -27,7 +27,10 @@ def channel_sums(
     i, d = tl.arange(0, C), tl.arange(0, WK)
     token = chunk * C + i
     g = rows(G + batch * g_b + head * g_h, token, length, g_s, d, DK, WK).to(tl.float32)
-    c, end = tl.cumsum(g, 0), tl.sum(g, 0)
+    c = tl.cumsum(g, 0)
+    # A sum of its own: the end's sum less c would lose digits where decays are strong.
+    next_g = rows(G + batch * g_b + head * g_h, token + 1, tl.minimum(length, chunk * C + C), g_s, d, DK, WK)
+    after = tl.cumsum(next_g.to(tl.float32), 0, reverse=True)
     tl.store(Sums + at * C * WK + i[:, None] * WK + d[None, :], c)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
@@ -37,7 +40,7 @@ def channel_sums(
     of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
     store_parts(Queries, of_keys, of_all, q.to(tl.float32) * b[:, None] * tl.exp(c), PARTS)
     store_parts(Early, of_keys, of_all, k.to(tl.float32) * a[:, None] * tl.exp(c), PARTS)
-    store_parts(Later, of_keys, of_all, k.to(tl.float32) * a[:, None] * tl.exp(end[None, :] - c), PARTS)
+    store_parts(Later, of_keys, of_all, k.to(tl.float32) * a[:, None] * tl.exp(after), PARTS)
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
