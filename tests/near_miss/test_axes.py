@@ -312,6 +312,14 @@ def mask_of_scores_in_another_order(q: Tensor, k: Tensor, v: Tensor, bias: Tenso
     return torch.einsum("bqhk,bhkd->bqhd", scores.softmax(-1), v)
 
 
+@CASES.near_miss(described("scale 0.3", sites=2))
+def rows_and_columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Two images attend to each other by the same scores, as in LightGlue."""
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * 0.3
+    columns = scores.transpose(-2, -1).contiguous().softmax(-1)
+    return scores.softmax(-1) @ v, torch.einsum("bhji,bhjd->bhid", columns.transpose(-2, -1), v)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_axes(case: Case) -> None:
     check(case)
