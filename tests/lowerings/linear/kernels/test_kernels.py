@@ -258,4 +258,4 @@ def test_strong_decays_of_channels_keep_the_state_exact(device: str) -> None:
     given = dict(zip(form.roles, problem(form, (128, 1, 1, 16, 16), device=device), strict=True))
     with torch.no_grad():
         given["g"].uniform_(-10.0, -1.0)
-    assert furthest(form, list(given.values()))["last"] < 2e-7
+    assert furthest(form, list(given.values()))["last"] < 3.5e-7
