@@ -88,7 +88,7 @@ TEST_LINES = {
     "near_miss": 6521,
     "options": 319,
     # The spellings of sinks are a table of their own.
-    "passes": 33935,  # with tests that stood in torch_private/
+    "passes": 33937,  # with tests that stood in torch_private/
     "reasons": 393,
     "reporting": 2377,
     "spec": 1446,

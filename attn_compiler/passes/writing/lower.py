@@ -242,7 +242,7 @@ def _copied(site: Site, spec: AttentionSpec, builder: GraphBuilder, name: str, x
     """Make q, k or v contiguous, with zeros up to the spec's head dim."""
     missing = getattr(spec, name).shape[-1] - x.meta["example_value"].shape[-1]
     if missing:
-        return builder.call(torch.Tensor.contiguous, builder.call(torch.nn.functional.pad, x, (0, missing)))
+        return builder.call(torch.Tensor.contiguous, builder.call(torch.constant_pad_nd, x, (0, missing)))
     if name in layout.told_wrong(site.match):
         # AOTAutograd keeps this op even where tracing says that `x` is contiguous.
         return builder.call(torch.clone, x, memory_format=torch.contiguous_format)

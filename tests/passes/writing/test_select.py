@@ -268,7 +268,9 @@ def test_zeros_change_no_result_and_no_gradient(
         gradients = torch.autograd.grad(found, given, grad), torch.autograd.grad(exact, given, grad.double())
         for one, other in zip((found, *gradients[0]), (exact, *gradients[1]), strict=True):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-2, atol=4e-3)
-        (record,) = attn_compiler.reports()[-1].sites
+        report = attn_compiler.reports()[-1]
+        (record,) = report.sites
+        assert report.not_kept is None
         assert "".join(copy.operand for copy in record.copies if "zeros" in copy.why) == copied
         assert (record.spec.head_dim_qk, record.spec.head_dim_v) == (-(-dim // 8) * 8, -(-dim_v // 8) * 8)
 
