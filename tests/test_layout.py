@@ -54,7 +54,7 @@ LINES = {
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
     "passes/graph": 6029,  # with the paths of a module's runs, from matching/
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
-    "passes/matching": 5785,
+    "passes/matching": 5789,
     "passes/pipeline": 613,
     "passes/recovering": 6076,  # reads computed places, alternatives, learned biases
     "passes/rewrites": 1220,

@@ -228,7 +228,9 @@ def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contrac
         for user in mirror.readers(node):
             if user in allowed or not views.reads_elements(user, node):
                 continue
-            is_cheap = _reaches_softmax(user) or not gradients.carries(mirror, node if user.op == "output" else user)
+            is_cheap = _reaches_softmax(mirror, node, user) or not gradients.carries(
+                mirror, node if user.op == "output" else user
+            )
             if is_written or not is_cheap or _leads_to(user, allowed):
                 raise Refused(
                     code=Code.SCORES_READ,
@@ -239,11 +241,13 @@ def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contrac
                 )
 
 
-def _reaches_softmax(node: fx.Node) -> bool:
-    """Return whether ops on this tensor alone lead to a softmax."""
-    while node.target not in ANCHORS and len(node.users) == 1 and len(node.all_input_nodes) == 1:
-        node = next(iter(node.users))
-    return node.target in ANCHORS and len(node.all_input_nodes) == 1
+def _reaches_softmax(mirror: Mirror, scores: fx.Node, node: fx.Node) -> bool:
+    """Return whether steps on the scores, of which `node` is the first, lead to a softmax and nowhere else."""
+    while node.target not in ANCHORS and len(node.users) == 1:
+        if all(step.source is not scores for step in score_steps.read(mirror, node)):
+            return False
+        scores, node = node, next(iter(node.users))
+    return node.target in ANCHORS
 
 
 def _leads_to(node: fx.Node, nodes: frozenset[fx.Node]) -> bool:
