@@ -40,7 +40,7 @@ class _Outputs(ABC):
         return json.dumps(self.to_dict(), indent=1)
 
     def to_html(self) -> str:
-        """Return one page that needs no network (docs/report.md): matches, choices and reasons, with a drawing of each mask."""
+        """Return one page that needs no network (docs/reading.md): matches, choices and reasons, with a drawing of each mask."""
         # Imported on demand: nothing else needs it.
         from attn_compiler.reporting.page import page
 

@@ -48,12 +48,10 @@ HELD = (
     "docs/recipes.md",
     "docs/reference/api.md",
     "docs/reference/options.md",
-    "docs/report.md",
     "docs/start.md",
     "docs/supported.md",
     "docs/survey.md",
     "docs/unpad.md",
-    "docs/verifying.md",
     "docs/warm_starts.md",
     "docs/ways.md",
 )

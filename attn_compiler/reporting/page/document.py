@@ -49,7 +49,7 @@ def page(reports: Sequence[GraphReport]) -> str:
             element("p", f"{wording.without_attention(empty)}.", class_="aside") if empty else None,
             id="attentions",
         ),
-        element("footer", element("p", f"Made by attn_compiler {_version()}. How to read it: docs/report.md.")),
+        element("footer", element("p", f"Made by attn_compiler {_version()}. How to read it: docs/reading.md.")),
     )
     head = element(
         "head",
