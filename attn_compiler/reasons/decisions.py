@@ -44,10 +44,14 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The lowering that a spec gets on a target, and every refusal on the way to it."""
+    """The lowering that a spec gets on a target, and every refusal on the way to it.
+
+    zeros: the lowering gets zeros behind each head's numbers, up to a multiple of so many (`AttentionSpec.with_zeros`).
+    """
 
     lowering: str
     refusals: tuple[Refusal, ...] = ()
+    zeros: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -198,6 +198,11 @@ class AttentionSpec(Coded):
         """The one tensor added to the scores: the dense mask, else the bias."""
         return self.mask.dense or self.score.bias
 
+    def with_zeros(self, multiple: int) -> AttentionSpec:
+        """Return the spec of the same attention with zeros behind each head's numbers; the spec itself where none are missing."""
+        q, k, v = (x.with_zeros(multiple) for x in (self.q, self.k, self.v))
+        return self if (q, k, v) == (self.q, self.k, self.v) else replace(self, q=q, k=k, v=v)
+
     @property
     def adds_unread(self) -> bool:
         """True if only run time knows the added numbers: a query may get low ones alone, and then has no keys. In a mask that was read in

@@ -36,7 +36,7 @@ def select_lowerings(unit: Unit, found: FoundSites, targets: Mapping[str, Target
     """Give every site its decision. targets: by device type. trial: may name the only lowerings that serve its graph."""
     among = None if trial is None else trial.among
     options = unit.options if among is None else _among(unit.options, among)
-    decided: dict[tuple[AttentionSpec, bool], tuple[Decision, AttentionSpec]] = {}
+    decided: dict[tuple[AttentionSpec, bool], Decision] = {}
     with_packages: dict[tuple[AttentionSpec, bool], Faster | None] = {}
     for site in found.sites:
         unit.log.current = site.module
@@ -46,9 +46,9 @@ def select_lowerings(unit: Unit, found: FoundSites, targets: Mapping[str, Target
                 raise ValueError(f"the site at {site.module} has no spec")
             of_flex = site.match.pattern in (flex.NAME, library_calls.NAME)
             if (spec, of_flex) not in decided:
-                decided[spec, of_flex] = _with_zeros(spec, targets[spec.device], options, of_flex)
-            site.decision, site.spec = decided[spec, of_flex]
-            spec = site.spec
+                decided[spec, of_flex] = decide(spec, targets[spec.device], options, of_flex)
+            site.decision = decided[spec, of_flex]
+            spec = site.spec = spec.with_zeros(site.decision.zeros)
             if _asked(options) is None:
                 site.evidence = lowerings.evidence(spec, targets[spec.device])
                 if (spec, of_flex) not in with_packages:
@@ -129,31 +129,34 @@ def _objection(of: Question, name: str) -> Refusal | None:
 def decide(spec: AttentionSpec, target: Target, options: Options, of_flex: bool = False) -> Decision:
     """Return the lowering for a spec on a target. Arguments: as in Question."""
     of = Question(spec=spec, target=target, options=options, of_flex=of_flex)
-    order = _asked(options) or lowerings.order(spec, target)
-    decision = lowerings.first_unopposed(order, functools.partial(_objection, of))
+    decision = _first(of)
+    if decision.lowering == UNTOUCHED and _may_get_zeros(of):
+        second = _first(dataclasses.replace(of, spec=spec.with_zeros(_VECTOR)))
+        if second.lowering != UNTOUCHED:
+            return dataclasses.replace(second, zeros=_VECTOR)
     if of.is_named or decision.lowering != UNTOUCHED:
         return decision
     remedy = "options={'lowering': ...} takes a kernel all the same"
     return lowerings.with_reason(decision, lowerings.evidence(spec, target), target, "attention", remedy)
 
 
-def _with_zeros(spec: AttentionSpec, target: Target, options: Options, of_flex: bool) -> tuple[Decision, AttentionSpec]:
-    """Decide on a spec, or on the same attention with zeros behind each head's numbers where no kernel takes its head dims.
+def _first(of: Question) -> Decision:
+    order = _asked(of.options) or lowerings.order(of.spec, of.target)
+    return lowerings.first_unopposed(order, functools.partial(_objection, of))
 
-    That costs copies of q, k and v: less than scores in memory, but more than a step of few queries over a cache. PyTorch's FlashAttention
-    adds the zeros by itself (`pad_last_dim` of its transformers/sdp_utils), so calls that it takes stay.
+
+def _may_get_zeros(of: Question) -> bool:
+    """Return whether zeros behind each head's numbers pay where some kernel takes the head dims that they make.
+
+    They cost copies of q, k and v: less than scores in memory, but more than a step of few queries over a cache. PyTorch's FlashAttention
+    adds them by itself (`pad_last_dim` of its transformers/sdp_utils), so calls that it takes stay.
     """
-    decision = decide(spec, target, options, of_flex)
-    q, k, v = (x.with_zeros(_VECTOR) for x in (spec.q, spec.k, spec.v))
-    wide = dataclasses.replace(spec, q=q, k=k, v=v)
+    spec, wide = of.spec, of.spec.with_zeros(_VECTOR)
     is_step = isinstance(spec.seqlen_q, int) and spec.seqlen_q <= _FEW_QUERIES
     has_others = spec.fp8 is not None or spec.stored is not None or spec.latent is not None
-    if decision.lowering != UNTOUCHED or wide == spec or is_step or has_others or of_flex:
-        return decision, spec
-    if _asked(options) is None and not spec.decomposed and not by_name("sdpa_flash").why_not(wide, target):
-        return decision, spec
-    second = decide(wide, target, options, of_flex)
-    return (decision, spec) if second.lowering == UNTOUCHED else (second, wide)
+    if wide == spec or is_step or has_others or of.of_flex:
+        return False
+    return of.is_named or spec.decomposed or bool(by_name("sdpa_flash").why_not(wide, of.target))
 
 
 def faster(spec: AttentionSpec, target: Target, decision: Decision) -> Faster | None:

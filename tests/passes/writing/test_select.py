@@ -294,7 +294,8 @@ _CAPPED = ScoreSpec(scale=0.125, changes=(Softcap(cap=50.0),))
 )
 def test_zeros_are_added_where_no_kernel_takes_the_head_dim(sm: int, changes: dict[str, Any], is_widened: bool) -> None:
     spec = dataclasses.replace(SPEC, **{"q": _ODD, "k": _ODD, "v": _ODD, **changes})
-    decision, wide = select._with_zeros(spec, Target.fake(sm=sm), Options(), of_flex=False)
+    decision = select.decide(spec, Target.fake(sm=sm), Options())
+    wide = spec.with_zeros(decision.zeros)
     assert (decision.lowering != "untouched", wide.q.shape[-1], wide.v.strides) == (
         (True, 56, (268800, 67200, 56, 1)) if is_widened else (False, 52, _ODD.strides)
     )
