@@ -36,4 +36,4 @@ def test_every_recipe_has_a_row() -> None:
 
 
 def test_pages_lead_there() -> None:
-    assert "(ways.md)" in (ROOT / "docs" / "launchers.md").read_text(encoding="utf-8")
+    assert "(ways.md)" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")

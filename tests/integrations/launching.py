@@ -1,4 +1,4 @@
-"""Recipes of docs/launchers.md, tiny models to run them on, and what the reports say afterwards."""
+"""Recipes of docs/recipes.md, tiny models to run them on, and what the reports say afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 import attn_compiler
 from attn_compiler.compiling import backend
 
-PAGE = Path(__file__).parents[2] / "docs" / "launchers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat dogs run fast in old park".split()
 LAYERS = 2
 #: what a tiny model of text is made of, by the names that most configs of transformers use

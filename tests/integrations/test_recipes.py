@@ -1,4 +1,4 @@
-"""docs/launchers.md: every recipe is short, and one of these tests runs it."""
+"""docs/recipes.md: every recipe is short, and one of these tests runs it."""
 
 from __future__ import annotations
 

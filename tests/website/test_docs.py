@@ -26,7 +26,7 @@ _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>.+?) -->\n)?^```(?:python|py)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 #: pages whose blocks other tests run word for word: tests/integrations
-RUN_ELSEWHERE = frozenset({"launchers.md"})
+RUN_ELSEWHERE = frozenset({"recipes.md"})
 
 
 @dataclass(frozen=True, kw_only=True)
